@@ -1,0 +1,30 @@
+"""Advantages of one action per episode, against the other episodes of its group."""
+
+import torch
+from torch import Tensor
+
+
+def group_centred(scores: Tensor, groups: Tensor) -> Tensor:
+    """Score minus the mean of its group (Liu et al. 2025, arXiv:2503.20783: Dr. GRPO).
+
+    scores: [B], floating point or integer; groups: [B], any integers, equal within a group. Returns [B], float.
+    """
+    scores = scores if scores.is_floating_point() else scores.float()
+    _, index = groups.unique(return_inverse=True)
+    sums = torch.zeros(int(index.max()) + 1, dtype=scores.dtype, device=scores.device).index_add_(0, index, scores)
+    return scores - (sums / index.bincount())[index]
+
+
+def group_whitened(scores: Tensor, groups: Tensor) -> Tensor:
+    """Score minus the mean of its group, over the group's deviation (Shao et al. 2024, arXiv:2402.03300: GRPO).
+
+    scores, groups: [B], as for `group_centred`. Returns [B]; 0 in a group whose scores are all equal. The deviation
+    is the sample's (n - 1).
+    """
+    centred = group_centred(scores, groups)
+    _, index = groups.unique(return_inverse=True)
+    sizes = index.bincount()
+    squares = torch.zeros(len(sizes), dtype=centred.dtype, device=centred.device).index_add_(0, index, centred**2)
+    std = (squares / (sizes - 1).clamp(min=1)).sqrt()
+    rounding = 1e-6 * scores.abs().max()  # what is left of equal scores after subtracting their mean
+    return torch.where(std[index] > rounding, centred / std[index].clamp(min=1e-30), 0.0)

@@ -1,0 +1,88 @@
+"""How far a policy is from its reference: estimators per token, and controllers of the penalty's coefficient."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_CLAMP = 20.0  # exp(20) is already 5e8: beyond, k3 would only overflow
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log pi - log ref of the sampled token: unbiased for KL(pi, ref), may be negative (Schulman 2020, k1).
+
+    Both [...], in nats; returns [...].
+    """
+    return logprobs - ref_logprobs
+
+
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|log pi - log ref| of the sampled token; biased upwards. Both [...], in nats; returns [...]."""
+    return (logprobs - ref_logprobs).abs()
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log pi - log ref)^2 / 2: biased, small variance, gradient of the reverse KL (Schulman 2020, k2).
+
+    Both [...], in nats; returns [...].
+    """
+    return 0.5 * (logprobs - ref_logprobs) ** 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """r - 1 - log r with r = ref / pi: unbiased for KL(pi, ref) and never negative (Schulman 2020, k3).
+
+    Both [...], in nats; returns [...]. log r is clamped to +-20.
+    """
+    log_ratio = (ref_logprobs - logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def full(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p, q) = sum p (log p - log q) over the vocabulary. Both [..., V], normalised; returns [...], in nats."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+SAMPLED_KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": k1,
+    "k1": k1,
+    "abs": absolute,
+    "mse": k2,
+    "k2": k2,
+    "k3": k3,
+}
+"""The estimators that need the sampled token alone, under their names in configurations; `full` needs all of them."""
+
+
+class FixedKLController:
+    """A coefficient that stays what it is."""
+
+    def __init__(self, kl_coef: float):
+        self.value = kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Nothing to learn: the coefficient is fixed."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = state["value"]
+
+
+class AdaptiveKLController(FixedKLController):
+    """Moves the coefficient until the KL meets its target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+
+    init_kl_coef: the coefficient at the start. target: KL in nats per response. horizon: episodes over which an
+    error of 20% or more multiplies or divides the coefficient by about e^0.2.
+    """
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: int):
+        super().__init__(init_kl_coef)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current: float, n_steps: int) -> None:
+        """`current`: KL in nats per response, mean over all processes; `n_steps`: responses since the last update."""
+        error = min(max(current / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon

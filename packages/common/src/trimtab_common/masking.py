@@ -1,0 +1,56 @@
+"""Statistics of the positions that count. Every mask is 1 where a position counts and has the shape of its tensor."""
+
+import torch
+from torch import Tensor
+
+from trimtab_common.stats import sum_over_ranks
+
+VARIANCE_FLOOR = 1e-8
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x` where `mask` is 1; scalar, in the dtype of `x`; 0 for an empty mask.
+
+    What lies outside the mask never matters, not even infinity or NaN.
+    """
+    return torch.where(mask.bool(), x, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Population variance of `x` where `mask` is 1; scalar, in the dtype of `x`."""
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
+def global_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """`masked_mean` over the positions of every process. Collective: each process calls it."""
+    count = mask.sum().to(x.dtype)
+    total, count = sum_over_ranks(torch.stack([torch.where(mask.bool(), x, 0.0).sum(), count])).unbind()
+    return total / count.clamp(min=1)
+
+
+def global_var(x: Tensor, mask: Tensor) -> Tensor:
+    """`masked_var` over the positions of every process. Collective."""
+    return global_mean((x - global_mean(x, mask)) ** 2, mask)
+
+
+def rescale(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` divided by its standard deviation over the mask of every process; the mean is scaled along.
+
+    Shape and dtype of `x`; exactly 0 outside the mask. Collective. The population variance is used, as by OpenAI
+    (Ziegler et al. 2019); a constant `x` is divided by 1e-4, never by 0.
+    """
+    return torch.where(mask.bool(), x * torch.rsqrt(global_var(x, mask) + VARIANCE_FLOOR), 0.0)
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` with mean 0 and variance 1 over the mask of every process; exactly 0 outside. Collective."""
+    return rescale(x - global_mean(x, mask), mask)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """1 - Var[returns - values] / Var[returns] over the mask of every process; scalar. Collective.
+
+    1: the values predict the returns; 0: no better than their mean; below 0: worse. 0 where the returns are constant.
+    """
+    total = global_var(returns, mask)
+    return torch.where(total > 0, 1 - global_var(returns - values, mask) / total.clamp(min=1e-30), 0.0)

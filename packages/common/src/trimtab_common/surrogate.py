@@ -1,0 +1,34 @@
+"""The clipped surrogate of PPO, and what it tells about an update."""
+
+import torch
+from torch import Tensor
+
+from trimtab_common.stats import Mean
+
+
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per action (Schulman et al. 2017, arXiv:1707.06347, Eq. 7).
+
+    log_ratio: [...], log pi - log pi_old of the action taken; advantages: [...]. Returns [...], to be minimised.
+    """
+    ratio = log_ratio.exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+@torch.no_grad()
+def surrogate_stats(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> dict[str, Mean]:
+    """What the update did to the actions that count: all [...] as for `clipped_surrogate`, `mask` 1 where it counts.
+
+    `ratio`: mean of r. `policykl`: mean of -log r, unbiased for KL(old, new). `approxkl`: mean of log(r)^2 / 2, never
+    negative. `clipfrac`: share of actions whose gradient the clip stops.
+    """
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages < ratio * advantages
+    return {
+        "ratio": Mean.of(ratio, mask),
+        "policykl": Mean.of(-log_ratio, mask),
+        "approxkl": Mean.of(0.5 * log_ratio**2, mask),
+        "clipfrac": Mean.of(clipped.to(ratio.dtype), mask),
+    }

@@ -1,0 +1,33 @@
+"""Forward passes without dropout, in which gradient checkpointing still engages."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside the block, for training passes too; afterwards every module is as it was.
+
+    Where gradients are enabled, `model.eval()` alone would silently switch gradient checkpointing off,
+    which transformers ties to training mode. So the modules that checkpoint stay in training mode, and the dropout rates that they apply themselves are set to 0.
+    """
+    training = {module: module.training for module in model.modules()}
+    rates: list[tuple[nn.Module, str, float]] = []
+    try:
+        model.eval()
+        for module in model.modules():
+            if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
+                module.training = True
+                own = [(name, rate) for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)]
+                rates += [(module, name, rate) for name, rate in own]
+                for name, _ in own:
+                    setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+        for module, name, rate in rates:
+            setattr(module, name, rate)

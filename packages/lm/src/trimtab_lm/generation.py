@@ -1,0 +1,175 @@
+"""Sampling responses: a list of 1-D queries in, a list of 1-D responses out."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from trimtab_common.tracking import progress
+
+PLAIN_SAMPLING = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+}
+"""Settings under which a sampled token follows the model's own distribution, whatever its generation config says."""
+
+
+class LengthSampler:
+    """Draws a number of new tokens, uniform in [min_value, max_value), with numpy's global generator."""
+
+    def __init__(self, min_value: int, max_value: int):
+        if not 0 < min_value < max_value:
+            raise ValueError(
+                f"LengthSampler({min_value}, {max_value}) has nothing to draw: lengths come from [min_value, max_value) "
+                "and start at 1. Give 0 < min_value < max_value."
+            )
+        self.values = range(min_value, max_value)
+
+    def __call__(self) -> int:
+        return int(np.random.choice(self.values))
+
+
+def sampling_config(model: nn.Module, *, pad_token_id: int, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
+    """The complete generation config for `kwargs`, and what of them is no generation setting (stopping criteria, ...).
+
+    Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
+    transformers' default top_k of 50, would make the sampler another policy than the one that is trained. Token ids
+    and lengths come from the model's generation config. 2024's spellings `top_k=0.0` and `min_length=-1` are understood.
+    """
+    config = GenerationConfig(**PLAIN_SAMPLING, pad_token_id=pad_token_id)
+    config.update(**model.generation_config.to_dict(), defaults_only=True)  # type: ignore[operator,union-attr]
+    if "max_new_tokens" in kwargs:
+        config.max_length = None
+    if "top_k" in kwargs:
+        kwargs["top_k"] = int(kwargs["top_k"] or 0)
+    if "min_length" in kwargs:
+        kwargs["min_length"] = max(int(kwargs["min_length"]), 0)
+    rest = config.update(**kwargs)
+    if config.num_beams != 1 or config.num_return_sequences not in (None, 1):
+        raise ValueError(
+            f"num_beams={config.num_beams} and num_return_sequences={config.num_return_sequences}: one sampled response "
+            "per query is needed. Leave both at 1, and repeat a query in the list to sample it again."
+        )
+    return config, rest
+
+
+TRUNCATED = "unlikely tokens are never drawn, so the KL is estimated on another distribution and drifts below 0"
+REWEIGHTED = "tokens are drawn from reweighted probabilities that neither policy nor reference has: the KL is biased"
+FORBIDDEN = "tokens (the end token above all) are forbidden by force, which the log-probs do not know: negative KL"
+DISTORTIONS = {
+    "top_k": TRUNCATED,
+    "top_p": TRUNCATED,
+    "min_p": TRUNCATED,
+    "typical_p": TRUNCATED,
+    "epsilon_cutoff": TRUNCATED,
+    "eta_cutoff": TRUNCATED,
+    "repetition_penalty": REWEIGHTED,
+    "encoder_repetition_penalty": REWEIGHTED,
+    "sequence_bias": REWEIGHTED,
+    "guidance_scale": REWEIGHTED,
+    "exponential_decay_length_penalty": REWEIGHTED,
+    "no_repeat_ngram_size": FORBIDDEN,
+    "encoder_no_repeat_ngram_size": FORBIDDEN,
+    "min_length": FORBIDDEN,
+    "min_new_tokens": FORBIDDEN,
+    "bad_words_ids": FORBIDDEN,
+    "suppress_tokens": FORBIDDEN,
+    "begin_suppress_tokens": FORBIDDEN,
+    "forced_bos_token_id": FORBIDDEN,
+    "forced_eos_token_id": FORBIDDEN,
+}
+"""Settings that make the sampler another policy than the one whose log-probabilities are taken, and what they do."""
+
+
+def distortions(config: GenerationConfig) -> list[str]:
+    """What in a generation config makes tokens follow another distribution than the policy's, one line each.
+
+    The temperature is not among them: it enters the log-probabilities.
+    """
+    if not config.do_sample:
+        return ["do_sample=False: each response is the mode, not a sample, so KL and advantages mean nothing"]
+    return [
+        f"{name}={value}: {effect}"
+        for name, effect in DISTORTIONS.items()
+        if (value := getattr(config, name, None)) is not None and value not in (PLAIN_SAMPLING.get(name), 0)
+    ]
+
+
+def eos_token_ids(model: nn.Module, tokenizer_eos: int | None, config: GenerationConfig | None = None) -> list[int]:
+    """Every token that ends a response: the generation config may name several (Llama 3, Gemma)."""
+    ids = (config or model.generation_config).eos_token_id  # type: ignore[union-attr]
+    ids = tokenizer_eos if ids is None else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def cut_at_eos(response: Tensor, eos_ids: Sequence[int], pad_token_id: int) -> Tensor:
+    """`response` [R] up to its first end token, which stays; without one, less the padding at its end."""
+    ends = torch.isin(response, torch.tensor(eos_ids, dtype=response.dtype, device=response.device)).nonzero()
+    if len(ends):
+        return response[: int(ends[0]) + 1]
+    real = (response != pad_token_id).nonzero()
+    return response[: int(real[-1]) + 1] if len(real) else response[:1]
+
+
+def pad(rows: Sequence[Tensor], value: int, *, side: str = "right") -> tuple[Tensor, Tensor]:
+    """Rows [T_i] as one tensor [B, max T] and its mask, padded on a side. The mask tells padding, not the value."""
+    width = max(len(row) for row in rows)
+    padded = rows[0].new_full((len(rows), width), value)
+    mask = torch.zeros_like(padded, dtype=torch.long)
+    for i, row in enumerate(rows):
+        span = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
+        padded[i, span] = row
+        mask[i, span] = 1
+    return padded, mask
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    queries: Sequence[Tensor],
+    config: GenerationConfig,
+    *,
+    eos_ids: Sequence[int],
+    batch_size: int,
+    return_prompt: bool,
+    **kwargs: Any,
+) -> list[Tensor]:
+    """Responses of `model` to 1-D `queries`, 1-D and unpadded, in the order of the queries, on their device.
+
+    Queries are taken in batches of like length and padded on the left; transformers derives the position ids from the
+    mask. Responses end with their end token, where they have one; an end token inside a query is harmless. The decoder
+    start token of an encoder-decoder model is not part of a response, and `return_prompt` means nothing to it.
+    """
+    is_encoder_decoder = model.config.is_encoder_decoder  # type: ignore[union-attr]
+    device = model.get_input_embeddings().weight.device  # type: ignore[operator]
+    order = sorted(range(len(queries)), key=lambda i: len(queries[i]), reverse=True)
+    responses: dict[int, Tensor] = {}
+    for start in progress(range(0, len(order), batch_size), "generating"):
+        chosen = order[start : start + batch_size]
+        input_ids, mask = pad([queries[i] for i in chosen], config.pad_token_id, side="left")
+        output = model.generate(  # type: ignore[operator]
+            input_ids=input_ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=copy.deepcopy(config),
+            **kwargs,
+        )
+        prompt = 1 if is_encoder_decoder else input_ids.shape[1]
+        for i, row in zip(chosen, output, strict=True):
+            response = cut_at_eos(row[prompt:], eos_ids, config.pad_token_id).to(queries[i].device)
+            with_prompt = return_prompt and not is_encoder_decoder
+            responses[i] = torch.cat([queries[i], response]) if with_prompt else response
+    return [responses[i] for i in range(len(queries))]

@@ -1,0 +1,73 @@
+"""What a step takes is checked here, once; behind it everything is trusted."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from trimtab_common.stats import sum_over_ranks
+
+
+def check_step(
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    scores: Sequence[Tensor | float],
+    response_masks: Sequence[Tensor] | None,
+    *,
+    batch_size: int,
+    device: torch.device,
+) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor] | None]:
+    """The arguments of a step on `device`, the scores as one float tensor [B]; ValueError or TypeError names the row."""
+    for name, column in (("queries", queries), ("responses", responses), ("scores", scores), ("response_masks", response_masks)):
+        if column is None:
+            continue
+        if not isinstance(column, list):
+            raise TypeError(f"{name} must be a list of tensors, one per response, got {type(column).__name__}.")
+        if len(column) != batch_size:
+            raise ValueError(
+                f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
+                "batch, or make the config with the batch_size that you use."
+            )
+    rows = {"queries": queries, "responses": responses}
+    for name, column in rows.items():
+        for i, row in enumerate(column):
+            if not isinstance(row, Tensor) or row.dim() != 1 or row.is_floating_point():
+                found = f"a {row.dtype} tensor of shape {list(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
+                raise TypeError(f"{name}[{i}] must be a 1-D tensor of token ids, got {found}. Use tensor.squeeze(0) for [1, T].")
+            if len(row) == 0:
+                raise ValueError(f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token).")
+    if response_masks is not None:
+        _check_masks(response_masks, responses)
+    tokens = [mask.sum() for mask in response_masks] if response_masks else [len(row) for row in responses]
+    if float(sum_over_ranks(torch.tensor([float(sum(tokens))], device=device))) < 2:
+        raise ValueError(
+            "The whole batch has one response token: advantages cannot be whitened over it. Use more or longer responses."
+        )
+    return (
+        [row.to(device) for row in queries],
+        [row.to(device) for row in responses],
+        _finite_scores(scores).to(device),
+        None if response_masks is None else [mask.to(device) for mask in response_masks],
+    )
+
+
+def _check_masks(response_masks: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
+    for i, (mask, response) in enumerate(zip(response_masks, responses, strict=True)):
+        if mask.shape != response.shape:
+            raise ValueError(
+                f"response_masks[{i}] has shape {list(mask.shape)}, its response has {list(response.shape)}: "
+                "give a 1 or 0 for each response token."
+            )
+        if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
+            raise ValueError(f"response_masks[{i}] must hold 1 (counts) and 0 (does not), and a 1 at least.")
+
+
+def _finite_scores(scores: Sequence[Tensor | float]) -> Tensor:
+    values = [torch.as_tensor(score).detach() for score in scores]
+    for i, value in enumerate(values):
+        if value.numel() != 1:
+            raise ValueError(f"scores[{i}] has shape {list(value.shape)}: give one number per response.")
+    flat = torch.tensor([float(value) for value in values])
+    if not bool(flat.isfinite().all()):
+        bad = [f"scores[{i}] = {float(flat[i])}" for i in (~flat.isfinite()).nonzero().flatten().tolist()]
+        raise ValueError(f"{', '.join(bad)}: a score must be a finite number. Nothing was trained; mend the reward.")
+    return flat

@@ -1,0 +1,169 @@
+"""Configuration of PPO."""
+
+import math
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trimtab_common.kl import SAMPLED_KL
+from trimtab_common.tracking import check_tracker_name
+
+
+def _help(text: str, **default: Any) -> Any:
+    return field(**default, metadata={"help": text})
+
+
+def _script_name() -> str:
+    return Path(sys.argv[0]).stem or "interactive"
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """PPO with a value head (Ziegler et al. 2019, arXiv:1909.08593). Checked when it is made, and fixed from then on.
+
+    To change a field, make a changed copy: `dataclasses.replace(config, learning_rate=1e-6)`. Sizes count responses
+    on one process.
+    """
+
+    exp_name: str = _help("Name of the run in the tracker.", default_factory=_script_name)
+    seed: int = _help("Seed of the shuffling and of the sampling in `generate`.", default=0)
+    log_with: str | None = _help("Tracker: wandb (offline without an account), tensorboard or none.", default=None)
+    task_name: str | None = _help("Task, as a tag of the run in the tracker.", default=None)
+    model_name: str | None = _help("Hub id or folder of the policy, loaded if the trainer is given none.", default=None)
+    query_dataset: str | None = _help(
+        "Hub id, folder or data file of the queries, loaded if the trainer is given no dataset.", default=None
+    )
+    reward_model: str | None = _help(
+        "Hub id or folder of a sequence classifier that scores in `train` if it is given no reward.", default=None
+    )
+    remove_unused_columns: bool = _help(
+        "Drop dataset columns other than the model's inputs, query, response and label.", default=True
+    )
+    tracker_kwargs: dict[str, Any] = _help("Arguments of wandb.init or SummaryWriter.", default_factory=dict)
+    accelerator_kwargs: dict[str, Any] = _help("Arguments of accelerate.Accelerator.", default_factory=dict)
+    project_kwargs: dict[str, Any] = _help(
+        "Arguments of accelerate's ProjectConfiguration; the tracker writes into its logging_dir.", default_factory=dict
+    )
+    tracker_project_name: str = _help("Project in the tracker.", default="trl")
+    push_to_hub_if_best_kwargs: dict[str, Any] = _help(
+        "Arguments of push_to_hub (repo_id at least): push whenever the mean score is the best so far.",
+        default_factory=dict,
+    )
+    steps: int = _help("PPO steps of `train`.", default=20000)
+    learning_rate: float = _help("Learning rate of Adam.", default=1e-5)
+    adap_kl_ctrl: bool = _help("Adapt the KL coefficient to `target`; otherwise it stays at init_kl_coef.", default=True)
+    init_kl_coef: float | None = _help("KL coefficient at the start.", default=0.2)
+    kl_penalty: Literal["kl", "abs", "mse", "full", "k1", "k2", "k3"] = _help(
+        "KL per token: kl = k1 (log-ratio), abs (its size), mse = k2 (half its square), k3, full (exact).",
+        default="kl",
+    )
+    target: float | None = _help("KL that the adaptive controller aims at, in nats per response.", default=6)
+    horizon: float | None = _help("Responses over which the adaptive controller corrects an error.", default=10000)
+    gamma: float = _help("Discount per token.", default=1)
+    lam: float = _help("Lambda of the generalised advantage estimate.", default=0.95)
+    cliprange: float = _help("Keep pi / pi_old within 1 +- this.", default=0.2)
+    cliprange_value: float = _help("Keep values within this of the rollout's values.", default=0.2)
+    vf_coef: float = _help("Weight of the value loss.", default=0.1)
+    batch_size: int = _help("Responses per step, on one process.", default=256)
+    forward_batch_size: int | None = _help("Deprecated name of mini_batch_size.", default=None)
+    mini_batch_size: int = _help("Responses per forward and backward pass.", default=1)
+    gradient_accumulation_steps: int = _help("Minibatches per optimizer step, weighed by tokens.", default=1)
+    world_size: int | None = _help("Number of processes; filled in by the trainer.", default=None)
+    ppo_epochs: int = _help("Passes over the batch in each step.", default=4)
+    max_grad_norm: float | None = _help("Clip the gradient's norm to this at every update.", default=None)
+    optimize_cuda_cache: bool | None = _help("Deprecated name of optimize_device_cache.", default=None)
+    optimize_device_cache: bool | None = _help(
+        "Give unused accelerator memory back after each step: leaner beside other programs, slightly slower.",
+        default=False,
+    )
+    early_stopping: bool = _help("End a step's updates when the policy has moved by more than 1.5 target_kl.", default=False)
+    target_kl: float = _help("KL(old policy, policy) in nats per token, for early_stopping.", default=1)
+    compare_steps: int = _help("Steps between two looks for the best mean score, for push_to_hub_if_best_kwargs.", default=1)
+    ratio_threshold: float = _help("Leave a minibatch out of the update if its mean ratio is above this.", default=10.0)
+    use_score_scaling: bool = _help("Divide scores by their running standard deviation.", default=False)
+    use_score_norm: bool = _help("Also subtract their running mean (needs use_score_scaling).", default=False)
+    score_clip: float | None = _help("Clip scores to +- this, after scaling.", default=None)
+    whiten_rewards: bool = _help("Scale rewards to variance 1 before the advantages; their mean is kept.", default=False)
+    is_encoder_decoder: bool | None = _help("Filled in by the trainer from the model; an error if it differs.", default=None)
+    is_peft_model: bool | None = _help("Filled in by the trainer from the model; an error if it differs.", default=None)
+    backward_batch_size: int | None = _help("Responses per optimizer step on one process; computed.", default=None)
+    global_backward_batch_size: int | None = _help("The same over all processes; computed.", default=None)
+    global_batch_size: int | None = _help("Responses per step over all processes; computed.", default=None)
+    temperature: float | None = _help(
+        "Temperature that the responses were sampled at. None: that of the last `generate`.", default=None
+    )
+    missing_eos_penalty: float | None = _help(
+        "Subtracted from the score of a response that does not end with an end token.", default=None
+    )
+    output_dir: str | None = _help("Folder of checkpoints.", default=None)
+    save_steps: int | None = _help("`train` saves a checkpoint every so many steps (needs output_dir).", default=None)
+    save_total_limit: int | None = _help("Checkpoints kept; older ones are removed. None: all.", default=None)
+
+    def __post_init__(self) -> None:
+        self._take_deprecated("forward_batch_size", "mini_batch_size")
+        self._take_deprecated("optimize_cuda_cache", "optimize_device_cache")
+        check_tracker_name(self.log_with)
+        self._check_numbers()
+        self._check_relations()
+        self._compute("backward_batch_size", self.mini_batch_size * self.gradient_accumulation_steps)
+        if self.batch_size % self.backward_batch_size:  # type: ignore[operator]
+            raise ValueError(
+                f"batch_size={self.batch_size} does not split into optimizer steps of mini_batch_size "
+                f"{self.mini_batch_size} x gradient_accumulation_steps {self.gradient_accumulation_steps} = "
+                f"{self.backward_batch_size} responses; a short last one would weigh its samples more. "
+                "Choose sizes whose product divides batch_size."
+            )
+        if self.world_size is not None:
+            self._compute("global_backward_batch_size", self.backward_batch_size * self.world_size)  # type: ignore[operator]
+            self._compute("global_batch_size", self.batch_size * self.world_size)
+
+    def _take_deprecated(self, old: str, new: str) -> None:
+        value = getattr(self, old)
+        if value is not None:
+            warnings.warn(f"PPOConfig({old}=...) is now {new}=...", FutureWarning, stacklevel=4)
+            object.__setattr__(self, new, value)
+            object.__setattr__(self, old, None)
+
+    def _compute(self, name: str, value: int) -> None:
+        if getattr(self, name) not in (None, value):
+            raise ValueError(
+                f"{name}={getattr(self, name)} contradicts the other sizes, which make {value}. Leave it out: it is computed."
+            )
+        object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
+        whole = ["batch_size", "mini_batch_size", "gradient_accumulation_steps", "ppo_epochs", "steps", "compare_steps"]
+        whole += [name for name in ("save_steps", "save_total_limit", "world_size") if getattr(self, name) is not None]
+        for name in whole:
+            if getattr(self, name) < 1 or int(getattr(self, name)) != getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)} must be a whole number of at least 1.")
+        positive = ["learning_rate", "cliprange", "cliprange_value", "target_kl", "ratio_threshold"]
+        optional = ["target", "horizon", "score_clip", "max_grad_norm", "temperature"]
+        for name in positive + [name for name in optional if getattr(self, name) is not None]:
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number above 0.")
+        for name in ["vf_coef"] + [n for n in ("init_kl_coef", "missing_eos_penalty") if getattr(self, n) is not None]:
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number, 0 or above.")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
+
+    def _check_relations(self) -> None:
+        if self.kl_penalty not in (*SAMPLED_KL, "full"):
+            raise ValueError(f"kl_penalty={self.kl_penalty!r} is none of {', '.join([*SAMPLED_KL, 'full'])}.")
+        if self.init_kl_coef is None:
+            raise ValueError("init_kl_coef=None: give the KL coefficient to start from; 0 trains without a penalty.")
+        if self.adap_kl_ctrl and (self.target is None or self.horizon is None):
+            raise ValueError(
+                f"adap_kl_ctrl needs target and horizon, got target={self.target}, horizon={self.horizon}. "
+                "Give both, or set adap_kl_ctrl=False for a fixed coefficient."
+            )
+        if self.use_score_norm and not self.use_score_scaling:
+            raise ValueError("use_score_norm subtracts the mean before scaling: set use_score_scaling=True as well.")
+        if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
+            raise ValueError("push_to_hub_if_best_kwargs needs a repo_id to push to.")
+        if self.save_steps and not self.output_dir:
+            raise ValueError(f"save_steps={self.save_steps} needs an output_dir to save into.")

@@ -1,0 +1,185 @@
+"""Batches of queries and responses, and the module that scores and values them in one pass."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from trimtab_lm.generation import pad
+from trimtab_lm.logprobs import LanguageHead
+from trimtab_lm.value_head import PreTrainedModelWrapper, ValueHead
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """B queries with their responses, of up to R tokens, as a model takes them.
+
+    inputs: the model's inputs, each [B, T]. where: [B, T], True where the output predicts a response token that
+    counts. targets: [B, R], the response tokens. mask: [B, R], 1 where they count. Rows hold as many True in `where` as
+    1 in `mask`, in the same order.
+    """
+
+    inputs: dict[str, Tensor]
+    where: Tensor
+    targets: Tensor
+    mask: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B], tokens that the model reads of each row."""
+        return sum(value.sum(1) for name, value in self.inputs.items() if name.endswith("mask"))  # type: ignore[return-value]
+
+    def rows(self, index: Tensor) -> "TokenBatch":
+        """The chosen rows, without the columns that are padding in all of them."""
+        columns = {name: value[index].any(0) for name, value in self.inputs.items() if name.endswith("mask")}
+        inputs = {
+            name: value[index][:, columns[name if name.endswith("mask") else _mask_name(name)]]
+            for name, value in self.inputs.items()
+        }
+        read = columns["decoder_attention_mask" if "decoder_attention_mask" in columns else "attention_mask"]
+        width = int(self.mask[index].any(0).nonzero().max()) + 1
+        return replace(
+            self,
+            inputs=inputs,
+            where=self.where[index][:, read],
+            targets=self.targets[index][:, :width],
+            mask=self.mask[index][:, :width],
+        )
+
+    def spread(self, flat: Tensor) -> Tensor:
+        """[N] numbers of the counted tokens, or [N, ...], to their places in [B, R, ...]; 0 elsewhere."""
+        places = flat.new_zeros(*self.mask.shape, *flat.shape[1:])
+        return places.index_put((self.mask.bool(),), flat)
+
+
+def model_inputs(
+    queries: Sequence[Tensor], responses: Sequence[Tensor], *, pad_token_id: int, decoder_start: int | None
+) -> dict[str, Tensor]:
+    """What a causal model reads (query and response in one row), or an encoder-decoder one (`decoder_start` given).
+
+    Padded on the right: behind a causal mask padding there is invisible.
+    """
+    if decoder_start is None:
+        rows = [torch.cat([query, response]) for query, response in zip(queries, responses, strict=True)]
+        return dict(zip(("input_ids", "attention_mask"), pad(rows, pad_token_id), strict=True))
+    shifted = [torch.cat([response.new_tensor([decoder_start]), response[:-1]]) for response in responses]
+    return {
+        **dict(zip(("input_ids", "attention_mask"), pad(queries, pad_token_id), strict=True)),
+        **dict(zip(("decoder_input_ids", "decoder_attention_mask"), pad(shifted, pad_token_id), strict=True)),
+    }
+
+
+def token_batch(
+    inputs: dict[str, Tensor],
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    response_masks: Sequence[Tensor] | None = None,
+) -> TokenBatch:
+    """Find the responses in model inputs that are padded on either side. `response_masks`: [R_i], 1 where it counts."""
+    device = inputs["input_ids"].device
+    targets, mask = pad(responses, 0)
+    if response_masks is not None:
+        mask, _ = pad([own.long() for own in response_masks], 0)
+    targets, mask = targets.to(device), mask.to(device)
+    if "decoder_input_ids" in inputs:
+        read = inputs["decoder_attention_mask"]
+        first_token = torch.zeros(len(queries), dtype=torch.long, device=device)
+    else:
+        read = inputs["attention_mask"]
+        first_token = torch.tensor([len(query) - 1 for query in queries], device=device)
+    # Position p predicts response token number (real tokens before p) - (where the response's first one is predicted).
+    number = read.cumsum(1) - 1 - first_token[:, None]
+    inside = read.bool() & (number >= 0) & (number < mask.shape[1])
+    where = inside & mask.gather(1, number.clamp(0, mask.shape[1] - 1)).bool()
+    return TokenBatch(inputs, where, targets, mask)
+
+
+def _mask_name(name: str) -> str:
+    return "decoder_attention_mask" if name.startswith("decoder") else "attention_mask"
+
+
+class PolicyOutputs(NamedTuple):
+    """Per counted token, [B, R], 0 elsewhere: log-probability and entropy in nats, value (None for a plain model)."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None
+
+
+class Critic(nn.Module):
+    """A value function with a trunk of its own, such as a reward model that continues as critic.
+
+    model: a wrapper with a value head (its LM head is not used), or any transformers model. The one-label head of a
+    sequence classifier becomes the value head; otherwise the value head starts at 0.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        score = getattr(model, "score", None)
+        if isinstance(model, PreTrainedModelWrapper):
+            base = model.pretrained_model
+            self.trunk = (base.get_base_model() if model.is_peft_model else base).base_model
+            self.v_head = model.v_head
+        else:
+            self.trunk = model.base_model  # a PEFT model's adapters sit inside it
+            is_scorer = isinstance(score, nn.Linear) and score.out_features == 1
+            width = score.in_features if is_scorer else model.config.get_text_config(decoder=True).hidden_size
+            weight = next(self.trunk.parameters())
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            self.v_head = ValueHead(width, summary_dropout_prob=0.0, device=weight.device, dtype=dtype)
+            self.v_head.init_weights("zero", 0.0)
+            if is_scorer:
+                self.v_head.summary.weight.data.copy_(score.weight.data)
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Values of the counted positions, [N]."""
+        hidden = self.trunk(**batch.inputs, use_cache=False, return_dict=True).last_hidden_state
+        return self.v_head(hidden[batch.where])
+
+
+class ActorCritic(nn.Module):
+    """Policy and value function as one module, so that one wrapper (DDP, FSDP, DeepSpeed) serves both.
+
+    policy: a wrapper with a value head. critic: a model for the values instead of that head, or None.
+    """
+
+    def __init__(self, policy: PreTrainedModelWrapper, critic: nn.Module | None = None):
+        super().__init__()
+        self.policy = policy
+        self.critic = None if critic is None else Critic(critic)
+        self.head = LanguageHead(policy.pretrained_model)
+        if self.critic is not None:  # else an unused head would wait for gradients that never come
+            policy.v_head.requires_grad_(False)
+
+    def forward(self, batch: TokenBatch, temperature: float = 1.0) -> PolicyOutputs:
+        """Scores and values of the response tokens that count, at a temperature."""
+        read = self.head.read(batch.where, **batch.inputs)
+        scores = self.head.score(read, batch.targets[batch.mask.bool()], temperature=temperature)
+        values = self.policy.v_head(read.hidden) if self.critic is None else self.critic(batch)
+        return PolicyOutputs(*(batch.spread(flat) for flat in (*scores, values)))
+
+
+def score_only(head: LanguageHead, batch: TokenBatch, temperature: float) -> PolicyOutputs:
+    """The same without values, for a reference model."""
+    scores = head.score(head.read(batch.where, **batch.inputs), batch.targets[batch.mask.bool()], temperature=temperature)
+    return PolicyOutputs(*(batch.spread(flat) for flat in scores), None)
+
+
+def in_minibatches(
+    forward: Callable[[TokenBatch], Sequence[Tensor | None]], batch: TokenBatch, size: int
+) -> list[Any]:
+    """`forward` over `size` rows of like length at a time, without gradients; what it gives [b, r, ...] as [B, R, ...].
+
+    None stays None.
+    """
+    columns: list[Any] = []
+    for rows in batch.lengths.argsort(stable=True).split(size):
+        with torch.no_grad():
+            parts = forward(batch.rows(rows))
+        if not columns:
+            columns = [None if x is None else x.new_zeros(*batch.mask.shape, *x.shape[2:]) for x in parts]
+        for column, part in zip(columns, parts, strict=True):
+            if part is not None:
+                column[rows, : part.shape[1]] = part
+    return columns

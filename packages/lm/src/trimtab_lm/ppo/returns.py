@@ -1,0 +1,34 @@
+"""From scores to rewards per token, and from those to advantages and returns."""
+
+import torch
+from torch import Tensor
+
+
+def per_token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> tuple[Tensor, Tensor]:
+    """-kl_coef * KL at each token, plus the score at the last one (Ziegler et al. 2019, arXiv:1909.08593, Eq. 2).
+
+    scores: [B], one per response; kl: [B, R] in nats; mask: [B, R], 1 where a token counts, at least one per row.
+    Returns rewards and the part of them that is not the score, both [B, R], 0 outside the mask.
+    """
+    non_score = torch.where(mask.bool(), -kl_coef * kl, 0.0)
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+    return non_score.scatter_add(1, last[:, None], scores[:, None].to(non_score.dtype)), non_score
+
+
+def gae(rewards: Tensor, values: Tensor, *, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimates (Schulman et al. 2016, arXiv:1506.02438, Eq. 16), bootstrapped across gaps.
+
+    rewards, values, mask: [B, R]. A position outside the mask (padding, the text of a tool) is no action: the recursion
+    goes from the action before it straight to the action after it. After the last action the value is 0. Returns
+    [B, R], 0 outside the mask. Advantage plus value is the return.
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        counts = mask[:, t].bool()
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = torch.where(counts, advantage, 0.0)
+        next_value = torch.where(counts, values[:, t], next_value)
+        next_advantage = torch.where(counts, advantage, next_advantage)
+    return advantages

@@ -1,0 +1,88 @@
+"""What a PPOTrainer is given, checked and completed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from trimtab_lm.value_head import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    PreTrainedModelWrapper,
+)
+
+from .config import PPOConfig
+
+
+def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
+    """The model with a value head to train: the one given, or that of `config.model_name`."""
+    if model is None and config.model_name is None:
+        raise ValueError("PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name.")
+    if model is None:
+        is_encoder_decoder = AutoConfig.from_pretrained(config.model_name).is_encoder_decoder
+        kind = AutoModelForSeq2SeqLMWithValueHead if is_encoder_decoder else AutoModelForCausalLMWithValueHead
+        return kind.from_pretrained(config.model_name)
+    if not isinstance(model, PreTrainedModelWrapper):
+        raise TypeError(
+            f"PPOTrainer trains a model with a value head, got {type(model).__name__}. Wrap it: "
+            "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
+        )
+    return model
+
+
+def tokenizer_of(config: PPOConfig, tokenizer: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or that of `config.model_name`; it must have a pad token."""
+    if tokenizer is None and config.model_name is None:
+        raise ValueError("PPOTrainer needs a tokenizer: give it one, or PPOConfig a model_name.")
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model_name)
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            "The tokenizer has no pad token. Set tokenizer.pad_token = tokenizer.eos_token: that is harmless here, because "
+            "padding is told by length and not by its token."
+        )
+    return tokenizer
+
+
+def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) -> PPOConfig:
+    """The config with what is known at run time; ValueError where it says otherwise."""
+    facts = {
+        "world_size": world_size,
+        "is_encoder_decoder": model.is_encoder_decoder,
+        "is_peft_model": model.is_peft_model,
+    }
+    for name, value in facts.items():
+        if getattr(config, name) not in (None, value):
+            raise ValueError(f"PPOConfig.{name}={getattr(config, name)}, but it is {value}. Leave it out: it is filled in.")
+    return replace(config, **facts)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Sequence[nn.Parameter]) -> None:
+    """ValueError if nothing would be trained, or something that should be is not in the optimizer."""
+    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    missing = sum(id(weight) not in held for weight in trainable)
+    if missing:
+        raise ValueError(
+            f"{missing} of {len(trainable)} trainable tensors are not in the optimizer. Build it over the parameters of the "
+            "model and of value_model, or freeze what shall not be trained (requires_grad_(False))."
+        )
+
+
+def decoder_start(model: PreTrainedModelWrapper) -> int:
+    """The token that an encoder-decoder model's decoder starts from."""
+    for source in (model.generation_config, model.config):
+        if (start := getattr(source, "decoder_start_token_id", None)) is not None:
+            return start
+    raise ValueError("The model names no decoder_start_token_id: set it in model.config.")
+
+
+def without_start(
+    responses: list[Tensor], response_masks: list[Tensor] | None, start: int
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Responses, and their masks, without the decoder start token that `model.generate` returns in front of them."""
+    leads = [len(row) > 1 and int(row[0]) == start for row in responses]
+    masks = response_masks
+    if masks is not None:
+        masks = [mask[1:] if lead else mask for mask, lead in zip(masks, leads, strict=True)]
+    return [row[1:] if lead else row for row, lead in zip(responses, leads, strict=True)], masks

@@ -1,0 +1,737 @@
+"""PPO for language models (Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347)."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, send_to_device
+from accelerate.utils.memory import clear_device_cache
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from trimtab_common.health import HealthMonitor, TrainingDivergedError
+from trimtab_common.kl import SAMPLED_KL, AdaptiveKLController, FixedKLController
+from trimtab_common.masking import masked_mean, rescale, whiten
+from trimtab_common.seeding import private_rng, sampling_seed
+from trimtab_common.stats import Mean, RunningMoments, gather_over_ranks, gather_stats, merge_stats, sum_over_ranks
+from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
+from trimtab_common.tracking import Tracker, progress, start_tracking
+from trimtab_lm import generation
+from trimtab_lm.data import (
+    RewardFunction,
+    ShuffledBatches,
+    collate_columns,
+    open_dataset,
+    tokenize_prompts,
+    used_columns,
+)
+from trimtab_lm.dropout import without_dropout
+from trimtab_lm.logprobs import HeadInputs, LanguageHead, exact_kl
+from trimtab_lm.model_card import write_model_card
+from trimtab_lm.reference import Reference
+from trimtab_lm.rewards import RewardModel
+from trimtab_lm.value_head import PreTrainedModelWrapper, _upload as upload
+
+from .checks import check_step
+from .config import PPOConfig
+from .loss import clipped_value_loss
+from .policy import ActorCritic, PolicyOutputs, TokenBatch, in_minibatches, model_inputs, score_only, token_batch
+from .returns import gae, per_token_rewards
+from .saving import load, resume, save
+from .setup import check_optimizer, decoder_start, filled, policy_of, tokenizer_of, without_start
+from .statistics import Clock, Rollout, rollout_stats
+
+
+@dataclass
+class UpdateWindow:
+    """The minibatches of one optimizer step: what weighs them, and what decides whether the step is taken."""
+
+    tokens: float  # over the whole window, in all processes
+    minibatches: int = 1
+    seen: int = 0
+    kept: int = 0
+    divergence: Mean = Mean(0.0, 0.0)
+    is_stopped: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        return self.seen == self.minibatches
+
+
+class PPOTrainer:
+    """PPO over a batch of queries, responses and scores: `generate`, score, `step`, as often as you like.
+
+    config: a PPOConfig. model: a model with a value head; if None, `config.model_name` is loaded. ref_model: the
+    reference of the KL penalty; if None, the model as it is now: a PEFT model with its adapters off, any other as a
+    frozen copy, which shares its first `num_shared_layers` layers with the model (and freezes them). tokenizer: with a
+    pad token. dataset: prompts for `dataloader` and `train`; if None, `config.query_dataset` is loaded. optimizer: over
+    the model's parameters; if None, Adam. lr_scheduler: stepped once per PPO step. value_model: a model for the values
+    in place of the value head, such as a reward model (see `Critic`).
+
+    What may be overridden: `batched_forward_pass`, `compute_rewards`, `compute_advantages`, `loss`, `train_minibatch`,
+    `record_step_stats`, `gather_stats`, `prepare_dataloader`, `log_stats`. `trainer.config` is the config with the
+    fields that are filled at run time.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig | None = None,
+        model: PreTrainedModelWrapper | None = None,
+        ref_model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dataset: Dataset | torch.utils.data.Dataset | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        data_collator: Callable[[Sequence[Mapping[str, Any]]], Any] | None = None,
+        num_shared_layers: int | None = None,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        *,
+        value_model: nn.Module | None = None,
+    ):
+        config = config or PPOConfig()
+        self.model = model = policy_of(config, model)
+        self.tokenizer = tokenizer_of(config, tokenizer)
+        self.is_encoder_decoder = model.is_encoder_decoder
+        self.reference = Reference.of(model, ref_model, num_shared_layers)
+        self.ref_model = None if self.reference.is_adapter_off else self.reference.model
+        actor_critic = ActorCritic(model, value_model)
+        trainable = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
+        optimizer = optimizer or torch.optim.Adam(trainable, lr=config.learning_rate)
+        check_optimizer(optimizer, trainable)
+
+        self.accelerator = Accelerator(
+            project_config=ProjectConfiguration(**config.project_kwargs), **config.accelerator_kwargs
+        )
+        self.config = filled(config, model, self.accelerator.num_processes)
+        self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
+        self.lr_scheduler = lr_scheduler
+        self.policy_head = actor_critic.head
+        self.ref_head = self.policy_head
+        if self.ref_model is not None:
+            self.ref_head = LanguageHead(self.ref_model)
+            self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
+
+        self.kl_ctl = (
+            AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
+            if config.adap_kl_ctrl
+            else FixedKLController(config.init_kl_coef)
+        )
+        self.running = RunningMoments()
+        self.health = HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None)
+        self.steps_done = 0
+        self.draws = 0  # calls of generate, each with random numbers of its own
+        self.temperature = config.temperature or 1.0
+        self.best_score = float("-inf")
+        self._window: UpdateWindow | None = None
+        self._tracker: Tracker | None = None
+        self.run_id: str | None = None  # the tracker's
+        self._reported: set[str] = set()
+        self._decoder_start = decoder_start(model) if self.is_encoder_decoder else 0
+
+        self.dataset, self.data_collator = dataset, data_collator
+        self.dataloader: DataLoader | None = None
+        self.batches: ShuffledBatches | None = None
+        if dataset is None and config.query_dataset:
+            self.dataset = tokenize_prompts(open_dataset(config.query_dataset), self.tokenizer)
+        if self.dataset is not None:
+            self.dataloader = self.prepare_dataloader(self.dataset, data_collator)
+
+    @property
+    def current_device(self) -> torch.device:
+        return self.accelerator.device
+
+    # ------------------------------------------------------------------ data
+
+    def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> DataLoader:
+        """Shuffled batches of `config.batch_size` rows for this process, on its device, without a remainder.
+
+        The order of the batches comes from `config.seed` and is part of a checkpoint. By default a batch is a dict of
+        lists, its `input_ids` 1-D tensors.
+        """
+        if self.config.remove_unused_columns and isinstance(dataset, Dataset):
+            dataset = used_columns(dataset, self.model.pretrained_model)
+        collate = data_collator or collate_columns
+        self.batches = ShuffledBatches(
+            len(dataset),
+            self.config.batch_size,
+            seed=self.config.seed,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+        )
+        return DataLoader(
+            dataset, batch_sampler=self.batches, collate_fn=lambda rows: send_to_device(collate(rows), self.current_device)
+        )
+
+    # -------------------------------------------------------------- sampling
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Responses to queries, from the policy, and from the reference too if asked: then both, as a pair.
+
+        query_tensor: 1-D, which gives a [1, T] tensor; or a list of 1-D tensors, which gives a list of 1-D ones.
+        length_sampler: draws `max_new_tokens`, once per call. The temperature is remembered: `step` takes the
+        log-probabilities at it. Sampling settings that make the sampler another policy are reported once.
+        """
+        is_single = isinstance(query_tensor, Tensor)
+        queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
+        for i, query in enumerate(queries):
+            if query.dim() != 1 or len(query) == 0:
+                raise ValueError(
+                    f"Query {i} has shape {list(query.shape)}: give one 1-D tensor of token ids, or a list of them."
+                )
+        if length_sampler is not None:
+            generation_kwargs["max_new_tokens"] = length_sampler()
+        config, rest = generation.sampling_config(
+            self.model, pad_token_id=self.tokenizer.pad_token_id, **generation_kwargs
+        )
+        self._report_sampling(config)
+        options = {
+            "eos_ids": generation.eos_token_ids(self.model, self.tokenizer.eos_token_id, config),
+            "batch_size": batch_size,
+            "return_prompt": return_prompt,
+            **rest,
+        }
+        seed = sampling_seed(self.config.seed, rank=self.accelerator.process_index, draw=self.draws)
+        self.draws += 1
+        with torch.no_grad(), without_dropout(self.model), private_rng(seed, self.current_device):
+            responses = generation.generate(self.model.pretrained_model, queries, config, **options)
+            if not generate_ref_response:
+                return responses[0][None] if is_single else responses
+            with self.reference.active() as ref_model:
+                ref_responses = generation.generate(ref_model, queries, config, **options)
+        if is_single:
+            return responses[0][None], ref_responses[0][None]
+        return responses, ref_responses
+
+    def _report_sampling(self, config: GenerationConfig) -> None:
+        sampled_at = config.temperature if config.do_sample else 1.0
+        if self.config.temperature is None:
+            self.temperature = sampled_at
+        elif config.do_sample and sampled_at != self.config.temperature:
+            raise ValueError(
+                f"generate(temperature={sampled_at}), but PPOConfig.temperature={self.config.temperature} is what "
+                "log-probabilities are taken at. Make them equal, or leave the config's at None."
+            )
+        for line in generation.distortions(config):
+            if line not in self._reported:
+                self._reported.add(line)
+                warnings.warn(f"The sampler is not the policy that is trained. {line}.", stacklevel=3)
+
+    # -------------------------------------------------------------- one step
+
+    def step(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Any],
+        response_masks: list[Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """One PPO iteration over this process's batch; returns its statistics, equal on all processes.
+
+        queries, responses: `batch_size` 1-D tensors of token ids each; scores: a number for each; response_masks: for
+        each response token 1, or 0 where it is not the policy's own (the output of a tool).
+        """
+        clock = Clock()
+        if self.is_encoder_decoder:
+            responses, response_masks = without_start(responses, response_masks, self._decoder_start)
+        queries, responses, raw_scores, response_masks = check_step(
+            queries, responses, scores, response_masks, batch_size=self.config.batch_size, device=self.current_device
+        )
+        with without_dropout(self.actor_critic):
+            rollout = self._evaluate(queries, responses, raw_scores, response_masks, clock)
+            if self.steps_done == 0:
+                self._check_reference(rollout)
+            train_stats = self._optimize(rollout)
+            clock.lap("optimize_step")
+        stats = self.record_step_stats(self.kl_ctl.value, rollout=rollout, train_stats=train_stats)
+        clock.lap("calc_stats")
+        stats = self.gather_stats({**stats, **clock.stats()})
+
+        self.kl_ctl.update(stats["objective/kl"], self.config.global_batch_size)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.steps_done += 1
+        self._push_if_best(stats["ppo/mean_scores"])
+        if self.config.optimize_device_cache:
+            clear_device_cache()
+        return {**stats, **self._check_health(stats)}
+
+    def _evaluate(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        raw_scores: Tensor,
+        response_masks: list[Tensor] | None,
+        clock: Clock,
+    ) -> Rollout:
+        """Log-probabilities, values, rewards and advantages of a batch under the policy as it is, without gradients."""
+        inputs = self.prepare_model_inputs(queries, responses)
+        arguments: dict[str, Any] = {
+            "queries": queries, "responses": responses, "model_inputs": inputs, "response_masks": response_masks
+        }  # fmt: skip
+        logprobs, entropy, values, mask = self.batched_forward_pass(self.model, **arguments)
+        ref_logprobs, _, _, _ = self.batched_forward_pass(self.ref_model, **arguments)
+        batch = token_batch(inputs, queries, responses, response_masks)
+        kl = self._exact_kl(batch) if self.config.kl_penalty == "full" else None
+        clock.lap("forward_pass")
+        rewards, non_score_rewards, kl = self.compute_rewards(
+            self._shaped(raw_scores, responses), logprobs, ref_logprobs, mask, kl=kl
+        )
+        clock.lap("compute_rewards")
+        values, advantages, returns = self.compute_advantages(values, rewards, mask)
+        clock.lap("compute_advantages")
+        lengths = [torch.tensor([len(row) for row in rows]) for rows in (queries, responses)]
+        return Rollout(
+            batch, *lengths, raw_scores, logprobs, ref_logprobs, entropy, values, kl, non_score_rewards, advantages, returns
+        )
+
+    def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
+        """What the model reads, padded on the right: see `policy.model_inputs`."""
+        start = self._decoder_start if self.is_encoder_decoder else None
+        return model_inputs(queries, responses, pad_token_id=self.tokenizer.pad_token_id, decoder_start=start)
+
+    @torch.no_grad()
+    def batched_forward_pass(
+        self,
+        model: nn.Module | None,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        model_inputs: dict[str, Tensor],
+        return_logits: bool = False,
+        response_masks: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Log-probabilities, logits, values and mask of B responses, `mini_batch_size` rows of like length at a time.
+
+        model: `trainer.model` or `trainer.ref_model` (None where the adapters are switched off; its values are None).
+        model_inputs: as from `prepare_model_inputs`, padded on either side. Returns [B, R] each, 0 where a token does
+        not count, in nats at the sampling temperature. Logits are [B, R, V] with `return_logits`; without, what
+        training needs of them: their entropy [B, R].
+        """
+        if model is not self.model and model is not self.ref_model:
+            raise ValueError("batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model.")
+        batch = token_batch(model_inputs, queries, responses, response_masks)
+
+        def forward(part: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+            outputs = self._forward(model, part)
+            return outputs.logprobs, self._logits(model, part) if return_logits else outputs.entropy, outputs.values
+
+        logprobs, logits, values = in_minibatches(forward, batch, self.config.mini_batch_size)
+        return logprobs, logits, values, batch.mask
+
+    def _forward(self, model: nn.Module | None, batch: TokenBatch) -> PolicyOutputs:
+        if model is self.model:
+            return self.actor_critic(batch, self.temperature)
+        with self.reference.active(), self.accelerator.autocast():
+            return score_only(self.ref_head, batch, self.temperature)
+
+    def _logits(self, model: nn.Module | None, batch: TokenBatch) -> Tensor:
+        head, context = (self.policy_head, nullcontext()) if model is self.model else (self.ref_head, self.reference.active())
+        with context, self.accelerator.autocast():
+            return batch.spread(head.logits(head.read(batch.where, **batch.inputs)))
+
+    def _exact_kl(self, batch: TokenBatch) -> Tensor:
+        """KL(policy, reference) over the whole vocabulary at each response token, [B, R]."""
+
+        def ref_logits(inputs: HeadInputs) -> Tensor:
+            with self.reference.active():
+                return self.ref_head.logits(inputs)
+
+        def forward(part: TokenBatch) -> tuple[Tensor]:
+            with torch.no_grad(), self.accelerator.autocast():
+                read = self.policy_head.read(part.where, **part.inputs)
+                with self.reference.active():
+                    ref_read = self.ref_head.read(part.where, **part.inputs)
+                size = self.policy_head.config.vocab_size
+                return (
+                    part.spread(
+                        exact_kl(
+                            self.policy_head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=self.temperature
+                        )
+                    ),
+                )
+
+        return in_minibatches(forward, batch, self.config.mini_batch_size)[0]
+
+    def _shaped(self, scores: Tensor, responses: list[Tensor]) -> Tensor:
+        """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
+        config = self.config
+        if config.missing_eos_penalty is not None:
+            ends = generation.eos_token_ids(self.model, self.tokenizer.eos_token_id)
+            unended = torch.tensor([int(row[-1]) not in ends for row in responses], device=scores.device)
+            scores = scores - config.missing_eos_penalty * unended
+        if config.use_score_scaling:
+            self.running.update(scores)
+            scores = (scores - (self.running.mean if config.use_score_norm else 0.0)) / self.running.std
+        return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
+
+    def compute_rewards(
+        self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor, kl: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rewards, their part that is not the score, and the KL, each [B, R], from scores [B].
+
+        kl: the exact KL [B, R], for `kl_penalty="full"`; otherwise it is estimated from the log-probabilities.
+        """
+        if kl is None:
+            kl = SAMPLED_KL[self.config.kl_penalty](logprobs, ref_logprobs) * masks
+        rewards, non_score_rewards = per_token_rewards(scores, kl, masks, kl_coef=self.kl_ctl.value)
+        return rewards, non_score_rewards, kl
+
+    def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values, advantages whitened over the tokens of all processes, and returns, each [B, R]."""
+        values = values * mask
+        if self.config.whiten_rewards:
+            rewards = rescale(rewards, mask)
+        advantages = gae(rewards, values, mask=mask, gamma=self.config.gamma, lam=self.config.lam)
+        return values, whiten(advantages, mask), advantages + values
+
+    # --------------------------------------------------------------- updates
+
+    def _optimize(self, rollout: Rollout) -> dict[str, Any]:
+        """`ppo_epochs` passes over the batch in shuffled optimizer steps; the statistics of all of them."""
+        config, recorded = self.config, []
+        # A stream above those of the ranks, which `generate` draws from.
+        seed = sampling_seed(config.seed, rank=self.accelerator.num_processes, draw=self.steps_done)
+        shuffle = torch.Generator().manual_seed(seed)
+        for _ in range(config.ppo_epochs):
+            for rows in torch.randperm(config.batch_size, generator=shuffle).split(config.backward_batch_size):
+                self._window = self._update(rollout, rows.to(self.current_device), recorded)
+                if self._window.is_stopped:
+                    return merge_stats(recorded)
+        return merge_stats(recorded)
+
+    def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> UpdateWindow:
+        """One optimizer step over `rows`, minibatch by minibatch; the gradient is that of all their tokens at once."""
+        lengths = rollout.batch.lengths[rows]
+        parts = rows[lengths.argsort(stable=True)].split(self.config.mini_batch_size)
+        window = self._window = UpdateWindow(_count(rollout.batch.mask[rows]), len(parts))
+        for part in parts:
+            batch = rollout.batch.rows(part)
+            window.seen += 1
+            # Gradients are exchanged once a window, with its last minibatch.
+            exchange = nullcontext() if window.is_last else self.accelerator.no_sync(self.actor_critic)
+            width = batch.mask.shape[1]
+            with exchange:
+                outputs = self._forward(self.model, batch)
+                stats = self.train_minibatch(
+                    old_logprobs=rollout.logprobs[part, :width],
+                    values=rollout.values[part, :width],
+                    logprobs=outputs.logprobs,
+                    logits=outputs.entropy,
+                    vpreds=outputs.values,
+                    mask=batch.mask,
+                    advantages=rollout.advantages[part, :width],
+                    returns=rollout.returns[part, :width],
+                )
+            recorded.append(stats)
+        return window
+
+    def loss(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logits: Tensor,
+        vpreds: Tensor,
+        logprobs: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Mean]]:
+        """Policy loss, weighted value loss, both means over the tokens of the minibatch, and its statistics.
+
+        All [b, R]; logits: [b, R, V], or their entropy [b, R], as the trainer passes it.
+        """
+        config = self.config
+        entropy = logits if logits.dim() == 2 else torch.distributions.Categorical(logits=logits).entropy()
+        clip = {"clip_low": config.cliprange, "clip_high": config.cliprange}
+        log_ratio = (logprobs - old_logprobs) * mask
+        policy_loss = masked_mean(clipped_surrogate(log_ratio, advantages, **clip), mask)
+        value_losses = clipped_value_loss(vpreds, values, returns, clip=config.cliprange_value)
+        value_loss = config.vf_coef * masked_mean(value_losses, mask)
+        weight = mask.sum()
+        stats = {
+            "loss/policy": Mean(policy_loss.detach() * weight, weight),
+            "loss/value": Mean.of(value_losses, mask),
+            "loss/total": Mean((policy_loss + value_loss).detach() * weight, weight),
+            "policy/entropy": Mean.of(entropy, mask),
+            **{f"policy/{key}": mean for key, mean in surrogate_stats(log_ratio, advantages, mask, **clip).items()},
+            "val/vpred": Mean.of(vpreds, mask),
+            "val/error": Mean.of((vpreds - returns) ** 2, mask),
+            "val/clipfrac": Mean.of(((vpreds - values).abs() > config.cliprange_value).to(vpreds.dtype), mask),
+        }
+        return policy_loss, value_loss, stats
+
+    def train_minibatch(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logprobs: Tensor,
+        logits: Tensor,
+        vpreds: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> dict[str, Any]:
+        """Backward for one minibatch, and the optimizer step if it ends a window; returns its statistics.
+
+        Called by itself, outside of `step`, the minibatch is its own window. Raises TrainingDivergedError, with the
+        weights untouched, if the loss or the gradient is not finite.
+        """
+        window = self._window or UpdateWindow(_count(mask), seen=1)
+        policy_loss, value_loss, stats = self.loss(
+            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
+        )
+        loss = policy_loss + value_loss
+        if not torch.isfinite(loss):
+            self.optimizer.zero_grad()
+            raise TrainingDivergedError(
+                f"The loss of step {self.steps_done} is {float(loss)}. No update was made. Lower learning_rate "
+                f"({self.config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
+            )
+        ratio = stats["policy/ratio"].value
+        is_skipped = ratio > self.config.ratio_threshold
+        if is_skipped:
+            warnings.warn(
+                f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={self.config.ratio_threshold}: it is left "
+                "out of the update. Lower learning_rate or ppo_epochs if this repeats.",
+                stacklevel=2,
+            )
+            # Other processes wait for this one's gradients: it sends zeros.
+            loss = 0.0 * (logprobs.sum() + vpreds.sum())
+        else:
+            window.kept += 1
+            loss = loss * (mask.sum() * self.accelerator.num_processes / window.tokens)
+        if not is_skipped or self.accelerator.num_processes > 1:
+            self.accelerator.backward(loss)
+        window.divergence += stats["policy/approxkl"]
+        stats["policy/skipped"] = Mean(float(is_skipped), 1.0)
+        if window.is_last:
+            stats |= self._take_step(window)
+        return {f"ppo/{key}": value for key, value in stats.items()}
+
+    def _take_step(self, window: UpdateWindow) -> dict[str, Mean]:
+        """The optimizer step of a window, unless all of it was skipped or the policy has moved too far already."""
+        own = torch.tensor([window.kept, float(window.divergence.total), float(window.divergence.weight)])
+        kept, total, weight = sum_over_ranks(own.to(self.current_device)).tolist()
+        window.is_stopped = self.config.early_stopping and total / weight > 1.5 * self.config.target_kl
+        if window.is_stopped or not kept:
+            self.optimizer.zero_grad()
+            return {"policy/early_stopped": Mean(float(window.is_stopped), 1.0)}
+        norm = self.accelerator.clip_grad_norm_(self.actor_critic.parameters(), self.config.max_grad_norm or float("inf"))
+        if self.accelerator.scaler is None and not torch.isfinite(norm):
+            self.optimizer.zero_grad()
+            raise TrainingDivergedError(
+                f"The gradient of step {self.steps_done} has norm {float(norm)}. No update was made. Lower learning_rate "
+                f"({self.config.learning_rate}) or train in bfloat16 or float32."
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"policy/early_stopped": Mean(0.0, 1.0), "grad_norm": Mean(norm, 1.0)}
+
+    # ------------------------------------------------------------ statistics
+
+    def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
+        """This process's statistics of a step, from its `rollout` (a Rollout) and `train_stats`."""
+        return {**rollout_stats(data["rollout"], kl_coef=kl_coef), **data["train_stats"], "ppo/learning_rate": self._lr}
+
+    def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """The statistics of all processes: floats and 1-D tensors, equal on each of them."""
+        return gather_stats(stats)
+
+    def log_stats(
+        self,
+        stats: dict[str, Any],
+        batch: Mapping[str, Sequence[Any]],
+        rewards: Sequence[Any],
+        columns_to_log: Sequence[str] = ("query", "response"),
+    ) -> dict[str, Any]:
+        """Send a step's statistics to the tracker, with the rewards and a table of samples; returns what was sent.
+
+        rewards: one number per response of this process. columns_to_log: columns of `batch` for the table.
+        """
+        missing = [name for name in columns_to_log if name not in batch]
+        if missing:
+            raise ValueError(
+                f"columns_to_log names {', '.join(missing)}, the batch has {', '.join(batch)}. Add the column to the batch "
+                "(the decoded responses under 'response'), or give columns_to_log."
+            )
+        own = [float(reward) for reward in rewards]
+        rows = list(zip(*(batch[name] for name in columns_to_log), own, strict=True))
+        gathered = [row for part in gather_over_ranks(rows) for row in part]
+        distribution = torch.tensor([row[-1] for row in gathered])
+        logs = {
+            **stats,
+            "env/reward_mean": float(distribution.mean()),
+            "env/reward_std": float(distribution.std(correction=0)),
+            "env/reward_dist": distribution,
+        }
+        self.tracker.log(logs, self.steps_done)
+        self.tracker.table("game_log", [*columns_to_log, "reward"], gathered, self.steps_done)
+        return logs
+
+    @property
+    def tracker(self) -> Tracker:
+        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
+        if self._tracker is None:
+            config = self.config
+            self._tracker = start_tracking(
+                config.log_with,
+                project=config.tracker_project_name,
+                config=asdict(config),
+                name=config.exp_name,
+                tags=[config.task_name] if config.task_name else [],
+                folder=self.accelerator.logging_dir or ".",
+                run_id=self.run_id,
+                init_kwargs=config.tracker_kwargs.get(config.log_with, config.tracker_kwargs),
+                is_main=self.accelerator.is_main_process,
+            )
+            self.run_id = self._tracker.run_id
+        return self._tracker
+
+    @property
+    def _lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _check_reference(self, rollout: Rollout) -> None:
+        """Before the first update the policy is its reference, unless the caller gave another one."""
+        gap = float(((rollout.logprobs - rollout.ref_logprobs) * rollout.batch.mask).abs().max())
+        is_exact = self.model.pretrained_model.dtype in (torch.float32, torch.float64)
+        tolerance = 1e-3 if is_exact and self.accelerator.mixed_precision == "no" else 0.5
+        if gap > tolerance:
+            warnings.warn(
+                f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token. That is right if "
+                "ref_model is another model, or an adapter was trained before. If not: were the weights changed after "
+                "the trainer was made, or do the two run in different precision?",
+                stacklevel=3,
+            )
+
+    def _check_health(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        """Warn of what goes wrong, each with number, threshold and remedy; raises if a statistic is not finite."""
+        scalars = {name: value for name, value in stats.items() if isinstance(value, float)}
+        alerts = self.health.check({**scalars, "env/reward_std": scalars["ppo/std_scores"]})
+        if self.accelerator.is_main_process:
+            for alert in alerts:
+                warnings.warn(f"step {self.steps_done}: {alert}", stacklevel=3)
+        return self.health.metrics(alerts)
+
+    # -------------------------------------------------------------- the loop
+
+    def train(
+        self,
+        reward: RewardFunction | nn.Module | None = None,
+        *,
+        generation_kwargs: Mapping[str, Any] | None = None,
+        steps: int | None = None,
+        resume_from: str | Path | None = None,
+        on_step: Callable[[int, dict[str, Any], dict[str, Any]], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Generate, score and step over the dataset until `steps` (default: the config's) are done; logs and saves.
+
+        reward: `reward(queries, responses, **columns) -> scores`, with texts and the batch's other columns, or a
+        sequence classifier with the policy's tokenizer; if None, `config.reward_model`. generation_kwargs: arguments of
+        `generate`; by default the whole batch is sampled at once. resume_from: a checkpoint's folder, or "latest" for
+        the newest in `output_dir`, if there is one. on_step: called with the step's number, the logged statistics and
+        the batch. Returns the logged statistics of every step.
+        """
+        reward_function = self._reward_function(reward)
+        if self.dataloader is None:
+            raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
+        if resume_from is not None:
+            resume(self, resume_from)
+        options = {"batch_size": self.config.batch_size, "do_sample": True, **(generation_kwargs or {})}
+        total, history = steps or self.config.steps, []
+        batches = _endless(self.dataloader)
+        for _ in progress(range(self.steps_done, total), "PPO steps"):
+            batch = next(batches)
+            queries = batch["input_ids"]
+            responses = self.generate(queries, **{**options, "return_prompt": False})
+            batch["response"] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+            if "query" not in batch:
+                batch["query"] = self.tokenizer.batch_decode(queries, skip_special_tokens=True)
+            columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
+            scores = list(reward_function(batch["query"], batch["response"], **columns))
+            stats = self.step(queries, responses, scores)
+            history.append(self.log_stats(stats, batch, scores))
+            if on_step is not None:
+                on_step(self.steps_done, history[-1], batch)
+            if self.config.save_steps and self.steps_done % self.config.save_steps == 0:
+                self.save_checkpoint()
+        return history
+
+    def _reward_function(self, reward: RewardFunction | nn.Module | None) -> RewardFunction:
+        if isinstance(reward, nn.Module):
+            return RewardModel(reward, self.tokenizer, device=self.current_device)
+        if reward is None and self.config.reward_model:
+            return RewardModel(self.config.reward_model, device=self.current_device)
+        if reward is None:
+            raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
+        return reward
+
+    # ---------------------------------------------------------------- saving
+
+    def save_checkpoint(self, output_dir: str | Path | None = None) -> Path:
+        """Everything that the next step depends on, atomically, as `checkpoint-<steps>` in `output_dir`."""
+        root = output_dir or self.config.output_dir
+        if root is None:
+            raise ValueError("save_checkpoint needs a folder: give it one, or PPOConfig(output_dir=...).")
+        return save(self, root)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a checkpoint, in a trainer that was made as the one that saved it: same models, config and data."""
+        load(self, path)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """The policy with its value head, the tokenizer and a model card, in one folder."""
+        if self.accelerator.is_main_process:
+            self.model.save_pretrained(save_directory, **kwargs)
+            self.tokenizer.save_pretrained(save_directory)
+            self.create_model_card(str(save_directory))
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Upload what `save_pretrained` writes; arguments as of the model's `push_to_hub`."""
+        if not self.accelerator.is_main_process:
+            return None
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return upload(Path(folder), repo_id, **kwargs)
+
+    def _push_if_best(self, mean_score: float) -> None:
+        config = self.config
+        if not config.push_to_hub_if_best_kwargs or self.steps_done % config.compare_steps or mean_score <= self.best_score:
+            return
+        self.best_score = mean_score
+        self.push_to_hub(**config.push_to_hub_if_best_kwargs)
+
+    def create_model_card(self, path: str, model_name: str | None = "TRL Model") -> None:
+        """Write a model card (README.md) into the folder `path`."""
+        write_model_card(
+            path,
+            name=model_name or "Model",
+            trainer=type(self).__name__,
+            paper="Ziegler et al. 2019, arXiv:1909.08593",
+            model_class=type(self.model).__name__,
+            base_model=getattr(self.model.config, "_name_or_path", None) or None,
+            settings={name: value for name, value in asdict(self.config).items() if value not in (None, {})},
+        )
+
+
+def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from dataloader
+
+
+def _count(mask: Tensor) -> float:
+    """Positions that count, over all processes. Collective."""
+    return float(sum_over_ranks(mask.sum()))
