@@ -29,7 +29,13 @@ class ShuffledBatches(Sampler[list[int]]):
                 f"The dataset has {rows} rows, fewer than one batch of {batch_size} on each of {world_size} processes. "
                 "Add rows, or lower batch_size."
             )
-        self.rows, self.batch_size, self.seed, self.rank, self.world_size = rows, batch_size, seed, rank, world_size
+        self.rows, self.batch_size, self.seed, self.rank, self.world_size = (
+            rows,
+            batch_size,
+            seed,
+            rank,
+            world_size,
+        )
         self.epoch, self.taken = -1, self.per_epoch
 
     def __len__(self) -> int:

@@ -21,7 +21,11 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
                 module.training = True
-                own = [(name, rate) for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)]
+                own = [
+                    (name, rate)
+                    for name, rate in vars(module).items()
+                    if "drop" in name and isinstance(rate, float)
+                ]
                 rates += [(module, name, rate) for name, rate in own]
                 for name, _ in own:
                     setattr(module, name, 0.0)

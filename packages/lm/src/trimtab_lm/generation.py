@@ -1,13 +1,17 @@
 """Sampling responses: a list of 1-D queries in, a list of 1-D responses out."""
 
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
+
+from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.tracking import progress
 
 PLAIN_SAMPLING = {
@@ -43,7 +47,9 @@ class LengthSampler:
         return int(np.random.choice(self.values))
 
 
-def sampling_config(model: nn.Module, *, pad_token_id: int, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
+def sampling_config(
+    model: nn.Module, *, pad_token_id: int, **kwargs: Any
+) -> tuple[GenerationConfig, dict[str, Any]]:
     """The complete generation config for `kwargs`, and what of them is no generation setting (stopping criteria, ...).
 
     Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
@@ -67,9 +73,15 @@ def sampling_config(model: nn.Module, *, pad_token_id: int, **kwargs: Any) -> tu
     return config, rest
 
 
-TRUNCATED = "unlikely tokens are never drawn, so the KL is estimated on another distribution and drifts below 0"
-REWEIGHTED = "tokens are drawn from reweighted probabilities that neither policy nor reference has: the KL is biased"
-FORBIDDEN = "tokens (the end token above all) are forbidden by force, which the log-probs do not know: negative KL"
+TRUNCATED = (
+    "unlikely tokens are never drawn, so the KL is estimated on another distribution and drifts below 0"
+)
+REWEIGHTED = (
+    "tokens are drawn from reweighted probabilities that neither policy nor reference has: the KL is biased"
+)
+FORBIDDEN = (
+    "tokens (the end token above all) are forbidden by force, which the log-probs do not know: negative KL"
+)
 DISTORTIONS = {
     "top_k": TRUNCATED,
     "top_p": TRUNCATED,
@@ -109,7 +121,9 @@ def distortions(config: GenerationConfig) -> list[str]:
     ]
 
 
-def eos_token_ids(model: nn.Module, tokenizer_eos: int | None, config: GenerationConfig | None = None) -> list[int]:
+def eos_token_ids(
+    model: nn.Module, tokenizer_eos: int | None, config: GenerationConfig | None = None
+) -> list[int]:
     """Every token that ends a response: the generation config may name several (Llama 3, Gemma)."""
     ids = (config or model.generation_config).eos_token_id  # type: ignore[union-attr]
     ids = tokenizer_eos if ids is None else ids
@@ -173,3 +187,79 @@ def generate(
             with_prompt = return_prompt and not is_encoder_decoder
             responses[i] = torch.cat([queries[i], response]) if with_prompt else response
     return [responses[i] for i in range(len(queries))]
+
+
+class Sampler:
+    """Samples responses at a temperature that it remembers, with random numbers of its own.
+
+    Every call has a stream made from (seed, rank, number of the call): sampling neither moves nor depends on the global
+    generators, and goes on where it was after `load_state_dict`. Settings that make the sampler another policy than the
+    model are reported, once each, with what they do to the KL. temperature: the one that calls must sample at; None
+    lets each call choose, and keeps the last one's in `.temperature`.
+    """
+
+    def __init__(
+        self,
+        pad_token_id: int,
+        eos_token_id: int | None,
+        *,
+        seed: int,
+        rank: int,
+        temperature: float | None = None,
+    ):
+        self.pad_token_id, self.eos_token_id, self.seed, self.rank = pad_token_id, eos_token_id, seed, rank
+        self.fixed_temperature = temperature
+        self.temperature = temperature or 1.0
+        self.calls = 0
+        self._reported: set[str] = set()
+
+    def __call__(
+        self,
+        models: Sequence[AbstractContextManager[nn.Module]],
+        queries: Sequence[Tensor],
+        *,
+        batch_size: int,
+        return_prompt: bool,
+        **generation_kwargs: Any,
+    ) -> list[list[Tensor]]:
+        """The responses of each model, in eval mode, to 1-D queries: see `generate`. models: contexts that give one."""
+        for i, query in enumerate(queries):
+            if query.dim() != 1 or len(query) == 0:
+                raise ValueError(
+                    f"Query {i} has shape {list(query.shape)}: give one 1-D tensor of token ids, or a list of them."
+                )
+        if self.fixed_temperature is not None:
+            generation_kwargs.setdefault("temperature", self.fixed_temperature)
+        answers = []
+        for context in models:
+            with context as model, private_rng(self._next_seed(), model.device):  # type: ignore[arg-type]
+                config, rest = sampling_config(model, pad_token_id=self.pad_token_id, **generation_kwargs)
+                self._note(config)
+                eos_ids = eos_token_ids(model, self.eos_token_id, config)
+                options = {"eos_ids": eos_ids, "batch_size": batch_size, "return_prompt": return_prompt}
+                answers.append(generate(model, queries, config, **options, **rest))
+        return answers
+
+    def _next_seed(self) -> int:
+        self.calls += 1
+        return sampling_seed(self.seed, rank=self.rank, draw=self.calls)
+
+    def _note(self, config: GenerationConfig) -> None:
+        sampled_at = config.temperature if config.do_sample else 1.0
+        if self.fixed_temperature is None:
+            self.temperature = sampled_at
+        elif config.do_sample and sampled_at != self.fixed_temperature:
+            raise ValueError(
+                f"Asked to sample at temperature {sampled_at}, but the config says that log-probabilities are taken at "
+                f"{self.fixed_temperature}. Make them equal, or leave the config's temperature at None."
+            )
+        for line in distortions(config):
+            if line not in self._reported:
+                self._reported.add(line)
+                warnings.warn(f"The sampler is not the policy that is trained: {line}.", stacklevel=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "temperature": self.temperature}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.calls, self.temperature = state["calls"], state["temperature"]

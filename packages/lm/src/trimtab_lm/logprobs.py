@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
 from trimtab_common.kl import full
 
 CHUNK_ELEMENTS = 2**24
@@ -79,7 +80,11 @@ class LanguageHead:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        base: PreTrainedModel = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model  # type: ignore[assignment,operator]
+        base: PreTrainedModel = (
+            model.get_base_model()
+            if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+            else model
+        )  # type: ignore[assignment,operator]
         self.config = base.config.get_text_config(decoder=True)
         self.takes_position_ids = "position_ids" in inspect.signature(base.forward).parameters
         self.is_encoder_decoder = bool(base.config.is_encoder_decoder)
@@ -136,7 +141,10 @@ class LanguageHead:
         chunks = list(_chunks(inputs, self.config.vocab_size))
         pairs = list(zip(chunks, targets.split([len(chunk.hidden) for chunk in chunks]), strict=True))
         if torch.is_grad_enabled() and self.separable:
-            parts = [checkpoint(score_chunk, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+            parts = [
+                checkpoint(score_chunk, *pair, use_reentrant=False, preserve_rng_state=False)
+                for pair in pairs
+            ]
         else:
             parts = [score_chunk(*pair) for pair in pairs]
         return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))

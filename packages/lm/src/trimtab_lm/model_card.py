@@ -44,9 +44,16 @@ def write_model_card(
     header: dict[str, object] = {"library_name": "transformers", "tags": tags}
     if base_model:
         header["base_model"] = base_model
-    table = "\n".join(["| setting | value |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in settings.items())])
+    table = "\n".join(
+        ["| setting | value |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in settings.items())]
+    )
     page = PAGE.format(
-        name=name, trainer=trainer, paper=paper, model_class=model_class, repo_id=repo_id or folder.name, settings=table
+        name=name,
+        trainer=trainer,
+        paper=paper,
+        model_class=model_class,
+        repo_id=repo_id or folder.name,
+        settings=table,
     )
     file = folder / "README.md"
     file.write_text(f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{page}", encoding="utf-8")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+
 from trimtab_lm.generation import pad
 
 
@@ -30,7 +31,9 @@ class RewardModel:
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
             model = AutoModelForSequenceClassification.from_pretrained(model)
         if tokenizer is None:
-            raise ValueError("A reward model that is given as a module needs its tokenizer: RewardModel(model, tokenizer).")
+            raise ValueError(
+                "A reward model that is given as a module needs its tokenizer: RewardModel(model, tokenizer)."
+            )
         if label is None and model.config.num_labels != 1:  # type: ignore[union-attr]
             raise ValueError(
                 f"The reward model has {model.config.num_labels} labels ({model.config.id2label}): "  # type: ignore[union-attr]
@@ -44,7 +47,10 @@ class RewardModel:
     @torch.no_grad()
     def __call__(self, queries: Sequence[str], responses: Sequence[str], **_: Any) -> list[float]:
         texts = [query + response for query, response in zip(queries, responses, strict=True)]
-        rows = [torch.tensor(ids[-self.max_length :] if self.max_length else ids) for ids in self.tokenizer(texts)["input_ids"]]
+        rows = [
+            torch.tensor(ids[-self.max_length :] if self.max_length else ids)
+            for ids in self.tokenizer(texts)["input_ids"]
+        ]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         scores = [0.0] * len(rows)
         for start in range(0, len(order), self.batch_size):
@@ -57,7 +63,9 @@ class RewardModel:
         device = next(self.model.parameters()).device
         input_ids, mask = pad(rows, self.tokenizer.pad_token_id or 0)
         input_ids, mask = input_ids.to(device), mask.to(device)
-        if not isinstance(getattr(self.model, "score", None), nn.Linear):  # BERT and its kin read their first token
+        if not isinstance(
+            getattr(self.model, "score", None), nn.Linear
+        ):  # BERT and its kin read their first token
             return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label]
         # transformers looks for the last token that is not padding by its id, and so before an EOS that doubles as
         # padding; the length of the row is what counts.

@@ -250,19 +250,15 @@ class PreTrainedModelWrapper(nn.Module):
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
         """Recompute activations in backward; takes effect in training mode only, as transformers has it."""
-        # transformers 5.23 deprecates the one name that 5.17 has.
+        # transformers 5.23 deprecates the one name that 5.17 has. Both let the embeddings' output require gradients
+        # meanwhile, without which a frozen trunk under adapters would pass none through reentrant checkpoints.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             self.pretrained_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
-        if (
-            self.is_peft_model
-        ):  # behind frozen embeddings nothing else makes a checkpoint's input need gradients
-            self.pretrained_model.enable_input_require_grads()
 
     def gradient_checkpointing_disable(self) -> None:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             self.pretrained_model.gradient_checkpointing_disable()
-        if self.is_peft_model:
-            self.pretrained_model.disable_input_require_grads()
+        self.pretrained_model.disable_input_require_grads()
 
     def save_pretrained(
         self,
@@ -396,6 +392,6 @@ def _write_beside(tensors: Mapping[str, Tensor], file: Path) -> None:
     os.replace(part, file)
 
 
-def _upload(folder: Path, *, repo_id: str, private: bool | None = None, **options: Any) -> Any:
+def _upload(folder: Path, repo_id: str, *, private: bool | None = None, **options: Any) -> Any:
     repo_id = create_repo(repo_id, private=private, token=options.get("token"), exist_ok=True).repo_id
     return upload_folder(repo_id=repo_id, folder_path=folder, **{"commit_message": "Upload model", **options})

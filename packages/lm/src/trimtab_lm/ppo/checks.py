@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
 from trimtab_common.stats import sum_over_ranks
 
 
@@ -17,11 +18,18 @@ def check_step(
     device: torch.device,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor] | None]:
     """The arguments of a step on `device`, the scores as one float tensor [B]; ValueError or TypeError names the row."""
-    for name, column in (("queries", queries), ("responses", responses), ("scores", scores), ("response_masks", response_masks)):
+    for name, column in (
+        ("queries", queries),
+        ("responses", responses),
+        ("scores", scores),
+        ("response_masks", response_masks),
+    ):
         if column is None:
             continue
         if not isinstance(column, list):
-            raise TypeError(f"{name} must be a list of tensors, one per response, got {type(column).__name__}.")
+            raise TypeError(
+                f"{name} must be a list of tensors, one per response, got {type(column).__name__}."
+            )
         if len(column) != batch_size:
             raise ValueError(
                 f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
@@ -31,10 +39,18 @@ def check_step(
     for name, column in rows.items():
         for i, row in enumerate(column):
             if not isinstance(row, Tensor) or row.dim() != 1 or row.is_floating_point():
-                found = f"a {row.dtype} tensor of shape {list(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
-                raise TypeError(f"{name}[{i}] must be a 1-D tensor of token ids, got {found}. Use tensor.squeeze(0) for [1, T].")
+                found = (
+                    f"a {row.dtype} tensor of shape {list(row.shape)}"
+                    if isinstance(row, Tensor)
+                    else type(row).__name__
+                )
+                raise TypeError(
+                    f"{name}[{i}] must be a 1-D tensor of token ids, got {found}. Use tensor.squeeze(0) for [1, T]."
+                )
             if len(row) == 0:
-                raise ValueError(f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token).")
+                raise ValueError(
+                    f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token)."
+                )
     if response_masks is not None:
         _check_masks(response_masks, responses)
     tokens = [mask.sum() for mask in response_masks] if response_masks else [len(row) for row in responses]
@@ -69,5 +85,7 @@ def _finite_scores(scores: Sequence[Tensor | float]) -> Tensor:
     flat = torch.tensor([float(value) for value in values])
     if not bool(flat.isfinite().all()):
         bad = [f"scores[{i}] = {float(flat[i])}" for i in (~flat.isfinite()).nonzero().flatten().tolist()]
-        raise ValueError(f"{', '.join(bad)}: a score must be a finite number. Nothing was trained; mend the reward.")
+        raise ValueError(
+            f"{', '.join(bad)}: a score must be a finite number. Nothing was trained; mend the reward."
+        )
     return flat

@@ -1,13 +1,17 @@
 """Batches of queries and responses, and the module that scores and values them in one pass."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
+
 from trimtab_lm.generation import pad
-from trimtab_lm.logprobs import LanguageHead
+from trimtab_lm.logprobs import HeadInputs, LanguageHead, exact_kl
+from trimtab_lm.reference import Reference
 from trimtab_lm.value_head import PreTrainedModelWrapper, ValueHead
 
 
@@ -160,10 +164,54 @@ class ActorCritic(nn.Module):
         return PolicyOutputs(*(batch.spread(flat) for flat in (*scores, values)))
 
 
-def score_only(head: LanguageHead, batch: TokenBatch, temperature: float) -> PolicyOutputs:
-    """The same without values, for a reference model."""
-    scores = head.score(head.read(batch.where, **batch.inputs), batch.targets[batch.mask.bool()], temperature=temperature)
-    return PolicyOutputs(*(batch.spread(flat) for flat in scores), None)
+class Scorer:
+    """Log-probabilities under the policy and under its reference, of the same tokens at the same temperature.
+
+    actor_critic: prepared by the accelerator; head: the policy's. The reference is put on the accelerator's device.
+    """
+
+    def __init__(
+        self, actor_critic: nn.Module, head: LanguageHead, reference: Reference, accelerator: Accelerator
+    ):
+        self.actor_critic, self.reference, self.accelerator = actor_critic, reference, accelerator
+        self.head = self.ref_head = head
+        if not reference.is_adapter_off:
+            self.ref_head = LanguageHead(reference.model)
+            accelerator.prepare_model(reference.model, evaluation_mode=True)
+
+    def policy(self, batch: TokenBatch, *, temperature: float) -> PolicyOutputs:
+        return self.actor_critic(batch, temperature)
+
+    def ref(self, batch: TokenBatch, *, temperature: float) -> PolicyOutputs:
+        targets = batch.targets[batch.mask.bool()]
+        with self.reference.active(), self.accelerator.autocast():
+            read = self.ref_head.read(batch.where, **batch.inputs)
+            scores = self.ref_head.score(read, targets, temperature=temperature)
+        return PolicyOutputs(*(batch.spread(flat) for flat in scores), None)
+
+    def logits(self, batch: TokenBatch, *, of_policy: bool) -> Tensor:
+        """Logits of the tokens that count, [B, R, V] and 0 elsewhere: for a closer look, training needs none."""
+        head, context = (self.head, nullcontext()) if of_policy else (self.ref_head, self.reference.active())
+        with context, self.accelerator.autocast():
+            return batch.spread(head.logits(head.read(batch.where, **batch.inputs)))
+
+    @torch.no_grad()
+    def exact_kl(self, batch: TokenBatch, *, temperature: float) -> Tensor:
+        """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats."""
+
+        def ref_logits(inputs: HeadInputs) -> Tensor:
+            with self.reference.active():
+                return self.ref_head.logits(inputs)
+
+        with self.accelerator.autocast():
+            read = self.head.read(batch.where, **batch.inputs)
+            with self.reference.active():
+                ref_read = self.ref_head.read(batch.where, **batch.inputs)
+            size = self.head.config.vocab_size
+            flat = exact_kl(
+                self.head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=temperature
+            )
+        return batch.spread(flat)
 
 
 def in_minibatches(

@@ -8,7 +8,7 @@ from trimtab_common.checkpoint import CheckpointError, latest_checkpoint, load_c
 if TYPE_CHECKING:
     from .trainer import PPOTrainer
 
-COUNTERS = ("steps_done", "draws", "temperature", "best_score", "run_id")
+COUNTERS = ("steps_done", "best_score", "run_id")
 
 
 def save(trainer: "PPOTrainer", root: str | Path) -> Path:
@@ -68,6 +68,7 @@ def _stateful(trainer: "PPOTrainer") -> dict[str, Any]:
         "lr_scheduler": trainer.lr_scheduler,
         "scaler": trainer.accelerator.scaler,
         "kl_ctl": trainer.kl_ctl,
+        "sampler": trainer.sampler,
         "running": trainer.running,
         "health": trainer.health,
         "batches": trainer.batches,

@@ -1,12 +1,15 @@
 """What a PPOTrainer is given, checked and completed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from trimtab_common.tracking import Tracker, start_tracking
 from trimtab_lm.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
@@ -19,7 +22,9 @@ from .config import PPOConfig
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
     """The model with a value head to train: the one given, or that of `config.model_name`."""
     if model is None and config.model_name is None:
-        raise ValueError("PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name.")
+        raise ValueError(
+            "PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name."
+        )
     if model is None:
         is_encoder_decoder = AutoConfig.from_pretrained(config.model_name).is_encoder_decoder
         kind = AutoModelForSeq2SeqLMWithValueHead if is_encoder_decoder else AutoModelForCausalLMWithValueHead
@@ -54,7 +59,9 @@ def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) ->
     }
     for name, value in facts.items():
         if getattr(config, name) not in (None, value):
-            raise ValueError(f"PPOConfig.{name}={getattr(config, name)}, but it is {value}. Leave it out: it is filled in.")
+            raise ValueError(
+                f"PPOConfig.{name}={getattr(config, name)}, but it is {value}. Leave it out: it is filled in."
+            )
     return replace(config, **facts)
 
 
@@ -86,3 +93,18 @@ def without_start(
     if masks is not None:
         masks = [mask[1:] if lead else mask for mask, lead in zip(masks, leads, strict=True)]
     return [row[1:] if lead else row for row, lead in zip(responses, leads, strict=True)], masks
+
+
+def start_run(config: PPOConfig, accelerator: Accelerator, run_id: str | None) -> Tracker:
+    """The tracker's run that the config asks for, or the one of `run_id` again."""
+    return start_tracking(
+        config.log_with,
+        project=config.tracker_project_name,
+        config=asdict(config),
+        name=config.exp_name,
+        tags=[config.task_name] if config.task_name else [],
+        folder=accelerator.logging_dir or ".",
+        run_id=run_id,
+        init_kwargs=config.tracker_kwargs.get(config.log_with, config.tracker_kwargs),
+        is_main=accelerator.is_main_process,
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from trimtab_common.kl import k3
 from trimtab_common.masking import explained_variance
 from trimtab_common.stats import Deviation, Mean, Variance
@@ -76,4 +77,7 @@ class Clock:
         self.last = now
 
     def stats(self) -> dict[str, float]:
-        return {f"time/ppo/{name}": lap for name, lap in {**self.laps, "total": time.perf_counter() - self.started}.items()}
+        return {
+            f"time/ppo/{name}": lap
+            for name, lap in {**self.laps, "total": time.perf_counter() - self.started}.items()
+        }

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,14 +16,22 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+
 from trimtab_common.health import HealthMonitor, TrainingDivergedError
 from trimtab_common.kl import SAMPLED_KL, AdaptiveKLController, FixedKLController
 from trimtab_common.masking import masked_mean, rescale, whiten
-from trimtab_common.seeding import private_rng, sampling_seed
-from trimtab_common.stats import Mean, RunningMoments, gather_over_ranks, gather_stats, merge_stats, sum_over_ranks
+from trimtab_common.seeding import sampling_seed
+from trimtab_common.stats import (
+    Mean,
+    RunningMoments,
+    gather_over_ranks,
+    gather_stats,
+    merge_stats,
+    sum_over_ranks,
+)
 from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
-from trimtab_common.tracking import Tracker, progress, start_tracking
+from trimtab_common.tracking import Tracker, progress
 from trimtab_lm import generation
 from trimtab_lm.data import (
     RewardFunction,
@@ -33,19 +42,19 @@ from trimtab_lm.data import (
     used_columns,
 )
 from trimtab_lm.dropout import without_dropout
-from trimtab_lm.logprobs import HeadInputs, LanguageHead, exact_kl
 from trimtab_lm.model_card import write_model_card
 from trimtab_lm.reference import Reference
 from trimtab_lm.rewards import RewardModel
-from trimtab_lm.value_head import PreTrainedModelWrapper, _upload as upload
+from trimtab_lm.value_head import PreTrainedModelWrapper
+from trimtab_lm.value_head import _upload as upload
 
 from .checks import check_step
 from .config import PPOConfig
 from .loss import clipped_value_loss
-from .policy import ActorCritic, PolicyOutputs, TokenBatch, in_minibatches, model_inputs, score_only, token_batch
+from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, in_minibatches, model_inputs, token_batch
 from .returns import gae, per_token_rewards
 from .saving import load, resume, save
-from .setup import check_optimizer, decoder_start, filled, policy_of, tokenizer_of, without_start
+from .setup import check_optimizer, decoder_start, filled, policy_of, start_run, tokenizer_of, without_start
 from .statistics import Clock, Rollout, rollout_stats
 
 
@@ -109,13 +118,9 @@ class PPOTrainer:
             project_config=ProjectConfiguration(**config.project_kwargs), **config.accelerator_kwargs
         )
         self.config = filled(config, model, self.accelerator.num_processes)
-        self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.lr_scheduler = lr_scheduler
-        self.policy_head = actor_critic.head
-        self.ref_head = self.policy_head
-        if self.ref_model is not None:
-            self.ref_head = LanguageHead(self.ref_model)
-            self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
+        self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
+        self.scorer = Scorer(self.actor_critic, actor_critic.head, self.reference, self.accelerator)
 
         self.kl_ctl = (
             AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
@@ -123,15 +128,19 @@ class PPOTrainer:
             else FixedKLController(config.init_kl_coef)
         )
         self.running = RunningMoments()
+        self.sampler = generation.Sampler(
+            self.tokenizer.pad_token_id,
+            self.tokenizer.eos_token_id,
+            seed=config.seed,
+            rank=self.accelerator.process_index,
+            temperature=config.temperature,
+        )
         self.health = HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None)
         self.steps_done = 0
-        self.draws = 0  # calls of generate, each with random numbers of its own
-        self.temperature = config.temperature or 1.0
         self.best_score = float("-inf")
         self._window: UpdateWindow | None = None
         self._tracker: Tracker | None = None
         self.run_id: str | None = None  # the tracker's
-        self._reported: set[str] = set()
         self._decoder_start = decoder_start(model) if self.is_encoder_decoder else 0
 
         self.dataset, self.data_collator = dataset, data_collator
@@ -165,7 +174,9 @@ class PPOTrainer:
             world_size=self.accelerator.num_processes,
         )
         return DataLoader(
-            dataset, batch_sampler=self.batches, collate_fn=lambda rows: send_to_device(collate(rows), self.current_device)
+            dataset,
+            batch_sampler=self.batches,
+            collate_fn=lambda rows: send_to_device(collate(rows), self.current_device),
         )
 
     # -------------------------------------------------------------- sampling
@@ -182,53 +193,23 @@ class PPOTrainer:
         """Responses to queries, from the policy, and from the reference too if asked: then both, as a pair.
 
         query_tensor: 1-D, which gives a [1, T] tensor; or a list of 1-D tensors, which gives a list of 1-D ones.
-        length_sampler: draws `max_new_tokens`, once per call. The temperature is remembered: `step` takes the
-        log-probabilities at it. Sampling settings that make the sampler another policy are reported once.
+        length_sampler: draws `max_new_tokens`, once per call. batch_size: queries at a time. The temperature is
+        remembered: `step` takes the log-probabilities at it. See `trimtab_lm.generation.Sampler`.
         """
         is_single = isinstance(query_tensor, Tensor)
-        queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
-        for i, query in enumerate(queries):
-            if query.dim() != 1 or len(query) == 0:
-                raise ValueError(
-                    f"Query {i} has shape {list(query.shape)}: give one 1-D tensor of token ids, or a list of them."
-                )
+        queries = [query_tensor] if is_single else query_tensor
         if length_sampler is not None:
             generation_kwargs["max_new_tokens"] = length_sampler()
-        config, rest = generation.sampling_config(
-            self.model, pad_token_id=self.tokenizer.pad_token_id, **generation_kwargs
-        )
-        self._report_sampling(config)
-        options = {
-            "eos_ids": generation.eos_token_ids(self.model, self.tokenizer.eos_token_id, config),
-            "batch_size": batch_size,
-            "return_prompt": return_prompt,
-            **rest,
-        }
-        seed = sampling_seed(self.config.seed, rank=self.accelerator.process_index, draw=self.draws)
-        self.draws += 1
-        with torch.no_grad(), without_dropout(self.model), private_rng(seed, self.current_device):
-            responses = generation.generate(self.model.pretrained_model, queries, config, **options)
-            if not generate_ref_response:
-                return responses[0][None] if is_single else responses
-            with self.reference.active() as ref_model:
-                ref_responses = generation.generate(ref_model, queries, config, **options)
-        if is_single:
-            return responses[0][None], ref_responses[0][None]
-        return responses, ref_responses
-
-    def _report_sampling(self, config: GenerationConfig) -> None:
-        sampled_at = config.temperature if config.do_sample else 1.0
-        if self.config.temperature is None:
-            self.temperature = sampled_at
-        elif config.do_sample and sampled_at != self.config.temperature:
-            raise ValueError(
-                f"generate(temperature={sampled_at}), but PPOConfig.temperature={self.config.temperature} is what "
-                "log-probabilities are taken at. Make them equal, or leave the config's at None."
-            )
-        for line in generation.distortions(config):
-            if line not in self._reported:
-                self._reported.add(line)
-                warnings.warn(f"The sampler is not the policy that is trained. {line}.", stacklevel=3)
+        models = [nullcontext(self.model.pretrained_model)]
+        if generate_ref_response:
+            models.append(self.reference.active())
+        options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
+        with without_dropout(self.model):
+            answers = [
+                responses[0][None] if is_single else responses
+                for responses in self.sampler(models, queries, **options)
+            ]
+        return tuple(answers) if generate_ref_response else answers[0]
 
     # -------------------------------------------------------------- one step
 
@@ -248,7 +229,12 @@ class PPOTrainer:
         if self.is_encoder_decoder:
             responses, response_masks = without_start(responses, response_masks, self._decoder_start)
         queries, responses, raw_scores, response_masks = check_step(
-            queries, responses, scores, response_masks, batch_size=self.config.batch_size, device=self.current_device
+            queries,
+            responses,
+            scores,
+            response_masks,
+            batch_size=self.config.batch_size,
+            device=self.current_device,
         )
         with without_dropout(self.actor_critic):
             rollout = self._evaluate(queries, responses, raw_scores, response_masks, clock)
@@ -285,7 +271,10 @@ class PPOTrainer:
         logprobs, entropy, values, mask = self.batched_forward_pass(self.model, **arguments)
         ref_logprobs, _, _, _ = self.batched_forward_pass(self.ref_model, **arguments)
         batch = token_batch(inputs, queries, responses, response_masks)
-        kl = self._exact_kl(batch) if self.config.kl_penalty == "full" else None
+        kl = None
+        if self.config.kl_penalty == "full":
+            exact = partial(self.scorer.exact_kl, temperature=self.sampler.temperature)
+            (kl,) = in_minibatches(lambda part: [exact(part)], batch, self.config.mini_batch_size)
         clock.lap("forward_pass")
         rewards, non_score_rewards, kl = self.compute_rewards(
             self._shaped(raw_scores, responses), logprobs, ref_logprobs, mask, kl=kl
@@ -295,7 +284,17 @@ class PPOTrainer:
         clock.lap("compute_advantages")
         lengths = [torch.tensor([len(row) for row in rows]) for rows in (queries, responses)]
         return Rollout(
-            batch, *lengths, raw_scores, logprobs, ref_logprobs, entropy, values, kl, non_score_rewards, advantages, returns
+            batch,
+            *lengths,
+            raw_scores,
+            logprobs,
+            ref_logprobs,
+            entropy,
+            values,
+            kl,
+            non_score_rewards,
+            advantages,
+            returns,
         )
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
@@ -321,49 +320,24 @@ class PPOTrainer:
         training needs of them: their entropy [B, R].
         """
         if model is not self.model and model is not self.ref_model:
-            raise ValueError("batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model.")
+            raise ValueError(
+                "batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model."
+            )
         batch = token_batch(model_inputs, queries, responses, response_masks)
 
         def forward(part: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
             outputs = self._forward(model, part)
-            return outputs.logprobs, self._logits(model, part) if return_logits else outputs.entropy, outputs.values
+            logits = (
+                self.scorer.logits(part, of_policy=model is self.model) if return_logits else outputs.entropy
+            )
+            return outputs.logprobs, logits, outputs.values
 
         logprobs, logits, values = in_minibatches(forward, batch, self.config.mini_batch_size)
         return logprobs, logits, values, batch.mask
 
     def _forward(self, model: nn.Module | None, batch: TokenBatch) -> PolicyOutputs:
-        if model is self.model:
-            return self.actor_critic(batch, self.temperature)
-        with self.reference.active(), self.accelerator.autocast():
-            return score_only(self.ref_head, batch, self.temperature)
-
-    def _logits(self, model: nn.Module | None, batch: TokenBatch) -> Tensor:
-        head, context = (self.policy_head, nullcontext()) if model is self.model else (self.ref_head, self.reference.active())
-        with context, self.accelerator.autocast():
-            return batch.spread(head.logits(head.read(batch.where, **batch.inputs)))
-
-    def _exact_kl(self, batch: TokenBatch) -> Tensor:
-        """KL(policy, reference) over the whole vocabulary at each response token, [B, R]."""
-
-        def ref_logits(inputs: HeadInputs) -> Tensor:
-            with self.reference.active():
-                return self.ref_head.logits(inputs)
-
-        def forward(part: TokenBatch) -> tuple[Tensor]:
-            with torch.no_grad(), self.accelerator.autocast():
-                read = self.policy_head.read(part.where, **part.inputs)
-                with self.reference.active():
-                    ref_read = self.ref_head.read(part.where, **part.inputs)
-                size = self.policy_head.config.vocab_size
-                return (
-                    part.spread(
-                        exact_kl(
-                            self.policy_head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=self.temperature
-                        )
-                    ),
-                )
-
-        return in_minibatches(forward, batch, self.config.mini_batch_size)[0]
+        score = self.scorer.policy if model is self.model else self.scorer.ref
+        return score(batch, temperature=self.sampler.temperature)
 
     def _shaped(self, scores: Tensor, responses: list[Tensor]) -> Tensor:
         """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
@@ -389,7 +363,9 @@ class PPOTrainer:
         rewards, non_score_rewards = per_token_rewards(scores, kl, masks, kl_coef=self.kl_ctl.value)
         return rewards, non_score_rewards, kl
 
-    def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_advantages(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Values, advantages whitened over the tokens of all processes, and returns, each [B, R]."""
         values = values * mask
         if self.config.whiten_rewards:
@@ -406,7 +382,9 @@ class PPOTrainer:
         seed = sampling_seed(config.seed, rank=self.accelerator.num_processes, draw=self.steps_done)
         shuffle = torch.Generator().manual_seed(seed)
         for _ in range(config.ppo_epochs):
-            for rows in torch.randperm(config.batch_size, generator=shuffle).split(config.backward_batch_size):
+            for rows in torch.randperm(config.batch_size, generator=shuffle).split(
+                config.backward_batch_size
+            ):
                 self._window = self._update(rollout, rows.to(self.current_device), recorded)
                 if self._window.is_stopped:
                     return merge_stats(recorded)
@@ -466,10 +444,15 @@ class PPOTrainer:
             "loss/value": Mean.of(value_losses, mask),
             "loss/total": Mean((policy_loss + value_loss).detach() * weight, weight),
             "policy/entropy": Mean.of(entropy, mask),
-            **{f"policy/{key}": mean for key, mean in surrogate_stats(log_ratio, advantages, mask, **clip).items()},
+            **{
+                f"policy/{key}": mean
+                for key, mean in surrogate_stats(log_ratio, advantages, mask, **clip).items()
+            },
             "val/vpred": Mean.of(vpreds, mask),
             "val/error": Mean.of((vpreds - returns) ** 2, mask),
-            "val/clipfrac": Mean.of(((vpreds - values).abs() > config.cliprange_value).to(vpreds.dtype), mask),
+            "val/clipfrac": Mean.of(
+                ((vpreds - values).abs() > config.cliprange_value).to(vpreds.dtype), mask
+            ),
         }
         return policy_loss, value_loss, stats
 
@@ -529,7 +512,9 @@ class PPOTrainer:
         if window.is_stopped or not kept:
             self.optimizer.zero_grad()
             return {"policy/early_stopped": Mean(float(window.is_stopped), 1.0)}
-        norm = self.accelerator.clip_grad_norm_(self.actor_critic.parameters(), self.config.max_grad_norm or float("inf"))
+        norm = self.accelerator.clip_grad_norm_(
+            self.actor_critic.parameters(), self.config.max_grad_norm or float("inf")
+        )
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             self.optimizer.zero_grad()
             raise TrainingDivergedError(
@@ -544,7 +529,11 @@ class PPOTrainer:
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
         """This process's statistics of a step, from its `rollout` (a Rollout) and `train_stats`."""
-        return {**rollout_stats(data["rollout"], kl_coef=kl_coef), **data["train_stats"], "ppo/learning_rate": self._lr}
+        return {
+            **rollout_stats(data["rollout"], kl_coef=kl_coef),
+            **data["train_stats"],
+            "ppo/learning_rate": self._lr,
+        }
 
     def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """The statistics of all processes: floats and 1-D tensors, equal on each of them."""
@@ -585,18 +574,7 @@ class PPOTrainer:
     def tracker(self) -> Tracker:
         """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
         if self._tracker is None:
-            config = self.config
-            self._tracker = start_tracking(
-                config.log_with,
-                project=config.tracker_project_name,
-                config=asdict(config),
-                name=config.exp_name,
-                tags=[config.task_name] if config.task_name else [],
-                folder=self.accelerator.logging_dir or ".",
-                run_id=self.run_id,
-                init_kwargs=config.tracker_kwargs.get(config.log_with, config.tracker_kwargs),
-                is_main=self.accelerator.is_main_process,
-            )
+            self._tracker = start_run(self.config, self.accelerator, self.run_id)
             self.run_id = self._tracker.run_id
         return self._tracker
 
@@ -647,7 +625,9 @@ class PPOTrainer:
         """
         reward_function = self._reward_function(reward)
         if self.dataloader is None:
-            raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
+            raise ValueError(
+                "train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset."
+            )
         if resume_from is not None:
             resume(self, resume_from)
         options = {"batch_size": self.config.batch_size, "do_sample": True, **(generation_kwargs or {})}
@@ -660,7 +640,11 @@ class PPOTrainer:
             batch["response"] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
             if "query" not in batch:
                 batch["query"] = self.tokenizer.batch_decode(queries, skip_special_tokens=True)
-            columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
+            columns = {
+                name: column
+                for name, column in batch.items()
+                if name not in ("query", "response", "input_ids")
+            }
             scores = list(reward_function(batch["query"], batch["response"], **columns))
             stats = self.step(queries, responses, scores)
             history.append(self.log_stats(stats, batch, scores))
@@ -709,7 +693,11 @@ class PPOTrainer:
 
     def _push_if_best(self, mean_score: float) -> None:
         config = self.config
-        if not config.push_to_hub_if_best_kwargs or self.steps_done % config.compare_steps or mean_score <= self.best_score:
+        if (
+            not config.push_to_hub_if_best_kwargs
+            or self.steps_done % config.compare_steps
+            or mean_score <= self.best_score
+        ):
             return
         self.best_score = mean_score
         self.push_to_hub(**config.push_to_hub_if_best_kwargs)
