@@ -1,0 +1,82 @@
+# Every target prepares what it needs: the environment is made once, and made anew only when a requirement changes.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+JOBS ?= 2
+ARGS ?=
+BENCH ?=
+
+PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
+PACKAGES := common lm diffusion
+REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
+SOURCES := $(wildcard packages experiments tests tools)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format sizes bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo and test), JOBS=$(JOBS) (for test),"
+	@echo "             BENCH=name (for bench)"
+
+setup: $(STAMP) ## make .venv and install the three packages with their tools
+	@echo "ready: $$($(PY) --version) in $(VENV)"
+
+demo: $(STAMP) ## teach a small model to write positive text (PPO, one CPU, W&B offline)
+	$(PY) experiments/ziegler_2019_sentiment/train.py $(ARGS)
+
+test: $(STAMP) ## run the tests, JOBS at a time (slow and gpu ones only on request: ARGS='-m slow')
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)
+
+check: $(STAMP) ## lint, formatting and types
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+	$(PY) -m mypy
+
+format: $(STAMP) ## rewrite the sources as check wants them
+	$(PY) -m ruff check --fix-only $(SOURCES)
+	$(PY) -m ruff format $(SOURCES)
+
+sizes: | $(PY) ## lines per package, long files, long functions
+	@$(PY) tools/sizes.py
+
+bench: $(STAMP) ## list the benchmarks, or run one: BENCH=name
+ifeq ($(BENCH),)
+	@echo "benchmarks (make bench BENCH=name):"
+	@found=; for f in $(wildcard tools/bench/[!_]*.py); do \
+	  found=1; printf '  %-20s %s\n' "$$(basename "$$f" .py)" "$$(sed -n '1s/^"""\([^"]*\).*/\1/p' "$$f")"; \
+	done; [ -n "$$found" ] || echo "  none yet"
+else
+	$(PY) tools/bench/$(BENCH).py $(ARGS)
+endif
+
+clean: ## remove caches and build leftovers; keeps .venv, runs and W&B folders
+	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist
+	find packages experiments tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+
+# An interpreter is asked what it is and whether it can make environments: a name on PATH alone proves neither.
+$(PY):
+	@probe='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'; chosen=; seen=; \
+	for candidate in $(PYTHONS); do \
+	  if "$$candidate" -c "$$probe" >/dev/null 2>&1; then chosen=$$candidate; break; fi; \
+	  if path=$$(command -v "$$candidate" 2>/dev/null); then \
+	    seen="$$seen\n  $$path: $$("$$candidate" --version 2>&1 | head -n 1)"; \
+	  fi; \
+	done; \
+	if [ -z "$$chosen" ]; then \
+	  printf 'trimtab needs Python 3.11 or newer with its venv module. Found: %b\n' \
+	    "$${seen:-none of $(PYTHONS)}" >&2; \
+	  echo "Install one (on Debian also python3-venv), or name it: make setup PYTHON=/path/to/python3" >&2; \
+	  exit 1; \
+	fi; \
+	echo "making $(VENV) with $$("$$chosen" --version) ($$(command -v "$$chosen"))"; \
+	"$$chosen" -m venv --clear $(VENV)
+
+$(STAMP): $(REQUIREMENTS) | $(PY)
+	@echo "installing the packages and their tools into $(VENV) (the first time takes a few minutes)"
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
+	$(PY) -m pip install --upgrade -c constraints.txt pip
+	$(PY) -m pip install -c constraints.txt $(PACKAGES:%=-e packages/%) --group dev --group experiments
+	@touch $@

@@ -1,0 +1,390 @@
+"""The rules of the tree: who imports whom, what is promised, and that every part can be had by itself."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {"trimtab_common": "common", "trimtab_lm": "lm", "trimtab_diffusion": "diffusion"}
+
+# What each package promises. A name is added here in the commit that adds it, and removed only after a deprecation.
+EXPORTS: dict[str, set[str]] = {
+    "trimtab_common": set(),
+    "trimtab_lm": {
+        "AutoModelForCausalLMWithValueHead",
+        "AutoModelForSeq2SeqLMWithValueHead",
+        "LengthSampler",
+        "PPOConfig",
+        "PPOTrainer",
+        "PreTrainedModelWrapper",
+        "create_reference_model",
+        "set_seed",
+    },
+    "trimtab_diffusion": set(),
+}
+
+# Top-level names that a package must not import; `packages/*` all share the last three.
+OUTSIDE = {"experiments", "tests", "tools"}
+FORBIDDEN = {
+    "trimtab_common": {"trimtab_lm", "trimtab_diffusion", "transformers", "diffusers"} | OUTSIDE,
+    "trimtab_lm": {"trimtab_diffusion", "diffusers"} | OUTSIDE,
+    "trimtab_diffusion": {"trimtab_lm"} | OUTSIDE,
+}
+
+
+def python_files(folder: Path) -> list[Path]:
+    """The Python files under a folder, caches and hidden folders left out."""
+    hidden = (".", "__pycache__")
+    return sorted(
+        path
+        for path in folder.rglob("*.py")
+        if not any(part.startswith(hidden) for part in path.relative_to(folder).parts)
+    )
+
+
+def source_of(package: str) -> Path:
+    return ROOT / "packages" / PACKAGES[package] / "src" / package
+
+
+def module_name(path: Path) -> str:
+    """Dotted name of a file under packages/<folder>/src."""
+    parts = path.relative_to(ROOT / "packages").with_suffix("").parts[2:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def relative_to_root(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+PACKAGE_FILES = [path for package in PACKAGES for path in python_files(source_of(package))]
+EXPERIMENT_FILES = python_files(ROOT / "experiments")
+TOOL_FILES = python_files(ROOT / "tools")
+EXPERIMENT_SCRIPTS = sorted((ROOT / "experiments").glob("*/train.py"))
+TRAINERS = {
+    package: {path.parent.name for path in source_of(package).glob("*/trainer.py")} for package in PACKAGES
+}
+PAPERS = {path.parent.name for path in EXPERIMENT_SCRIPTS}
+
+
+# Import directions -----------------------------------------------------------------------------------------------
+
+
+def imports(source: str) -> Iterator[tuple[int, int, str]]:
+    """Line, level (0 is absolute) and dotted name of everything imported anywhere in a source, each name by itself."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, 0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = [node.module] if node.module else []
+            yield from ((node.lineno, node.level, ".".join([*prefix, alias.name])) for alias in node.names)
+
+
+def package_faults(source: str, package: str) -> list[str]:
+    """Imports of a package's file that leave it in a forbidden direction."""
+    return [
+        f"line {line}: {package} must not import {name}"
+        for line, level, name in imports(source)
+        if level == 0 and name.partition(".")[0] in FORBIDDEN[package]
+    ]
+
+
+def trainer_faults(source: str, package: str, folder: str, trainers: set[str]) -> list[str]:
+    """Imports that would keep a copy of a trainer's folder from running, or that tie it to another trainer."""
+    faults = []
+    for line, level, name in imports(source):
+        parts = name.split(".")
+        if level > 1:
+            faults.append(f"line {line}: write {package}.{name}, shared files are imported absolutely")
+        elif level == 0 and parts[:2] == [package, folder]:
+            faults.append(
+                f"line {line}: write .{'.'.join(parts[2:])}, a trainer imports its own files relatively"
+            )
+        elif (
+            level == 0
+            and parts[0] == package
+            and parts[1:2]
+            and parts[1] in trainers
+            and parts[2:3] != ["loss"]
+        ):
+            faults.append(f"line {line}: {name}: only the loss of another trainer may be imported")
+        elif level == 0 and parts[0] == package and (len(parts) == 1 or parts[1] in EXPORTS[package]):
+            faults.append(f"line {line}: {name}: import it from the module that defines it")
+    return faults
+
+
+def experiment_faults(source: str, folder: str, papers: set[str]) -> list[str]:
+    """Imports of an experiment that reach tests, tools or another paper's folder."""
+    faults = []
+    for line, level, name in imports(source):
+        parts = name.split(".")
+        target = parts[1] if parts[0] == "experiments" and len(parts) > 1 else parts[0]
+        if level == 0 and (parts[0] in {"tests", "tools"} or target in papers - {folder}):
+            faults.append(f"line {line}: {name}: an experiment imports packages and its own folder")
+    return faults
+
+
+@pytest.mark.parametrize("file", relative_to_root(PACKAGE_FILES))
+def test_packages_import_in_the_right_direction(file: str):
+    path = ROOT / file
+    package, *inner = path.relative_to(ROOT / "packages").parts[2:]
+    source = path.read_text(encoding="utf-8")
+    faults = package_faults(source, package)
+    if len(inner) > 1 and inner[0] in TRAINERS[package]:
+        faults += trainer_faults(source, package, inner[0], TRAINERS[package])
+    assert not faults
+
+
+@pytest.mark.parametrize("file", relative_to_root(EXPERIMENT_FILES))
+def test_experiments_import_packages_and_their_own_folder(file: str):
+    path = ROOT / file
+    folder = path.relative_to(ROOT / "experiments").parts[0]
+    assert not experiment_faults(path.read_text(encoding="utf-8"), folder, PAPERS)
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("trimtab_common", "import transformers"),
+        ("trimtab_common", "def f():\n    from diffusers.utils import x"),
+        ("trimtab_common", "from trimtab_lm.logprobs import x"),
+        ("trimtab_lm", "import trimtab_diffusion.ddpo as d"),
+        ("trimtab_lm", "if TYPE_CHECKING:\n    from experiments.assets import x"),
+        ("trimtab_diffusion", "from trimtab_lm import PPOConfig"),
+        ("trimtab_diffusion", "from tools import sizes"),
+        ("trimtab_lm", "import tests.tiny"),
+    ],
+)
+def test_a_wrong_direction_is_seen(package: str, source: str):
+    assert len(package_faults(source, package)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("from .config import PPOConfig", 0),
+        ("from . import loss", 0),
+        ("from trimtab_lm.logprobs import x", 0),
+        ("from trimtab_lm import logprobs", 0),
+        ("from trimtab_common.kl import x", 0),
+        ("from trimtab_lm.dpo.loss import x", 0),
+        ("from trimtab_lm.dpo import loss", 0),
+        ("from trimtab_lm.dpo.trainer import x", 1),
+        ("from trimtab_lm.dpo import DPOTrainer", 1),
+        ("from trimtab_lm import dpo", 1),
+        ("from trimtab_lm.ppo.loss import x", 1),
+        ("from trimtab_lm.ppo import loss", 1),
+        ("from trimtab_lm import PPOConfig", 1),
+        ("import trimtab_lm", 1),
+        ("from ..logprobs import x", 1),
+        ("from .. import logprobs", 1),
+    ],
+)
+def test_what_a_trainer_folder_may_import(source: str, faults: int):
+    assert len(trainer_faults(source, "trimtab_lm", "ppo", {"ppo", "dpo"})) == faults
+
+
+@pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("from trimtab_lm import PPOTrainer", 0),
+        ("from experiments.assets import stories", 0),
+        ("from experiments.mine.rewards import x", 0),
+        ("import rewards", 0),
+        ("from experiments.theirs import rewards", 1),
+        ("from experiments import theirs", 1),
+        ("import theirs.rewards", 1),
+        ("import tools.sizes", 1),
+        ("from tests import tiny", 1),
+    ],
+)
+def test_what_an_experiment_may_import(source: str, faults: int):
+    assert len(experiment_faults(source, "mine", {"mine", "theirs"})) == faults
+
+
+# Every module imports --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [module_name(path) for path in PACKAGE_FILES])
+def test_package_module_imports(name: str):
+    importlib.import_module(name)
+
+
+@pytest.fixture
+def as_script() -> Iterator[None]:
+    """Forget what scripts bring along, since two folders may each have a module of the same name."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        file = Path(getattr(sys.modules[name], "__file__", None) or "/")
+        if any(file.is_relative_to(ROOT / folder) for folder in ("experiments", "tools")):
+            del sys.modules[name]
+
+
+def import_script(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a file as if it were run from its folder, its main guard not taken."""
+    monkeypatch.syspath_prepend(path.parent)
+    name = f"script_{path.parent.name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.usefixtures("as_script")
+@pytest.mark.parametrize("file", relative_to_root(TOOL_FILES + EXPERIMENT_FILES))
+def test_script_imports(file: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", [file])
+    assert import_script(ROOT / file, monkeypatch).__doc__
+
+
+@pytest.mark.parametrize("file", relative_to_root(EXPERIMENT_SCRIPTS))
+def test_experiment_shows_its_help(file: str, tmp_path: Path):
+    command = [sys.executable, str(ROOT / file), "--help"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert shown.returncode == 0, shown.stderr
+    assert "usage" in shown.stdout.lower()
+    assert list(tmp_path.iterdir()) == []
+
+
+# What is promised ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_exports_are_the_promised_names(package: str):
+    names = importlib.import_module(package).__all__
+    assert sorted(names) == sorted(EXPORTS[package])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_exports_resolve_and_are_documented(package: str):
+    module = importlib.import_module(package)
+    assert module.__doc__
+    undocumented = []
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert inspect.isclass(value) or inspect.isfunction(value), (
+            f"{package}.{name} is a {type(value).__name__}"
+        )
+        doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+        if not doc or doc.startswith(f"{name}("):
+            undocumented.append(name)
+    assert not undocumented
+
+
+def configs() -> list[tuple[str, str]]:
+    return [
+        (package, name)
+        for package in PACKAGES
+        for name in sorted(EXPORTS[package])
+        if name.endswith("Config")
+    ]
+
+
+def squeezed(text: str) -> str:
+    """Text without what a help formatter changes: line breaks, indentation, - for _ and doubled percent signs."""
+    return re.sub(r"\s+", "", text).replace("_", "-").replace("%%", "%")
+
+
+@pytest.mark.parametrize(("package", "name"), configs())
+def test_help_of_every_config_names_every_field(package: str, name: str, capsys, monkeypatch):
+    from trimtab_common.config import parse_config
+
+    monkeypatch.setenv("COLUMNS", "200")
+    config = getattr(importlib.import_module(package), name)
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(config, argv=["--help"])
+    assert exit_info.value.code == 0
+    shown = squeezed(capsys.readouterr().out)
+    fields = [field for field in dataclasses.fields(config) if field.init]
+    assert [field.name for field in fields if not field.metadata.get("help")] == []
+    assert [field.name for field in fields if squeezed(f"--{field.name}") not in shown] == []
+    assert [field.name for field in fields if squeezed(field.metadata["help"]) not in shown] == []
+
+
+# A trainer's folder can be taken away ----------------------------------------------------------------------------
+
+
+def tiny_tokenizer():
+    """Sixteen words, one token each; the first two are padding and end of text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(14))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def tiny_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"vocab_size": 16, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=1, pad_token_id=0))
+
+
+def test_a_copied_trainer_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from trimtab_lm import AutoModelForCausalLMWithValueHead
+
+    shutil.copytree(
+        source_of("trimtab_lm") / "ppo", tmp_path / "my_ppo", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    try:
+        mine = importlib.import_module("my_ppo")
+        borrowed = {
+            f"{name}.{attribute}"
+            for name, module in list(sys.modules.items())
+            if name.partition(".")[0] == "my_ppo"
+            for attribute, value in vars(module).items()
+            if str(getattr(value, "__module__", "")).startswith("trimtab_lm.ppo")
+        }
+        assert not borrowed
+
+        torch.manual_seed(0)
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_gpt2())
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        config = mine.PPOConfig(batch_size=4, mini_batch_size=2, ppo_epochs=1, learning_rate=1e-2)
+        trainer = mine.PPOTrainer(config, model, tokenizer=tiny_tokenizer())
+        queries = [torch.randint(2, 16, (length,)) for length in (2, 3, 4, 5)]
+        responses = [torch.randint(2, 16, (length,)) for length in (5, 2, 4, 3)]
+        stats = trainer.step(queries, responses, [torch.tensor(float(i)) for i in range(4)])
+
+        assert type(trainer).__module__ == "my_ppo.trainer"
+        assert torch.isfinite(torch.as_tensor(stats["ppo/loss/total"]))
+        assert any(not torch.equal(before[name], value) for name, value in model.named_parameters())
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "my_ppo"]:
+            del sys.modules[name]
+
+
+# Nothing of where it was written -------------------------------------------------------------------------------
+
+
+def test_no_file_reaches_beside_the_checkout():
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    beside = ("../" + "shared").encode()
+    files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    assert [path.name for path in files if path.is_file() and beside in path.read_bytes()] == []
