@@ -1,0 +1,17 @@
+import torch
+from trimtab_common.advantages import group_centred, group_whitened
+
+SCORES = torch.tensor([1.0, 5.0, 0.1, 3.0, 7.0, 0.1, 0.1])
+GROUPS = torch.tensor([7, 7, 2, 7, 40, 2, 2])
+
+
+def test_a_group_is_measured_against_its_own_mean():
+    torch.testing.assert_close(group_centred(SCORES, GROUPS), torch.tensor([-2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
+
+
+def test_whitening_divides_by_the_sample_deviation_and_equal_scores_give_zero():
+    torch.testing.assert_close(group_whitened(SCORES, GROUPS), torch.tensor([-1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
+
+
+def test_integer_scores_do_not_round():
+    torch.testing.assert_close(group_centred(torch.tensor([0, 1]), torch.tensor([3, 3])), torch.tensor([-0.5, 0.5]))

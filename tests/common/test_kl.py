@@ -1,0 +1,56 @@
+import math
+
+import pytest
+import torch
+from trimtab_common.kl import SAMPLED_KL, AdaptiveKLController, FixedKLController, full, k1, k3
+
+
+def bernoulli(p: float) -> torch.Tensor:
+    return torch.tensor([p, 1 - p], dtype=torch.float64).log()
+
+
+P, Q = bernoulli(0.7), bernoulli(0.4)
+EXACT = 0.7 * math.log(0.7 / 0.4) + 0.3 * math.log(0.3 / 0.6)
+
+
+def test_full_is_the_textbook_sum():
+    assert full(P, Q).item() == pytest.approx(EXACT, rel=1e-12)
+
+
+@pytest.mark.parametrize("estimator", [k1, k3])
+def test_k1_and_k3_are_unbiased(estimator):
+    assert (P.exp() * estimator(P, Q)).sum().item() == pytest.approx(EXACT, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "value"), [("kl", -0.5), ("abs", 0.5), ("mse", 0.125), ("k3", math.exp(0.5) - 1.5)])
+def test_estimators_by_hand(name, value):
+    # the reference finds the token e^0.5 times likelier
+    assert SAMPLED_KL[name](torch.tensor(-1.5), torch.tensor(-1.0)).item() == pytest.approx(value, rel=1e-6)
+
+
+def test_k3_stays_finite_where_the_policy_forbids_the_token():
+    assert torch.isfinite(k3(torch.tensor(-1e4), torch.tensor(0.0)))
+
+
+def test_adaptive_controller_moves_by_at_most_a_fifth_of_the_batch_over_the_horizon():
+    kl = AdaptiveKLController(0.2, target=6, horizon=10_000)
+    kl.update(60.0, 500)
+    assert kl.value == pytest.approx(0.2 * (1 + 0.2 * 500 / 10_000))
+    kl.update(6.6, 1000)  # 10% above
+    assert kl.value == pytest.approx(0.202 * (1 + 0.1 * 0.1))
+    kl.update(-3.0, 1000)
+    assert kl.value == pytest.approx(0.20402 * (1 - 0.2 * 0.1))
+
+
+def test_controllers_restore_their_coefficient():
+    kl = AdaptiveKLController(0.2, target=6, horizon=100)
+    kl.update(0.0, 50)
+    other = AdaptiveKLController(1.0, target=6, horizon=100)
+    other.load_state_dict(kl.state_dict())
+    assert other.value == kl.value != 0.2
+
+
+def test_fixed_controller_is_fixed():
+    kl = FixedKLController(0.1)
+    kl.update(1e9, 10**6)
+    assert kl.value == 0.1

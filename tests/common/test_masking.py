@@ -1,0 +1,33 @@
+import torch
+from trimtab_common.masking import explained_variance, masked_mean, masked_var, rescale, whiten
+
+X = torch.tensor([[1.0, 2.0, 300.0], [6.0, float("nan"), float("inf")]])
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
+
+
+def test_mean_and_variance_are_of_the_masked_numbers_alone():
+    assert masked_mean(X, MASK) == 3.0
+    torch.testing.assert_close(masked_var(X, MASK), torch.tensor((4 + 1 + 9) / 3))
+
+
+def test_whiten_gives_mean_zero_variance_one_and_zero_outside():
+    white = whiten(X, MASK)
+    torch.testing.assert_close(white[MASK.bool()], torch.tensor([-2.0, -1.0, 3.0]) / (14 / 3) ** 0.5)
+    assert (white[~MASK.bool()] == 0).all()
+
+
+def test_rescale_keeps_the_sign_and_ratio_of_numbers():
+    scaled = rescale(X, MASK)
+    torch.testing.assert_close(scaled[MASK.bool()], torch.tensor([1.0, 2.0, 6.0]) / (14 / 3) ** 0.5)
+    assert (scaled[~MASK.bool()] == 0).all()
+
+
+def test_a_single_number_whitens_to_zero_and_not_to_nan():
+    assert whiten(torch.tensor([[5.0]]), torch.ones(1, 1)).item() == 0.0
+
+
+def test_explained_variance_of_perfect_mean_and_opposite_predictions():
+    returns, mask = torch.tensor([[1.0, 2.0, 3.0, 9.0]]), torch.tensor([[1, 1, 1, 0]])
+    assert explained_variance(returns + 5, returns, mask) == 1
+    assert explained_variance(torch.zeros(1, 4), returns, mask) == 0
+    torch.testing.assert_close(explained_variance(-returns, returns, mask), torch.tensor(-3.0))

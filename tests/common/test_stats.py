@@ -1,0 +1,45 @@
+import pytest
+import torch
+from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance, gather_stats, merge_stats
+
+
+def test_means_and_variances_of_parts_are_those_of_the_whole():
+    whole = torch.randn(10, dtype=torch.float64)
+    parts = [{"m": Mean.of(x), "v": Variance.of(x), "s": Deviation.of(x), "d": x} for x in whole.split([1, 6, 3])]
+    merged = gather_stats(merge_stats(parts))
+    assert merged["m"] == pytest.approx(float(whole.mean()))
+    assert merged["v"] == pytest.approx(float(whole.var(correction=0)))
+    assert merged["s"] == pytest.approx(float(whole.std(correction=0)))
+    torch.testing.assert_close(merged["d"], whole)
+
+
+def test_masks_reach_the_statistics():
+    x, mask = torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([1, 1, 0])
+    assert (Mean.of(x, mask).value, Variance.of(x, mask).value) == (2.0, 1.0)
+
+
+def test_a_part_without_a_statistic_does_not_count():
+    assert gather_stats(merge_stats([{"a": 1.0}, {"a": 3.0, "b": 5.0}])) == {"a": 2.0, "b": 5.0}
+
+
+def test_running_moments_equal_those_of_everything_seen():
+    moments, seen = RunningMoments(), torch.randn(7, dtype=torch.float64) * 3 + 100
+    for part in seen.split([1, 4, 2]):
+        moments.update(part)
+    assert moments.mean == pytest.approx(float(seen.mean()), rel=1e-12)
+    assert moments.std == pytest.approx(float(seen.std()), rel=1e-12)
+
+
+def test_running_moments_can_divide_before_they_know_anything():
+    moments = RunningMoments()
+    moments.update(torch.tensor([4.0]))
+    assert moments.std == 1.0
+
+
+def test_running_moments_go_on_after_a_restart():
+    moments, other = RunningMoments(), RunningMoments()
+    moments.update(torch.tensor([1.0, 2.0]))
+    other.load_state_dict(moments.state_dict())
+    for each in (moments, other):
+        each.update(torch.tensor([5.0]))
+    assert (other.mean, other.std) == (moments.mean, moments.std)
