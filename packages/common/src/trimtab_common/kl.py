@@ -77,7 +77,7 @@ class AdaptiveKLController(FixedKLController):
     error of 20% or more multiplies or divides the coefficient by about e^0.2.
     """
 
-    def __init__(self, init_kl_coef: float, target: float, horizon: int):
+    def __init__(self, init_kl_coef: float, target: float, horizon: float):
         super().__init__(init_kl_coef)
         self.target = target
         self.horizon = horizon

@@ -127,7 +127,9 @@ def gather_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value.cpu() if isinstance(value, Mean | Variance) else value
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return value.cpu() if isinstance(value, Mean | Variance) else value
 
 
 class RunningMoments:

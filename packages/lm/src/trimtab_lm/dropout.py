@@ -11,8 +11,9 @@ from torch import nn
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Dropout off inside the block, for training passes too; afterwards every module is as it was.
 
-    Where gradients are enabled, `model.eval()` alone would silently switch gradient checkpointing off,
-    which transformers ties to training mode. So the modules that checkpoint stay in training mode, and the dropout rates that they apply themselves are set to 0.
+    `model.eval()` alone would silently switch gradient checkpointing off, which transformers ties to training mode. So,
+    where gradients are enabled, the modules that checkpoint stay in training mode, and the dropout rates that they
+    apply themselves are set to 0.
     """
     training = {module: module.training for module in model.modules()}
     rates: list[tuple[nn.Module, str, float]] = []
@@ -22,9 +23,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
                 module.training = True
                 own = [
-                    (name, rate)
-                    for name, rate in vars(module).items()
-                    if "drop" in name and isinstance(rate, float)
+                    (name, rate) for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)
                 ]
                 rates += [(module, name, rate) for name, rate in own]
                 for name, _ in own:

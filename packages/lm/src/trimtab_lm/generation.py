@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 
 from trimtab_common.seeding import private_rng, sampling_seed
@@ -38,8 +38,8 @@ class LengthSampler:
     def __init__(self, min_value: int, max_value: int):
         if not 0 < min_value < max_value:
             raise ValueError(
-                f"LengthSampler({min_value}, {max_value}) has nothing to draw: lengths come from [min_value, max_value) "
-                "and start at 1. Give 0 < min_value < max_value."
+                f"LengthSampler({min_value}, {max_value}) has nothing to draw: lengths come from [min_value, "
+                "max_value) and start at 1. Give 0 < min_value < max_value."
             )
         self.values = range(min_value, max_value)
 
@@ -47,17 +47,15 @@ class LengthSampler:
         return int(np.random.choice(self.values))
 
 
-def sampling_config(
-    model: nn.Module, *, pad_token_id: int, **kwargs: Any
-) -> tuple[GenerationConfig, dict[str, Any]]:
+def sampling_config(model: Any, *, pad_token_id: int, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
     """The complete generation config for `kwargs`, and what of them is no generation setting (stopping criteria, ...).
 
     Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
     transformers' default top_k of 50, would make the sampler another policy than the one that is trained. Token ids
-    and lengths come from the model's generation config. 2024's spellings `top_k=0.0` and `min_length=-1` are understood.
+    and lengths come from the model's generation config. 2024's spellings `top_k=0.0` and `min_length=-1` are taken.
     """
     config = GenerationConfig(**PLAIN_SAMPLING, pad_token_id=pad_token_id)
-    config.update(**model.generation_config.to_dict(), defaults_only=True)  # type: ignore[operator,union-attr]
+    config.update(**model.generation_config.to_dict(), defaults_only=True)
     if "max_new_tokens" in kwargs:
         config.max_length = None
     if "top_k" in kwargs:
@@ -67,21 +65,15 @@ def sampling_config(
     rest = config.update(**kwargs)
     if config.num_beams != 1 or config.num_return_sequences not in (None, 1):
         raise ValueError(
-            f"num_beams={config.num_beams} and num_return_sequences={config.num_return_sequences}: one sampled response "
-            "per query is needed. Leave both at 1, and repeat a query in the list to sample it again."
+            f"num_beams={config.num_beams} and num_return_sequences={config.num_return_sequences}: one sampled "
+            "response per query is needed. Leave both at 1, and repeat a query in the list to sample it again."
         )
     return config, rest
 
 
-TRUNCATED = (
-    "unlikely tokens are never drawn, so the KL is estimated on another distribution and drifts below 0"
-)
-REWEIGHTED = (
-    "tokens are drawn from reweighted probabilities that neither policy nor reference has: the KL is biased"
-)
-FORBIDDEN = (
-    "tokens (the end token above all) are forbidden by force, which the log-probs do not know: negative KL"
-)
+TRUNCATED = "unlikely tokens are never drawn, so the KL is estimated on another distribution and drifts below 0"
+REWEIGHTED = "tokens are drawn from reweighted probabilities that neither policy nor reference has: the KL is biased"
+FORBIDDEN = "tokens (the end token above all) are forbidden by force, which the log-probs do not know: negative KL"
 DISTORTIONS = {
     "top_k": TRUNCATED,
     "top_p": TRUNCATED,
@@ -121,11 +113,9 @@ def distortions(config: GenerationConfig) -> list[str]:
     ]
 
 
-def eos_token_ids(
-    model: nn.Module, tokenizer_eos: int | None, config: GenerationConfig | None = None
-) -> list[int]:
+def eos_token_ids(model: Any, tokenizer_eos: int | None, config: GenerationConfig | None = None) -> list[int]:
     """Every token that ends a response: the generation config may name several (Llama 3, Gemma)."""
-    ids = (config or model.generation_config).eos_token_id  # type: ignore[union-attr]
+    ids = (config or model.generation_config).eos_token_id
     ids = tokenizer_eos if ids is None else ids
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
@@ -153,7 +143,7 @@ def pad(rows: Sequence[Tensor], value: int, *, side: str = "right") -> tuple[Ten
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: Any,
     queries: Sequence[Tensor],
     config: GenerationConfig,
     *,
@@ -168,14 +158,14 @@ def generate(
     mask. Responses end with their end token, where they have one; an end token inside a query is harmless. The decoder
     start token of an encoder-decoder model is not part of a response, and `return_prompt` means nothing to it.
     """
-    is_encoder_decoder = model.config.is_encoder_decoder  # type: ignore[union-attr]
-    device = model.get_input_embeddings().weight.device  # type: ignore[operator]
+    is_encoder_decoder = model.config.is_encoder_decoder
+    device = model.get_input_embeddings().weight.device
     order = sorted(range(len(queries)), key=lambda i: len(queries[i]), reverse=True)
     responses: dict[int, Tensor] = {}
     for start in progress(range(0, len(order), batch_size), "generating"):
         chosen = order[start : start + batch_size]
         input_ids, mask = pad([queries[i] for i in chosen], config.pad_token_id, side="left")
-        output = model.generate(  # type: ignore[operator]
+        output = model.generate(
             input_ids=input_ids.to(device),
             attention_mask=mask.to(device),
             generation_config=copy.deepcopy(config),
@@ -195,7 +185,7 @@ class Sampler:
     Every call has a stream made from (seed, rank, number of the call): sampling neither moves nor depends on the global
     generators, and goes on where it was after `load_state_dict`. Settings that make the sampler another policy than the
     model are reported, once each, with what they do to the KL. temperature: the one that calls must sample at; None
-    lets each call choose, and keeps the last one's in `.temperature`.
+    lets each call choose, and keeps that of the last call that sampled in `.temperature`.
     """
 
     def __init__(
@@ -215,7 +205,7 @@ class Sampler:
 
     def __call__(
         self,
-        models: Sequence[AbstractContextManager[nn.Module]],
+        models: Sequence[AbstractContextManager[Any]],
         queries: Sequence[Tensor],
         *,
         batch_size: int,
@@ -232,12 +222,21 @@ class Sampler:
             generation_kwargs.setdefault("temperature", self.fixed_temperature)
         answers = []
         for context in models:
-            with context as model, private_rng(self._next_seed(), model.device):  # type: ignore[arg-type]
+            with context as model, private_rng(self._next_seed(), model.device):
                 config, rest = sampling_config(model, pad_token_id=self.pad_token_id, **generation_kwargs)
                 self._note(config)
                 eos_ids = eos_token_ids(model, self.eos_token_id, config)
-                options = {"eos_ids": eos_ids, "batch_size": batch_size, "return_prompt": return_prompt}
-                answers.append(generate(model, queries, config, **options, **rest))
+                answers.append(
+                    generate(
+                        model,
+                        queries,
+                        config,
+                        eos_ids=eos_ids,
+                        batch_size=batch_size,
+                        return_prompt=return_prompt,
+                        **rest,
+                    )
+                )
         return answers
 
     def _next_seed(self) -> int:
@@ -245,14 +244,13 @@ class Sampler:
         return sampling_seed(self.seed, rank=self.rank, draw=self.calls)
 
     def _note(self, config: GenerationConfig) -> None:
-        sampled_at = config.temperature if config.do_sample else 1.0
-        if self.fixed_temperature is None:
-            self.temperature = sampled_at
-        elif config.do_sample and sampled_at != self.fixed_temperature:
+        if config.do_sample and self.fixed_temperature not in (None, config.temperature):
             raise ValueError(
-                f"Asked to sample at temperature {sampled_at}, but the config says that log-probabilities are taken at "
-                f"{self.fixed_temperature}. Make them equal, or leave the config's temperature at None."
+                f"Asked to sample at temperature {config.temperature}, but the config says that log-probabilities are "
+                f"taken at {self.fixed_temperature}. Make them equal, or leave the config's temperature at None."
             )
+        if config.do_sample:
+            self.temperature = config.temperature
         for line in distortions(config):
             if line not in self._reported:
                 self._reported.add(line)

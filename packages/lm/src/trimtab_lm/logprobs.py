@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from trimtab_common.kl import full
 
@@ -31,7 +31,7 @@ class _ScoreLogits(torch.autograd.Function):
     """Log-probability of a target and entropy from logits [n, V], holding one such buffer between the passes."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         log_p = logits - logits.logsumexp(-1, keepdim=True)
         log_p.clamp_(min=torch.finfo(log_p.dtype).min)  # a forbidden token: p log p is 0, not 0 x infinity
         entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
@@ -40,7 +40,7 @@ class _ScoreLogits(torch.autograd.Function):
         return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None]:
         log_p, entropy, targets = ctx.saved_tensors
         grad = log_p.exp()
         if grad_entropy is None and grad_logprobs is not None:
@@ -62,7 +62,7 @@ def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -
 
 
 class HeadInputs(NamedTuple):
-    """What the LM head reads at N chosen positions: [N, hidden]; `logits` [N, V] only where the head cannot be split."""
+    """What the LM head reads at N positions: [N, hidden]; `logits` [N, V] only where the head cannot be split off."""
 
     hidden: Tensor
     logits: Tensor | None = None
@@ -78,13 +78,9 @@ class LanguageHead:
     model: a PreTrainedModel, or a PeftModel around one, whose `get_output_embeddings()` is its LM head.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self.model = model
-        base: PreTrainedModel = (
-            model.get_base_model()
-            if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-            else model
-        )  # type: ignore[assignment,operator]
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         self.config = base.config.get_text_config(decoder=True)
         self.takes_position_ids = "position_ids" in inspect.signature(base.forward).parameters
         self.is_encoder_decoder = bool(base.config.is_encoder_decoder)
@@ -99,7 +95,7 @@ class LanguageHead:
 
     @property
     def head(self) -> nn.Module:
-        return self.model.get_output_embeddings()  # type: ignore[operator]
+        return self.model.get_output_embeddings()
 
     def read(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
         """Run the trunk and keep what the head reads where `where` [B, T] is True, row by row: N positions.
@@ -141,10 +137,7 @@ class LanguageHead:
         chunks = list(_chunks(inputs, self.config.vocab_size))
         pairs = list(zip(chunks, targets.split([len(chunk.hidden) for chunk in chunks]), strict=True))
         if torch.is_grad_enabled() and self.separable:
-            parts = [
-                checkpoint(score_chunk, *pair, use_reentrant=False, preserve_rng_state=False)
-                for pair in pairs
-            ]
+            parts = [checkpoint(score_chunk, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
         else:
             parts = [score_chunk(*pair) for pair in pairs]
         return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -158,7 +151,7 @@ class LanguageHead:
 
     @torch.no_grad()
     def _logits_agree(self) -> bool:
-        ids = torch.arange(1, 4, device=self.head.weight.device)[None] % self.config.vocab_size  # type: ignore[operator,union-attr]
+        ids = torch.arange(1, 4, device=self.model.device)[None] % self.config.vocab_size
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if self.is_encoder_decoder:
             inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": torch.ones_like(ids)}
@@ -200,7 +193,8 @@ def _chunks(inputs: HeadInputs, vocab_size: int) -> Iterator[HeadInputs]:
     """The positions in runs whose logits fill one chunk; one empty run where there are none."""
     size = max(1, CHUNK_ELEMENTS // vocab_size)
     for start in range(0, max(len(inputs.hidden), 1), size):
-        yield HeadInputs(*(x if x is None else x[start : start + size] for x in inputs))
+        part = slice(start, start + size)
+        yield HeadInputs(inputs.hidden[part], None if inputs.logits is None else inputs.logits[part])
 
 
 def _upcast(logits: Tensor) -> Tensor:

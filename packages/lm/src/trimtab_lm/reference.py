@@ -29,9 +29,7 @@ LAYER_PATTERNS = (
 Model = TypeVar("Model", PreTrainedModel, PreTrainedModelWrapper)
 
 
-def create_reference_model(
-    model: Model, num_shared_layers: int | None = None, pattern: str | None = None
-) -> Model:
+def create_reference_model(model: Model, num_shared_layers: int | None = None, pattern: str | None = None) -> Model:
     """A frozen copy of `model` in eval mode, of the same type.
 
     num_shared_layers: k, from 0 to the number of decoder layers. The embeddings, the encoder of an encoder-decoder
@@ -51,10 +49,9 @@ def create_reference_model(
         )
     shared = {} if num_shared_layers is None else _tensors_below(base, num_shared_layers, pattern)
     for tensor in shared.values():
-        tensor.requires_grad_(False)
         tensor.grad = None  # an optimizer would go on applying what is left there
     reference = copy.deepcopy(model, dict(shared))
-    reference.requires_grad_(False)
+    reference.requires_grad_(False)  # the shared tensors with it, which the policy holds too
     return reference.eval()
 
 
@@ -166,9 +163,7 @@ def _tensors_below(model: PreTrainedModel, num_layers: int, pattern: str | None)
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         # "emb" finds norms of embeddings and rotary tables; project_in is OPT's step from embedding to hidden size.
-        if module not in apart and (
-            isinstance(module, nn.Embedding) or "emb" in leaf or leaf == "project_in"
-        ):
+        if module not in apart and (isinstance(module, nn.Embedding) or "emb" in leaf or leaf == "project_in"):
             modules.append(module)
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     return {id(tensor): tensor for tensor in tensors}
@@ -176,12 +171,8 @@ def _tensors_below(model: PreTrainedModel, num_layers: int, pattern: str | None)
 
 def _find_layers(model: PreTrainedModel, pattern: str | None) -> nn.ModuleList:
     if pattern is not None and not pattern.endswith(".{layer}"):
-        raise ValueError(
-            f"pattern={pattern!r} does not end in '.{{layer}}'; write it like 'transformer.h.{{layer}}'."
-        )
-    lists = {
-        f".{name}": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-    }
+        raise ValueError(f"pattern={pattern!r} does not end in '.{{layer}}'; write it like 'transformer.h.{{layer}}'.")
+    lists = {f".{name}": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for candidate in LAYER_PATTERNS if pattern is None else (pattern,):
         path = candidate.removesuffix(".{layer}").removeprefix("pretrained_model.")
         found = [module for name, module in lists.items() if name.endswith(f".{path}")]

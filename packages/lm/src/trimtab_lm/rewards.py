@@ -19,7 +19,7 @@ class RewardModel:
 
     def __init__(
         self,
-        model: str | nn.Module,
+        model: Any,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         label: int | None = None,
@@ -34,14 +34,14 @@ class RewardModel:
             raise ValueError(
                 "A reward model that is given as a module needs its tokenizer: RewardModel(model, tokenizer)."
             )
-        if label is None and model.config.num_labels != 1:  # type: ignore[union-attr]
+        if label is None and model.config.num_labels != 1:
             raise ValueError(
-                f"The reward model has {model.config.num_labels} labels ({model.config.id2label}): "  # type: ignore[union-attr]
+                f"The reward model has {model.config.num_labels} labels ({model.config.id2label}): "
                 "say which one is the reward, RewardModel(..., label=1)."
             )
-        self.model = model.eval().requires_grad_(False).to(device)
+        self.model: Any = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.label, self.batch_size = tokenizer, label or 0, batch_size
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr]
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_length = max_length or limit
 
     @torch.no_grad()
@@ -63,12 +63,10 @@ class RewardModel:
         device = next(self.model.parameters()).device
         input_ids, mask = pad(rows, self.tokenizer.pad_token_id or 0)
         input_ids, mask = input_ids.to(device), mask.to(device)
-        if not isinstance(
-            getattr(self.model, "score", None), nn.Linear
-        ):  # BERT and its kin read their first token
+        if not isinstance(getattr(self.model, "score", None), nn.Linear):  # BERT and its kin read their first token
             return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label]
         # transformers looks for the last token that is not padding by its id, and so before an EOS that doubles as
         # padding; the length of the row is what counts.
-        hidden = self.model.base_model(input_ids=input_ids, attention_mask=mask).last_hidden_state  # type: ignore[union-attr,operator]
+        hidden = self.model.base_model(input_ids=input_ids, attention_mask=mask).last_hidden_state
         last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
-        return self.model.score(last)[:, self.label].float()  # type: ignore[operator]
+        return self.model.score(last)[:, self.label].float()

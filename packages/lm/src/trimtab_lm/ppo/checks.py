@@ -15,9 +15,10 @@ def check_step(
     response_masks: Sequence[Tensor] | None,
     *,
     batch_size: int,
+    vocab_size: int,
     device: torch.device,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor] | None]:
-    """The arguments of a step on `device`, the scores as one float tensor [B]; ValueError or TypeError names the row."""
+    """The arguments of a step on `device`, the scores as one float tensor [B]; an error names the row that is wrong."""
     for name, column in (
         ("queries", queries),
         ("responses", responses),
@@ -27,9 +28,7 @@ def check_step(
         if column is None:
             continue
         if not isinstance(column, list):
-            raise TypeError(
-                f"{name} must be a list of tensors, one per response, got {type(column).__name__}."
-            )
+            raise TypeError(f"{name} must be a list of tensors, one per response, got {type(column).__name__}.")
         if len(column) != batch_size:
             raise ValueError(
                 f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
@@ -51,12 +50,20 @@ def check_step(
                 raise ValueError(
                     f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token)."
                 )
+        ids = torch.cat(list(column))
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            i = next(i for i, row in enumerate(column) if int(row.min()) < 0 or int(row.max()) >= vocab_size)
+            raise ValueError(
+                f"{name}[{i}] holds token ids from {int(column[i].min())} to {int(column[i].max())}, the model's "
+                f"vocabulary has 0 to {vocab_size - 1}. Use the model's own tokenizer, and cut padding off."
+            )
     if response_masks is not None:
         _check_masks(response_masks, responses)
     tokens = [mask.sum() for mask in response_masks] if response_masks else [len(row) for row in responses]
     if float(sum_over_ranks(torch.tensor([float(sum(tokens))], device=device))) < 2:
         raise ValueError(
-            "The whole batch has one response token: advantages cannot be whitened over it. Use more or longer responses."
+            "The whole batch has one response token: advantages cannot be whitened over it. "
+            "Use more or longer responses."
         )
     return (
         [row.to(device) for row in queries],
@@ -85,7 +92,5 @@ def _finite_scores(scores: Sequence[Tensor | float]) -> Tensor:
     flat = torch.tensor([float(value) for value in values])
     if not bool(flat.isfinite().all()):
         bad = [f"scores[{i}] = {float(flat[i])}" for i in (~flat.isfinite()).nonzero().flatten().tolist()]
-        raise ValueError(
-            f"{', '.join(bad)}: a score must be a finite number. Nothing was trained; mend the reward."
-        )
+        raise ValueError(f"{', '.join(bad)}: a score must be a finite number. Nothing was trained; mend the reward.")
     return flat

@@ -29,13 +29,9 @@ class PPOConfig:
 
     exp_name: str = _help("Name of the run in the tracker.", default_factory=_script_name)
     seed: int = _help("Seed of the shuffling and of the sampling in `generate`.", default=0)
-    log_with: str | None = _help(
-        "Tracker: wandb (offline without an account), tensorboard or none.", default=None
-    )
+    log_with: str | None = _help("Tracker: wandb (offline without an account), tensorboard or none.", default=None)
     task_name: str | None = _help("Task, as a tag of the run in the tracker.", default=None)
-    model_name: str | None = _help(
-        "Hub id or folder of the policy, loaded if the trainer is given none.", default=None
-    )
+    model_name: str | None = _help("Hub id or folder of the policy, loaded if the trainer is given none.", default=None)
     query_dataset: str | None = _help(
         "Hub id, folder or data file of the queries, loaded if the trainer is given no dataset.", default=None
     )
@@ -68,9 +64,7 @@ class PPOConfig:
         default="kl",
     )
     target: float | None = _help("KL that the adaptive controller aims at, in nats per response.", default=6)
-    horizon: float | None = _help(
-        "Responses over which the adaptive controller corrects an error.", default=10000
-    )
+    horizon: float | None = _help("Responses over which the adaptive controller corrects an error.", default=10000)
     gamma: float = _help("Discount per token.", default=1)
     lam: float = _help("Lambda of the generalised advantage estimate.", default=0.95)
     cliprange: float = _help("Keep pi / pi_old within 1 +- this.", default=0.2)
@@ -95,9 +89,7 @@ class PPOConfig:
     compare_steps: int = _help(
         "Steps between two looks for the best mean score, for push_to_hub_if_best_kwargs.", default=1
     )
-    ratio_threshold: float = _help(
-        "Leave a minibatch out of the update if its mean ratio is above this.", default=10.0
-    )
+    ratio_threshold: float = _help("Leave a minibatch out of the update if its mean ratio is above this.", default=10.0)
     use_score_scaling: bool = _help("Divide scores by their running standard deviation.", default=False)
     use_score_norm: bool = _help("Also subtract their running mean (needs use_score_scaling).", default=False)
     score_clip: float | None = _help("Clip scores to +- this, after scaling.", default=None)
@@ -107,12 +99,8 @@ class PPOConfig:
     is_encoder_decoder: bool | None = _help(
         "Filled in by the trainer from the model; an error if it differs.", default=None
     )
-    is_peft_model: bool | None = _help(
-        "Filled in by the trainer from the model; an error if it differs.", default=None
-    )
-    backward_batch_size: int | None = _help(
-        "Responses per optimizer step on one process; computed.", default=None
-    )
+    is_peft_model: bool | None = _help("Filled in by the trainer from the model; an error if it differs.", default=None)
+    backward_batch_size: int | None = _help("Responses per optimizer step on one process; computed.", default=None)
     global_backward_batch_size: int | None = _help("The same over all processes; computed.", default=None)
     global_batch_size: int | None = _help("Responses per step over all processes; computed.", default=None)
     temperature: float | None = _help(
@@ -122,9 +110,7 @@ class PPOConfig:
         "Subtracted from the score of a response that does not end with an end token.", default=None
     )
     output_dir: str | None = _help("Folder of checkpoints.", default=None)
-    save_steps: int | None = _help(
-        "`train` saves a checkpoint every so many steps (needs output_dir).", default=None
-    )
+    save_steps: int | None = _help("`train` saves a checkpoint every so many steps (needs output_dir).", default=None)
     save_total_limit: int | None = _help("Checkpoints kept; older ones are removed. None: all.", default=None)
 
     def __post_init__(self) -> None:
@@ -155,7 +141,8 @@ class PPOConfig:
     def _compute(self, name: str, value: int) -> None:
         if getattr(self, name) not in (None, value):
             raise ValueError(
-                f"{name}={getattr(self, name)} contradicts the other sizes, which make {value}. Leave it out: it is computed."
+                f"{name}={getattr(self, name)} contradicts the other sizes, which make {value}. "
+                "Leave it out, or None: it is computed."
             )
         object.__setattr__(self, name, value)
 
@@ -168,11 +155,7 @@ class PPOConfig:
             "steps",
             "compare_steps",
         ]
-        whole += [
-            name
-            for name in ("save_steps", "save_total_limit", "world_size")
-            if getattr(self, name) is not None
-        ]
+        whole += [name for name in ("save_steps", "save_total_limit", "world_size") if getattr(self, name) is not None]
         for name in whole:
             if getattr(self, name) < 1 or int(getattr(self, name)) != getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)} must be a whole number of at least 1.")
@@ -181,31 +164,27 @@ class PPOConfig:
         for name in positive + [name for name in optional if getattr(self, name) is not None]:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number above 0.")
-        for name in ["vf_coef"] + [
-            n for n in ("init_kl_coef", "missing_eos_penalty") if getattr(self, n) is not None
-        ]:
+        for name in ["vf_coef"] + [n for n in ("init_kl_coef", "missing_eos_penalty") if getattr(self, n) is not None]:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number, 0 or above.")
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} is outside [0, 2**32), the range NumPy takes. Choose a seed within it.")
 
     def _check_relations(self) -> None:
         if self.kl_penalty not in (*SAMPLED_KL, "full"):
             raise ValueError(f"kl_penalty={self.kl_penalty!r} is none of {', '.join([*SAMPLED_KL, 'full'])}.")
         if self.init_kl_coef is None:
-            raise ValueError(
-                "init_kl_coef=None: give the KL coefficient to start from; 0 trains without a penalty."
-            )
+            raise ValueError("init_kl_coef=None: give the KL coefficient to start from; 0 trains without a penalty.")
         if self.adap_kl_ctrl and (self.target is None or self.horizon is None):
             raise ValueError(
                 f"adap_kl_ctrl needs target and horizon, got target={self.target}, horizon={self.horizon}. "
                 "Give both, or set adap_kl_ctrl=False for a fixed coefficient."
             )
         if self.use_score_norm and not self.use_score_scaling:
-            raise ValueError(
-                "use_score_norm subtracts the mean before scaling: set use_score_scaling=True as well."
-            )
+            raise ValueError("use_score_norm subtracts the mean before scaling: set use_score_scaling=True as well.")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
             raise ValueError("push_to_hub_if_best_kwargs needs a repo_id to push to.")
         if self.save_steps and not self.output_dir:

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from peft import PeftModel
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from trimtab_lm.generation import pad
 from trimtab_lm.logprobs import HeadInputs, LanguageHead, exact_kl
@@ -108,7 +110,7 @@ class PolicyOutputs(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
-    values: Tensor | None
+    values: Any
 
 
 class Critic(nn.Module):
@@ -118,9 +120,13 @@ class Critic(nn.Module):
     sequence classifier becomes the value head; otherwise the value head starts at 0.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         super().__init__()
-        score = getattr(model, "score", None)
+        if not isinstance(model, PreTrainedModelWrapper | PreTrainedModel | PeftModel):
+            raise TypeError(
+                f"value_model must be a transformers model, with or without value head, got {type(model).__name__}."
+            )
+        score: Any = getattr(model, "score", None)
         if isinstance(model, PreTrainedModelWrapper):
             base = model.pretrained_model
             self.trunk = (base.get_base_model() if model.is_peft_model else base).base_model
@@ -161,7 +167,7 @@ class ActorCritic(nn.Module):
         read = self.head.read(batch.where, **batch.inputs)
         scores = self.head.score(read, batch.targets[batch.mask.bool()], temperature=temperature)
         values = self.policy.v_head(read.hidden) if self.critic is None else self.critic(batch)
-        return PolicyOutputs(*(batch.spread(flat) for flat in (*scores, values)))
+        return PolicyOutputs(batch.spread(scores.logprobs), batch.spread(scores.entropy), batch.spread(values))
 
 
 class Scorer:
@@ -170,9 +176,7 @@ class Scorer:
     actor_critic: prepared by the accelerator; head: the policy's. The reference is put on the accelerator's device.
     """
 
-    def __init__(
-        self, actor_critic: nn.Module, head: LanguageHead, reference: Reference, accelerator: Accelerator
-    ):
+    def __init__(self, actor_critic: nn.Module, head: LanguageHead, reference: Reference, accelerator: Accelerator):
         self.actor_critic, self.reference, self.accelerator = actor_critic, reference, accelerator
         self.head = self.ref_head = head
         if not reference.is_adapter_off:
@@ -187,7 +191,7 @@ class Scorer:
         with self.reference.active(), self.accelerator.autocast():
             read = self.ref_head.read(batch.where, **batch.inputs)
             scores = self.ref_head.score(read, targets, temperature=temperature)
-        return PolicyOutputs(*(batch.spread(flat) for flat in scores), None)
+        return PolicyOutputs(batch.spread(scores.logprobs), batch.spread(scores.entropy), None)
 
     def logits(self, batch: TokenBatch, *, of_policy: bool) -> Tensor:
         """Logits of the tokens that count, [B, R, V] and 0 elsewhere: for a closer look, training needs none."""
@@ -208,15 +212,11 @@ class Scorer:
             with self.reference.active():
                 ref_read = self.ref_head.read(batch.where, **batch.inputs)
             size = self.head.config.vocab_size
-            flat = exact_kl(
-                self.head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=temperature
-            )
+            flat = exact_kl(self.head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=temperature)
         return batch.spread(flat)
 
 
-def in_minibatches(
-    forward: Callable[[TokenBatch], Sequence[Tensor | None]], batch: TokenBatch, size: int
-) -> list[Any]:
+def in_minibatches(forward: Callable[[TokenBatch], Sequence[Tensor | None]], batch: TokenBatch, size: int) -> list[Any]:
     """`forward` over `size` rows of like length at a time, without gradients; what it gives [b, r, ...] as [B, R, ...].
 
     None stays None.

@@ -41,10 +41,18 @@ def load(trainer: "PPOTrainer", path: str | Path) -> None:
     ):
         if here != there:
             raise CheckpointError(
-                f"{path} holds other {what} than this trainer: {', '.join(sorted(here ^ there)[:4])} on one side alone. "
-                "Make the trainer as the one that saved it: same model, config, scheduler and data."
+                f"{path} holds other {what} than this trainer: {', '.join(sorted(here ^ there)[:4])} on one side "
+                "alone. Make the trainer as the one that saved it: same model, config, scheduler and data."
             )
-    trainer.accelerator.unwrap_model(trainer.actor_critic).load_state_dict(checkpoint.weights, strict=False)
+    module = trainer.accelerator.unwrap_model(trainer.actor_critic)
+    shapes = {name: weight.shape for name, weight in module.named_parameters(remove_duplicate=False)}
+    unlike = [name for name, weight in checkpoint.weights.items() if weight.shape != shapes[name]]
+    if unlike:
+        raise CheckpointError(
+            f"{path}: {unlike[0]} has shape {list(checkpoint.weights[unlike[0]].shape)}, this trainer's has "
+            f"{list(shapes[unlike[0]])}. Make the trainer with the model that was saved."
+        )
+    module.load_state_dict(checkpoint.weights, strict=False)
     for name, part in parts.items():
         part.load_state_dict(checkpoint.state[name])
     for name in COUNTERS:
@@ -53,7 +61,7 @@ def load(trainer: "PPOTrainer", path: str | Path) -> None:
 
 
 def resume(trainer: "PPOTrainer", path: str | Path) -> None:
-    """Load the checkpoint `path`, or for "latest" the newest in the config's output_dir: none there is a fresh start."""
+    """Load the checkpoint `path`; for "latest" the newest in the config's output_dir, or none if there is none."""
     if path != "latest":
         load(trainer, path)
     elif trainer.config.output_dir is None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from trimtab_common.kl import AdaptiveKLController, FixedKLController
 from trimtab_common.tracking import Tracker, start_tracking
 from trimtab_lm.value_head import (
     AutoModelForCausalLMWithValueHead,
@@ -21,11 +22,9 @@ from .config import PPOConfig
 
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
     """The model with a value head to train: the one given, or that of `config.model_name`."""
-    if model is None and config.model_name is None:
-        raise ValueError(
-            "PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name."
-        )
     if model is None:
+        if config.model_name is None:
+            raise ValueError("PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name.")
         is_encoder_decoder = AutoConfig.from_pretrained(config.model_name).is_encoder_decoder
         kind = AutoModelForSeq2SeqLMWithValueHead if is_encoder_decoder else AutoModelForCausalLMWithValueHead
         return kind.from_pretrained(config.model_name)
@@ -44,15 +43,15 @@ def tokenizer_of(config: PPOConfig, tokenizer: Any) -> PreTrainedTokenizerBase:
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model_name)
     if tokenizer.pad_token_id is None:
         raise ValueError(
-            "The tokenizer has no pad token. Set tokenizer.pad_token = tokenizer.eos_token: that is harmless here, because "
-            "padding is told by length and not by its token."
+            "The tokenizer has no pad token. Set tokenizer.pad_token = tokenizer.eos_token: that is harmless here, "
+            "because padding is told by length and not by its token."
         )
     return tokenizer
 
 
 def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) -> PPOConfig:
     """The config with what is known at run time; ValueError where it says otherwise."""
-    facts = {
+    facts: dict[str, Any] = {
         "world_size": world_size,
         "is_encoder_decoder": model.is_encoder_decoder,
         "is_peft_model": model.is_peft_model,
@@ -65,15 +64,28 @@ def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) ->
     return replace(config, **facts)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Sequence[nn.Parameter]) -> None:
-    """ValueError if nothing would be trained, or something that should be is not in the optimizer."""
+def optimizer_of(
+    config: PPOConfig, optimizer: torch.optim.Optimizer | None, trainable: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer given, which must hold all that trains, or Adam; ValueError if nothing trains."""
+    if not trainable:
+        raise ValueError("Nothing to train: no parameter of the model has requires_grad. Unfreeze some, or add an adapter.")
+    if optimizer is None:
+        return torch.optim.Adam(trainable, lr=config.learning_rate)
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     missing = sum(id(weight) not in held for weight in trainable)
     if missing:
         raise ValueError(
-            f"{missing} of {len(trainable)} trainable tensors are not in the optimizer. Build it over the parameters of the "
-            "model and of value_model, or freeze what shall not be trained (requires_grad_(False))."
+            f"{missing} of {len(trainable)} trainable tensors are not in the optimizer. Build it over the "
+            "parameters of the model and of value_model, or freeze what shall not be trained (requires_grad_(False))."
         )
+    return optimizer
+
+
+def kl_controller(config: PPOConfig) -> FixedKLController:
+    """The controller of the KL coefficient that the config asks for."""
+    start, target, horizon = (cast(float, x) for x in (config.init_kl_coef, config.target, config.horizon))
+    return AdaptiveKLController(start, target, horizon) if config.adap_kl_ctrl else FixedKLController(start)
 
 
 def decoder_start(model: PreTrainedModelWrapper) -> int:
@@ -105,6 +117,6 @@ def start_run(config: PPOConfig, accelerator: Accelerator, run_id: str | None) -
         tags=[config.task_name] if config.task_name else [],
         folder=accelerator.logging_dir or ".",
         run_id=run_id,
-        init_kwargs=config.tracker_kwargs.get(config.log_with, config.tracker_kwargs),
+        init_kwargs=config.tracker_kwargs.get(config.log_with or "", config.tracker_kwargs),
         is_main=accelerator.is_main_process,
     )

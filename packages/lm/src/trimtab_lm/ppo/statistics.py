@@ -78,6 +78,5 @@ class Clock:
 
     def stats(self) -> dict[str, float]:
         return {
-            f"time/ppo/{name}": lap
-            for name, lap in {**self.laps, "total": time.perf_counter() - self.started}.items()
+            f"time/ppo/{name}": lap for name, lap in {**self.laps, "total": time.perf_counter() - self.started}.items()
         }

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.health import HealthMonitor, TrainingDivergedError
-from trimtab_common.kl import SAMPLED_KL, AdaptiveKLController, FixedKLController
+from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.masking import masked_mean, rescale, whiten
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import (
@@ -54,7 +54,16 @@ from .loss import clipped_value_loss
 from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, in_minibatches, model_inputs, token_batch
 from .returns import gae, per_token_rewards
 from .saving import load, resume, save
-from .setup import check_optimizer, decoder_start, filled, policy_of, start_run, tokenizer_of, without_start
+from .setup import (
+    decoder_start,
+    filled,
+    kl_controller,
+    optimizer_of,
+    policy_of,
+    start_run,
+    tokenizer_of,
+    without_start,
+)
 from .statistics import Clock, Rollout, rollout_stats
 
 
@@ -111,8 +120,7 @@ class PPOTrainer:
         self.ref_model = None if self.reference.is_adapter_off else self.reference.model
         actor_critic = ActorCritic(model, value_model)
         trainable = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
-        optimizer = optimizer or torch.optim.Adam(trainable, lr=config.learning_rate)
-        check_optimizer(optimizer, trainable)
+        optimizer = optimizer_of(config, optimizer, trainable)
 
         self.accelerator = Accelerator(
             project_config=ProjectConfiguration(**config.project_kwargs), **config.accelerator_kwargs
@@ -122,11 +130,7 @@ class PPOTrainer:
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.scorer = Scorer(self.actor_critic, actor_critic.head, self.reference, self.accelerator)
 
-        self.kl_ctl = (
-            AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
-            if config.adap_kl_ctrl
-            else FixedKLController(config.init_kl_coef)
-        )
+        self.kl_ctl = kl_controller(config)
         self.running = RunningMoments()
         self.sampler = generation.Sampler(
             self.tokenizer.pad_token_id,
@@ -177,6 +181,7 @@ class PPOTrainer:
             dataset,
             batch_sampler=self.batches,
             collate_fn=lambda rows: send_to_device(collate(rows), self.current_device),
+            generator=torch.Generator(),  # else each epoch's start, and each resume, draws from torch's global one
         )
 
     # -------------------------------------------------------------- sampling
@@ -197,18 +202,16 @@ class PPOTrainer:
         remembered: `step` takes the log-probabilities at it. See `trimtab_lm.generation.Sampler`.
         """
         is_single = isinstance(query_tensor, Tensor)
-        queries = [query_tensor] if is_single else query_tensor
+        queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
         if length_sampler is not None:
             generation_kwargs["max_new_tokens"] = length_sampler()
-        models = [nullcontext(self.model.pretrained_model)]
+        models: list[AbstractContextManager[Any]] = [nullcontext(self.model.pretrained_model)]
         if generate_ref_response:
             models.append(self.reference.active())
         options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
-        with without_dropout(self.model):
-            answers = [
-                responses[0][None] if is_single else responses
-                for responses in self.sampler(models, queries, **options)
-            ]
+        with torch.no_grad(), without_dropout(self.model):
+            responses = self.sampler(models, queries, **options)
+        answers = [rows[0][None] if is_single else rows for rows in responses]
         return tuple(answers) if generate_ref_response else answers[0]
 
     # -------------------------------------------------------------- one step
@@ -234,6 +237,7 @@ class PPOTrainer:
             scores,
             response_masks,
             batch_size=self.config.batch_size,
+            vocab_size=self.model.pretrained_model.get_input_embeddings().num_embeddings,
             device=self.current_device,
         )
         with without_dropout(self.actor_critic):
@@ -246,7 +250,7 @@ class PPOTrainer:
         clock.lap("calc_stats")
         stats = self.gather_stats({**stats, **clock.stats()})
 
-        self.kl_ctl.update(stats["objective/kl"], self.config.global_batch_size)
+        self.kl_ctl.update(stats["objective/kl"], self.config.batch_size * self.accelerator.num_processes)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.steps_done += 1
@@ -282,19 +286,19 @@ class PPOTrainer:
         clock.lap("compute_rewards")
         values, advantages, returns = self.compute_advantages(values, rewards, mask)
         clock.lap("compute_advantages")
-        lengths = [torch.tensor([len(row) for row in rows]) for rows in (queries, responses)]
         return Rollout(
-            batch,
-            *lengths,
-            raw_scores,
-            logprobs,
-            ref_logprobs,
-            entropy,
-            values,
-            kl,
-            non_score_rewards,
-            advantages,
-            returns,
+            batch=batch,
+            query_lengths=torch.tensor([len(row) for row in queries]),
+            response_lengths=torch.tensor([len(row) for row in responses]),
+            scores=raw_scores,
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            entropy=entropy,
+            values=values,
+            kl=kl,
+            non_score_rewards=non_score_rewards,
+            advantages=advantages,
+            returns=returns,
         )
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
@@ -311,7 +315,7 @@ class PPOTrainer:
         model_inputs: dict[str, Tensor],
         return_logits: bool = False,
         response_masks: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor, Any, Tensor]:
         """Log-probabilities, logits, values and mask of B responses, `mini_batch_size` rows of like length at a time.
 
         model: `trainer.model` or `trainer.ref_model` (None where the adapters are switched off; its values are None).
@@ -327,9 +331,7 @@ class PPOTrainer:
 
         def forward(part: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
             outputs = self._forward(model, part)
-            logits = (
-                self.scorer.logits(part, of_policy=model is self.model) if return_logits else outputs.entropy
-            )
+            logits = self.scorer.logits(part, of_policy=model is self.model) if return_logits else outputs.entropy
             return outputs.logprobs, logits, outputs.values
 
         logprobs, logits, values = in_minibatches(forward, batch, self.config.mini_batch_size)
@@ -363,9 +365,7 @@ class PPOTrainer:
         rewards, non_score_rewards = per_token_rewards(scores, kl, masks, kl_coef=self.kl_ctl.value)
         return rewards, non_score_rewards, kl
 
-    def compute_advantages(
-        self, values: Tensor, rewards: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values, advantages whitened over the tokens of all processes, and returns, each [B, R]."""
         values = values * mask
         if self.config.whiten_rewards:
@@ -377,16 +377,15 @@ class PPOTrainer:
 
     def _optimize(self, rollout: Rollout) -> dict[str, Any]:
         """`ppo_epochs` passes over the batch in shuffled optimizer steps; the statistics of all of them."""
-        config, recorded = self.config, []
+        config = self.config
+        recorded: list[dict[str, Any]] = []
         # A stream above those of the ranks, which `generate` draws from.
         seed = sampling_seed(config.seed, rank=self.accelerator.num_processes, draw=self.steps_done)
         shuffle = torch.Generator().manual_seed(seed)
         for _ in range(config.ppo_epochs):
-            for rows in torch.randperm(config.batch_size, generator=shuffle).split(
-                config.backward_batch_size
-            ):
-                self._window = self._update(rollout, rows.to(self.current_device), recorded)
-                if self._window.is_stopped:
+            for rows in torch.randperm(config.batch_size, generator=shuffle).split(config.backward_batch_size):
+                window = self._update(rollout, rows.to(self.current_device), recorded)
+                if window.is_stopped:
                     return merge_stats(recorded)
         return merge_stats(recorded)
 
@@ -414,6 +413,7 @@ class PPOTrainer:
                     returns=rollout.returns[part, :width],
                 )
             recorded.append(stats)
+        self._window = None
         return window
 
     def loss(
@@ -444,15 +444,10 @@ class PPOTrainer:
             "loss/value": Mean.of(value_losses, mask),
             "loss/total": Mean((policy_loss + value_loss).detach() * weight, weight),
             "policy/entropy": Mean.of(entropy, mask),
-            **{
-                f"policy/{key}": mean
-                for key, mean in surrogate_stats(log_ratio, advantages, mask, **clip).items()
-            },
+            **{f"policy/{key}": mean for key, mean in surrogate_stats(log_ratio, advantages, mask, **clip).items()},
             "val/vpred": Mean.of(vpreds, mask),
             "val/error": Mean.of((vpreds - returns) ** 2, mask),
-            "val/clipfrac": Mean.of(
-                ((vpreds - values).abs() > config.cliprange_value).to(vpreds.dtype), mask
-            ),
+            "val/clipfrac": Mean.of(((vpreds - values).abs() > config.cliprange_value).to(vpreds.dtype), mask),
         }
         return policy_loss, value_loss, stats
 
@@ -487,8 +482,8 @@ class PPOTrainer:
         is_skipped = ratio > self.config.ratio_threshold
         if is_skipped:
             warnings.warn(
-                f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={self.config.ratio_threshold}: it is left "
-                "out of the update. Lower learning_rate or ppo_epochs if this repeats.",
+                f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={self.config.ratio_threshold}: it is "
+                "left out of the update. Lower learning_rate or ppo_epochs if this repeats.",
                 stacklevel=2,
             )
             # Other processes wait for this one's gradients: it sends zeros.
@@ -518,8 +513,8 @@ class PPOTrainer:
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             self.optimizer.zero_grad()
             raise TrainingDivergedError(
-                f"The gradient of step {self.steps_done} has norm {float(norm)}. No update was made. Lower learning_rate "
-                f"({self.config.learning_rate}) or train in bfloat16 or float32."
+                f"The gradient of step {self.steps_done} has norm {float(norm)}. No update was made. Lower "
+                f"learning_rate ({self.config.learning_rate}) or train in bfloat16 or float32."
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -553,8 +548,8 @@ class PPOTrainer:
         missing = [name for name in columns_to_log if name not in batch]
         if missing:
             raise ValueError(
-                f"columns_to_log names {', '.join(missing)}, the batch has {', '.join(batch)}. Add the column to the batch "
-                "(the decoded responses under 'response'), or give columns_to_log."
+                f"columns_to_log names {', '.join(missing)}, the batch has {', '.join(batch)}. Add the column to the "
+                "batch (the decoded responses under 'response'), or give columns_to_log."
             )
         own = [float(reward) for reward in rewards]
         rows = list(zip(*(batch[name] for name in columns_to_log), own, strict=True))
@@ -589,8 +584,8 @@ class PPOTrainer:
         tolerance = 1e-3 if is_exact and self.accelerator.mixed_precision == "no" else 0.5
         if gap > tolerance:
             warnings.warn(
-                f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token. That is right if "
-                "ref_model is another model, or an adapter was trained before. If not: were the weights changed after "
+                f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token. That is right "
+                "if ref_model is another model, or an adapter was trained before. If not: were the weights changed after "
                 "the trainer was made, or do the two run in different precision?",
                 stacklevel=3,
             )
@@ -625,9 +620,7 @@ class PPOTrainer:
         """
         reward_function = self._reward_function(reward)
         if self.dataloader is None:
-            raise ValueError(
-                "train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset."
-            )
+            raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
         if resume_from is not None:
             resume(self, resume_from)
         options = {"batch_size": self.config.batch_size, "do_sample": True, **(generation_kwargs or {})}
@@ -640,11 +633,7 @@ class PPOTrainer:
             batch["response"] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
             if "query" not in batch:
                 batch["query"] = self.tokenizer.batch_decode(queries, skip_special_tokens=True)
-            columns = {
-                name: column
-                for name, column in batch.items()
-                if name not in ("query", "response", "input_ids")
-            }
+            columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
             scores = list(reward_function(batch["query"], batch["response"], **columns))
             stats = self.step(queries, responses, scores)
             history.append(self.log_stats(stats, batch, scores))
@@ -673,7 +662,7 @@ class PPOTrainer:
         return save(self, root)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Go on from a checkpoint, in a trainer that was made as the one that saved it: same models, config and data."""
+        """Go on from a checkpoint, in a trainer made as the one that saved it: same models, config and data."""
         load(self, path)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
