@@ -1,0 +1,289 @@
+"""Dataclasses as the command line: flags, a YAML file, and whatever a W&B sweep agent passes.
+
+Every field is a flag, `--learning_rate 1e-4`, `--learning-rate=1e-4`; `--help` lists them. Values may be Python
+literals (`--x=['a', 'b']`, `--x=None`, `--flag=False`), JSON or YAML (`--x=[a, b]`), or several words for a list.
+
+    --ppo.learning_rate=1e-4      the field of PPOConfig only; `ppo` is the class name without Config, in snake case
+    --ppo={'learning_rate': 1e-4} several fields of one class, as a nested sweep parameter arrives
+    --tracker_kwargs.project=x    one entry of a field that holds a dict
+    --config file.yaml            the same names, flat or under the class; flags override the file
+
+A name that several classes have, without the class before it, sets the field in each; with the class it wins.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import re
+import sys
+import textwrap
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+
+class ConfigError(ValueError):
+    """A setting that does not exist, or cannot have the value it was given."""
+
+
+@dataclasses.dataclass
+class _Section:
+    """One dataclass of the command line, and the values that its fields were given so far."""
+
+    kind: type
+    short: str
+    fields: dict[str, dataclasses.Field[Any]]
+    hints: dict[str, Any]
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def parse_config(
+    *dataclass_types: type, argv: Sequence[str] | None = None, description: str | None = None
+) -> tuple[Any, ...]:
+    """One instance of each dataclass, out of `argv` (by default the program's) and the file it names.
+
+    Fields with `init=False` are left to their class. A mistake, a ValueError of `__post_init__` included, ends the
+    program with exit status 2 and one message at stderr.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    sections = [_section(kind) for kind in dataclass_types]
+    if "-h" in argv or "--help" in argv:
+        print(_help(sections, description))
+        raise SystemExit(0)
+    try:
+        flags = list(_read_flags(argv))
+        for file in [values[0] for name, values in flags if name == "config"]:
+            _apply(
+                sections,
+                [(key, [value]) for key, value in _read_file(Path(file)).items()],
+                prefix=f"{file}: ",
+            )
+        _apply(sections, [(name, values) for name, values in flags if name != "config"], prefix="--")
+        return tuple(_build(section) for section in sections)
+    except ConfigError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def to_flat_dict(*configs: Any) -> dict[str, Any]:
+    """Every field of every configuration as plain values, for a tracker; entries of a dict get dotted names.
+
+    A name on which two configurations differ is preceded by the class, as on the command line. Tokens and keys
+    of services (fields that end in _token or _key) are left out.
+    """
+    flat: dict[str, Any] = {}
+    rows = [(_short(type(config)), field.name, getattr(config, field.name)) for config in configs
+            for field in dataclasses.fields(config) if not field.name.endswith(("_token", "_key"))]  # fmt: skip
+    for short, name, value in rows:
+        differs = any(other_name == name and other != value for _, other_name, other in rows)
+        flat.update(_flatten(f"{short}.{name}" if differs else name, value))
+    return flat
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flatten(f"{name}.{key}", inner)
+    else:
+        yield name, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None), dict)) else str(value)
+
+
+def _section(kind: type) -> _Section:
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    return _Section(kind, _short(kind), fields, typing.get_type_hints(kind))
+
+
+def _short(kind: type) -> str:
+    """PPOConfig -> ppo, IterativeSFTConfig -> iterative_sft."""
+    stem = re.sub(r"(Config|Arguments)$", "", kind.__name__) or kind.__name__
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", stem).lower()
+
+
+def _read_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+    """(name, words after it) of each flag; a flag without a word is true."""
+    position = 0
+    while position < len(argv):
+        flag, equals, value = argv[position].partition("=")
+        position += 1
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(f"{flag!r} belongs to no flag. Write --name=value; --help lists the names.")
+        words: list[Any] = [value] if equals else []
+        while not equals and position < len(argv) and not argv[position].startswith("--"):
+            words.append(argv[position])
+            position += 1
+        own, dot, inner = flag.removeprefix("--").rpartition(".")  # - for _ in names of fields, not in keys of dicts
+        name = f"{own.replace('-', '_')}.{inner}" if dot else inner.replace("-", "_")
+        if name == "config" and len(words) != 1:
+            raise ConfigError("--config needs the name of one YAML file.")
+        yield name, words or [True]
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(file.read_text(), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {file}: not readable as YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {file}: holds {type(content).__name__}; lines of `name: value` are needed.")
+    return {str(key): value for key, value in content.items()}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats: PyYAML takes 1e-4, without a dot, for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _apply(sections: list[_Section], settings: Iterable[tuple[str, list[Any]]], prefix: str) -> None:
+    """Set fields; what names the class comes after what does not, so that it wins."""
+    general: list[tuple[_Section, str, list[str], list[Any]]] = []
+    specific: list[tuple[_Section, str, list[str], list[Any]]] = []
+    for name, words in settings:
+        for section, field, path, given in _resolve(sections, name, words, prefix):
+            named_class = name.partition(".")[0] == section.short and name != field
+            (specific if named_class else general).append((section, field, path, given))
+    for section, field, path, given in general + specific:
+        section.values[field] = _coerce(section, field, path, given, prefix)
+
+
+def _resolve(
+    sections: list[_Section], name: str, words: list[Any], prefix: str
+) -> Iterator[tuple[_Section, str, list[str], list[Any]]]:
+    """The fields that a name means: (section, field, path inside a dict, words)."""
+    head, *path = name.split(".")
+    owner = next((section for section in sections if section.short == head), None)
+    holders = [section for section in sections if head in section.fields]
+    if owner and path and path[0].replace("-", "_") in owner.fields:
+        yield owner, path[0].replace("-", "_"), path[1:], words
+    elif holders:
+        yield from ((section, head, path, words) for section in holders)
+    elif owner and not path and isinstance(value := _decode(words[0]), Mapping):
+        for key, inner in value.items():
+            yield from _resolve(sections, f"{head}.{key}", [inner], prefix)
+    else:
+        names = [*(field for section in sections for field in section.fields),
+                 *(f"{section.short}.{field}" for section in sections for field in section.fields)]  # fmt: skip
+        near = difflib.get_close_matches(name, names, n=1)
+        advice = f"Did you mean {near[0]}?" if near else "--help lists the names."
+        raise ConfigError(f"{prefix}{name} is not a setting. {advice}")
+
+
+def _coerce(section: _Section, field: str, path: list[str], words: list[Any], prefix: str) -> Any:
+    """The given words as the field's type, which the field's annotation tells."""
+    adapter: TypeAdapter[Any] = TypeAdapter(section.hints[field], config=ConfigDict(arbitrary_types_allowed=True))
+    candidates = [_nest(section, field, path, reading) for reading in _readings(words)]
+    problems = []
+    for strict in (True, False):  # strictly first: 3 for `int | str` is a number
+        for candidate in candidates:
+            try:
+                value = adapter.validate_python(candidate, strict=strict)
+            except ValidationError as error:
+                problems.append(error.errors()[0])
+                continue
+            if isinstance(value, bool) or not isinstance(candidate, bool):  # True is no number
+                return value
+    shown = ".".join([field, *path])
+    given = " ".join(str(word) for word in words)
+    why = f" ({problems[len(problems) // 2]['msg']})" if problems else ""
+    raise ConfigError(f"{prefix}{shown}: {given!r} came in, {_type_name(section.hints[field])} is needed{why}.")
+
+
+def _readings(words: list[Any]) -> list[Any]:
+    """What words may mean, the likeliest first; only text from the command line has more than one meaning."""
+    if len(words) > 1:
+        return [[_decode(word) for word in words], words]
+    (word,) = words
+    if not isinstance(word, str):
+        return [word]
+    decoded = _decode(word)
+    if decoded is None:
+        return [None]  # the word None is never meant as a text
+    return [decoded, word, [decoded], [word]]
+
+
+def _decode(word: Any) -> Any:
+    """A word of the command line as a Python literal, JSON or YAML; text if it is none of them."""
+    if not isinstance(word, str):
+        return word
+    try:
+        value = ast.literal_eval(word.strip())
+    except (ValueError, SyntaxError):
+        if word.lower() not in ("true", "false", "null") and word[:1] not in ("[", "{"):
+            return word
+        try:
+            value = yaml.load(word, Loader=_Loader)
+        except yaml.YAMLError:
+            return word
+    return word if isinstance(value, (str, bytes)) else value
+
+
+def _nest(section: _Section, field: str, path: list[str], value: Any) -> Any:
+    """The value, or with a path the field's present dict with the value put there."""
+    if not path:
+        return value
+    present = section.values.get(field, _default(section.fields[field]))
+    for key in reversed(path):
+        value = {key: value}
+    return _merge(present, value) if isinstance(present, Mapping) else value
+
+
+def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _build(section: _Section) -> Any:
+    absent = [name for name, field in section.fields.items()
+              if _default(field) is dataclasses.MISSING and name not in section.values]  # fmt: skip
+    if absent:
+        raise ConfigError(f"{section.kind.__name__} needs a value for --{', --'.join(absent)}.")
+    try:
+        return section.kind(**section.values)
+    except ValueError as error:
+        raise ConfigError(f"{section.kind.__name__}: {error}") from error
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _help(sections: list[_Section], description: str | None) -> str:
+    lines = [f"usage: {Path(sys.argv[0]).name} [--config FILE.yaml] [--name=value ...]", ""]
+    lines += [description, ""] if description else []
+    for section in sections:
+        lines.append(f"{section.kind.__name__} (also as --{section.short}.name):")
+        for name, field in section.fields.items():
+            default = _default(field)
+            shown = "required" if default is dataclasses.MISSING else f"default {_plain(default)!r}"
+            lines.append(f"  --{name}  {_type_name(section.hints[name])}, {shown}")
+            text = " ".join(str(field.metadata.get("help", "")).split())
+            lines += textwrap.wrap(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")

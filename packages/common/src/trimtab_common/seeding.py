@@ -1,0 +1,101 @@
+"""Random numbers: one seed for a run, a private stream per rank and draw, and states that survive a restart."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators, those of every accelerator included.
+
+    seed: in [0, 2**32), NumPy's range; anything else raises ValueError.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} is outside [0, 2**32), the range NumPy takes. Choose a seed within it.")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def sampling_seed(seed: int, *, rank: int, draw: int) -> int:
+    """The seed of one draw of one process: fixed by (seed, rank, draw), and unlike that of any neighbour.
+
+    Adding strides (`seed + rank * 100003 + draw`) makes streams of different runs meet; hashing does not.
+    rank, draw: from 0, below 2**32. Returns an int in [0, 2**63).
+    """
+    mixed = np.random.SeedSequence(seed, spawn_key=(rank, draw)).generate_state(1, np.uint64)
+    return int(mixed[0]) >> 1
+
+
+@contextmanager
+def private_rng(seed: int, device: torch.device | str) -> Iterator[None]:
+    """Seed torch on the CPU and on `device` inside the block; give the caller's streams back on leaving it.
+
+    Generation inside the block neither depends on, nor moves, the random numbers of training.
+    """
+    device = torch.device(device)
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    cpu_state = torch.get_rng_state()
+    device_state = accelerator.get_rng_state(device) if accelerator else None
+    try:
+        # Not torch.manual_seed: that would reseed every accelerator, and only this one is put back.
+        torch.default_generator.manual_seed(seed)
+        if accelerator:
+            accelerator.set_rng_state(torch.Generator(device).manual_seed(seed).get_state(), device)
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        if accelerator:
+            accelerator.set_rng_state(device_state, device)
+
+
+def rng_state() -> dict[str, Any]:
+    """State of every global generator of this process, as ints, lists and tensors (safe for `weights_only`)."""
+    version, words, gauss_next = random.getstate()
+    kind, key, pos, has_gauss, cached_gauss = np.random.get_state()
+    device_type, devices = _accelerators()
+    return {
+        "python": [version, list(words), gauss_next],
+        "numpy": [kind, np.asarray(key).tolist(), int(pos), int(has_gauss), float(cached_gauss)],
+        "torch": torch.get_rng_state(),
+        "accelerator": device_type,
+        "accelerators": [torch.get_device_module(device).get_rng_state(device) for device in devices],
+    }
+
+
+def load_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what `rng_state` returned.
+
+    Warns where this process sees other accelerators than the saved one did: their streams cannot be put back,
+    so that what is drawn on them will differ from an uninterrupted run.
+    """
+    version, words, gauss_next = state["python"]
+    random.setstate((version, tuple(words), gauss_next))
+    kind, key, pos, has_gauss, cached_gauss = state["numpy"]
+    np.random.set_state((kind, np.array(key, dtype=np.uint32), pos, has_gauss, cached_gauss))
+    torch.set_rng_state(state["torch"])
+    device_type, devices = _accelerators()
+    saved = state["accelerators"]
+    if (device_type, len(devices)) != (state["accelerator"], len(saved)):
+        warnings.warn(
+            f"The random state holds {len(saved)} of '{state['accelerator']}', this process sees {len(devices)} of "
+            f"'{device_type}': draws on the accelerator will not repeat. Resume on the same devices for the same bits.",
+            stacklevel=2,
+        )
+        return
+    for device, device_state in zip(devices, saved, strict=True):
+        torch.get_device_module(device).set_rng_state(device_state, device)
+
+
+def _accelerators() -> tuple[str, list[torch.device]]:
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None:
+        return "cpu", []
+    return current.type, [torch.device(current.type, i) for i in range(torch.accelerator.device_count())]

@@ -1,0 +1,365 @@
+"""Where a run's numbers, samples and images go: Weights & Biases (online or not), TensorBoard, or nowhere."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm.auto import tqdm
+
+if TYPE_CHECKING:
+    from wandb.sdk.wandb_run import Run
+
+TRACKERS = ("wandb", "tensorboard", "none")
+MAX_TABLE_ROWS = 32  # per call: W&B keeps every row of a run in memory, and nobody reads more
+MAX_CELL_CHARACTERS = 2000
+SIGTERM_EXIT = 128 + signal.SIGTERM
+
+T = TypeVar("T")
+Picture = Image.Image | np.ndarray | torch.Tensor
+Stats = Mapping[str, Any]
+
+
+def check_tracker_name(name: str | None) -> str:
+    """The tracker's name, "none" for None; ValueError with the choices for any other."""
+    chosen = "none" if name is None else name
+    if chosen not in TRACKERS:
+        raise ValueError(f"log_with={name!r} is not a tracker of trimtab. Choose one of {', '.join(TRACKERS)}.")
+    return chosen
+
+
+def start_tracking(
+    log_with: str | None,
+    *,
+    project: str,
+    config: Mapping[str, Any],
+    name: str | None = None,
+    group: str | None = None,
+    job_type: str = "train",
+    tags: Sequence[str] = (),
+    folder: str | Path = ".",
+    run_id: str | None = None,
+    init_kwargs: Mapping[str, Any] | None = None,
+    is_main: bool = True,
+) -> Tracker:
+    """Start a run, or go on with the one called `run_id`; use it as a context manager, so that it is always finished.
+
+    folder: W&B writes to folder/wandb, TensorBoard to folder/tensorboard.
+    run_id: the id a checkpoint holds. Without it W&B takes WANDB_RUN_ID, or draws one. Under a sweep agent W&B takes
+        the agent's id in any case, or the sweep would not see its run; `Tracker.run_id` is the one in use.
+    init_kwargs: more arguments for `wandb.init` or TensorBoard's `SummaryWriter`; they win over those above.
+    is_main: False on every process but one, where the tracker does nothing.
+
+    W&B needs no account: without a key the run is offline. WANDB_MODE (online, offline, disabled) is obeyed, and
+    nothing is ever asked at the terminal. A wandb run that is already open is used, and left open.
+    """
+    chosen = check_tracker_name(log_with)
+    if not is_main:
+        return Tracker(None, run_id)
+    folder, extra = Path(folder), dict(init_kwargs or {})
+    if chosen == "wandb":
+        given = {"project": project, "name": name, "group": group, "job_type": job_type, "tags": list(tags)}
+        wandb_writer = _Wandb({**given, "id": run_id, **extra}, config, folder)
+        return Tracker(wandb_writer, wandb_writer.run.id)
+    run_id = run_id or secrets.token_hex(4)
+    if chosen == "none":
+        return Tracker(None, run_id)
+    log_dir = folder / "tensorboard" / (f"{name}-{run_id}" if name else run_id)
+    return Tracker(_TensorBoard({"log_dir": str(log_dir), **extra}, config), run_id)
+
+
+class Tracker:
+    """What trainers log to. Does nothing on processes other than the main one, and for `log_with="none"`."""
+
+    def __init__(self, writer: Writer | None, run_id: str | None) -> None:
+        self.run_id = run_id  # to be stored in checkpoints; None on other processes of a new run
+        self._writer = writer
+        self._step = 0
+        self._columns: dict[str, tuple[list[str], list[type]]] = {}
+
+    def log(self, stats: Stats, step: int) -> None:
+        """Log numbers (0-d) as floats and 1-D arrays, tensors or lists as histograms of their finite values.
+
+        step: never smaller than in an earlier call, else ValueError; the same step may be logged in several calls.
+        """
+        if self._writer is None:
+            return
+        self._advance(step)
+        scalars, histograms = {}, {}
+        for name, value in stats.items():
+            array = _to_array(name, value)
+            if array.ndim == 0:
+                scalars[name] = float(array)
+            elif (finite := array[np.isfinite(array)]).size:
+                histograms[name] = finite
+        self._writer.stats(scalars, histograms, step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int) -> None:
+        """Add rows to a table that grows over the run; a first column holds the step.
+
+        The first rows fix what each column is (text, number or boolean). At most MAX_TABLE_ROWS rows of a call
+        are kept, and MAX_CELL_CHARACTERS of a text.
+        """
+        if self._writer is None:
+            return
+        self._advance(step)
+        kept = [list(row) for _, row in zip(range(MAX_TABLE_ROWS), rows, strict=False)]
+        if not kept:
+            return
+        known, types = self._columns.setdefault(name, (list(columns), [_cell_type(cell) for cell in kept[0]]))
+        if known != list(columns):
+            raise ValueError(f"table {name!r} has columns {known}, got {list(columns)}. Use another name for it.")
+        cells = [[step, *map(_cell, row, types)] for row in kept]
+        self._writer.table(name, ["step", *columns], cells, step)
+
+    def images(self, name: str, images: Sequence[Picture], captions: Sequence[str], step: int) -> None:
+        """Log pictures, each with its caption.
+
+        images: PIL images, or arrays [3, H, W] or [H, W, 3], either uint8 or float within [0, 1].
+        """
+        if self._writer is None:
+            return
+        if len(images) != len(captions):
+            raise ValueError(f"{name}: {len(images)} images with {len(captions)} captions. Give one caption for each.")
+        self._advance(step)
+        self._writer.images(
+            name, [to_pil(image) for image in images], [text[:MAX_CELL_CHARACTERS] for text in captions], step
+        )
+
+    def finish(self, summary: Stats | None = None, exit_code: int = 0) -> None:
+        """Close the run; `summary` holds final numbers, such as a sweep's metric. Further calls do nothing."""
+        if self._writer is not None:
+            self._writer.finish(
+                {name: float(_to_array(name, value)) for name, value in (summary or {}).items()}, exit_code
+            )
+            self._writer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish(exit_code=0 if kind is None else 1)
+
+    def _advance(self, step: int) -> None:
+        if step < self._step:
+            raise ValueError(
+                f"step={step} after step={self._step}: trackers drop what goes back in time. "
+                "Count steps over the whole run."
+            )
+        self._step = step
+
+
+class Writer(Protocol):
+    """One kind of tracker: receives what `Tracker` has checked and converted."""
+
+    def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None: ...
+    def table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None: ...
+    def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None: ...
+    def finish(self, summary: dict[str, float], exit_code: int) -> None: ...
+
+
+class _Wandb:
+    def __init__(self, kwargs: dict[str, Any], config: Mapping[str, Any], folder: Path) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._tables: dict[str, wandb.Table] = {}
+        self._previous_handler: Any = None
+        self._preempted = False
+        self._owned = wandb.run is None
+        if wandb.run is None:
+            folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
+            self.run: Run = _init_wandb(kwargs, config, folder)
+            self._catch_sigterm()
+        else:
+            self.run = wandb.run
+            self.run.config.update(dict(config), allow_val_change=True)
+        for axis, metrics in (("train/step", "*"), ("eval/step", "eval/*")):
+            self.run.define_metric(axis, hidden=True)
+            self.run.define_metric(metrics, step_metric=axis)
+
+    def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
+        values = {
+            name: self._wandb.Histogram(np_histogram=np.histogram(array, bins=64)) for name, array in histograms.items()
+        }
+        self._log({**scalars, **values}, step)
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        if name not in self._tables:
+            types = [type(cell) if cell is not None else str for cell in rows[0]]
+            self._tables[name] = self._wandb.Table(
+                columns=[*columns], dtype=types, optional=True, log_mode="INCREMENTAL"
+            )
+        for row in rows:
+            self._tables[name].add_data(*row)
+        self._log({name: self._tables[name]}, step)
+
+    def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
+        pictures = [self._wandb.Image(image, caption=text) for image, text in zip(images, captions, strict=True)]
+        self._log({name: pictures}, step)
+
+    def finish(self, summary: dict[str, float], exit_code: int) -> None:
+        self.run.summary.update(summary)
+        if not self._owned:
+            return
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+        if self._preempted:
+            self.run.mark_preempting()
+        self.run.finish(exit_code=SIGTERM_EXIT if self._preempted else exit_code)
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        axes = {"train/step": step} | ({"eval/step": step} if any(key.startswith("eval/") for key in values) else {})
+        # A run resumed from a checkpoint repeats steps that W&B has seen; its own counter must not go back.
+        self.run.log({**values, **axes}, step=max(step, self.run.step))
+
+    def _catch_sigterm(self) -> None:
+        """Turn SIGTERM into SystemExit, so that `with` blocks close; the run is marked as preempted by `finish`.
+
+        Nothing is sent to W&B from the handler, which may have interrupted a call to W&B that holds a lock.
+        """
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._preempted = True
+        raise SystemExit(SIGTERM_EXIT)
+
+
+def _init_wandb(kwargs: dict[str, Any], config: Mapping[str, Any], folder: Path) -> Run:
+    import wandb
+
+    mode = kwargs.get("mode") or os.environ.get("WANDB_MODE")
+    reason = f"mode {mode}"
+    if mode in (None, "online", "shared") and not wandb.login(prompt=False, verify=False):
+        if mode is not None:
+            raise RuntimeError(
+                f"W&B is to run in mode {mode} and has no API key. Set WANDB_API_KEY or use WANDB_MODE=offline."
+            )
+        mode, reason = "offline", "no API key"
+    quiet = {"settings": wandb.Settings(silent=True)} if mode == "offline" else {}
+    run_id = kwargs["id"] or os.environ.get("WANDB_RUN_ID")
+    run = wandb.init(
+        **{
+            "dir": str(folder),
+            "resume": "allow",
+            **quiet,
+            **kwargs,
+            "config": dict(config),
+            "id": run_id,
+            "mode": mode,
+        }
+    )
+    if mode == "offline":
+        place = Path(run.settings.sync_dir)
+        print(
+            f"W&B run {run.id} is offline ({reason}); upload it later with: wandb sync {place}",
+            file=sys.stderr,
+        )
+    return run
+
+
+class _TensorBoard:
+    def __init__(self, kwargs: dict[str, Any], config: Mapping[str, Any]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "log_with='tensorboard' needs the package tensorboard: pip install tensorboard"
+            ) from error
+        self._writer = SummaryWriter(**kwargs)
+        self._writer.add_text("config", _markdown(["name", "value"], [[key, repr(config[key])] for key in config]))
+
+    def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+        for name, array in histograms.items():
+            self._writer.add_histogram(name, array, step)
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        self._writer.add_text(name, _markdown(columns, rows), step)
+
+    def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
+        for index, image in enumerate(images):
+            self._writer.add_image(f"{name}/{index}", np.asarray(image), step, dataformats="HWC")
+        self._writer.add_text(f"{name}/captions", _markdown(["image", "caption"], list(enumerate(captions))), step)
+
+    def finish(self, summary: dict[str, float], exit_code: int) -> None:
+        if summary:
+            self._writer.add_text("summary", _markdown(["name", "value"], list(summary.items())))
+        self._writer.close()
+
+
+def to_pil(image: Picture) -> Image.Image:
+    """An RGB picture out of a PIL image or an array [3, H, W] or [H, W, 3], uint8 or float within [0, 1]."""
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    if isinstance(image, torch.Tensor):
+        image = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()
+    array = np.asarray(image)
+    if array.ndim != 3 or 3 not in (array.shape[0], array.shape[2]):
+        raise ValueError(f"an image of shape {array.shape} came in; [3, H, W] or [H, W, 3] is needed.")
+    if array.shape[0] == 3:
+        array = array.transpose(1, 2, 0)
+    if array.dtype != np.uint8:
+        low, high = array.min(), array.max()
+        if not (low >= 0 and high <= 1):
+            raise ValueError(
+                f"an image of {array.dtype} with values from {low} to {high} came in; floats must lie in [0, 1]. "
+                "Clamp it, after (x + 1) / 2 if it is a decoder's output in [-1, 1]."
+            )
+        array = (array * 255).round().astype(np.uint8)
+    return Image.fromarray(array)
+
+
+def progress(items: Iterable[T] | int, description: str) -> Iterable[T]:
+    """A progress bar over an iterable, or over range(items) for a number; silent where stderr is no terminal."""
+    iterable: Any = range(items) if isinstance(items, int) else items
+    return tqdm(iterable, desc=description, disable=None, dynamic_ncols=True)
+
+
+def _to_array(name: str, value: Any) -> np.ndarray:
+    plain = value.detach().float().cpu() if isinstance(value, torch.Tensor) else value
+    try:
+        array = np.asarray(plain, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"stats[{name!r}] is {value!r}; a number or a 1-D array of numbers is needed.") from error
+    if array.ndim > 1:
+        raise ValueError(
+            f"stats[{name!r}] has shape {array.shape}; flatten it for a histogram or reduce it to a number."
+        )
+    return array
+
+
+def _cell_type(cell: Any) -> type:
+    if isinstance(cell, (bool, np.bool_)):
+        return bool
+    is_number = isinstance(cell, (int, float, np.number)) or (isinstance(cell, torch.Tensor) and cell.ndim == 0)
+    return float if is_number else str
+
+
+def _cell(cell: Any, kind: type) -> Any:
+    if cell is None:
+        return None
+    if kind is not str:
+        return kind(cell)
+    text = str(cell)
+    return text if len(text) <= MAX_CELL_CHARACTERS else text[: MAX_CELL_CHARACTERS - 1] + "…"
+
+
+def _markdown(columns: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+    return "\n".join("|" + "|".join(line) + "|" for line in cells)

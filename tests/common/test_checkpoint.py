@@ -1,0 +1,273 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from trimtab_common.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+def train(model, optimizer, scheduler, steps):
+    for _ in range(steps):
+        loss = model(torch.randn(4, 3)).square().mean() * (1 + random.random() + np.random.rand())
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def new_run():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
+
+
+def test_four_steps_equal_two_saved_and_two_resumed(tmp_path, accelerator):
+    torch.manual_seed(0)
+    model, optimizer, scheduler = new_run()
+    train(model, optimizer, scheduler, 2)
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "tracker": "abc",
+        "epoch": 1.5,
+    }
+    path = save_checkpoint(
+        tmp_path,
+        2,
+        accelerator=accelerator,
+        weights=model.state_dict(),
+        state=state,
+        rank_state={"buffer": [1, 2]},
+    )
+    train(model, optimizer, scheduler, 2)
+
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    resumed, optimizer, scheduler = new_run()
+    checkpoint = load_checkpoint(path, accelerator=accelerator)
+    assert (checkpoint.step, checkpoint.rank_state) == (2, {"buffer": [1, 2]})
+    assert (checkpoint.state["tracker"], checkpoint.state["epoch"]) == ("abc", 1.5)
+    resumed.load_state_dict(checkpoint.weights)
+    optimizer.load_state_dict(checkpoint.state["optimizer"])
+    scheduler.load_state_dict(checkpoint.state["scheduler"])
+    checkpoint.restore_rng()
+    train(resumed, optimizer, scheduler, 2)
+    for before, after in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_tied_and_odd_layouts_come_back(tmp_path, accelerator):
+    shared, base = torch.randn(64, 64), torch.arange(12.0)
+    weights = {
+        "embed": shared,
+        "head": shared,
+        "transposed": shared.T,
+        "strided": torch.randn(3, 2).T,
+        "first_half": base[:6],
+        "second_half": base[6:],
+        "all": base,
+        "square": base.view(3, 4),
+        "none": torch.empty(0),
+        "nothing": torch.empty(0),
+        "bf16": torch.ones(2, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3),
+    }
+    path = save_checkpoint(tmp_path, 0, accelerator=accelerator, weights=weights, state={})
+    loaded = load_checkpoint(path, accelerator=accelerator).weights
+    assert loaded.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(loaded[name], weight), name
+        assert loaded[name].dtype == weight.dtype
+    assert loaded["head"] is loaded["embed"]
+    assert (path / "weights.safetensors").stat().st_size < 2.5 * shared.nbytes
+
+
+def save(root, step, accelerator, **options) -> Path:
+    weights = {"w": torch.full((300,), float(step))}
+    return save_checkpoint(root, step, accelerator=accelerator, weights=weights, state={"n": step}, **options)
+
+
+def test_rotation_keeps_the_newest_and_never_the_last_good_one_goes(tmp_path, accelerator):
+    for step in (1, 2, 10):
+        save(tmp_path, step, accelerator, keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-10"}
+    os.truncate(tmp_path / "checkpoint-10" / "weights.safetensors", 10)
+    save(tmp_path, 11, accelerator, keep=2)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "checkpoint-2",
+        "checkpoint-10",
+        "checkpoint-11",
+    }  # the broken one does not count as kept
+    save(tmp_path, 3, accelerator, keep=1)
+    assert load_checkpoint(tmp_path / "checkpoint-3", accelerator=accelerator).state == {"n": 3}
+    with pytest.raises(ValueError, match="keep=0"):
+        save(tmp_path, 4, accelerator, keep=0)
+
+
+def test_a_failed_save_leaves_the_old_one_and_the_next_save_cleans_up(tmp_path, accelerator):
+    def full_disk(folder):
+        raise OSError("no space left")
+
+    old = save(tmp_path, 1, accelerator)
+    for step in (1, 2):
+        with pytest.raises(OSError, match="no space"):
+            save(tmp_path, step, accelerator, extra_files=full_disk)
+    assert latest_checkpoint(tmp_path) == old
+    assert load_checkpoint(old, accelerator=accelerator).state == {"n": 1}
+    save(tmp_path, 1, accelerator, extra_files=lambda folder: (folder / "sub").mkdir() or None)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_killed_between_the_two_renames_of_a_replacement(tmp_path, accelerator, monkeypatch):
+    def rename_until_killed(source, target, rename=os.rename):
+        if source.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    save(tmp_path, 4, accelerator)
+    save(tmp_path, 5, accelerator)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename_until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 5, accelerator)
+    assert not (tmp_path / "checkpoint-5").exists()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert load_checkpoint(found, accelerator=accelerator).state == {"n": 5}
+    save(tmp_path, 6, accelerator)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-5", "checkpoint-6"}
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_byte(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "weights.safetensors", "state.pt", "rank-00000.pt", "sub/extra.txt"])
+@pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink])
+def test_damage_names_the_file_and_the_cure(tmp_path, accelerator, name, damage):
+    def extra(folder):
+        (folder / "sub").mkdir()
+        (folder / "sub" / "extra.txt").write_text("hello")
+
+    save(tmp_path, 1, accelerator)
+    path = save(tmp_path, 2, accelerator, extra_files=extra)
+    damage(path / name)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path, accelerator=accelerator)
+    assert str(path / name) in str(caught.value)
+    assert f"resume from {tmp_path / 'checkpoint-1'}" in str(caught.value)
+
+
+def test_other_world_size_other_format_and_no_checkpoint_at_all(tmp_path, accelerator):
+    path = save(tmp_path, 1, accelerator)
+    eight = SimpleNamespace(num_processes=8, process_index=0)
+    with pytest.raises(CheckpointError, match=r"1 process.*this run has 8.*--num_processes 1"):
+        load_checkpoint(path, accelerator=eight)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 77}))
+    with pytest.raises(CheckpointError, match="format 77"):
+        load_checkpoint(path, accelerator=accelerator)
+    with pytest.raises(CheckpointError, match="No such file"):
+        load_checkpoint(tmp_path / "nowhere", accelerator=accelerator)
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(("value", "kind"), [(np.float64(1.5), "numpy.float64"), (lambda: 0, "builtins.function")])
+def test_state_that_could_not_be_read_back_is_refused_when_saved(tmp_path, accelerator, value, kind):
+    with pytest.raises(CheckpointError, match=rf"\['kl'\]\[1\] is {kind}"):
+        save_checkpoint(tmp_path, 1, accelerator=accelerator, weights={}, state={"kl": [0.5, value]})
+    assert latest_checkpoint(tmp_path) is None
+
+
+SAVE_FOREVER = """
+import itertools, sys, torch
+from accelerate import Accelerator
+from trimtab_common.checkpoint import save_checkpoint
+accelerator = Accelerator(cpu=True)
+for count in itertools.count():  # steps repeat, so that kills fall into replacements and rotations too
+    value = torch.full((20000,), float(count))
+    save_checkpoint(sys.argv[1], count % 3, accelerator=accelerator, weights={"w": value}, state={"w": value.clone()},
+                    keep=2)
+    print(count, flush=True)
+"""
+
+
+def test_sigkill_in_the_middle_of_saving_always_leaves_one_that_loads(tmp_path, accelerator):
+    for delay in (0.0, 0.011, 0.023, 0.037):
+        process = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout
+        process.stdout.readline()
+        process.stdout.readline()
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        newest = latest_checkpoint(tmp_path)
+        assert newest is not None
+        checkpoint = load_checkpoint(newest, accelerator=accelerator)
+        assert torch.equal(checkpoint.weights["w"], checkpoint.state["w"])
+
+
+TWO_PROCESSES = """
+import sys, torch
+from accelerate import Accelerator
+from trimtab_common.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
+from trimtab_common.seeding import set_seed
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+assert accelerator.num_processes == 2
+set_seed(100 + rank)
+weights = {"w": torch.ones(3)} if rank == 0 else {}
+for step in (1, 2):
+    save_checkpoint(sys.argv[1], step, accelerator=accelerator, weights=weights, state={"a": 1},
+                    rank_state={"rank": rank}, keep=1)
+expected = torch.rand(3)
+checkpoint = load_checkpoint(latest_checkpoint(sys.argv[1]), accelerator=accelerator)
+checkpoint.restore_rng()
+assert torch.equal(torch.rand(3), expected)
+assert checkpoint.rank_state == {"rank": rank} and checkpoint.step == 2
+assert torch.equal(checkpoint.weights["w"], torch.ones(3))
+accelerator.end_training()
+"""
+
+
+@pytest.mark.distributed
+def test_each_process_gets_its_own_part_back(tmp_path, accelerator):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_PROCESSES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path / "run")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
+    with pytest.raises(CheckpointError, match="written by 2 process"):
+        load_checkpoint(tmp_path / "run" / "checkpoint-2", accelerator=accelerator)

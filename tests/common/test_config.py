@@ -1,0 +1,183 @@
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+import pytest
+
+from trimtab_common.config import parse_config, to_flat_dict
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    learning_rate: float = field(default=1e-5, metadata={"help": "Step size of Adam."})
+    steps: int = 10
+    seed: int = 0
+    mode: Literal["a", "b"] = "a"
+    limit: Optional[int] = None  # noqa: UP045
+    names: list[str] = field(default_factory=list)
+    sizes: tuple[int, ...] = ()
+    rates: list[float] = field(default_factory=list)
+    tracker_kwargs: dict[str, Any] = field(default_factory=lambda: {"entity": "me"})
+    flag: bool = False
+    either: Union[int, str] = "x"  # noqa: UP007
+    text: str | None = "t"
+    prompt: str = "p"
+    folder: Path = Path("out")
+    runtime: int = field(init=False, default=3)
+
+    def __post_init__(self):
+        if self.steps > 100:
+            raise ValueError(f"steps={self.steps} is too many. Use 100 or fewer.")
+
+
+@dataclass
+class RunConfig:
+    model: str = "gpt2"
+    seed: int = 1
+
+
+def ppo(*argv: str) -> PPOConfig:
+    return parse_config(PPOConfig, RunConfig, argv=argv)[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--learning_rate", "1e-4"], "learning_rate", 1e-4),
+        (["--learning-rate=1e-4"], "learning_rate", 1e-4),
+        (["--learning_rate", "-1e-4"], "learning_rate", -1e-4),
+        (["--learning_rate=1"], "learning_rate", 1.0),
+        (["--learning_rate=inf"], "learning_rate", float("inf")),
+        (["--ppo.learning_rate=0.5"], "learning_rate", 0.5),
+        (["--ppo.learning-rate=0.5"], "learning_rate", 0.5),
+        (["--ppo={'learning_rate': 0.5, 'steps': 3}"], "learning_rate", 0.5),
+        (["--steps=50.0"], "steps", 50),
+        (["--mode=b"], "mode", "b"),
+        (["--limit=None"], "limit", None),
+        (["--limit=7"], "limit", 7),
+        (["--names=['a', 'b']"], "names", ["a", "b"]),
+        (["--names=[a, b]"], "names", ["a", "b"]),
+        (["--names", "a", "b"], "names", ["a", "b"]),
+        (["--names=a"], "names", ["a"]),
+        (["--names", "1", "2"], "names", ["1", "2"]),
+        (["--sizes=[1, 2]"], "sizes", (1, 2)),
+        (["--rates=[1e-4, 2]"], "rates", [1e-4, 2.0]),
+        (
+            ["--tracker_kwargs={'a': 1, 'b': None, 'c': True}"],
+            "tracker_kwargs",
+            {"a": 1, "b": None, "c": True},
+        ),
+        (['--tracker_kwargs={"a": null, "b": 1e-3}'], "tracker_kwargs", {"a": None, "b": 1e-3}),
+        (["--tracker_kwargs.project=x"], "tracker_kwargs", {"entity": "me", "project": "x"}),
+        (["--ppo.tracker_kwargs.a.b-c=3"], "tracker_kwargs", {"entity": "me", "a": {"b-c": 3}}),
+        (["--flag"], "flag", True),
+        (["--flag", "--mode=a"], "flag", True),
+        (["--flag=True"], "flag", True),
+        (["--flag=true", "--flag=False"], "flag", False),
+        (["--either=3"], "either", 3),
+        (["--either=y"], "either", "y"),
+        (["--text=None"], "text", None),
+        (["--text=none"], "text", "none"),
+        (["--text=True"], "text", "True"),
+        (["--text=3"], "text", "3"),
+        (["--text="], "text", ""),
+        (["--prompt=[INST] a: {b}=c"], "prompt", "[INST] a: {b}=c"),
+        (["--prompt='quoted'"], "prompt", "'quoted'"),
+        (["--folder=a/b"], "folder", Path("a/b")),
+    ],
+)
+def test_what_people_and_sweep_agents_pass(argv, name, value):
+    got = getattr(ppo(*argv), name)
+    assert got == value
+    assert type(got) is type(value) or isinstance(got, Path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--learning_rat=1"], ["--learning_rat", "Did you mean learning_rate?"]),
+        (["--ppo.stepps=1"], ["--ppo.stepps", "ppo.steps"]),
+        (["--zzzzzz=1"], ["--help"]),
+        (["--runtime=1"], ["--runtime"]),
+        (["lonely"], ["'lonely'", "--name=value"]),
+        (["--steps=1.5"], ["--steps", "1.5", "int is needed", "fractional"]),
+        (["--steps=True"], ["--steps", "int is needed"]),
+        (["--steps"], ["--steps", "int is needed"]),
+        (["--learning_rate=fast"], ["fast", "float"]),
+        (["--mode=c"], ["'c'", "'a' or 'b'"]),
+        (["--prompt=None"], ["--prompt", "None", "str is needed"]),
+        (["--steps.x=1"], ["--steps.x"]),
+        (["--steps=1000"], ["PPOConfig: steps=1000 is too many. Use 100 or fewer."]),
+        (["--config=nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+        (["--config"], ["--config needs"]),
+    ],
+)
+def test_mistakes_end_with_a_short_message_and_status_2(argv, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        ppo(*argv)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    for word in words:
+        assert word in error
+
+
+def test_file_then_flags_and_class_before_shared_names(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("learning_rate: 1e-4\nseed: 5\nrun:\n  seed: 6\ntracker_kwargs: {lr: 1e-3}\nsteps: 4\n")
+    config, run = parse_config(PPOConfig, RunConfig, argv=["--steps=9", f"--config={file}", "--tracker_kwargs.a=1"])
+    assert (config.learning_rate, config.steps, config.seed, run.seed) == (1e-4, 9, 5, 6)
+    assert config.tracker_kwargs == {"lr": 1e-3, "a": 1}
+    config, run = parse_config(PPOConfig, RunConfig, argv=["--run.seed=8", "--seed=7"])
+    assert (config.seed, run.seed) == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("stepz: 4", "stepz is not a setting. Did you mean steps?"), ("steps: 4.5", "4.5"), ("- 1", "list")],
+)
+def test_mistakes_in_a_file_name_the_file(tmp_path, capsys, content, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        ppo("--config", str(file))
+    error = capsys.readouterr().err
+    assert str(file) in error
+    assert words in error
+
+
+def test_missing_value_and_help(capsys):
+    @dataclass
+    class Needs:
+        path: str
+
+    with pytest.raises(SystemExit):
+        parse_config(Needs, argv=[])
+    assert "--path" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        parse_config(PPOConfig, Needs, argv=["--help"], description="What it does.")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for word in (
+        "What it does.",
+        "--learning_rate  float, default 1e-05",
+        "Step size of Adam.",
+        "required",
+        "--ppo.",
+    ):
+        assert word in text
+    assert "runtime" not in text
+
+
+def test_flat_dict_has_plain_values_and_tells_apart_what_differs():
+    @dataclass
+    class SomeOptions:
+        hub_token: str = "secret"
+        model: str = "gpt2"
+
+    flat = to_flat_dict(ppo("--tracker_kwargs.a.b=1"), RunConfig(), SomeOptions())
+    assert flat["tracker_kwargs.a.b"] == 1
+    assert (flat["ppo.seed"], flat["run.seed"], flat["model"]) == (0, 1, "gpt2")
+    assert (flat["folder"], flat["sizes"]) == ("out", [])
+    assert "secret" not in flat.values()
+    assert not {"seed", "tracker_kwargs", "run.model"} & flat.keys()

@@ -1,0 +1,226 @@
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import wandb
+from PIL import Image
+
+from trimtab_common.tracking import (
+    MAX_CELL_CHARACTERS,
+    MAX_TABLE_ROWS,
+    check_tracker_name,
+    progress,
+    start_tracking,
+)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # wandb reads the environment once per session
+
+
+def read_wandb(folder: Path):
+    """The records of the offline run under `folder`: chunks in blocks of 32 KiB, as in LevelDB's log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # the service has written everything once it has ended
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    data, position, parts, records = file.read_bytes(), 7, [], defaultdict(list)
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = Record.FromString(b"".join(parts))
+            records[record.WhichOneof("record_type")].append(getattr(record, record.WhichOneof("record_type")))
+            parts = []
+    return records
+
+
+def history(records) -> dict[str, dict[int, Any]]:
+    """What was logged: {name: {train/step: value}}."""
+    found: dict[str, dict[int, Any]] = defaultdict(dict)
+    for row in records["history"]:
+        values: dict[str, Any] = {}
+        for item in row.item:
+            name, *inner = item.nested_key
+            value = json.loads(item.value_json)
+            values[name] = {**values.get(name, {}), inner[0]: value} if inner else value
+        assert values["_step"] >= values["train/step"]
+        for name, value in values.items():
+            found[name][values["train/step"]] = value
+    return found
+
+
+def test_offline_run_holds_what_was_logged(tmp_path, capfd):
+    with start_tracking(
+        "wandb",
+        project="p",
+        config={"lr": 0.1},
+        name="n",
+        group="g",
+        job_type="eval",
+        tags=["t"],
+        folder=tmp_path,
+    ) as tracker:
+        for step in range(2):
+            stats = {"loss": torch.tensor(step + 0.5, dtype=torch.bfloat16), "nan": float("nan")}
+            tracker.log(stats | {"dist": [1.0, 2.0, float("nan")], "eval/loss": np.float32(2)}, step)
+            rows = [["x" * 9999, 1, True], [7, 2.5, None]] + [["a", 0, False]] * 99
+            tracker.table("samples", ["text", "score", "good"], rows, step)
+        tracker.images("pictures", [torch.ones(3, 4, 6), Image.new("L", (6, 4))], ["white", "black"], 1)
+        tracker.finish({"best": 3})
+    printed = capfd.readouterr()
+    (run_folder,) = tmp_path.glob("wandb/offline-run-*")
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert f"wandb sync {run_folder}" in printed.err
+
+    records = read_wandb(tmp_path)
+    (run,) = records["run"][:1]
+    assert (run.run_id, run.project, run.display_name, run.run_group) == (tracker.run_id, "p", "n", "g")
+    assert (run.job_type, list(run.tags)) == ("eval", ["t"])
+    assert {item.key: item.value_json for item in run.config.update}["lr"] == "0.1"
+    logged = history(records)
+    assert logged["loss"] == {0: 0.5, 1: 1.5}
+    assert np.isnan(logged["nan"][1])
+    assert logged["eval/step"] == {0: 0, 1: 1}
+    assert sum(logged["dist"][0]["values"]) == 2
+    assert logged["pictures"][1]["captions"] == ["white", "black"]
+    assert (logged["pictures"][1]["width"], logged["pictures"][1]["height"]) == (6, 4)
+    assert {metric.name or metric.glob_name: metric.step_metric for metric in records["metric"]} == {
+        "train/step": "", "*": "train/step", "eval/step": "", "eval/*": "eval/step",
+    }  # fmt: skip
+    summary = {item.key: item.value_json for row in records["summary"] for item in row.update}
+    assert summary["best"] == "3.0"
+
+    increments = [json.loads(file.read_text()) for file in sorted(run_folder.glob("files/media/table/*.json"))]
+    assert [increment["columns"] for increment in increments] == [["step", "text", "score", "good"]] * 2
+    assert [len(increment["data"]) for increment in increments] == [MAX_TABLE_ROWS] * 2  # new rows, not all again
+    step, text, score, good = increments[1]["data"][0]
+    assert (step, len(text), score, good) == (1, MAX_CELL_CHARACTERS, 1.0, True)
+    assert increments[1]["data"][1] == [1, "7", 2.5, None]
+
+
+def test_second_session_goes_on_under_the_same_id(tmp_path):
+    with start_tracking("wandb", project="p", config={}, folder=tmp_path / "1") as first:
+        first.log({"loss": 1.0}, 4)
+    with start_tracking("wandb", project="p", config={}, folder=tmp_path / "2", run_id=first.run_id) as second:
+        second.log({"loss": 0.5}, 5)
+    assert second.run_id == first.run_id
+    records = read_wandb(tmp_path / "2")
+    assert records["run"][0].run_id == first.run_id
+    assert history(records)["loss"] == {5: 0.5}
+
+
+def test_id_from_the_environment_a_resumed_run_and_a_sweep_agent(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "fromagent")
+    with start_tracking("wandb", project="p", config={}, folder=tmp_path / "1", run_id="mine") as tracker:
+        assert tracker.run_id == "mine"
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep1")
+    for folder, run_id in (("2", None), ("3", "mine")):  # W&B insists on the agent's id within a sweep
+        with start_tracking("wandb", project="p", config={}, folder=tmp_path / folder, run_id=run_id) as tracker:
+            assert tracker.run_id == "fromagent"
+        assert read_wandb(tmp_path / folder)["run"][0].sweep_id == "sweep1"
+
+
+def test_without_a_key_the_run_is_offline_and_online_is_refused(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_MODE")
+    start_tracking("wandb", project="p", config={}, folder=tmp_path).finish()
+    assert "no API key" in capfd.readouterr().err
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(RuntimeError, match="WANDB_API_KEY"):
+        start_tracking("wandb", project="p", config={}, folder=tmp_path)
+
+
+def test_disabled_writes_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with start_tracking("wandb", project="p", config={}, folder=tmp_path) as tracker:
+        tracker.log({"loss": 1.0}, 0)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().err == ""
+
+
+def test_tensorboard_holds_what_was_logged(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for step, run_id in ((0, None), (1, "again")):
+        with start_tracking("tensorboard", project="p", config={"lr": 0.1}, folder=tmp_path, run_id=run_id) as tracker:
+            tracker.log({"loss": 0.5, "dist": np.arange(5)}, step)
+            tracker.table("samples", ["text"], [["a|b\nc"]], step)
+            tracker.images("pictures", [np.zeros((4, 6, 3), np.uint8)], ["black"], step)
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "again"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5)]
+    assert events.Histograms("dist")[0].histogram_value.num == 5
+    assert (events.Images("pictures/0")[0].width, events.Images("pictures/0")[0].height) == (6, 4)
+    texts = {tag: events.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode() for tag in
+             ("samples", "pictures/captions", "config")}  # fmt: skip
+    assert "a\\|b<br>c" in texts["samples"]
+    assert "black" in texts["pictures/captions"]
+    assert "lr" in texts["config"]
+
+
+def test_other_processes_and_none_do_nothing(tmp_path):
+    for log_with, is_main in (("wandb", False), ("none", True), (None, True)):
+        tracker = start_tracking(log_with, project="p", config={}, folder=tmp_path, is_main=is_main)
+        tracker.log({"loss": object()}, 0)
+        tracker.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_are_named(tmp_path):
+    with pytest.raises(ValueError, match="wandb, tensorboard, none"):
+        check_tracker_name("mlflow")
+    with start_tracking("tensorboard", project="p", config={}, folder=tmp_path) as tracker:
+        with pytest.raises(ValueError, match=r"stats\['loss'\] is 'high'"):
+            tracker.log({"loss": "high"}, 3)
+        with pytest.raises(ValueError, match=r"step=2 after step=3"):
+            tracker.log({"loss": 1}, 2)
+        with pytest.raises(ValueError, match=r"from -1.0 to 1.0"):
+            tracker.images("x", [torch.linspace(-1, 1, 48).view(3, 4, 4)], ["c"], 3)
+        tracker.table("t", ["a"], [["x"]], 3)
+        with pytest.raises(ValueError, match="Use another name"):
+            tracker.table("t", ["b"], [["x"]], 3)
+
+
+TERMINATE_ITSELF = """
+import os, signal, sys
+from trimtab_common.tracking import start_tracking
+with start_tracking("wandb", project="p", config={}, folder=sys.argv[1]) as tracker:
+    tracker.log({"loss": 1.0}, 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    tracker.log({"loss": 2.0}, 1)
+"""
+
+
+def test_sigterm_closes_the_run_and_marks_it_preempted(tmp_path):
+    done = subprocess.run([sys.executable, "-c", TERMINATE_ITSELF, str(tmp_path)], timeout=100)
+    assert done.returncode == 128 + signal.SIGTERM
+    records = read_wandb(tmp_path)
+    assert history(records)["loss"] == {0: 1.0}
+    assert len(records["preempting"]) == 1
+    assert records["exit"][0].exit_code == 128 + signal.SIGTERM
+
+
+def test_progress_is_silent_in_a_pipe(capfd):
+    assert list(progress(3, "counting")) == [0, 1, 2]
+    assert list(progress("ab", "letters")) == ["a", "b"]
+    assert capfd.readouterr().err == ""
