@@ -187,5 +187,10 @@ class PPOConfig:
             raise ValueError("use_score_norm subtracts the mean before scaling: set use_score_scaling=True as well.")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
             raise ValueError("push_to_hub_if_best_kwargs needs a repo_id to push to.")
+        if "gradient_accumulation_steps" in self.accelerator_kwargs:
+            raise ValueError(
+                "accelerator_kwargs with gradient_accumulation_steps would divide the loss a second time. "
+                "Set PPOConfig(gradient_accumulation_steps=...) instead."
+            )
         if self.save_steps and not self.output_dir:
             raise ValueError(f"save_steps={self.save_steps} needs an output_dir to save into.")

@@ -69,7 +69,9 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """The optimizer given, which must hold all that trains, or Adam; ValueError if nothing trains."""
     if not trainable:
-        raise ValueError("Nothing to train: no parameter of the model has requires_grad. Unfreeze some, or add an adapter.")
+        raise ValueError(
+            "Nothing to train: no parameter of the model has requires_grad. Unfreeze some, or add an adapter."
+        )
     if optimizer is None:
         return torch.optim.Adam(trainable, lr=config.learning_rate)
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}

@@ -154,6 +154,8 @@ class PPOTrainer:
             self.dataset = tokenize_prompts(open_dataset(config.query_dataset), self.tokenizer)
         if self.dataset is not None:
             self.dataloader = self.prepare_dataloader(self.dataset, data_collator)
+            if isinstance(self.dataloader.batch_sampler, ShuffledBatches):
+                self.batches = self.dataloader.batch_sampler
 
     @property
     def current_device(self) -> torch.device:
@@ -164,13 +166,14 @@ class PPOTrainer:
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> DataLoader:
         """Shuffled batches of `config.batch_size` rows for this process, on its device, without a remainder.
 
-        The order of the batches comes from `config.seed` and is part of a checkpoint. By default a batch is a dict of
-        lists, its `input_ids` 1-D tensors.
+        The order of the batches comes from `config.seed`; that of `trainer.dataloader` is part of a checkpoint. By
+        default a batch is a dict of lists, its `input_ids` 1-D tensors.
         """
         if self.config.remove_unused_columns and isinstance(dataset, Dataset):
-            dataset = used_columns(dataset, self.model.pretrained_model)
+            inner = self.model.pretrained_model  # a PeftModel's own forward names no columns
+            dataset = used_columns(dataset, inner.get_base_model() if self.model.is_peft_model else inner)
         collate = data_collator or collate_columns
-        self.batches = ShuffledBatches(
+        batches = ShuffledBatches(
             len(dataset),
             self.config.batch_size,
             seed=self.config.seed,
@@ -179,7 +182,7 @@ class PPOTrainer:
         )
         return DataLoader(
             dataset,
-            batch_sampler=self.batches,
+            batch_sampler=batches,
             collate_fn=lambda rows: send_to_device(collate(rows), self.current_device),
             generator=torch.Generator(),  # else each epoch's start, and each resume, draws from torch's global one
         )
@@ -229,8 +232,6 @@ class PPOTrainer:
         each response token 1, or 0 where it is not the policy's own (the output of a tool).
         """
         clock = Clock()
-        if self.is_encoder_decoder:
-            responses, response_masks = without_start(responses, response_masks, self._decoder_start)
         queries, responses, raw_scores, response_masks = check_step(
             queries,
             responses,
@@ -240,6 +241,8 @@ class PPOTrainer:
             vocab_size=self.model.pretrained_model.get_input_embeddings().num_embeddings,
             device=self.current_device,
         )
+        if self.is_encoder_decoder:
+            responses, response_masks = without_start(responses, response_masks, self._decoder_start)
         with without_dropout(self.actor_critic):
             rollout = self._evaluate(queries, responses, raw_scores, response_masks, clock)
             if self.steps_done == 0:
@@ -334,7 +337,8 @@ class PPOTrainer:
             logits = self.scorer.logits(part, of_policy=model is self.model) if return_logits else outputs.entropy
             return outputs.logprobs, logits, outputs.values
 
-        logprobs, logits, values = in_minibatches(forward, batch, self.config.mini_batch_size)
+        with without_dropout(self.actor_critic):
+            logprobs, logits, values = in_minibatches(forward, batch, self.config.mini_batch_size)
         return logprobs, logits, values, batch.mask
 
     def _forward(self, model: nn.Module | None, batch: TokenBatch) -> PolicyOutputs:
@@ -475,7 +479,7 @@ class PPOTrainer:
         if not torch.isfinite(loss):
             self.optimizer.zero_grad()
             raise TrainingDivergedError(
-                f"The loss of step {self.steps_done} is {float(loss)}. No update was made. Lower learning_rate "
+                f"The loss of step {self.steps_done} is {loss.item()}. No update was made. Lower learning_rate "
                 f"({self.config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
             )
         ratio = stats["policy/ratio"].value
@@ -548,7 +552,7 @@ class PPOTrainer:
         missing = [name for name in columns_to_log if name not in batch]
         if missing:
             raise ValueError(
-                f"columns_to_log names {', '.join(missing)}, the batch has {', '.join(batch)}. Add the column to the "
+                f"columns_to_log names {', '.join(missing)}, the batch has {', '.join(batch)}. Add the column to "
                 "batch (the decoded responses under 'response'), or give columns_to_log."
             )
         own = [float(reward) for reward in rewards]
@@ -584,9 +588,9 @@ class PPOTrainer:
         tolerance = 1e-3 if is_exact and self.accelerator.mixed_precision == "no" else 0.5
         if gap > tolerance:
             warnings.warn(
-                f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token. That is right "
-                "if ref_model is another model, or an adapter was trained before. If not: were the weights changed after "
-                "the trainer was made, or do the two run in different precision?",
+                f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token. That is "
+                "right if ref_model is another model, or an adapter was trained before. If not: were the weights "
+                "changed after the trainer was made, or do the two run in different precision?",
                 stacklevel=3,
             )
 
