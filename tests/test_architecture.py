@@ -23,7 +23,22 @@ PACKAGES = {"trimtab_common": "common", "trimtab_lm": "lm", "trimtab_diffusion":
 
 # What each package promises. A name is added here in the commit that adds it, and removed only after a deprecation.
 EXPORTS: dict[str, set[str]] = {
-    "trimtab_common": set(),
+    "trimtab_common": {
+        "AdaptiveKLController",
+        "FixedKLController",
+        "RunningMoments",
+        "clipped_surrogate",
+        "explained_variance",
+        "gather_stats",
+        "group_centred",
+        "group_whitened",
+        "masked_mean",
+        "masked_var",
+        "rescale",
+        "set_seed",
+        "surrogate_stats",
+        "whiten",
+    },
     "trimtab_lm": {
         "AutoModelForCausalLMWithValueHead",
         "AutoModelForSeq2SeqLMWithValueHead",

@@ -6,7 +6,7 @@ from trimtab_common.health import HealthMonitor, TrainingDivergedError
 
 HEALTHY = {
     "objective/kl": 3.0,
-    "objective/entropy": 40.0,
+    "ppo/policy/entropy": 40.0,
     "ppo/policy/clipfrac": 0.1,
     "ppo/val/var_explained": 0.4,
     "env/reward_std": 1.0,
@@ -34,7 +34,7 @@ def test_what_is_not_finite_stops_training_by_name(value):
     [
         ("objective/kl", 31.0, "runaway_kl", ["31", "30", "KL coefficient"]),
         ("objective/kl", -2.0, "negative_kl", ["-2", "-1", "top_k", "temperature", "min_length", "padding"]),
-        ("objective/entropy", 3.9, "entropy_collapse", ["3.9", "below 4 ", "learning rate"]),
+        ("ppo/policy/entropy", 3.9, "entropy_collapse", ["3.9", "below 4 ", "learning rate"]),
         ("ppo/policy/clipfrac", 0.31, "clipping", ["31.0%", "30.0%", "learning rate"]),
         ("tokens/responses_len_mean", 61.0, "growing_responses", ["61", "60", "EOS"]),
     ],

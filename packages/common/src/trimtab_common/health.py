@@ -37,7 +37,7 @@ def check_finite(stats: Mapping[str, float]) -> None:
 
 
 def entropy_collapse(entropy: float, start: float, *, least_share: float) -> Alert | None:
-    """entropy, start: nats, now and at the first check; alert below `least_share` of the start."""
+    """entropy, start: nats per token, now and at the first check; alert below `least_share` of the start."""
     threshold = least_share * start
     if entropy >= threshold:
         return None
@@ -181,8 +181,8 @@ class HealthMonitor:
             yield negative_kl(kl, least=self.kl_least)
             if self.kl_target is not None:
                 yield runaway_kl(kl, self.kl_target, most_times=self.kl_times)
-        if (entropy := stats.get("objective/entropy")) is not None:
-            yield entropy_collapse(entropy, self._start("objective/entropy", entropy), least_share=self.entropy_share)
+        if (entropy := stats.get("ppo/policy/entropy")) is not None:
+            yield entropy_collapse(entropy, self._start("ppo/policy/entropy", entropy), least_share=self.entropy_share)
         if (fraction := stats.get("ppo/policy/clipfrac")) is not None:
             yield clipping(fraction, most=self.clip_fraction)
         if (explained := self._window("ppo/val/var_explained", stats)) is not None:
