@@ -28,29 +28,40 @@ class TokenScores(NamedTuple):
 
 
 class _ScoreLogits(torch.autograd.Function):
-    """Log-probability of a target and entropy from logits [n, V], holding one such buffer between the passes."""
+    """Log-probability of a target and entropy from logits [n, V], holding one such buffer between the passes.
+
+    At most three are alive at a time, the logits included; this is what bounds the memory of a step.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = logits - logits.logsumexp(-1, keepdim=True)
-        log_p.clamp_(min=torch.finfo(log_p.dtype).min)  # a forbidden token: p log p is 0, not 0 x infinity
-        entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
-        ctx.save_for_backward(log_p, entropy, targets)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        log_p = _tempered(logits, temperature).log_softmax(-1)
+        p = log_p.exp()
+        entropy = -torch.linalg.vecdot(p, _finite(log_p))
+        ctx.save_for_backward(p, entropy, targets)
         ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
         return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None]:
-        log_p, entropy, targets = ctx.saved_tensors
-        grad = log_p.exp()
-        if grad_entropy is None and grad_logprobs is not None:
-            grad.mul_(-grad_logprobs[:, None])
-        elif grad_entropy is not None:  # dH/dz_j = -p_j (log p_j + H)
-            weight = (log_p + entropy[:, None]).mul_(grad_entropy[:, None])
-            grad.mul_(weight if grad_logprobs is None else weight.add_(grad_logprobs[:, None])).neg_()
-        if grad_logprobs is not None:  # dlog p_t/dz_j = [j = t] - p_j
-            grad.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
-        return grad, None
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None]:
+        p, entropy, targets = ctx.saved_tensors
+        of_logprobs, of_entropy = (
+            x if x is None else x[:, None] / ctx.temperature for x in (grad_logprobs, grad_entropy)
+        )
+        if of_entropy is None:
+            grad = p * -of_logprobs
+        else:  # dH/dz_j = -p_j (log p_j + H)
+            weight = (_finite(p.log()) + entropy[:, None]).mul_(of_entropy)
+            grad = (weight if of_logprobs is None else weight.add_(of_logprobs)).mul_(p).neg_()
+        if of_logprobs is not None:  # dlog p_t/dz_j = [j = t] - p_j
+            grad.scatter_add_(-1, targets[:, None], of_logprobs)
+        return grad.to(ctx.dtype), None, None
+
+
+def _finite(log_p: Tensor) -> Tensor:
+    """log p in place, at least the least number: for a forbidden token p log p is then 0 and not 0 x infinity."""
+    return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
 
 
 def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
@@ -58,7 +69,7 @@ def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -
 
     Differentiable in both. Computed in float32, or float64 for such logits.
     """
-    return TokenScores(*_ScoreLogits.apply(_upcast(logits) / temperature, targets))
+    return TokenScores(*_ScoreLogits.apply(logits, targets, temperature))
 
 
 class HeadInputs(NamedTuple):
@@ -121,10 +132,11 @@ class LanguageHead:
         if inputs.logits is not None:
             return inputs.logits
         logits = self.head(inputs.hidden)
-        # Cohere multiplies by logit_scale, Granite divides by logits_scaling, Gemma caps softly.
-        logits = logits * (getattr(self.config, "logit_scale", None) or 1.0)
-        logits = logits / (getattr(self.config, "logits_scaling", None) or 1.0)
-        if cap := getattr(self.config, "final_logit_softcapping", None):
+        if scale := getattr(self.config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if scale := getattr(self.config, "logits_scaling", None):  # Granite
+            logits = logits / scale
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
             logits = torch.tanh(logits / cap) * cap
         return logits
 
@@ -136,7 +148,8 @@ class LanguageHead:
 
         chunks = list(_chunks(inputs, self.config.vocab_size))
         pairs = list(zip(chunks, targets.split([len(chunk.hidden) for chunk in chunks]), strict=True))
-        if torch.is_grad_enabled() and self.separable:
+        # One chunk is kept for backward: computing it again would save no memory that forward has not needed.
+        if torch.is_grad_enabled() and self.separable and len(pairs) > 1:
             parts = [checkpoint(score_chunk, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
         else:
             parts = [score_chunk(*pair) for pair in pairs]
@@ -183,9 +196,9 @@ def exact_kl(
     """
 
     def log_p(head: Callable[[HeadInputs], Tensor], inputs: HeadInputs) -> Tensor:
-        return (_upcast(head(inputs)) / temperature).log_softmax(-1)
+        return _tempered(head(inputs), temperature).log_softmax(-1)
 
-    pairs = zip(_chunks(policy_inputs, vocab_size), _chunks(ref_inputs, vocab_size), strict=True)
+    pairs = zip(_chunks(policy_inputs, 2 * vocab_size), _chunks(ref_inputs, 2 * vocab_size), strict=True)  # two at once
     return torch.cat([full(log_p(policy, own), log_p(ref, other)) for own, other in pairs])
 
 
@@ -197,5 +210,6 @@ def _chunks(inputs: HeadInputs, vocab_size: int) -> Iterator[HeadInputs]:
         yield HeadInputs(inputs.hidden[part], None if inputs.logits is None else inputs.logits[part])
 
 
-def _upcast(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits if temperature == 1.0 else logits / temperature

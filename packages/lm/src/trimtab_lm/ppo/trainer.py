@@ -494,7 +494,7 @@ class PPOTrainer:
             loss = 0.0 * (logprobs.sum() + vpreds.sum())
         else:
             window.kept += 1
-            loss = loss * (mask.sum() * self.accelerator.num_processes / window.tokens)
+            loss = loss * (mask.sum().to(loss.dtype) * self.accelerator.num_processes / window.tokens)
         if not is_skipped or self.accelerator.num_processes > 1:
             self.accelerator.backward(loss)
         window.divergence += stats["policy/approxkl"]
