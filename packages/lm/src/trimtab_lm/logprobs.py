@@ -49,8 +49,9 @@ class _ScoreLogits(torch.autograd.Function):
         of_logprobs, of_entropy = (
             x if x is None else x[:, None] / ctx.temperature for x in (grad_logprobs, grad_entropy)
         )
+        grad: Any
         if of_entropy is None:
-            grad = p * -of_logprobs
+            grad = p * of_logprobs.neg()  # type: ignore[union-attr]
         else:  # dH/dz_j = -p_j (log p_j + H)
             weight = (_finite(p.log()) + entropy[:, None]).mul_(of_entropy)
             grad = (weight if of_logprobs is None else weight.add_(of_logprobs)).mul_(p).neg_()

@@ -54,6 +54,7 @@ from .loss import clipped_value_loss
 from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, in_minibatches, model_inputs, token_batch
 from .returns import gae, per_token_rewards
 from .saving import load, resume, save
+from .selfcheck import check_ratio, check_reference, check_sampler, tolerance
 from .setup import (
     decoder_start,
     filled,
@@ -130,6 +131,7 @@ class PPOTrainer:
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.scorer = Scorer(self.actor_critic, actor_critic.head, self.reference, self.accelerator)
 
+        self._rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
         self.kl_ctl = kl_controller(config)
         self.running = RunningMoments()
         self.sampler = generation.Sampler(
@@ -213,9 +215,16 @@ class PPOTrainer:
             models.append(self.reference.active())
         options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
         with torch.no_grad(), without_dropout(self.model):
+            if self.sampler.calls == 0:
+                self._check_sampler(queries, generation_kwargs)
             responses = self.sampler(models, queries, **options)
         answers = [rows[0][None] if is_single else rows for rows in responses]
         return tuple(answers) if generate_ref_response else answers[0]
+
+    def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
+        model, score = self.model.pretrained_model, self.accelerator.unwrap_model(self.actor_critic)
+        config, _ = generation.sampling_config(model, pad_token_id=self.tokenizer.pad_token_id, **generation_kwargs)
+        check_sampler(model, score, queries, config, most=self._rounding)
 
     # -------------------------------------------------------------- one step
 
@@ -246,7 +255,7 @@ class PPOTrainer:
         with without_dropout(self.actor_critic):
             rollout = self._evaluate(queries, responses, raw_scores, response_masks, clock)
             if self.steps_done == 0:
-                self._check_reference(rollout)
+                check_reference(rollout, most=self._rounding)
             train_stats = self._optimize(rollout)
             clock.lap("optimize_step")
         stats = self.record_step_stats(self.kl_ctl.value, rollout=rollout, train_stats=train_stats)
@@ -406,6 +415,10 @@ class PPOTrainer:
             width = batch.mask.shape[1]
             with exchange:
                 outputs = self._forward(self.model, batch)
+                if self.steps_done == 0 and not recorded:
+                    check_ratio(
+                        outputs.logprobs.detach(), rollout.logprobs[part, :width], batch.mask, most=self._rounding
+                    )
                 stats = self.train_minibatch(
                     old_logprobs=rollout.logprobs[part, :width],
                     values=rollout.values[part, :width],
@@ -580,19 +593,6 @@ class PPOTrainer:
     @property
     def _lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def _check_reference(self, rollout: Rollout) -> None:
-        """Before the first update the policy is its reference, unless the caller gave another one."""
-        gap = float(((rollout.logprobs - rollout.ref_logprobs) * rollout.batch.mask).abs().max())
-        is_exact = self.model.pretrained_model.dtype in (torch.float32, torch.float64)
-        tolerance = 1e-3 if is_exact and self.accelerator.mixed_precision == "no" else 0.5
-        if gap > tolerance:
-            warnings.warn(
-                f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token. That is "
-                "right if ref_model is another model, or an adapter was trained before. If not: were the weights "
-                "changed after the trainer was made, or do the two run in different precision?",
-                stacklevel=3,
-            )
 
     def _check_health(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """Warn of what goes wrong, each with number, threshold and remedy; raises if a statistic is not finite."""
