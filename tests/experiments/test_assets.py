@@ -1,0 +1,278 @@
+import hashlib
+import io
+import math
+import struct
+import sys
+import tarfile
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from experiments import assets
+from experiments.assets import AssetError, Package
+
+DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB, CONTEXT = 24, 40, 2, 4, 2, 300, 32
+HEAD = DIM // HEADS
+WORDS = [" t", "he", " the", "re", "er", " there", "ab", "abc", "bc", "  ", "   ", " the the"]
+
+
+def tensors(*, shared: bool) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {
+        "embedding": (VOCAB, DIM),
+        "attention_norm": (LAYERS, DIM),
+        "wq": (LAYERS, DIM, DIM),
+        "wk": (LAYERS, KV_HEADS * HEAD, DIM),
+        "wv": (LAYERS, KV_HEADS * HEAD, DIM),
+        "wo": (LAYERS, DIM, DIM),
+        "mlp_norm": (LAYERS, DIM),
+        "w1": (LAYERS, HIDDEN, DIM),
+        "w2": (LAYERS, DIM, HIDDEN),
+        "w3": (LAYERS, HIDDEN, DIM),
+        "norm": (DIM,),
+        "rope_tables": (2, CONTEXT, HEAD // 2),
+    }
+    if not shared:
+        shapes["classifier"] = (VOCAB, DIM)
+    return {name: rng.normal(size=shape, scale=0.3).astype("<f4") for name, shape in shapes.items()}
+
+
+def checkpoint(weights: dict[str, np.ndarray]) -> bytes:
+    vocab = -VOCAB if "classifier" in weights else VOCAB
+    header = struct.pack("<7i", DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, vocab, CONTEXT)
+    return header + b"".join(weight.tobytes() for weight in weights.values())
+
+
+def pieces() -> list[tuple[bytes, float]]:
+    characters = [" ", "t", "h", "e", "r", "a", "b", "c"]
+    learned = [(word.encode(), -1e9 if word.isspace() else -float(i)) for i, word in enumerate(WORDS)]
+    special = [(name, 0.0) for name in (b"<unk>", b"\n<s>\n", b"\n</s>\n")]
+    rest = [*learned, *((c.encode(), -1000.0 - i) for i, c in enumerate(characters))]
+    table = [*special, *((bytes([i]), 0.0) for i in range(256)), *rest]
+    return table + [(f"#{i}".encode(), -2000.0 - i) for i in range(VOCAB - len(table))]
+
+
+def tokenizer_bin() -> bytes:
+    return struct.pack("<i", 9) + b"".join(struct.pack("<fi", s, len(p)) + p for p, s in pieces())
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return weight * x / np.sqrt(np.mean(x * x) + 1e-5)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def llama2c_logits(weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
+    """One position after the other, as the C program computes: heads by loops, neighbouring pairs rotated."""
+    w = {name: weight.astype(np.float64) for name, weight in weights.items()}
+    keys = [[] for _ in range(LAYERS)]
+    values = [[] for _ in range(LAYERS)]
+    logits = []
+    for position, token in enumerate(tokens):
+        x = w["embedding"][token].copy()
+        for layer in range(LAYERS):
+            h = rms_norm(x, w["attention_norm"][layer])
+            q, k, v = (w[name][layer] @ h for name in ("wq", "wk", "wv"))
+            for vector in (q, k):
+                for i in range(0, len(vector), 2):
+                    angle = position / 10000.0 ** ((i % HEAD) / HEAD)
+                    a, b = vector[i], vector[i + 1]
+                    vector[i] = a * math.cos(angle) - b * math.sin(angle)
+                    vector[i + 1] = a * math.sin(angle) + b * math.cos(angle)
+            keys[layer].append(k)
+            values[layer].append(v)
+            mixed = np.zeros(DIM)
+            for head in range(HEADS):
+                own = slice(head * HEAD, (head + 1) * HEAD)
+                group = head // (HEADS // KV_HEADS)
+                its = slice(group * HEAD, (group + 1) * HEAD)
+                weight = softmax(np.array([q[own] @ past[its] for past in keys[layer]]) / math.sqrt(HEAD))
+                mixed[own] = sum(p * past[its] for p, past in zip(weight, values[layer], strict=True))
+            x = x + w["wo"][layer] @ mixed
+            h = rms_norm(x, w["mlp_norm"][layer])
+            gate = w["w1"][layer] @ h
+            x = x + w["w2"][layer] @ (gate / (1 + np.exp(-gate)) * (w["w3"][layer] @ h))
+        logits.append(w.get("classifier", w["embedding"]) @ rms_norm(x, w["norm"]))
+    return np.stack(logits)
+
+
+def llama2c_ids(text: str) -> list[int]:
+    """Greedy merging of the best-scored neighbours, the leftmost of equals, as the C program encodes."""
+    table = pieces()
+    ids_of = {piece: i for i, (piece, _) in enumerate(table) if i >= 259}
+    ids = []
+    for character in " " + text:
+        found = ids_of.get(character.encode())
+        ids += [found] if found is not None else [byte + 3 for byte in character.encode()]
+    while True:
+        merges = [
+            (-table[merged][1], i, merged)
+            for i, (left, right) in enumerate(pairwise(ids))
+            if min(left, right) >= 259 and (merged := ids_of.get(table[left][0] + table[right][0])) is not None
+        ]
+        if not merges:
+            return ids
+        _, i, merged = min(merges)
+        ids[i : i + 2] = [merged]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_converted_model_computes_what_llama2c_computes(shared: bool, tmp_path: Path):
+    weights = tensors(shared=shared)
+    model, _ = assets.convert_llama2c(checkpoint(weights) + tokenizer_bin())
+    model.save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path).double().eval()
+    tokens = [1, 260, 7, 299, 130, 260, 3]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0]
+    np.testing.assert_allclose(logits.numpy(), llama2c_logits(weights, tokens), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "there the there",
+        "abc ab c",
+        "the the the",
+        "a" + " " * 7 + "b",
+        " t",
+        "née 日本\n\tok \x00",
+        "thethere  abcabc ",
+    ],
+)
+def test_tokenizer_gives_the_ids_of_llama2c_and_the_text_back(text: str, tmp_path: Path):
+    _, tokenizer = assets.convert_llama2c(checkpoint(tensors(shared=True)) + tokenizer_bin())
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = type(tokenizer).from_pretrained(tmp_path)
+    ids = tokenizer(text)["input_ids"]
+    assert ids == [1, *llama2c_ids(text)]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_generation_ends_at_the_separator_of_stories_and_pads_with_another_token():
+    model, tokenizer = assets.convert_llama2c(checkpoint(tensors(shared=True)) + tokenizer_bin())
+    assert model.generation_config.eos_token_id == [1, 2]
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 0
+    assert tokenizer.bos_token_id == 1
+
+
+def test_a_checkpoint_that_was_cut_short_is_refused():
+    with pytest.raises(AssetError, match="cut short"):
+        assets.convert_llama2c(checkpoint(tensors(shared=True))[:-5000])
+
+
+def tar(path: Path, content: bytes) -> Path:
+    with tarfile.open(path, "w:gz") as archive:
+        info = tarfile.TarInfo("package/data.bin")
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def wheel(path: Path, content: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("package/data.bin", content)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def package(sha256: str, registry: str = "npm") -> Package:
+    return Package(registry, "some-package", "1.2.3", {"package/data.bin": sha256})
+
+
+@pytest.mark.parametrize("make", [tar, wheel])
+def test_a_package_is_downloaded_once_and_only_its_members_are_kept(make, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    monkeypatch.setitem(
+        assets.DOWNLOADERS,
+        "npm",
+        lambda package, folder: calls.append(package) or make(folder / "archive", b"text"),
+    )
+    wanted = package(hashlib.sha256(b"text").hexdigest())
+    assert assets.unpacked(wanted) == assets.unpacked(wanted)
+    assert len(calls) == 1
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    assert [path.read_bytes() for path in files] == [b"text"]
+
+
+def test_other_content_than_reviewed_is_refused_and_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(assets.DOWNLOADERS, "npm", lambda package, folder: tar(folder / "a.tgz", b"something else"))
+    with pytest.raises(AssetError, match=r"package/data\.bin of some-package 1\.2\.3 \(npm\) has SHA-256"):
+        assets.unpacked(package("0" * 64))
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_a_member_that_the_archive_lacks_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(assets.DOWNLOADERS, "npm", lambda package, folder: tar(folder / "a.tgz", b""))
+    with pytest.raises(AssetError, match="no file elsewhere"):
+        assets.unpacked(Package("npm", "some-package", "1.2.3", {"elsewhere": "0" * 64}))
+
+
+@pytest.mark.parametrize("registry", ["npm", "pypi"])
+def test_offline_the_error_says_what_happened_and_what_to_do(
+    registry: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    offline = [sys.executable, "-c", "import sys; sys.exit('no route to host')"]
+    monkeypatch.setattr(assets, "npm_command", lambda: offline)
+    monkeypatch.setattr(assets.sys, "executable", "false")
+    with pytest.raises(AssetError) as caught:
+        assets.unpacked(package("0" * 64, registry))
+    said = str(caught.value)
+    assert "some-package 1.2.3" in said
+    assert str(cache) in said
+    assert "--model" in said
+    assert ("no route to host" in said) == (registry == "npm")
+
+
+def test_a_build_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path: Path):
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        assets.build_once(tmp_path / "model", fail, "building")
+    assert list(tmp_path.iterdir()) == []
+    assets.build_once(tmp_path / "model", lambda folder: (folder / "whole").touch(), "building")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["whole"]
+
+
+def test_of_two_processes_that_build_at_once_the_first_wins(tmp_path: Path):
+    def build(folder: Path) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "first").touch()
+        (folder / "second").touch()
+
+    assets.build_once(tmp_path / "model", build, "building")
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "first"]
+
+
+TEXT = """THE KING
+
+The old king was very happy with the bread. I was happy. "Come," said he to the king, "and eat!" The old king was sad
+about Rumpelstiltskin that day (he said so). He gave you the bread of the king.
+
+The king was very old.
+"""
+
+
+def test_openings_are_cut_out_of_plain_narration():
+    found = assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=1, seed=0)
+    two_sentences = {"The old king", "The old king was", "The old king was very", "The old king was sad"}
+    assert set(found) == two_sentences | {"The king was", "The king was very"}
+    assert found == assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=1, seed=0)
+
+
+def test_openings_have_no_rare_words():
+    found = assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=3, seed=0)
+    assert set(found) == {"The old king", "The old king was", "The king was"}
