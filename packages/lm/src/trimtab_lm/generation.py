@@ -30,6 +30,7 @@ PLAIN_SAMPLING = {
     "num_return_sequences": 1,
 }
 """Settings under which a sampled token follows the model's own distribution, whatever its generation config says."""
+SAMPLING_ALONE = ("temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 class LengthSampler:
@@ -54,15 +55,20 @@ def sampling_config(model: Any, *, pad_token_id: int, **kwargs: Any) -> tuple[Ge
     transformers' default top_k of 50, would make the sampler another policy than the one that is trained. Token ids
     and lengths come from the model's generation config. 2024's spellings `top_k=0.0` and `min_length=-1` are taken.
     """
-    config = GenerationConfig(**PLAIN_SAMPLING, pad_token_id=pad_token_id)
-    config.update(**model.generation_config.to_dict(), defaults_only=True)
-    if "max_new_tokens" in kwargs:
-        config.max_length = None
+    config = GenerationConfig(pad_token_id=pad_token_id)
     if "top_k" in kwargs:
         kwargs["top_k"] = int(kwargs["top_k"] or 0)
     if "min_length" in kwargs:
         kwargs["min_length"] = max(int(kwargs["min_length"]), 0)
+    given = {name: value for name, value in model.generation_config.to_dict().items() if name not in PLAIN_SAMPLING}
+    if "max_new_tokens" in kwargs:
+        given["max_length"] = None
+    config.update(**given, defaults_only=True)
     rest = config.update(**kwargs)
+    for name, neutral in PLAIN_SAMPLING.items():
+        # transformers complains of settings of sampling where there is none.
+        if name not in kwargs and (config.do_sample or name not in SAMPLING_ALONE):
+            setattr(config, name, neutral)
     if config.num_beams != 1 or config.num_return_sequences not in (None, 1):
         raise ValueError(
             f"num_beams={config.num_beams} and num_return_sequences={config.num_return_sequences}: one sampled "

@@ -215,9 +215,10 @@ class PPOTrainer:
             models.append(self.reference.active())
         options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
         with torch.no_grad(), without_dropout(self.model):
-            if self.sampler.calls == 0:
+            is_first = self.sampler.calls == 0
+            responses = self.sampler(models, queries, **options)  # refuses bad queries by name
+            if is_first:
                 self._check_sampler(queries, generation_kwargs)
-            responses = self.sampler(models, queries, **options)
         answers = [rows[0][None] if is_single else rows for rows in responses]
         return tuple(answers) if generate_ref_response else answers[0]
 
