@@ -5,6 +5,9 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.lm import tiny
+from tests.lm.tiny import gpt2, llama
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -19,18 +22,17 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
 )
+
 from trimtab_lm import logprobs
 from trimtab_lm.logprobs import HeadInputs, LanguageHead, exact_kl, score_logits
 from trimtab_lm.ppo.policy import ActorCritic, model_inputs, token_batch
 from trimtab_lm.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 
-from tests.lm import tiny
-from tests.lm.tiny import gpt2, llama
-
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]
 RESPONSES = [torch.tensor(row) for row in ([11, 12], [13, 14, 15, 16, 1], [17, 3, 1])]
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+BLOCK = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, **BLOCK}
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -42,9 +44,9 @@ def t5(seed: int = 0):
     return tiny.t5(seed, initializer_factor=1.0)  # at 4 a token takes all, and its entropy's gradient is rounding
 
 
-def lora():
+def lora(**settings):
     config = LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    return get_peft_model(llama(), config)
+    return get_peft_model(llama(**settings), config)
 
 
 def actor_critic(build) -> ActorCritic:
@@ -139,12 +141,14 @@ def test_full_kl_is_the_sum_over_the_vocabulary(build, monkeypatch):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.1)),
-        lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2)),
-        lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=3.0)),
-        lambda: OPTForCausalLM(
-            OPTConfig(hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=40, word_embed_proj_dim=8)
+        lambda: Gemma2ForCausalLM(
+            Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.1)
         ),
+        lambda: CohereForCausalLM(
+            CohereConfig(**SIZES, logit_scale=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        ),
+        lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=3.0)),
+        lambda: OPTForCausalLM(OPTConfig(hidden_size=16, ffn_dim=32, word_embed_proj_dim=8, **BLOCK)),
         lambda: BartForConditionalGeneration(
             BartConfig(
                 d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8, decoder_ffn_dim=8,
@@ -195,14 +199,29 @@ def test_bfloat16_logits_are_summed_in_float32():
     assert score_logits(logits, torch.tensor([7])).logprobs.item() == pytest.approx(-15 * math.log(2), rel=1e-6)
 
 
-def test_no_tensor_of_positions_by_vocabulary_is_made(monkeypatch):
-    module = actor_critic(llama)
-    seen = []
-    handle = module.head.head.register_forward_hook(lambda _, args, output: seen.append(output.numel()))
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * module.head.config.vocab_size)
-    objective(module(batch_of(module, [0, 1, 2]))).backward()
-    handle.remove()
-    assert max(seen) <= 2 * module.head.config.vocab_size
+class Rows(TorchDispatchMode):
+    """Remembers the most rows of `width` that any operation returns."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width, self.most = width, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (self.width,):
+                self.most = max(self.most, tensor.numel() // self.width)
+        return result
+
+
+@pytest.mark.parametrize("build", [llama, lora], ids=["plain head", "LoRA on the head"])
+def test_no_tensor_of_positions_by_vocabulary_is_made(build, monkeypatch):
+    module = actor_critic(lambda: build(vocab_size=5000))
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * 5000)
+    batch = batch_of(module, [0, 1, 2])
+    with Rows(5000) as rows:
+        objective(module(batch)).backward()
+    assert rows.most < int(batch.mask.sum())
 
 
 def test_the_entry_of_no_positions_is_empty():

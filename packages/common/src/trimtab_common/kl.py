@@ -40,7 +40,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 def full(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p, q) = sum p (log p - log q) over the vocabulary. Both [..., V], normalised; returns [...], in nats."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    return torch.linalg.vecdot(log_p.exp(), log_p - log_q)
 
 
 SAMPLED_KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

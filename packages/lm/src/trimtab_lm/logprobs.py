@@ -6,7 +6,7 @@ positions that count alone; the head is then applied to chunks of them, in float
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from trimtab_common.kl import full
 
 CHUNK_ELEMENTS = 2**24
-"""Logits held at once (64 MiB in float32); backward holds about three times as many."""
+"""Logits of one chunk: 64 MiB in float32; two such buffers are alive at a time, three with an entropy's gradient.
+
+Not less, on a CPU: glibc keeps freed blocks of up to 32 MiB for itself, and fragments."""
+
+
+LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+"""What configurations call a change of the logits behind the head: Cohere, Granite, Gemma."""
 
 
 class TokenScores(NamedTuple):
@@ -27,42 +33,98 @@ class TokenScores(NamedTuple):
     entropy: Tensor
 
 
-class _ScoreLogits(torch.autograd.Function):
-    """Log-probability of a target and entropy from logits [n, V], holding one such buffer between the passes.
+def _softmax_(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities [n, V], log-probability of the targets [n] and entropy [n]; overwrites the logits [n, V].
 
-    At most three are alive at a time, the logits included; this is what bounds the memory of a step.
+    In place, so that two buffers of the vocabulary's size are alive and not four: they bound the memory of a step.
     """
+    logits.sub_(logits.amax(-1, keepdim=True))
+    logits.clamp_(min=torch.finfo(logits.dtype).min)  # a forbidden token: p log p is 0, not 0 x infinity
+    p = logits.softmax(-1)
+    logsumexp = -p.amax(-1).log()  # the largest logit is 0 now
+    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - logsumexp
+    return p, logprobs, logsumexp - torch.linalg.vecdot(p, logits)
+
+
+def _grad_logits(p: Tensor, entropy: Tensor, targets: Tensor, of_logprobs: Any, of_entropy: Any) -> Tensor:
+    """Gradient with respect to the logits, [n, V], of log-probabilities and entropies with gradients [n], or None."""
+    if of_entropy is None:
+        grad = p * -of_logprobs[:, None]
+    else:  # dH/dz_j = -p_j (log p_j + H)
+        grad = p.log().clamp_(min=torch.finfo(p.dtype).min).add_(entropy[:, None]).mul_(of_entropy[:, None])
+        grad = (grad if of_logprobs is None else grad.add_(of_logprobs[:, None])).mul_(p).neg_()
+    if of_logprobs is not None:  # dlog p_t/dz_j = [j = t] - p_j
+        grad.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
+    return grad
+
+
+class _ScoreLogits(torch.autograd.Function):
+    """Log-probability of a target and entropy from logits [n, V], holding one such buffer between the passes."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        log_p = _tempered(logits, temperature).log_softmax(-1)
-        p = log_p.exp()
-        entropy = -torch.linalg.vecdot(p, _finite(log_p))
+        p, logprobs, entropy = _softmax_(_upcast(logits) / temperature, targets)
         ctx.save_for_backward(p, entropy, targets)
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None]:
-        p, entropy, targets = ctx.saved_tensors
-        of_logprobs, of_entropy = (
-            x if x is None else x[:, None] / ctx.temperature for x in (grad_logprobs, grad_entropy)
-        )
-        grad: Any
-        if of_entropy is None:
-            grad = p * of_logprobs.neg()  # type: ignore[union-attr]
-        else:  # dH/dz_j = -p_j (log p_j + H)
-            weight = (_finite(p.log()) + entropy[:, None]).mul_(of_entropy)
-            grad = (weight if of_logprobs is None else weight.add_(of_logprobs)).mul_(p).neg_()
-        if of_logprobs is not None:  # dlog p_t/dz_j = [j = t] - p_j
-            grad.scatter_add_(-1, targets[:, None], of_logprobs)
-        return grad.to(ctx.dtype), None, None
+    def backward(ctx: Any, *of_scores: Tensor | None) -> tuple[Tensor, None, None]:
+        scaled = (x if x is None else x / ctx.temperature for x in of_scores)
+        return _grad_logits(*ctx.saved_tensors, *scaled).to(ctx.dtype), None, None
 
 
-def _finite(log_p: Tensor) -> Tensor:
-    """log p in place, at least the least number: for a forbidden token p log p is then 0 and not 0 x infinity."""
-    return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
+class _ScoreLinear(torch.autograd.Function):
+    """The same from what a linear head reads, chunk by chunk, with one gradient of its weight for all chunks.
+
+    A chunk's logits are computed again in backward, unless there is only one: its probabilities are then kept, which
+    takes no more memory than forward took.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.chunks = _spans(len(hidden), len(weight))
+        ctx.temperature = temperature
+        scores = []
+        for chunk in ctx.chunks:
+            p, *score = _softmax_(_linear(hidden[chunk], weight, bias, temperature), targets[chunk])
+            scores.append(score)
+            kept = p if len(ctx.chunks) == 1 and ctx.needs_input_grad[0] else None
+            del p  # before the next chunk's logits are made
+        logprobs, entropy = (torch.cat(column) for column in zip(*scores, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, kept)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *of_scores: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
+        _, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden)
+        # A bfloat16 sum over chunks would lose what the later ones add.
+        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=entropy.dtype) if needs_bias else None
+        for chunk in ctx.chunks:
+            p = kept
+            if kept is None:
+                p, _, _ = _softmax_(_linear(hidden[chunk], weight, bias, ctx.temperature), targets[chunk])
+            scaled = (x if x is None else x[chunk] / ctx.temperature for x in of_scores)
+            grad = _grad_logits(p, entropy[chunk], targets[chunk], *scaled)
+            del p
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(weight.dtype)
+            torch.mm(grad, weight, out=grad_hidden[chunk])
+            if grad_weight is not None and grad_weight.dtype == weight.dtype:
+                grad_weight.addmm_(grad.T, hidden[chunk])
+            elif grad_weight is not None:
+                grad_weight += grad.T @ hidden[chunk]
+            del grad
+        grads = (x if x is None else x.to(weight.dtype) for x in (grad_weight, grad_bias))
+        return grad_hidden, *grads, None, None
 
 
 def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
@@ -71,6 +133,18 @@ def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -
     Differentiable in both. Computed in float32, or float64 for such logits.
     """
     return TokenScores(*_ScoreLogits.apply(logits, targets, temperature))
+
+
+def score_linear(hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
+    """`score_logits(head(hidden), targets)` for hidden [N, H], without ever holding logits [N, V]."""
+    device = hidden.device.type
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    with torch.autocast(device, enabled=False):
+        return TokenScores(*_ScoreLinear.apply(hidden, weight, bias, targets, temperature))
 
 
 class HeadInputs(NamedTuple):
@@ -106,7 +180,7 @@ class LanguageHead:
             )
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> Any:
         return self.model.get_output_embeddings()
 
     def read(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
@@ -144,17 +218,30 @@ class LanguageHead:
     def score(self, inputs: HeadInputs, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
         """Log-probability of `targets` [N] and entropy at each position, at a temperature; differentiable."""
 
-        def score_chunk(chunk: HeadInputs, chunk_targets: Tensor) -> TokenScores:
-            return score_logits(self.logits(chunk), chunk_targets, temperature=temperature)
+        if self._is_plain:
+            return score_linear(inputs.hidden, self.head, targets, temperature=temperature)
 
-        chunks = list(_chunks(inputs, self.config.vocab_size))
-        pairs = list(zip(chunks, targets.split([len(chunk.hidden) for chunk in chunks]), strict=True))
-        # One chunk is kept for backward: computing it again would save no memory that forward has not needed.
-        if torch.is_grad_enabled() and self.separable and len(pairs) > 1:
-            parts = [checkpoint(score_chunk, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
-        else:
-            parts = [score_chunk(*pair) for pair in pairs]
+        def score_chunk(hidden: Tensor, chunk_targets: Tensor) -> TokenScores:
+            return score_logits(self.logits(HeadInputs(hidden)), chunk_targets, temperature=temperature)
+
+        if inputs.logits is not None:
+            return score_logits(inputs.logits, targets, temperature=temperature)
+        spans = _spans(len(targets), self.config.vocab_size)
+        parts = [
+            checkpoint(score_chunk, inputs.hidden[span], targets[span], use_reentrant=False, preserve_rng_state=False)
+            for span in spans
+        ]
         return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the logits are no more than the head's weight times its input, plus a bias."""
+        head = self.head
+        is_linear = type(head) is nn.Linear and type(head.weight) is nn.Parameter
+        # What accelerate, PEFT or a user have hung on the head must run.
+        is_hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
+        changed = any(getattr(self.config, name, None) for name in LOGIT_CHANGES)
+        return self.separable and is_linear and not is_hooked and not changed
 
     def _positioned(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Inputs with position ids that count real tokens: without them GPT-2 sees left padding as text."""
@@ -196,21 +283,25 @@ def exact_kl(
     policy, ref: from head inputs of n positions to logits [n, V], such as `LanguageHead.logits`. Returns [N].
     """
 
-    def log_p(head: Callable[[HeadInputs], Tensor], inputs: HeadInputs) -> Tensor:
-        return _tempered(head(inputs), temperature).log_softmax(-1)
+    def log_p(head: Callable[[HeadInputs], Tensor], inputs: HeadInputs, span: slice) -> Tensor:
+        part = HeadInputs(inputs.hidden[span], None if inputs.logits is None else inputs.logits[span])
+        return (_upcast(head(part)) / temperature).log_softmax(-1)
 
-    pairs = zip(_chunks(policy_inputs, 2 * vocab_size), _chunks(ref_inputs, 2 * vocab_size), strict=True)  # two at once
-    return torch.cat([full(log_p(policy, own), log_p(ref, other)) for own, other in pairs])
+    spans = _spans(len(policy_inputs.hidden), vocab_size)
+    return torch.cat([full(log_p(policy, policy_inputs, span), log_p(ref, ref_inputs, span)) for span in spans])
 
 
-def _chunks(inputs: HeadInputs, vocab_size: int) -> Iterator[HeadInputs]:
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Logits at a temperature, in float32 at least, in memory of their own."""
+    logits = _upcast(nn.functional.linear(hidden, weight, bias))
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _spans(positions: int, vocab_size: int) -> list[slice]:
     """The positions in runs whose logits fill one chunk; one empty run where there are none."""
     size = max(1, CHUNK_ELEMENTS // vocab_size)
-    for start in range(0, max(len(inputs.hidden), 1), size):
-        part = slice(start, start + size)
-        yield HeadInputs(inputs.hidden[part], None if inputs.logits is None else inputs.logits[part])
+    return [slice(start, start + size) for start in range(0, max(positions, 1), size)]
 
 
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits if temperature == 1.0 else logits / temperature
+def _upcast(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -86,7 +86,7 @@ def check_sampler(
     if gap > most:
         warnings.warn(
             f"generate and the trainer differ by up to {gap:.3g} nats on the same tokens (at most {most:g} is "
-            "rounding): the KL will be biased. Does the model need position ids or a mask that generate alone passes, a fixed "
-            "cache, or an attention implementation that ignores padding? Try attn_implementation='eager'.",
+            "rounding): the KL will be biased. Does the model need position ids or a mask that generate alone passes, "
+            "a fixed cache, or an attention implementation that ignores padding? Try attn_implementation='eager'.",
             stacklevel=4,
         )
