@@ -89,9 +89,7 @@ PACKAGE_FILES = [path for package in PACKAGES for path in python_files(source_of
 EXPERIMENT_FILES = python_files(ROOT / "experiments")
 TOOL_FILES = python_files(ROOT / "tools")
 EXPERIMENT_SCRIPTS = sorted((ROOT / "experiments").glob("*/train.py"))
-TRAINERS = {
-    package: {path.parent.name for path in source_of(package).glob("*/trainer.py")} for package in PACKAGES
-}
+TRAINERS = {package: {path.parent.name for path in source_of(package).glob("*/trainer.py")} for package in PACKAGES}
 PAPERS = {path.parent.name for path in EXPERIMENT_SCRIPTS}
 
 
@@ -125,16 +123,8 @@ def trainer_faults(source: str, package: str, folder: str, trainers: set[str]) -
         if level > 1:
             faults.append(f"line {line}: write {package}.{name}, shared files are imported absolutely")
         elif level == 0 and parts[:2] == [package, folder]:
-            faults.append(
-                f"line {line}: write .{'.'.join(parts[2:])}, a trainer imports its own files relatively"
-            )
-        elif (
-            level == 0
-            and parts[0] == package
-            and parts[1:2]
-            and parts[1] in trainers
-            and parts[2:3] != ["loss"]
-        ):
+            faults.append(f"line {line}: write .{'.'.join(parts[2:])}, a trainer imports its own files relatively")
+        elif level == 0 and parts[0] == package and parts[1:2] and parts[1] in trainers and parts[2:3] != ["loss"]:
             faults.append(f"line {line}: {name}: only the loss of another trainer may be imported")
         elif level == 0 and parts[0] == package and (len(parts) == 1 or parts[1] in EXPORTS[package]):
             faults.append(f"line {line}: {name}: import it from the module that defines it")
@@ -294,9 +284,7 @@ def test_exports_resolve_and_are_documented(package: str):
     undocumented = []
     for name in module.__all__:
         value = getattr(module, name)
-        assert inspect.isclass(value) or inspect.isfunction(value), (
-            f"{package}.{name} is a {type(value).__name__}"
-        )
+        assert inspect.isclass(value) or inspect.isfunction(value), f"{package}.{name} is a {type(value).__name__}"
         doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
         if not doc or doc.startswith(f"{name}("):
             undocumented.append(name)
@@ -304,12 +292,7 @@ def test_exports_resolve_and_are_documented(package: str):
 
 
 def configs() -> list[tuple[str, str]]:
-    return [
-        (package, name)
-        for package in PACKAGES
-        for name in sorted(EXPORTS[package])
-        if name.endswith("Config")
-    ]
+    return [(package, name) for package in PACKAGES for name in sorted(EXPORTS[package]) if name.endswith("Config")]
 
 
 def squeezed(text: str) -> str:
@@ -357,9 +340,7 @@ def tiny_gpt2():
 def test_a_copied_trainer_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from trimtab_lm import AutoModelForCausalLMWithValueHead
 
-    shutil.copytree(
-        source_of("trimtab_lm") / "ppo", tmp_path / "my_ppo", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(source_of("trimtab_lm") / "ppo", tmp_path / "my_ppo", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     try:

@@ -49,9 +49,7 @@ def too_long(paths: list[Path], root: Path) -> list[str]:
 
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 when a file or a function is over its limit"
-    )
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a file or a function is over its limit")
     check = parser.parse_args(argv).check
 
     groups = {f"packages/{path.name}": sources(path) for path in sorted((root / "packages").glob("*"))}

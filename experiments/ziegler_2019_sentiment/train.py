@@ -60,11 +60,12 @@ class SentimentPPOConfig(PPOConfig):
     output_dir: str | None = field(
         default_factory=_run_folder, metadata={"help": "Folder of history.jsonl, report.png and checkpoints."}
     )
-    steps: int = _default("steps", 45)
+    steps: int = _default("steps", 50)
     batch_size: int = _default("batch_size", 32)
     mini_batch_size: int = _default("mini_batch_size", 16)
+    gradient_accumulation_steps: int = _default("gradient_accumulation_steps", 2)
     ppo_epochs: int = _default("ppo_epochs", 2)
-    learning_rate: float = _default("learning_rate", 3e-5)
+    learning_rate: float = _default("learning_rate", 2e-5)
     max_grad_norm: float | None = _default("max_grad_norm", 1.0)
     init_kl_coef: float | None = _default("init_kl_coef", 0.1)
     target: float | None = _default("target", 8.0)

@@ -1,4 +1,5 @@
 import torch
+
 from trimtab_common.advantages import group_centred, group_whitened
 
 SCORES = torch.tensor([1.0, 5.0, 0.1, 3.0, 7.0, 0.1, 0.1])

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+
 from trimtab_common.kl import SAMPLED_KL, AdaptiveKLController, FixedKLController, full, k1, k3
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance, gather_stats, merge_stats
 
 

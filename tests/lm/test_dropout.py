@@ -2,10 +2,10 @@ import copy
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
-from trimtab_lm.dropout import without_dropout
-
 from tests.lm.tiny import gpt2, llama, t5
+from transformers import OPTConfig, OPTForCausalLM
+
+from trimtab_lm.dropout import without_dropout
 
 IDS = torch.arange(4, 14)[None]
 

@@ -169,6 +169,12 @@ def test_a_global_size_is_held_against_the_number_of_processes(claim):
         tiny.ppo(**claim)
 
 
+def test_a_changed_copy_computes_its_sizes_again():
+    config = dataclasses.replace(PPOConfig(batch_size=8, mini_batch_size=2, world_size=2), mini_batch_size=4)
+    assert (config.backward_batch_size, config.global_backward_batch_size) == (4, 8)
+    assert dataclasses.replace(tiny.ppo().config, mini_batch_size=1).backward_batch_size == 1
+
+
 # -------------------------------------------------------------- randomness and size of updates
 
 
@@ -511,6 +517,27 @@ def test_statistics_hold_the_scores_as_given():
     stats = trainer.step(queries, responses, [1.0, 2.0, 3.0, 6.0])
     assert stats["ppo/mean_scores"] == pytest.approx(3.0)
     assert stats["ppo/std_scores"] == pytest.approx(3.5**0.5)
+
+
+def test_an_infinite_ratio_is_skipped_like_any_that_is_too_large():
+    trainer = tiny.ppo(ratio_threshold=5.0)
+    before = tiny.weights(trainer.model)
+    old = torch.full((2, 3), -500.0)
+    new, values = torch.zeros(2, 3, requires_grad=True), torch.zeros(2, 3, requires_grad=True)
+    ones = torch.ones(2, 3)
+    with pytest.warns(UserWarning, match="left out"):
+        trainer.train_minibatch(old, ones, new, ones, values, ones, ones, ones)
+    assert not tiny.moved(before, trainer.model)
+
+
+def test_missing_eos_penalty_takes_the_end_token_that_generate_was_given():
+    queries, _, scores = tiny.batch()
+    trainer = tiny.ppo(missing_eos_penalty=2.0)
+    token = int(tiny.rows(1, 1, 1)[0][0])
+    trainer.generate(queries, do_sample=True, max_new_tokens=2, eos_token_id=token)
+    responses = [torch.tensor([5, token]) for _ in range(4)]
+    shaped = trainer._shaped(torch.stack(scores), responses)
+    torch.testing.assert_close(shaped, torch.stack(scores))
 
 
 def test_missing_eos_penalty_is_subtracted_where_no_end_token_stands_last():

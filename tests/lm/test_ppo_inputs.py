@@ -210,7 +210,7 @@ def test_log_stats_names_the_columns_it_misses():
     trainer = tiny.ppo()
     with pytest.raises(ValueError, match="columns_to_log names response, the batch has query"):
         trainer.log_stats({}, {"query": ["a"]}, [1.0])
-    with pytest.raises(ValueError, match=r"zip|shorter|longer"):
+    with pytest.raises(ValueError, match="2 rewards, but 1 rows in 'query'"):
         trainer.log_stats({}, {"query": ["a"], "response": ["b"]}, [1.0, 2.0])
 
 

@@ -1,4 +1,5 @@
 import torch
+
 from trimtab_lm.ppo.loss import clipped_value_loss
 from trimtab_lm.ppo.returns import gae, per_token_rewards
 

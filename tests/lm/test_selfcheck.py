@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-
 from tests.lm.tiny import batch, gpt2, llama, policy, ppo, rows, t5, with_value_head
 
 QUERIES = rows(4, 1, 6)

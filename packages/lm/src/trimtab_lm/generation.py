@@ -126,12 +126,14 @@ def eos_token_ids(model: Any, tokenizer_eos: int | None, config: GenerationConfi
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def cut_at_eos(response: Tensor, eos_ids: Sequence[int], pad_token_id: int) -> Tensor:
-    """`response` [R] up to its first end token, which stays; without one, less the padding at its end."""
+def cut_at_eos(response: Tensor, eos_ids: Sequence[int], padding: int | None) -> Tensor:
+    """`response` [R] up to its first end token, which stays; without one, less the `padding` tokens at its end."""
     ends = torch.isin(response, torch.tensor(eos_ids, dtype=response.dtype, device=response.device)).nonzero()
     if len(ends):
         return response[: int(ends[0]) + 1]
-    real = (response != pad_token_id).nonzero()
+    if padding is None:
+        return response
+    real = (response != padding).nonzero()
     return response[: int(real[-1]) + 1] if len(real) else response[:1]
 
 
@@ -166,6 +168,8 @@ def generate(
     """
     is_encoder_decoder = model.config.is_encoder_decoder
     device = model.get_input_embeddings().weight.device
+    # Only a criterion of its own ends a response without an end token; else a pad token at the end was sampled.
+    padding = config.pad_token_id if config.stop_strings or "stopping_criteria" in kwargs else None
     order = sorted(range(len(queries)), key=lambda i: len(queries[i]), reverse=True)
     responses: dict[int, Tensor] = {}
     for start in progress(range(0, len(order), batch_size), "generating"):
@@ -179,7 +183,7 @@ def generate(
         )
         prompt = 1 if is_encoder_decoder else input_ids.shape[1]
         for i, row in zip(chosen, output, strict=True):
-            response = cut_at_eos(row[prompt:], eos_ids, config.pad_token_id).to(queries[i].device)
+            response = cut_at_eos(row[prompt:], eos_ids, padding).to(queries[i].device)
             with_prompt = return_prompt and not is_encoder_decoder
             responses[i] = torch.cat([queries[i], response]) if with_prompt else response
     return [responses[i] for i in range(len(queries))]
@@ -206,6 +210,7 @@ class Sampler:
         self.pad_token_id, self.eos_token_id, self.seed, self.rank = pad_token_id, eos_token_id, seed, rank
         self.fixed_temperature = temperature
         self.temperature = temperature or 1.0
+        self.eos_ids: list[int] = []  # of the last call
         self.calls = 0
         self._reported: set[str] = set()
 
@@ -231,7 +236,7 @@ class Sampler:
             with context as model, private_rng(self._next_seed(), model.device):
                 config, rest = sampling_config(model, pad_token_id=self.pad_token_id, **generation_kwargs)
                 self._note(config)
-                eos_ids = eos_token_ids(model, self.eos_token_id, config)
+                self.eos_ids = eos_ids = eos_token_ids(model, self.eos_token_id, config)
                 answers.append(
                     generate(
                         model,

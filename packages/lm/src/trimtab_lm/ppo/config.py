@@ -19,6 +19,10 @@ def _script_name() -> str:
     return Path(sys.argv[0]).stem or "interactive"
 
 
+class _Computed(int):
+    """A size that follows from others: a changed copy of the config computes it again."""
+
+
 @dataclass(frozen=True)
 class PPOConfig:
     """PPO with a value head (Ziegler et al. 2019, arXiv:1909.08593). Checked when it is made, and fixed from then on.
@@ -139,12 +143,12 @@ class PPOConfig:
             object.__setattr__(self, old, None)
 
     def _compute(self, name: str, value: int) -> None:
-        if getattr(self, name) not in (None, value):
+        given = getattr(self, name)
+        if given not in (None, value) and not isinstance(given, _Computed):
             raise ValueError(
-                f"{name}={getattr(self, name)} contradicts the other sizes, which make {value}. "
-                "Leave it out, or None: it is computed."
+                f"{name}={given} contradicts the other sizes, which make {value}. Leave it out: it is computed."
             )
-        object.__setattr__(self, name, value)
+        object.__setattr__(self, name, _Computed(value))
 
     def _check_numbers(self) -> None:
         whole = [

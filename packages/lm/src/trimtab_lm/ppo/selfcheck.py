@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from trimtab_lm.generation import pad
+from trimtab_lm.generation import SAMPLING_ALONE, pad
 
 from .policy import PolicyOutputs, TokenBatch, model_inputs, token_batch
 from .statistics import Rollout
@@ -57,9 +57,10 @@ def check_sampler(
 ) -> None:
     """`model.generate`, with left padding and a cache, and the trainer find the same tokens equally likely."""
     config = copy.deepcopy(config)
-    config.update(
-        do_sample=False, max_new_tokens=TOKENS, max_length=None, output_logits=True, return_dict_in_generate=True
-    )
+    config.do_sample, config.max_length, config.max_new_tokens = False, None, TOKENS
+    config.output_logits = config.return_dict_in_generate = True
+    for name in SAMPLING_ALONE:
+        setattr(config, name, None)
     # The longest and the shortest: padding is what goes wrong.
     order = sorted(queries, key=len)
     chosen = [order[0], order[-1]] if len(order) > 1 else order

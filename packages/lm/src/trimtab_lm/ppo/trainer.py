@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.health import HealthMonitor, TrainingDivergedError
 from trimtab_common.kl import SAMPLED_KL
-from trimtab_common.masking import masked_mean, rescale, whiten
+from trimtab_common.masking import rescale, whiten
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import (
     Mean,
@@ -30,7 +30,6 @@ from trimtab_common.stats import (
     merge_stats,
     sum_over_ranks,
 )
-from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_common.tracking import Tracker, progress
 from trimtab_lm import generation
 from trimtab_lm.data import (
@@ -50,7 +49,7 @@ from trimtab_lm.value_head import _upload as upload
 
 from .checks import check_step
 from .config import PPOConfig
-from .loss import clipped_value_loss
+from .loss import ppo_loss
 from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, in_minibatches, model_inputs, token_batch
 from .returns import gae, per_token_rewards
 from .saving import load, resume, save
@@ -359,7 +358,7 @@ class PPOTrainer:
         """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
         config = self.config
         if config.missing_eos_penalty is not None:
-            ends = generation.eos_token_ids(self.model, self.tokenizer.eos_token_id)
+            ends = self.sampler.eos_ids or generation.eos_token_ids(self.model, self.tokenizer.eos_token_id)
             unended = torch.tensor([int(row[-1]) not in ends for row in responses], device=scores.device)
             scores = scores - config.missing_eos_penalty * unended
         if config.use_score_scaling:
@@ -449,25 +448,18 @@ class PPOTrainer:
 
         All [b, R]; logits: [b, R, V], or their entropy [b, R], as the trainer passes it.
         """
-        config = self.config
-        entropy = logits if logits.dim() == 2 else torch.distributions.Categorical(logits=logits).entropy()
-        clip = {"clip_low": config.cliprange, "clip_high": config.cliprange}
-        log_ratio = (logprobs - old_logprobs) * mask
-        policy_loss = masked_mean(clipped_surrogate(log_ratio, advantages, **clip), mask)
-        value_losses = clipped_value_loss(vpreds, values, returns, clip=config.cliprange_value)
-        value_loss = config.vf_coef * masked_mean(value_losses, mask)
-        weight = mask.sum()
-        stats = {
-            "loss/policy": Mean(policy_loss.detach() * weight, weight),
-            "loss/value": Mean.of(value_losses, mask),
-            "loss/total": Mean((policy_loss + value_loss).detach() * weight, weight),
-            "policy/entropy": Mean.of(entropy, mask),
-            **{f"policy/{key}": mean for key, mean in surrogate_stats(log_ratio, advantages, mask, **clip).items()},
-            "val/vpred": Mean.of(vpreds, mask),
-            "val/error": Mean.of((vpreds - returns) ** 2, mask),
-            "val/clipfrac": Mean.of(((vpreds - values).abs() > config.cliprange_value).to(vpreds.dtype), mask),
-        }
-        return policy_loss, value_loss, stats
+        return ppo_loss(
+            log_ratio=(logprobs - old_logprobs) * mask,
+            entropy=logits if logits.dim() == 2 else torch.distributions.Categorical(logits=logits).entropy(),
+            advantages=advantages,
+            values=values,
+            vpreds=vpreds,
+            returns=returns,
+            mask=mask,
+            clip=self.config.cliprange,
+            value_clip=self.config.cliprange_value,
+            value_weight=self.config.vf_coef,
+        )
 
     def train_minibatch(
         self,
@@ -490,14 +482,14 @@ class PPOTrainer:
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
         )
         loss = policy_loss + value_loss
-        if not torch.isfinite(loss):
+        ratio = stats["policy/ratio"].value
+        is_skipped = ratio > self.config.ratio_threshold
+        if not is_skipped and not torch.isfinite(loss):
             self.optimizer.zero_grad()
             raise TrainingDivergedError(
                 f"The loss of step {self.steps_done} is {loss.item()}. No update was made. Lower learning_rate "
                 f"({self.config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
             )
-        ratio = stats["policy/ratio"].value
-        is_skipped = ratio > self.config.ratio_threshold
         if is_skipped:
             warnings.warn(
                 f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={self.config.ratio_threshold}: it is "
@@ -570,6 +562,11 @@ class PPOTrainer:
                 "batch (the decoded responses under 'response'), or give columns_to_log."
             )
         own = [float(reward) for reward in rewards]
+        uneven = [name for name in columns_to_log if len(batch[name]) != len(own)]
+        if uneven:
+            raise ValueError(
+                f"{len(own)} rewards, but {len(batch[uneven[0]])} rows in {uneven[0]!r}: give one per row."
+            )
         rows = list(zip(*(batch[name] for name in columns_to_log), own, strict=True))
         gathered = [row for part in gather_over_ranks(rows) for row in part]
         distribution = torch.tensor([row[-1] for row in gathered])
