@@ -1,5 +1,4 @@
 import json
-import os
 import signal
 import struct
 import subprocess
@@ -22,13 +21,7 @@ from trimtab_common.tracking import (
     start_tracking,
 )
 
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb.teardown()  # wandb reads the environment once per session
+pytestmark = pytest.mark.usefixtures("offline_wandb")
 
 
 def read_wandb(folder: Path):

@@ -733,9 +733,8 @@ def test_tracker_kwargs_reach_the_tracker(is_nested, tmp_path):
     assert len(event_files(tmp_path / "mine")) == 1
 
 
-def test_wandb_run_has_project_name_task_and_settings(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb.teardown()
+@pytest.mark.usefixtures("offline_wandb")
+def test_wandb_run_has_project_name_task_and_settings(tmp_path):
     trainer = tiny.ppo(
         log_with="wandb", tracker_project_name="my-project", exp_name="my-run", task_name="my-task",
         tracker_kwargs={"wandb": {"group": "my-group"}}, project_kwargs={"logging_dir": str(tmp_path)},

@@ -1,6 +1,7 @@
 """What a step takes is checked here, once; behind it everything is trusted."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,20 @@ def check_step(
         _finite_scores(scores).to(device),
         None if response_masks is None else [mask.to(device) for mask in response_masks],
     )
+
+
+def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], columns: Sequence[str]) -> None:
+    """ValueError unless the batch has the columns that shall be logged, with a row for each reward."""
+    missing = [name for name in columns if name not in batch]
+    if missing:
+        raise ValueError(
+            f"columns_to_log names {', '.join(missing)}, the batch has {', '.join(batch)}. Add the column to the batch "
+            "(the decoded responses under 'response'), or give columns_to_log."
+        )
+    uneven = [name for name in columns if len(batch[name]) != len(rewards)]
+    if uneven:
+        found = f"{len(rewards)} rewards, but {len(batch[uneven[0]])} rows in {uneven[0]!r}"
+        raise ValueError(f"{found}: give one reward per row.")
 
 
 def _check_masks(response_masks: Sequence[Tensor], responses: Sequence[Tensor]) -> None:

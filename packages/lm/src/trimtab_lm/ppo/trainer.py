@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,6 @@ from trimtab_common.stats import (
     gather_over_ranks,
     gather_stats,
     merge_stats,
-    sum_over_ranks,
 )
 from trimtab_common.tracking import Tracker, progress
 from trimtab_lm import generation
@@ -47,7 +46,7 @@ from trimtab_lm.rewards import RewardModel
 from trimtab_lm.value_head import PreTrainedModelWrapper
 from trimtab_lm.value_head import _upload as upload
 
-from .checks import check_step
+from .checks import check_logged, check_step
 from .config import PPOConfig
 from .loss import ppo_loss
 from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, in_minibatches, model_inputs, token_batch
@@ -65,22 +64,7 @@ from .setup import (
     without_start,
 )
 from .statistics import Clock, Rollout, rollout_stats
-
-
-@dataclass
-class UpdateWindow:
-    """The minibatches of one optimizer step: what weighs them, and what decides whether the step is taken."""
-
-    tokens: float  # over the whole window, in all processes
-    minibatches: int = 1
-    seen: int = 0
-    kept: int = 0
-    divergence: Mean = Mean(0.0, 0.0)
-    is_stopped: bool = False
-
-    @property
-    def is_last(self) -> bool:
-        return self.seen == self.minibatches
+from .update import UpdateWindow, count, take_step
 
 
 class PPOTrainer:
@@ -406,7 +390,7 @@ class PPOTrainer:
         """One optimizer step over `rows`, minibatch by minibatch; the gradient is that of all their tokens at once."""
         lengths = rollout.batch.lengths[rows]
         parts = rows[lengths.argsort(stable=True)].split(self.config.mini_batch_size)
-        window = self._window = UpdateWindow(_count(rollout.batch.mask[rows]), len(parts))
+        window = self._window = UpdateWindow(count(rollout.batch.mask[rows]), len(parts))
         for part in parts:
             batch = rollout.batch.rows(part)
             window.seen += 1
@@ -477,7 +461,7 @@ class PPOTrainer:
         Called by itself, outside of `step`, the minibatch is its own window. Raises TrainingDivergedError, with the
         weights untouched, if the loss or the gradient is not finite.
         """
-        window = self._window or UpdateWindow(_count(mask), seen=1)
+        window = self._window or UpdateWindow(count(mask), seen=1)
         policy_loss, value_loss, stats = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
         )
@@ -506,29 +490,8 @@ class PPOTrainer:
         window.divergence += stats["policy/approxkl"]
         stats["policy/skipped"] = Mean(float(is_skipped), 1.0)
         if window.is_last:
-            stats |= self._take_step(window)
+            stats |= take_step(self.accelerator, self.actor_critic, self.optimizer, self.config, window)
         return {f"ppo/{key}": value for key, value in stats.items()}
-
-    def _take_step(self, window: UpdateWindow) -> dict[str, Mean]:
-        """The optimizer step of a window, unless all of it was skipped or the policy has moved too far already."""
-        own = torch.tensor([window.kept, float(window.divergence.total), float(window.divergence.weight)])
-        kept, total, weight = sum_over_ranks(own.to(self.current_device)).tolist()
-        window.is_stopped = self.config.early_stopping and total / weight > 1.5 * self.config.target_kl
-        if window.is_stopped or not kept:
-            self.optimizer.zero_grad()
-            return {"policy/early_stopped": Mean(float(window.is_stopped), 1.0)}
-        norm = self.accelerator.clip_grad_norm_(
-            self.actor_critic.parameters(), self.config.max_grad_norm or float("inf")
-        )
-        if self.accelerator.scaler is None and not torch.isfinite(norm):
-            self.optimizer.zero_grad()
-            raise TrainingDivergedError(
-                f"The gradient of step {self.steps_done} has norm {float(norm)}. No update was made. Lower "
-                f"learning_rate ({self.config.learning_rate}) or train in bfloat16 or float32."
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return {"policy/early_stopped": Mean(0.0, 1.0), "grad_norm": Mean(norm, 1.0)}
 
     # ------------------------------------------------------------ statistics
 
@@ -555,18 +518,8 @@ class PPOTrainer:
 
         rewards: one number per response of this process. columns_to_log: columns of `batch` for the table.
         """
-        missing = [name for name in columns_to_log if name not in batch]
-        if missing:
-            raise ValueError(
-                f"columns_to_log names {', '.join(missing)}, the batch has {', '.join(batch)}. Add the column to "
-                "batch (the decoded responses under 'response'), or give columns_to_log."
-            )
+        check_logged(batch, rewards, columns_to_log)
         own = [float(reward) for reward in rewards]
-        uneven = [name for name in columns_to_log if len(batch[name]) != len(own)]
-        if uneven:
-            raise ValueError(
-                f"{len(own)} rewards, but {len(batch[uneven[0]])} rows in {uneven[0]!r}: give one per row."
-            )
         rows = list(zip(*(batch[name] for name in columns_to_log), own, strict=True))
         gathered = [row for part in gather_over_ranks(rows) for row in part]
         distribution = torch.tensor([row[-1] for row in gathered])
@@ -709,8 +662,3 @@ class PPOTrainer:
 def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
     while True:
         yield from dataloader
-
-
-def _count(mask: Tensor) -> float:
-    """Positions that count, over all processes. Collective."""
-    return float(sum_over_ranks(mask.sum()))

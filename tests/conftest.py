@@ -1,0 +1,22 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import wandb
+
+# As `make test` runs it: sums are then in one order on every machine, and two workers do not fight for two cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def offline_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """W&B offline, with no setting of the machine's, in a session of the test's own."""
+    # Both before the environment changes and after: a session leaves its address there, and reads the rest once.
+    wandb.teardown()
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    yield
+    wandb.teardown()
