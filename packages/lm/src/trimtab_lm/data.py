@@ -37,13 +37,14 @@ class ShuffledBatches(Sampler[list[int]]):
             world_size,
         )
         self.epoch, self.taken = -1, self.per_epoch
+        self._is_resumed = False
 
     def __len__(self) -> int:
         return self.per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        if getattr(self, "_resumed", False):
-            self._resumed = False
+        if self._is_resumed:
+            self._is_resumed = False
         else:
             self.epoch, self.taken = self.epoch + 1, 0
         # Seeds that differ by 1 would give the permutations of neighbouring epochs to neighbouring runs.
@@ -59,7 +60,7 @@ class ShuffledBatches(Sampler[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.epoch, self.taken = state["epoch"], state["taken"]
-        self._resumed = self.epoch >= 0
+        self._is_resumed = self.epoch >= 0
 
 
 def collate_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

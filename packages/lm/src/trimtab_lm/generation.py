@@ -234,7 +234,7 @@ class Sampler:
         answers = []
         for context in models:
             with context as model, private_rng(self._next_seed(), model.device):
-                config, rest = sampling_config(model, pad_token_id=self.pad_token_id, **generation_kwargs)
+                config, rest = sampling_config(model, **{"pad_token_id": self.pad_token_id, **generation_kwargs})
                 self._note(config)
                 self.eos_ids = eos_ids = eos_token_ids(model, self.eos_token_id, config)
                 answers.append(

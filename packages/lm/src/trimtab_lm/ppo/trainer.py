@@ -73,9 +73,10 @@ class PPOTrainer:
     config: a PPOConfig. model: a model with a value head; if None, `config.model_name` is loaded. ref_model: the
     reference of the KL penalty; if None, the model as it is now: a PEFT model with its adapters off, any other as a
     frozen copy, which shares its first `num_shared_layers` layers with the model (and freezes them). tokenizer: with a
-    pad token. dataset: prompts for `dataloader` and `train`; if None, `config.query_dataset` is loaded. optimizer: over
-    the model's parameters; if None, Adam. lr_scheduler: stepped once per PPO step. value_model: a model for the values
-    in place of the value head, such as a reward model (see `Critic`).
+    pad token. dataset: prompts for `dataloader` and `train`, as token ids (`input_ids`), texts or conversations
+    (`query` or `prompt`); if None, `config.query_dataset` is loaded. optimizer: over the model's parameters; if None,
+    Adam. lr_scheduler: stepped once per PPO step. value_model: a model for the values in place of the value head, such
+    as a reward model (see `Critic`).
 
     What may be overridden: `batched_forward_pass`, `compute_rewards`, `compute_advantages`, `loss`, `train_minibatch`,
     `record_step_stats`, `gather_stats`, `prepare_dataloader`, `log_stats`. `trainer.config` is the config with the
@@ -136,7 +137,9 @@ class PPOTrainer:
         self.dataloader: DataLoader | None = None
         self.batches: ShuffledBatches | None = None
         if dataset is None and config.query_dataset:
-            self.dataset = tokenize_prompts(open_dataset(config.query_dataset), self.tokenizer)
+            self.dataset = open_dataset(config.query_dataset)
+        if isinstance(self.dataset, Dataset) and data_collator is None and "input_ids" not in self.dataset.column_names:
+            self.dataset = tokenize_prompts(self.dataset, self.tokenizer)
         if self.dataset is not None:
             self.dataloader = self.prepare_dataloader(self.dataset, data_collator)
             if isinstance(self.dataloader.batch_sampler, ShuffledBatches):
@@ -207,7 +210,9 @@ class PPOTrainer:
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         model, score = self.model.pretrained_model, self.accelerator.unwrap_model(self.actor_critic)
-        config, _ = generation.sampling_config(model, pad_token_id=self.tokenizer.pad_token_id, **generation_kwargs)
+        config, _ = generation.sampling_config(
+            model, **{"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs}
+        )
         check_sampler(model, score, queries, config, most=self._rounding)
 
     # -------------------------------------------------------------- one step
