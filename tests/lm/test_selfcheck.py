@@ -7,6 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm.tiny import batch, gpt2, llama, policy, ppo, rows, t5, with_value_head
 
+from trimtab_lm import logprobs
+
 QUERIES = rows(4, 1, 6)
 
 
@@ -30,9 +32,8 @@ def test_nothing_is_said_of_sound_models(build):
 
 def test_a_sampler_with_other_positions_is_found(monkeypatch):
     trainer = ppo(policy())
-    head = trainer.accelerator.unwrap_model(trainer.actor_critic).head
-    shifted = lambda inputs: {**inputs, "position_ids": inputs["attention_mask"].cumsum(-1)}  # noqa: E731
-    monkeypatch.setattr(head, "_positioned", shifted)
+    shifted = lambda _, inputs: {**inputs, "position_ids": inputs["attention_mask"].cumsum(-1)}  # noqa: E731
+    monkeypatch.setattr(logprobs, "positioned", shifted)
     with pytest.warns(UserWarning, match="generate and the trainer differ"):
         sample(trainer)
 

@@ -147,6 +147,13 @@ def score_linear(hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperatur
         return TokenScores(*_ScoreLinear.apply(hidden, weight, bias, targets, temperature))
 
 
+def positioned(forward: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs with position ids that count real tokens, if `forward` takes any: GPT-2 reads left padding as text else."""
+    if "position_ids" in inputs or "position_ids" not in inspect.signature(forward).parameters:
+        return inputs
+    return {**inputs, "position_ids": (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)}
+
+
 class HeadInputs(NamedTuple):
     """What the LM head reads at N positions: [N, hidden]; `logits` [N, V] only where the head cannot be split off."""
 
@@ -168,7 +175,7 @@ class LanguageHead:
         self.model = model
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         self.config = base.config.get_text_config(decoder=True)
-        self.takes_position_ids = "position_ids" in inspect.signature(base.forward).parameters
+        self._forward_of = base.forward
         self.is_encoder_decoder = bool(base.config.is_encoder_decoder)
         self.separable = True
         self.separable = self._logits_agree()
@@ -197,7 +204,7 @@ class LanguageHead:
 
         handle = self.head.register_forward_pre_hook(capture)
         try:
-            logits = self.model(**self._positioned(inputs), use_cache=False, return_dict=True).logits
+            logits = self.model(**positioned(self._forward_of, inputs), use_cache=False, return_dict=True).logits
         finally:
             handle.remove()
         return HeadInputs(captured[0][where], None if self.separable else logits[where])
@@ -242,13 +249,6 @@ class LanguageHead:
         is_hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
         changed = any(getattr(self.config, name, None) for name in LOGIT_CHANGES)
         return self.separable and is_linear and not is_hooked and not changed
-
-    def _positioned(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Inputs with position ids that count real tokens: without them GPT-2 sees left padding as text."""
-        mask = inputs.get("attention_mask")
-        if not self.takes_position_ids or mask is None or "position_ids" in inputs:
-            return inputs
-        return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
 
     @torch.no_grad()
     def _logits_agree(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trimtab_lm.generation import pad
-from trimtab_lm.logprobs import HeadInputs, LanguageHead, exact_kl
+from trimtab_lm.logprobs import HeadInputs, LanguageHead, exact_kl, positioned
 from trimtab_lm.reference import Reference
 from trimtab_lm.value_head import PreTrainedModelWrapper, ValueHead
 
@@ -144,7 +144,8 @@ class Critic(nn.Module):
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values of the counted positions, [N]."""
-        hidden = self.trunk(**batch.inputs, use_cache=False, return_dict=True).last_hidden_state
+        inputs = positioned(self.trunk.forward, batch.inputs)
+        hidden = self.trunk(**inputs, use_cache=False, return_dict=True).last_hidden_state
         return self.v_head(hidden[batch.where])
 
 
