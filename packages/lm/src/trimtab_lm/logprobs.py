@@ -148,7 +148,7 @@ def score_linear(hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperatur
 
 
 def positioned(forward: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs with position ids that count real tokens, if `forward` takes any: GPT-2 reads left padding as text else."""
+    """Inputs with position ids that count real tokens, if `forward` takes any: else GPT-2 reads padding as text."""
     if "position_ids" in inputs or "position_ids" not in inspect.signature(forward).parameters:
         return inputs
     return {**inputs, "position_ids": (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)}
