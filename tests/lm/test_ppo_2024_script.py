@@ -5,7 +5,14 @@ import torch
 from datasets import Dataset
 from tests.lm import tiny
 
-from trimtab_lm import AutoModelForCausalLMWithValueHead, LengthSampler, PPOConfig, PPOTrainer, create_reference_model
+from trimtab_lm import (
+    AutoModelForCausalLMWithValueHead,
+    LengthSampler,
+    PPOConfig,
+    PPOTrainer,
+    create_reference_model,
+    set_seed,
+)
 
 
 def build_dataset(tokenizer):
@@ -28,7 +35,8 @@ def collator(data):
 
 @pytest.mark.filterwarnings("ignore:step .* health/", "ignore:The sampler is not the policy")
 def test_the_sentiment_loop_runs(tmp_path):
-    config = PPOConfig(model_name="tiny", learning_rate=1e-2, batch_size=8, mini_batch_size=4, ppo_epochs=2)
+    set_seed(0)  # LengthSampler draws from numpy's global generator
+    config = PPOConfig(model_name="tiny", learning_rate=1e-2, init_kl_coef=0.01, batch_size=8, mini_batch_size=4)
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny.gpt2())
@@ -44,7 +52,7 @@ def test_the_sentiment_loop_runs(tmp_path):
         "pad_token_id": tokenizer.eos_token_id,
     }
     rewards_seen = []
-    for _ in range(6):
+    for _ in range(10):
         for batch in ppo_trainer.dataloader:
             query_tensors = batch["input_ids"]
             response_tensors = []
@@ -54,7 +62,9 @@ def test_the_sentiment_loop_runs(tmp_path):
                 response = ppo_trainer.generate(query, **generation_kwargs)
                 response_tensors.append(response.squeeze()[len(query) :])
             batch["response"] = [tokenizer.decode(r) for r in response_tensors]
-            rewards = [torch.tensor(sum(c < "n" for c in text) / max(len(text), 1)) for text in batch["response"]]
+            rewards = [
+                torch.tensor(sum(c in "abcdefghijklm" for c in text) / max(len(text), 1)) for text in batch["response"]
+            ]
             stats = ppo_trainer.step(query_tensors, response_tensors, rewards)
             ppo_trainer.log_stats(stats, batch, rewards)
             rewards_seen.append(float(torch.stack(rewards).mean()))
