@@ -291,7 +291,7 @@ class PreTrainedModelWrapper(nn.Module):
         adapters = [folder / name for name in self.pretrained_model.peft_config] if self.is_peft_model else []
         for target in [folder, *(path for path in adapters if path.is_dir())]:
             _write_beside(head, target / VALUE_HEAD_FILE)
-        return _upload(folder, **{"repo_id": folder.resolve().name, **upload}) if push_to_hub else None
+        return push_folder(folder, **{"repo_id": folder.resolve().name, **upload}) if push_to_hub else None
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """`save_pretrained` into a temporary folder, uploaded; same options, same answer."""
@@ -392,6 +392,7 @@ def _write_beside(tensors: Mapping[str, Tensor], file: Path) -> None:
     os.replace(part, file)
 
 
-def _upload(folder: Path, repo_id: str, *, private: bool | None = None, **options: Any) -> Any:
+def push_folder(folder: Path, repo_id: str, *, private: bool | None = None, **options: Any) -> Any:
+    """Upload a folder as the repository `repo_id`, made if need be; returns what huggingface_hub.upload_folder does."""
     repo_id = create_repo(repo_id, private=private, token=options.get("token"), exist_ok=True).repo_id
     return upload_folder(repo_id=repo_id, folder_path=folder, **{"commit_message": "Upload model", **options})

@@ -43,8 +43,7 @@ from trimtab_lm.dropout import without_dropout
 from trimtab_lm.model_card import write_model_card
 from trimtab_lm.reference import Reference
 from trimtab_lm.rewards import RewardModel
-from trimtab_lm.value_head import PreTrainedModelWrapper
-from trimtab_lm.value_head import _upload as upload
+from trimtab_lm.value_head import PreTrainedModelWrapper, push_folder
 
 from .checks import check_logged, check_step
 from .config import PPOConfig
@@ -396,31 +395,34 @@ class PPOTrainer:
         lengths = rollout.batch.lengths[rows]
         parts = rows[lengths.argsort(stable=True)].split(self.config.mini_batch_size)
         window = self._window = UpdateWindow(count(rollout.batch.mask[rows]), len(parts))
-        for part in parts:
-            batch = rollout.batch.rows(part)
-            window.seen += 1
-            # Gradients are exchanged once a window, with its last minibatch.
-            exchange = nullcontext() if window.is_last else self.accelerator.no_sync(self.actor_critic)
-            width = batch.mask.shape[1]
-            with exchange:
-                outputs = self._forward(self.model, batch)
-                if self.steps_done == 0 and not recorded:
-                    check_ratio(
-                        outputs.logprobs.detach(), rollout.logprobs[part, :width], batch.mask, most=self._rounding
-                    )
-                stats = self.train_minibatch(
-                    old_logprobs=rollout.logprobs[part, :width],
-                    values=rollout.values[part, :width],
-                    logprobs=outputs.logprobs,
-                    logits=outputs.entropy,
-                    vpreds=outputs.values,
-                    mask=batch.mask,
-                    advantages=rollout.advantages[part, :width],
-                    returns=rollout.returns[part, :width],
-                )
-            recorded.append(stats)
-        self._window = None
+        try:
+            for part in parts:
+                window.seen += 1
+                # Gradients are exchanged once a window, with its last minibatch.
+                exchange = nullcontext() if window.is_last else self.accelerator.no_sync(self.actor_critic)
+                with exchange:
+                    recorded.append(self._train_on(rollout, part, is_first=self.steps_done == 0 and not recorded))
+        finally:
+            self._window = None
         return window
+
+    def _train_on(self, rollout: Rollout, rows: Tensor, *, is_first: bool) -> dict[str, Any]:
+        """Score a minibatch of a rollout under the policy as it is now, and train on it."""
+        batch = rollout.batch.rows(rows)
+        old, width = rollout.logprobs, batch.mask.shape[1]
+        outputs = self._forward(self.model, batch)
+        if is_first:
+            check_ratio(outputs.logprobs.detach(), old[rows, :width], batch.mask, most=self._rounding)
+        return self.train_minibatch(
+            old_logprobs=old[rows, :width],
+            values=rollout.values[rows, :width],
+            logprobs=outputs.logprobs,
+            logits=outputs.entropy,
+            vpreds=outputs.values,
+            mask=batch.mask,
+            advantages=rollout.advantages[rows, :width],
+            returns=rollout.returns[rows, :width],
+        )
 
     def loss(
         self,
@@ -576,7 +578,7 @@ class PPOTrainer:
         sequence classifier with the policy's tokenizer; if None, `config.reward_model`. generation_kwargs: arguments of
         `generate`; by default the whole batch is sampled at once. resume_from: a checkpoint's folder, or "latest" for
         the newest in `output_dir`, if there is one. on_step: called with the step's number, the logged statistics and
-        the batch. Returns the logged statistics of every step.
+        the batch. Returns the numbers among the logged statistics of every step.
         """
         reward_function = self._reward_function(reward)
         if self.dataloader is None:
@@ -596,9 +598,10 @@ class PPOTrainer:
             columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
             scores = list(reward_function(batch["query"], batch["response"], **columns))
             stats = self.step(queries, responses, scores)
-            history.append(self.log_stats(stats, batch, scores))
+            logs = self.log_stats(stats, batch, scores)
+            history.append({name: value for name, value in logs.items() if isinstance(value, float)})
             if on_step is not None:
-                on_step(self.steps_done, history[-1], batch)
+                on_step(self.steps_done, logs, batch)
             if self.config.save_steps and self.steps_done % self.config.save_steps == 0:
                 self.save_checkpoint()
         return history
@@ -638,7 +641,7 @@ class PPOTrainer:
             return None
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return upload(Path(folder), repo_id, **kwargs)
+            return push_folder(Path(folder), repo_id, **kwargs)
 
     def _push_if_best(self, mean_score: float) -> None:
         config = self.config
