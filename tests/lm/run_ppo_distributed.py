@@ -107,11 +107,17 @@ def loop() -> dict[str, Any]:
         given={"dataset": prompts}, batch_size=GLOBAL_BATCH // world_size, mini_batch_size=2, steps=2,
         accelerator_kwargs={"cpu": True}, gradient_accumulation_steps=2,
     )  # fmt: skip
+    history: list[Any] = []
     batches: list[Any] = []
-    history = trainer.train(
+
+    def keep(step: int, stats: dict[str, Any], batch: dict[str, Any]) -> None:
+        history.append(stats)
+        batches.append(batch)
+
+    trainer.train(
         lambda queries, responses, **columns: [float(len(response)) for response in responses],
         generation_kwargs={"max_new_tokens": 9},
-        on_step=lambda step, stats, batch: batches.append(batch),
+        on_step=keep,
     )
     return {
         "stats": history,

@@ -638,20 +638,23 @@ def test_reward_model_scores_in_train(tmp_path):
     scorer = tiny.scorer()
     scorer.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
-    texts = []
+    texts, rewards = [], []
+
+    def keep(step, stats, batch):
+        texts.extend(query + response for query, response in zip(batch["query"], batch["response"], strict=True))
+        rewards.extend(stats["env/reward_dist"].tolist())
+
     trainer = tiny.ppo(
         given={"dataset": datasets.Dataset.from_dict({"input_ids": [[5, 6]] * 4})}, reward_model=str(tmp_path)
     )
-    (stats,) = trainer.train(
+    trainer.train(
         steps=1,
         generation_kwargs={"max_new_tokens": 5, "suppress_tokens": [0, 1, 2, 3]},  # so that texts hold all ids
-        on_step=lambda step, stats, batch: texts.extend(
-            q + r for q, r in zip(batch["query"], batch["response"], strict=True)
-        ),
+        on_step=keep,
     )
     with torch.no_grad():
         expected = [scorer.eval()(torch.tensor([tiny.tokenizer()(text)["input_ids"]])).logits.item() for text in texts]
-    assert stats["env/reward_dist"].tolist() == pytest.approx(expected, abs=1e-5)
+    assert rewards == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The sampler is not the policy")

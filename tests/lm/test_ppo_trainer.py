@@ -944,11 +944,12 @@ def test_train_hands_texts_and_columns_to_the_reward_and_steps_to_on_step():
 def test_train_takes_a_reward_model():
     scorer = tiny.scorer()
     data = Dataset.from_dict({"input_ids": [[5, 6]] * 4})
-    texts = []
-    (stats,) = tiny.ppo(given={"dataset": data}).train(
-        scorer, steps=1, generation_kwargs={"max_new_tokens": 3}, on_step=lambda *args: texts.append(args[2])
+    steps = []
+    tiny.ppo(given={"dataset": data}).train(
+        scorer, steps=1, generation_kwargs={"max_new_tokens": 3}, on_step=lambda *args: steps.append(args)
     )
-    ids = tiny.tokenizer()(texts[0]["query"][0] + texts[0]["response"][0])["input_ids"]
+    ((_, stats, batch),) = steps
+    ids = tiny.tokenizer()(batch["query"][0] + batch["response"][0])["input_ids"]
     with torch.no_grad():
         hidden = scorer.eval().transformer(input_ids=torch.tensor([ids])).last_hidden_state
         expected = float(scorer.score(hidden)[0, -1, 0])
