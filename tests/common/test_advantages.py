@@ -16,3 +16,9 @@ def test_whitening_divides_by_the_sample_deviation_and_equal_scores_give_zero():
 
 def test_integer_scores_do_not_round():
     torch.testing.assert_close(group_centred(torch.tensor([0, 1]), torch.tensor([3, 3])), torch.tensor([-0.5, 0.5]))
+
+
+def test_what_rounding_leaves_of_equal_scores_is_not_blown_up():
+    scores = torch.full((7,), 0.7)
+    assert group_centred(scores, torch.zeros(7)).abs().max() > 0
+    assert (group_whitened(scores, torch.zeros(7)) == 0).all()
