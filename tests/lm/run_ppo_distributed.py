@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ class Case:
 
     minibatch: int  # of one process among two; one alone takes twice as many rows, or twice the accumulation
     accumulation: int = 1
-    kind: Literal["gpt2", "bart"] = "gpt2"  # those whose norms keep float64
+    kind: Literal["gpt2", "bart", "llama", "t5"] = "gpt2"
     has_masks: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     doubles_accumulation: bool = False
@@ -35,6 +36,8 @@ CASES = {
     "accumulated": Case(1, 4),
     "masks": Case(2, 2, has_masks=True),
     "encoder-decoder": Case(2, 2, kind="bart", has_masks=True),
+    "llama": Case(2, 2, kind="llama", has_masks=True),
+    "t5": Case(2, 2, kind="t5", has_masks=True),
     "scaled": Case(2, 2, config={
         "use_score_scaling": True, "use_score_norm": True, "score_clip": 1.5, "whiten_rewards": True, "gamma": 0.9,
         "target": 0.5, "horizon": 100, "init_kl_coef": 0.5, "max_grad_norm": 0.1, "missing_eos_penalty": 0.5,
@@ -63,18 +66,19 @@ def global_batch(step: int, *, has_masks: bool) -> dict[str, list[torch.Tensor]]
     return columns
 
 
-def bart() -> BartForConditionalGeneration:
+def bart(dtype: torch.dtype) -> BartForConditionalGeneration:
     sizes = {
         "d_model": tiny.WIDTH, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
         "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "init_std": 0.3,
         "decoder_start_token_id": tiny.BOS, "max_position_embeddings": 64,
     }  # fmt: skip
     config = BartConfig(**sizes | tiny.TOKENS)
-    return tiny.seeded(BartForConditionalGeneration, config, dtype=torch.float64)
+    return tiny.seeded(BartForConditionalGeneration, config, dtype=dtype)
 
 
 def make(case: Case, *, minibatch: int, accumulation: int, world_size: int) -> PPOTrainer:
-    base = tiny.gpt2(dtype=torch.float64) if case.kind == "gpt2" else bart()
+    builders = {"gpt2": tiny.gpt2, "bart": bart, "llama": tiny.llama, "t5": partial(tiny.t5, initializer_factor=1.0)}
+    base = builders[case.kind](dtype=torch.float64)
     model = tiny.with_value_head(base)
     # Unlike Adam, SGD shows a gradient of the wrong size, and does not magnify rounding where there is none.
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=0.5)

@@ -39,7 +39,7 @@ def alone(name: str) -> dict[str, Any]:
     return steps(case, minibatch=2 * case.minibatch, accumulation=case.accumulation)
 
 
-@pytest.mark.parametrize("name", ["plain", "masks", "encoder-decoder", "scaled"])
+@pytest.mark.parametrize("name", ["plain", "masks", "encoder-decoder", "llama", "t5", "scaled"])
 def test_accumulation_does_not_matter(name):
     whole = steps(CASES[name], minibatch=GLOBAL_BATCH, accumulation=1)
     for minibatch in (1, 4):
