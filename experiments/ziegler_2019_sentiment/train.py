@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trimtab_common.config import parse_config
+from trimtab_common.config import parse_config, to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 
 # The file is run by its path, from anywhere; the experiments are not installed.
@@ -112,7 +112,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
     folder = Path(ppo.output_dir or _run_folder())
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(asdict(run) | asdict(ppo), indent=2) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(to_flat_dict(run, ppo), indent=2) + "\n", encoding="utf-8")
     shown = dataset["query"][: run.samples]
     before = continuations(trainer, shown, run)
     if is_main:

@@ -180,4 +180,7 @@ def test_flat_dict_has_plain_values_and_tells_apart_what_differs():
     assert (flat["ppo.seed"], flat["run.seed"], flat["model"]) == (0, 1, "gpt2")
     assert (flat["folder"], flat["sizes"]) == ("out", [])
     assert "secret" not in flat.values()
+    nested = to_flat_dict(ppo("--tracker_kwargs={'token': 'secret', 'api_key': 'secret', 'tokens': 'kept'}"))
+    assert "secret" not in nested.values()
+    assert nested["tracker_kwargs.tokens"] == "kept"
     assert not {"seed", "tracker_kwargs", "run.model"} & flat.keys()

@@ -785,3 +785,18 @@ def test_documented_defaults():
 
 def test_every_field_says_what_it_is():
     assert all(field.metadata.get("help") for field in dataclasses.fields(PPOConfig))
+
+
+def test_a_hub_token_reaches_neither_the_model_card_nor_the_tracker(tmp_path):
+    trainer = tiny.ppo(
+        push_to_hub_if_best_kwargs={"repo_id": "me/mine", "token": "hf_secret"}, log_with="tensorboard",
+        project_kwargs={"logging_dir": str(tmp_path / "logs")},
+    )  # fmt: skip
+    trainer.create_model_card(str(tmp_path))
+    assert "me/mine" in (tmp_path / "README.md").read_text()
+    assert "hf_secret" not in (tmp_path / "README.md").read_text()
+    trainer.tracker.log({"a": 1.0}, 1)
+    trainer.tracker.finish()
+    written = b"".join(file.read_bytes() for file in (tmp_path / "logs").rglob("*") if file.is_file())
+    assert b"me/mine" in written
+    assert b"hf_secret" not in written

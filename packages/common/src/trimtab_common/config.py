@@ -76,11 +76,11 @@ def to_flat_dict(*configs: Any) -> dict[str, Any]:
     """Every field of every configuration as plain values, for a tracker; entries of a dict get dotted names.
 
     A name on which two configurations differ is preceded by the class, as on the command line. Tokens and keys
-    of services (fields that end in _token or _key) are left out.
+    of services (named token, or ending in _token or _key; inside dicts too) are left out.
     """
     flat: dict[str, Any] = {}
     rows = [(_short(type(config)), field.name, getattr(config, field.name)) for config in configs
-            for field in dataclasses.fields(config) if not field.name.endswith(("_token", "_key"))]  # fmt: skip
+            for field in dataclasses.fields(config)]  # fmt: skip
     for short, name, value in rows:
         differs = any(other_name == name and other != value for _, other_name, other in rows)
         flat.update(_flatten(f"{short}.{name}" if differs else name, value))
@@ -91,7 +91,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}", inner)
-    else:
+    elif not re.search(r"(^|[._])token$|_key$", name):
         yield name, _plain(value)
 
 

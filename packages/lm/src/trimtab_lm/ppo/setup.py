@@ -1,7 +1,7 @@
 """What a PPOTrainer is given, checked and completed."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from trimtab_common.config import to_flat_dict
 from trimtab_common.kl import AdaptiveKLController, FixedKLController
 from trimtab_common.tracking import Tracker, start_tracking
 from trimtab_lm.value_head import (
@@ -114,7 +115,7 @@ def start_run(config: PPOConfig, accelerator: Accelerator, run_id: str | None) -
     return start_tracking(
         config.log_with,
         project=config.tracker_project_name,
-        config=asdict(config),
+        config=to_flat_dict(config),
         name=config.exp_name,
         tags=[config.task_name] if config.task_name else [],
         folder=accelerator.logging_dir or ".",

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor, TrainingDivergedError
 from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.masking import rescale, whiten
@@ -663,7 +663,7 @@ class PPOTrainer:
             paper="Ziegler et al. 2019, arXiv:1909.08593",
             model_class=type(self.model).__name__,
             base_model=getattr(self.model.config, "_name_or_path", None) or None,
-            settings={name: value for name, value in asdict(self.config).items() if value not in (None, {})},
+            settings={name: value for name, value in to_flat_dict(self.config).items() if value not in (None, {})},
         )
 
 
