@@ -1,6 +1,7 @@
 """Models of a few thousand weights and a tokenizer of one token per character, built in code."""
 
 import string
+from types import MethodType
 from typing import Any
 
 import torch
@@ -68,6 +69,19 @@ def t5(seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Pr
         "decoder_start_token_id": PAD,
     }  # fmt: skip
     return seeded(T5ForConditionalGeneration, T5Config(**sizes | TOKENS | settings), seed, dtype)
+
+
+def exact(model: Any) -> Any:
+    """The model in float64 throughout: transformers' RMS norms compute in float32 whatever the dtype, which rounds."""
+
+    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        size = hidden.pow(2).mean(-1, keepdim=True)
+        return self.weight * hidden * torch.rsqrt(size + self.variance_epsilon)
+
+    for module in model.modules():
+        if type(module).__name__ in ("LlamaRMSNorm", "T5LayerNorm"):
+            module.forward = MethodType(norm, module)
+    return model.double()
 
 
 def scorer(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -168,11 +168,13 @@ class LanguageHead:
     What happens to the logits behind the head is read off the model's configuration and compared with the model's own
     logits at construction; where they differ the model is run whole, with a warning, at `[N, vocab]` memory.
 
-    model: a PreTrainedModel, or a PeftModel around one, whose `get_output_embeddings()` is its LM head.
+    model: a PreTrainedModel, or a PeftModel around one, whose `get_output_embeddings()` is its LM head. run: what runs
+    it, the model itself unless something stands in its forward's place.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, run: Callable[..., Any] | None = None):
         self.model = model
+        self.run: Callable[..., Any] = model if run is None else run
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         self.config = base.config.get_text_config(decoder=True)
         self._forward_of = base.forward
@@ -193,6 +195,7 @@ class LanguageHead:
     def read(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
         """Run the trunk and keep what the head reads where `where` [B, T] is True, row by row: N positions.
 
+        `where` may also be N places in the flattened [B * T], in any order and with repetitions.
         inputs: `input_ids`, `attention_mask`, and for encoder-decoder models `decoder_input_ids`,
         `decoder_attention_mask` [B, T]. Padding may stand on either side.
         """
@@ -204,10 +207,10 @@ class LanguageHead:
 
         handle = self.head.register_forward_pre_hook(capture)
         try:
-            logits = self.model(**positioned(self._forward_of, inputs), use_cache=False, return_dict=True).logits
+            logits = self.run(**positioned(self._forward_of, inputs), use_cache=False, return_dict=True).logits
         finally:
             handle.remove()
-        return HeadInputs(captured[0][where], None if self.separable else logits[where])
+        return HeadInputs(_chosen(captured[0], where), None if self.separable else _chosen(logits, where))
 
     def logits(self, inputs: HeadInputs) -> Tensor:
         """[N, V] of a few positions, as the model itself would give them."""
@@ -259,7 +262,7 @@ class LanguageHead:
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            own = self.model(**inputs, use_cache=False, return_dict=True).logits[0]
+            own = self.run(**inputs, use_cache=False, return_dict=True).logits[0]
             ours = self.logits(self.read(torch.ones_like(ids, dtype=torch.bool), **inputs))
         finally:
             for module in training:
@@ -289,6 +292,11 @@ def exact_kl(
 
     spans = _spans(len(policy_inputs.hidden), vocab_size)
     return torch.cat([full(log_p(policy, policy_inputs, span), log_p(ref, ref_inputs, span)) for span in spans])
+
+
+def _chosen(states: Tensor, where: Tensor) -> Tensor:
+    """[N, ...] of states [B, T, ...], by a mask [B, T] or by places in [B * T]."""
+    return states[where] if where.dtype == torch.bool else states.flatten(0, 1).index_select(0, where)
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -59,12 +59,33 @@ class Reference:
     """The fixed policy that KL penalties and preference losses measure against; build it with `of`.
 
     model: the transformers model (or the PEFT policy) to run inside `active`; prepare it for a device or a strategy by
-    assigning the prepared model. is_adapter_off: whether it is the policy itself, without its adapters.
+    assigning the prepared model. is_adapter_off: whether it is the policy itself, without its adapters. adapter: the
+    adapter that makes the policy its own reference.
     """
 
-    def __init__(self, model: Any, *, is_adapter_off: bool):
+    def __init__(self, model: Any, *, is_adapter_off: bool, adapter: str | None = None):
         self.model = model
         self.is_adapter_off = is_adapter_off
+        self.adapter = adapter
+
+    @classmethod
+    def of_adapter(cls, model: Any, adapter: str) -> "Reference":
+        """The reference that a PEFT policy is with another of its adapters, which must not train.
+
+        Raises ValueError for a model without an adapter of that name.
+        """
+        known = list(model.peft_config) if isinstance(model, PeftModel) else []
+        if adapter not in known:
+            raise ValueError(
+                f"ref_adapter_name={adapter!r}, but the model has the adapters {known}. Load it into the model first: "
+                f"model.load_adapter(folder, adapter_name={adapter!r})."
+            )
+        return cls(model, is_adapter_off=False, adapter=adapter)
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether the reference is the policy itself, with its adapters off or others in their place."""
+        return self.is_adapter_off or self.adapter is not None
 
     @classmethod
     def of(cls, model: Any, ref_model: Any = None, num_shared_layers: int | None = None) -> "Reference":
@@ -103,11 +124,30 @@ class Reference:
         training = [module for module in self.model.modules() if module.training]
         try:
             self.model.eval()
-            with torch.no_grad(), adapters_off(self.model) if self.is_adapter_off else nullcontext():
+            with torch.no_grad(), self._adapters():
                 yield self.model
         finally:
             for module in training:
                 module.training = True
+
+    def _adapters(self) -> AbstractContextManager[None]:
+        if self.adapter is not None:
+            return adapter_on(self.model, self.adapter)
+        return adapters_off(self.model) if self.is_adapter_off else nullcontext()
+
+
+@contextmanager
+def adapter_on(model: PeftModel, name: str) -> Iterator[None]:
+    """Run a PEFT model with another of its adapters inside the block; what trains is as before afterwards."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    before = model.active_adapter
+    try:
+        model.set_adapter(name)
+        yield
+    finally:
+        model.set_adapter(before)
+        for parameter, flag in flags:
+            parameter.requires_grad = flag
 
 
 @contextmanager
