@@ -1,6 +1,6 @@
 import torch
 
-from trimtab_common.advantages import group_centred, group_whitened
+from trimtab_common.advantages import batch_scaled, group_centred, group_whitened
 
 SCORES = torch.tensor([1.0, 5.0, 0.1, 3.0, 7.0, 0.1, 0.1])
 GROUPS = torch.tensor([7, 7, 2, 7, 40, 2, 2])
@@ -22,3 +22,15 @@ def test_what_rounding_leaves_of_equal_scores_is_not_blown_up():
     scores = torch.full((7,), 0.7)
     assert group_centred(scores, torch.zeros(7)).abs().max() > 0
     assert (group_whitened(scores, torch.zeros(7)) == 0).all()
+
+
+def test_batch_scaling_divides_by_the_deviation_of_all_scores():
+    scores, groups = torch.tensor([0.0, 2.0, 10.0, 12.0]), torch.tensor([0, 0, 1, 1])
+    std = (104 / 3) ** 0.5  # squared distances 36, 16, 16, 36 from the mean 6
+    torch.testing.assert_close(batch_scaled(scores, groups), torch.tensor([-1.0, 1.0, -1.0, 1.0]) / std)
+    torch.testing.assert_close(batch_scaled(1e6 * scores, groups), batch_scaled(scores, groups))
+
+
+def test_batch_scaling_of_equal_scores_gives_zero():
+    for scores in (torch.full((7,), 0.7), torch.tensor([3])):
+        assert (batch_scaled(scores, torch.zeros(len(scores), dtype=torch.long)) == 0).all()

@@ -28,6 +28,23 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient():
     torch.testing.assert_close(log_ratio.grad, -advantages)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (5.0, -2.0, 6.0, 0.0),
+        (2.5, -2.0, 5.0, 5.0),
+        (5.0, 2.0, -2.6, 0.0),
+        (1.1, 2.0, -2.2, -2.2),
+        (0.5, -2.0, 1.6, 0.0),
+    ],
+)
+def test_a_dual_clip_bounds_what_a_bad_action_costs_and_nothing_else(ratio, advantage, loss, slope):
+    log_ratio = torch.tensor(math.log(ratio), requires_grad=True)
+    result = clipped_surrogate(log_ratio, torch.tensor(advantage), **CLIP, dual_clip=3.0)
+    result.backward()
+    assert (result.item(), log_ratio.grad.item()) == (pytest.approx(loss, rel=1e-6), pytest.approx(slope, rel=1e-6))
+
+
 def test_statistics_count_what_the_mask_counts():
     log_ratio = torch.tensor([math.log(2.0), math.log(0.5), 0.0, 50.0])
     advantages, mask = torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([1, 1, 1, 0])

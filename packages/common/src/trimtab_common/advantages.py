@@ -26,5 +26,19 @@ def group_whitened(scores: Tensor, groups: Tensor) -> Tensor:
     sizes = index.bincount()
     squares = torch.zeros(len(sizes), dtype=centred.dtype, device=centred.device).index_add_(0, index, centred**2)
     std = (squares / (sizes - 1).clamp(min=1)).sqrt()
+    return _over_deviation(centred, std[index], scores)
+
+
+def batch_scaled(scores: Tensor, groups: Tensor) -> Tensor:
+    """Score minus the mean of its group, over the deviation of all scores (Liu et al. 2025, arXiv:2508.08221).
+
+    scores, groups: [B], as for `group_centred`. Returns [B]; 0 if all scores are equal. The deviation is the sample's
+    (n - 1), about the mean of all.
+    """
+    std = group_centred(scores, torch.zeros_like(groups)).square().sum().div(max(len(scores) - 1, 1)).sqrt()
+    return _over_deviation(group_centred(scores, groups), std, scores)
+
+
+def _over_deviation(centred: Tensor, std: Tensor, scores: Tensor) -> Tensor:
     rounding = 1e-6 * scores.abs().max()  # what is left of equal scores after subtracting their mean
-    return torch.where(std[index] > rounding, centred / std[index].clamp(min=1e-30), 0.0)
+    return torch.where(std > rounding, centred / std.clamp(min=1e-30), 0.0)

@@ -6,13 +6,18 @@ from torch import Tensor
 from trimtab_common.stats import Mean
 
 
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per action (Schulman et al. 2017, arXiv:1707.06347, Eq. 7).
 
     log_ratio: [...], log pi - log pi_old of the action taken; advantages: [...]. Returns [...], to be minimised.
+    dual_clip > 1 + clip_high bounds r where A < 0 too, where the loss had no bound: max(the minimum above, dual_clip A)
+    there (Ye et al. 2020, arXiv:1912.09729, Eq. 5).
     """
     ratio = log_ratio.exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    bounded = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
+    return -torch.minimum(bounded * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 
 @torch.no_grad()

@@ -1,0 +1,307 @@
+"""The losses of DPO against their papers: values and gradients worked by hand, optima, limits and invariances."""
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from trimtab_lm.dpo import loss as dpo
+from trimtab_lm.dpo.loss import COUPLED, LOSSES, PairLogprobs, check_losses, implicit_rewards, mixed
+
+BETA = 0.5
+LOG = math.log
+SMOOTHING = {"robust": 0.1, "exo_pair": 0.1}
+
+
+def pairs_of(a, b, *, lengths=(1, 1), dtype=torch.float64) -> PairLogprobs:
+    """Pairs whose log-ratios are `a` and `b`, against a reference that is not zero."""
+    a, b = (torch.tensor(x, dtype=dtype).reshape(-1) for x in (a, b))
+    ref_chosen, ref_rejected = torch.full_like(a, -8.0), torch.full_like(b, -4.0)
+    lengths = [torch.full((len(a),), n) for n in lengths]
+    return PairLogprobs(a + ref_chosen, b + ref_rejected, ref_chosen, ref_rejected, *lengths)
+
+
+def random_pairs(n: int) -> PairLogprobs:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = [-20 * torch.rand(n, generator=generator, dtype=torch.float64) for _ in range(4)]
+    return PairLogprobs(*logprobs, *(torch.randint(1, 9, (n,), generator=generator) for _ in range(2)))
+
+
+def taken(pairs: PairLogprobs, rows) -> PairLogprobs:
+    return PairLogprobs(*(getattr(pairs, field.name)[rows] for field in fields(pairs)))
+
+
+def gradients(name: str, pairs: PairLogprobs, **numbers) -> tuple[float, float]:
+    pairs = replace(pairs, chosen=pairs.chosen.requires_grad_(), rejected=pairs.rejected.requires_grad_())
+    LOSSES[name](pairs, **numbers).sum().backward()
+    return pairs.chosen.grad.item(), pairs.rejected.grad.item()
+
+
+# beta a = log 3, beta b = -log 2: s(beta a) = 3/4, s(beta b) = 1/3, beta m = log 6, s(beta m) = 6/7
+WORKED = {
+    "sigmoid": (0.0, LOG(7 / 6)),
+    "sigmoid, a tenth of the labels wrong": (0.1, 0.9 * LOG(7 / 6) + 0.1 * LOG(7)),
+    "hinge": (0.0, 0.0),
+    "kto_pair": (0.0, (1 / 4 + 1 / 7) / 2),  # the KL terms are a and 0
+    "kto": (0.0, (1 / 4 + 1 / 7) / 2),
+    "robust": (0.1, (0.9 * LOG(7 / 6) - 0.1 * LOG(7)) / 0.8),
+    "exo_pair": (0.1, 6 / 7 * LOG(6 / 7 / 0.9) + 1 / 7 * LOG(1 / 7 / 0.1)),
+    "nca_pair": (0.0, LOG(4 / 3) + LOG(4) / 2 + LOG(3 / 2) / 2),
+    "apo_zero": (0.0, 1 / 4 + 1 / 3),
+    "apo_down": (0.0, 3 / 4 + 1 / 7),
+    "sppo_hard": (0.0, (LOG(3) - 0.5) ** 2 / BETA**2 + (0.5 - LOG(2)) ** 2 / BETA**2),
+    "ipo": (0.0, (LOG(6) / BETA - 1) ** 2),
+    "aot": (0.1, 0.9 * LOG(7 / 6) + 0.1 * LOG(7)),
+    "aot_pair": (0.1, 0.9 * LOG(7 / 6) + 0.1 * LOG(7)),
+    "discopop": (0.0, LOG(7 / 6) / (6**20 + 1) + 1 / 6 / (1 + 6**-20)),
+}
+
+
+@pytest.mark.parametrize("case", WORKED)
+def test_a_pair_by_hand(case):
+    label_smoothing, expected = WORKED[case]
+    pairs = pairs_of(LOG(3) / BETA, -LOG(2) / BETA)
+    loss = LOSSES[case.split(",")[0]](pairs, beta=BETA, label_smoothing=label_smoothing)
+    assert loss.shape == (1,)
+    assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+# value, and gradient by chosen and rejected over beta, where policy and reference agree
+AT_THE_REFERENCE = {
+    "sigmoid": (LOG(2), -1 / 2, 1 / 2),
+    "hinge": (1.0, -1.0, 1.0),
+    "ipo": (1 / (4 * BETA**2), -1 / BETA**2, 1 / BETA**2),
+    "kto_pair": (1 / 2, -1 / 8, 1 / 8),
+    "robust": (LOG(2), -1 / 2 / 0.8, 1 / 2 / 0.8),  # steeper by 1 / (1 - 2e)
+    "exo_pair": (-LOG(2) - LOG(0.09) / 2, -LOG(9) / 4, LOG(9) / 4),
+    "nca_pair": (2 * LOG(2), -1 / 4, 1 / 4),
+    "apo_zero": (1.0, -1 / 4, 1 / 4),
+    "apo_down": (1.0, 0.0, 1 / 4),
+    "sppo_hard": (1 / (2 * BETA**2), -1 / BETA**2, 1 / BETA**2),
+    "aot": (LOG(2), -1 / 2, 1 / 2),
+    "aot_pair": (LOG(2), -1 / 2, 1 / 2),
+    "discopop": ((LOG(2) + 1) / 2, 5 * (1 - LOG(2)) - 3 / 4, 3 / 4 - 5 * (1 - LOG(2))),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_REFERENCE)
+def test_value_and_gradient_where_policy_and_reference_agree(name):
+    value, by_chosen, by_rejected = AT_THE_REFERENCE[name]
+    numbers = {"beta": BETA, "label_smoothing": SMOOTHING.get(name, 0.0)}
+    assert LOSSES[name](pairs_of(0.0, 0.0), **numbers).item() == pytest.approx(value, rel=1e-12)
+    found = [gradient / BETA for gradient in gradients(name, pairs_of(0.0, 0.0), **numbers)]
+    assert found == pytest.approx([by_chosen, by_rejected], rel=1e-12, abs=1e-12)
+
+
+def test_every_loss_has_a_hand_worked_value_and_gradient():
+    assert set(WORKED) - {"sigmoid, a tenth of the labels wrong"} == set(LOSSES)
+    assert set(AT_THE_REFERENCE) == set(LOSSES) - {"kto"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_margins_of_ten_thousand_nats_are_finite_in_float32(name, dtype):
+    extremes = [-1e4, 0.0, 1e4]
+    a, b = [x for x in extremes for _ in extremes], extremes * 3
+    pairs = pairs_of(a, b, dtype=dtype)
+    pairs = replace(pairs, chosen=pairs.chosen.requires_grad_(), rejected=pairs.rejected.requires_grad_())
+    for beta in (0.1, 1.0, 10.0):
+        losses = LOSSES[name](pairs, beta=beta, label_smoothing=SMOOTHING.get(name, 0.0))
+        losses.sum().backward()
+        assert losses.dtype == torch.float32
+        for tensor in (losses, pairs.chosen.grad, pairs.rejected.grad):
+            assert torch.isfinite(tensor).all()
+
+
+def test_log_ratios_are_not_rounded_to_the_models_precision():
+    pairs = pairs_of(0.0, 0.0, dtype=torch.bfloat16)
+    pairs = replace(pairs, chosen=pairs.chosen - 300, ref_chosen=pairs.ref_chosen - 1)  # -308 and -9
+    assert pairs.margin.item() == -299.0  # bfloat16 has no odd numbers there
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - COUPLED))
+def test_a_pair_alone_is_the_pair_in_a_batch(name):
+    pairs, numbers = random_pairs(6), {"beta": 0.1, "label_smoothing": SMOOTHING.get(name, 0.0)}
+    alone = torch.cat([LOSSES[name](taken(pairs, [i]), **numbers) for i in range(6)])
+    torch.testing.assert_close(LOSSES[name](pairs, **numbers), alone)
+
+
+@pytest.mark.parametrize("name", sorted(COUPLED))
+def test_coupled_losses_depend_on_the_batch_but_not_on_its_order(name):
+    pairs = random_pairs(6)
+    whole = LOSSES[name](pairs, beta=0.1).mean()
+    shuffled = LOSSES[name](taken(pairs, [3, 0, 5, 1, 4, 2]), beta=0.1).mean()
+    torch.testing.assert_close(whole, shuffled)
+    alone = torch.cat([LOSSES[name](taken(pairs, [i]), beta=0.1) for i in range(6)]).mean()
+    assert abs(whole - alone) > 1e-3
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_the_label_flipped_is_the_margin_negated(label_smoothing):
+    """With half of the labels wrong, the answers' order says nothing; at e, flipping them is e to 1 - e."""
+    pairs = random_pairs(5)
+    flipped = PairLogprobs(
+        pairs.rejected, pairs.chosen, pairs.ref_rejected, pairs.ref_chosen, pairs.rejected_length, pairs.chosen_length
+    )
+    half = dpo.sigmoid(pairs, beta=0.1, label_smoothing=0.5)
+    torch.testing.assert_close(half, dpo.sigmoid(flipped, beta=0.1, label_smoothing=0.5))
+    torch.testing.assert_close(
+        dpo.sigmoid(flipped, beta=0.1, label_smoothing=label_smoothing),
+        dpo.sigmoid(pairs, beta=0.1, label_smoothing=1 - label_smoothing),
+    )
+    difference = dpo.sigmoid(flipped, beta=0.1) - dpo.sigmoid(pairs, beta=0.1)
+    torch.testing.assert_close(difference, 0.1 * pairs.margin)  # -log s(-x) + log s(x) = x
+
+    noisy = [dpo.robust(x, beta=0.1, label_smoothing=label_smoothing) for x in (pairs, flipped)]
+    unbiased = (1 - label_smoothing) * noisy[0] + label_smoothing * noisy[1]
+    torch.testing.assert_close(unbiased, dpo.sigmoid(pairs, beta=0.1))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "robust", "kto_pair", "nca_pair", "apo_zero", "apo_down", "discopop"])
+def test_a_vanishing_beta_leaves_the_value_of_the_reference(name):
+    pairs, zero = random_pairs(4), pairs_of(0.0, 0.0)
+    vanishing = LOSSES[name](pairs, beta=1e-12)
+    torch.testing.assert_close(vanishing, LOSSES[name](zero, beta=1e-12).expand(4), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "value"),
+    [
+        ("sigmoid", LOG(9) / BETA - 3, -3.0, -0.9 * LOG(0.9) - 0.1 * LOG(0.1)),  # s(beta m) = 1 - e
+        ("exo_pair", LOG(9) / BETA - 3, -3.0, 0.0),
+        ("sppo_hard", 1.0, -1.0, 0.0),  # +- 1 / (2 beta)
+        ("ipo", 4.0, 3.0, 0.0),  # 1 / (2 beta)
+        ("hinge", 3.0, 1.0, 0.0),  # from margin 1 / beta on
+    ],
+)
+def test_least_where_the_paper_says(name, a, b, value):
+    numbers = {"beta": BETA, "label_smoothing": 0.1}
+    assert LOSSES[name](pairs_of(a, b), **numbers).item() == pytest.approx(value, abs=1e-12)
+    assert gradients(name, pairs_of(a, b), **numbers) == pytest.approx((0.0, 0.0), abs=1e-12)
+    for nearby in (a - 0.1, a + 0.1):
+        assert LOSSES[name](pairs_of(nearby, b), **numbers).item() >= value
+
+
+def test_hinge_by_hand():
+    assert dpo.hinge(pairs_of([0.5, -1.0], [0.0, 1.0]), beta=BETA).tolist() == [0.75, 2.0]
+
+
+def test_ipo_is_about_log_probs_per_token():
+    numbers = {"beta": 0.1}
+    short, long = pairs_of(6.0, 3.0, lengths=(2, 3)), pairs_of(60.0, 30.0, lengths=(20, 30))
+    assert dpo.ipo(short, **numbers).item() == pytest.approx((3 - 1 - 5) ** 2)
+    torch.testing.assert_close(dpo.ipo(short, **numbers), dpo.ipo(long, **numbers))
+
+
+def test_kto_measures_each_answer_against_the_others():
+    pairs = pairs_of([1.0, 3.0], [-4.0, 8.0])  # KL estimates 2 of both
+    s = [1 / (1 + math.exp(-BETA * x)) for x in (1.0 - 2, 3.0 - 2, 2 + 4.0, 2 - 8.0)]
+    assert dpo.kto_pair(pairs, beta=BETA).tolist() == pytest.approx([1 - (s[0] + s[2]) / 2, 1 - (s[1] + s[3]) / 2])
+    below = pairs_of(-2.0, -6.0)  # a KL is never negative
+    assert dpo.kto_pair(below, beta=BETA).item() == pytest.approx(1 - (1 / (1 + math.e) + 1 / (1 + math.exp(-3))) / 2)
+
+
+def test_no_gradient_flows_through_the_kl_of_kto():
+    assert gradients("kto_pair", pairs_of(2.0, -50.0), beta=BETA)[0] == pytest.approx(
+        -0.5 * BETA * math.exp(-1) / (1 + math.exp(-1)) ** 2, rel=1e-9
+    )
+
+
+def test_aot_compares_quantiles():
+    """Policy margins 5, 1 and reference margins 2, 4: the smaller 1 meets 2, the larger 5 meets 4."""
+    x = torch.tensor
+    pairs = PairLogprobs(x([-1.0, -2.0]), x([-6.0, -3.0]), x([-3.0, -2.0]), x([-5.0, -6.0]), x([1, 1]), x([1, 1]))
+    expected = torch.nn.functional.softplus(x([0.5, -0.5]))
+    torch.testing.assert_close(dpo.aot(pairs, beta=BETA), expected)
+    # log-ratios of the chosen answers 2, 0, of the rejected -1, 3: 0 meets -1, and 2 meets 3
+    torch.testing.assert_close(dpo.aot_pair(pairs, beta=BETA), torch.nn.functional.softplus(x([-0.5, 0.5])))
+
+
+def test_aot_of_unpaired_answers_needs_no_pairing():
+    pairs, order = random_pairs(6), [3, 0, 5, 1, 4, 2]
+    other = replace(pairs, rejected=pairs.rejected[order], ref_rejected=pairs.ref_rejected[order])
+    torch.testing.assert_close(dpo.aot_pair(other, beta=0.1), dpo.aot_pair(pairs, beta=0.1))
+    assert not torch.allclose(dpo.aot(other, beta=0.1), dpo.aot(pairs, beta=0.1))
+
+
+def test_exo_without_smoothing_has_that_of_its_default():
+    pairs = random_pairs(4)
+    torch.testing.assert_close(
+        dpo.exo_pair(pairs, beta=0.1), dpo.exo_pair(pairs, beta=0.1, label_smoothing=1e-3), rtol=0, atol=0
+    )
+
+
+def test_robust_without_noise_is_dpo():
+    torch.testing.assert_close(dpo.robust(random_pairs(4), beta=0.1), dpo.sigmoid(random_pairs(4), beta=0.1))
+
+
+def test_implicit_rewards_and_the_free_reference():
+    pairs = pairs_of(3.0, -1.0)
+    assert [reward.item() for reward in implicit_rewards(pairs, beta=0.1)] == pytest.approx([0.3, -0.1])
+    free = pairs.reference_free()
+    assert [reward.item() for reward in implicit_rewards(free, beta=0.1)] == pytest.approx([-0.5, -0.5])
+    assert free.margin.item() == pytest.approx(0.0)
+
+
+def test_a_mix_is_a_weighted_sum():
+    pairs = pairs_of([0.0, 4.0], [0.0, 0.0])
+    mix = mixed(["hinge", "apo_zero"], [2.0, 0.5])(pairs, beta=BETA)
+    assert mix.tolist() == pytest.approx([2.5, 0.5 / (1 + math.exp(2)) + 0.25])
+    torch.testing.assert_close(mixed("sigmoid")(pairs, beta=BETA), dpo.sigmoid(pairs, beta=BETA))
+    smoothed = mixed(["sigmoid", "aot_pair"])(pairs_of(2.0, 0.0), beta=BETA, label_smoothing=0.5)
+    assert smoothed.item() == pytest.approx(LOG(1 + math.e) + LOG(1 + 1 / math.e))
+
+
+@pytest.mark.parametrize("names", ["sigmoyd", ["sigmoid", "sigmoyd"], []])
+def test_an_unknown_loss_lists_those_there_are(names):
+    for call in (lambda: mixed(names), lambda: check_losses(names, beta=0.1, label_smoothing=0.0)):
+        with pytest.raises(ValueError, match=r"choose from sigmoid, hinge, .*discopop"):
+            call()
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, -0.5], [1.0, float("nan")], [1.0, float("inf")]])
+def test_weights_are_one_for_each_loss(weights):
+    with pytest.raises(ValueError, match="one weight each"):
+        mixed(["sigmoid", "ipo"], weights)
+
+
+@pytest.mark.parametrize(
+    ("names", "beta", "label_smoothing", "match"),
+    [
+        ("sigmoid", 0.0, 0.0, "positive beta"),
+        ("sigmoid", float("nan"), 0.0, "positive beta"),
+        ("sigmoid", 0.1, -0.1, "between 0 and 0.5"),
+        ("exo_pair", 0.1, 0.6, "between 0 and 0.5"),
+        (["sigmoid", "robust"], 0.1, 0.5, "less than 0.5"),
+        (["ipo", "hinge"], 0.1, 0.1, "no meaning for ipo, hinge"),
+    ],
+)
+def test_numbers_no_loss_is_defined_for(names, beta, label_smoothing, match):
+    with pytest.raises(ValueError, match=match):
+        check_losses(names, beta=beta, label_smoothing=label_smoothing)
+
+
+@pytest.mark.parametrize(
+    ("names", "label_smoothing"), [("sigmoid", 0.5), ("robust", 0.49), (["ipo", "aot"], 0.1), (list(LOSSES), 0.0)]
+)
+def test_numbers_they_are_defined_for(names, label_smoothing):
+    check_losses(names, beta=0.1, label_smoothing=label_smoothing)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_smoothing_is_refused_exactly_where_it_would_do_nothing(name):
+    pairs = pairs_of(3.0, 1.0)
+    matters = bool((LOSSES[name](pairs, beta=0.1, label_smoothing=0.3) != LOSSES[name](pairs, beta=0.1)).any())
+    try:
+        check_losses(name, beta=0.1, label_smoothing=0.3)
+        accepted = True
+    except ValueError:
+        accepted = False
+    assert accepted == matters
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    x = torch.zeros(3)
+    with pytest.raises(ValueError, match="tensors of one shape"):
+        PairLogprobs(x, x, x[:, None], x, x, x)
