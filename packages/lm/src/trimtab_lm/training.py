@@ -1,11 +1,13 @@
 """What the trainers on `transformers.Trainer` share: models by name, adapters, statistics between logs, tables."""
 
+import copy
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import datasets
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
@@ -23,6 +25,27 @@ from transformers.integrations import TensorBoardCallback
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.stats import gather_stats, merge_stats
 from trimtab_common.tracking import MAX_CELL_CHARACTERS, MAX_TABLE_ROWS
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def own_arguments(args: Any, train_dataset: Any) -> Any:
+    """A copy of the arguments for trainers whose collators make the model's inputs; the caller's are left alone.
+
+    Columns are not dropped by the names of the model's inputs, and each process reads its own rows of a stream: their
+    batches differ in shape, and cannot be sent round.
+    """
+    args = copy.copy(args)
+    args.remove_unused_columns = False
+    if isinstance(train_dataset, torch.utils.data.IterableDataset | datasets.IterableDataset):
+        args.accelerator_config = copy.copy(args.accelerator_config)
+        args.accelerator_config.dispatch_batches = False
+    if args.use_liger_kernel:
+        # Liger's loss would take the place of the model's forward, where our trainers score tokens.
+        off = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+        args.liger_kernel_config = off | (args.liger_kernel_config or {})
+    return args
+
 
 # Models --------------------------------------------------------------------------------------------------------------
 
@@ -59,12 +82,10 @@ def load_processing_class(processing_class: Any, model: Any) -> Any:
     """The tokenizer given, or the one that lies beside the model (its name, or the name it was loaded from)."""
     if processing_class is not None:
         return processing_class
-    name = model if isinstance(model, str) else getattr(model.config, "name_or_path", "")
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "name_or_path", "")
     if not name:
-        raise ValueError(
-            f"The {type(model).__name__} was not loaded by name, so its tokenizer cannot be found. Pass "
-            "processing_class=tokenizer."
-        )
+        what = "model_init was given" if model is None else f"The {type(model).__name__} was not loaded by name"
+        raise ValueError(f"{what}, so its tokenizer cannot be found. Pass processing_class=tokenizer.")
     try:
         return AutoProcessor.from_pretrained(name)
     except (OSError, ValueError):

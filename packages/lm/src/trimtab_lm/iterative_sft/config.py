@@ -1,0 +1,51 @@
+"""Configuration of fine-tuning in steps."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from trimtab_lm.legacy import takes_arguments_of_2024
+from trimtab_lm.truncation import check_mode
+
+
+def _help(text: str, **default: Any) -> Any:
+    return field(**default, metadata={"help": text})
+
+
+@dataclass
+@takes_arguments_of_2024
+class IterativeSFTConfig(TrainingArguments):
+    """Fine-tuning in steps: all of transformers' TrainingArguments, and what becomes of the rows of a step.
+
+    The batch size and the accumulation say how the rows of one `step` call are split; max_steps how long the learning
+    rate's schedule is.
+    """
+
+    model_init_kwargs: dict[str, Any] | None = _help(
+        "Arguments of from_pretrained, for a model given by name.", default=None
+    )
+    max_length: int | None = _help("Tokens of a row; longer ones are cut. None: no limit.", default=None)
+    truncation_mode: str = _help(
+        "Which part of a row that is too long stays: keep_end or keep_start.", default="keep_end"
+    )
+    optimize_device_cache: bool = _help(
+        "Give unused accelerator memory back after each step: leaner beside other programs, slightly slower.",
+        default=False,
+    )
+    logging_steps: float = _help("Log every so many optimizer steps, or this part of max_steps if below 1.", default=10)
+    # The documented defaults, where transformers 5 has others.
+    bf16: bool | None = _help("Mixed precision in bfloat16.", default=None)  # type: ignore[assignment]
+    optim: Any = _help("The optimizer.", default="adamw_torch")
+    report_to: str | list[str] | None = _help("Trackers: wandb, tensorboard, ... or none.", default=None)
+    fsdp: Any = _help("Whether to shard by FSDP; how is in fsdp_config.", default="")
+    gradient_checkpointing: bool | None = _help("Compute activations again in backward, to save memory.", default=False)
+    include_num_input_tokens_seen: Any = _help("Count the tokens read: all, non_padding or no.", default=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_mode(self.truncation_mode)
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(
+                f"max_length={self.max_length}: a row needs two tokens, one to predict the other. Raise it."
+            )

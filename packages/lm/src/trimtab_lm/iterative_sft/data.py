@@ -1,0 +1,174 @@
+"""The rows of a step: checked, tokenized where they are texts, cut to length."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trimtab_lm.rows import RowFormat, prepare_dataset, row_format
+from trimtab_lm.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
+from trimtab_lm.truncation import truncate_row
+
+from .config import IterativeSFTConfig
+
+Rows = list[dict[str, list[int]]]
+FORMATS = (RowFormat.TOKENIZED, RowFormat.PROMPT_COMPLETION, RowFormat.TEXT)
+
+
+def rows_of_tensors(
+    input_ids: Sequence[Tensor] | None,
+    attention_mask: Sequence[Tensor] | None,
+    labels: Sequence[Tensor] | None,
+    config: IterativeSFTConfig,
+    *,
+    is_encoder_decoder: bool,
+) -> Rows:
+    """`input_ids` and `labels` of each row, less what the attention mask leaves out; see IterativeSFTTrainer.step."""
+    if input_ids is None:
+        raise ValueError("step() got neither input_ids nor texts. Give one of them.")
+    if is_encoder_decoder and labels is None:
+        raise ValueError("An encoder-decoder model needs labels beside input_ids: what the decoder is to write.")
+    _check_lists(input_ids, {"attention_mask": attention_mask, "labels": labels})
+    rows = []
+    for i, ids in enumerate(input_ids):
+        if ids.dim() != 1 or len(ids) == 0:
+            raise ValueError(f"input_ids[{i}] has shape {list(ids.shape)}; a 1-D tensor of token ids is needed.")
+        row = {"input_ids": ids.tolist(), "labels": (ids if labels is None else labels[i]).tolist()}
+        if not is_encoder_decoder and len(row["labels"]) != len(ids):
+            raise ValueError(
+                f"labels[{i}] has {len(row['labels'])} tokens and input_ids[{i}] has {len(ids)}. A causal model's "
+                "labels stand on its tokens: give as many, -100 where a token does not count."
+            )
+        if attention_mask is not None:
+            row = _without_padding(row, attention_mask[i], i, is_encoder_decoder=is_encoder_decoder)
+        rows.append(row)
+    return _cut(rows, config, is_encoder_decoder=is_encoder_decoder)
+
+
+def rows_of_texts(
+    texts: Sequence[str],
+    texts_labels: Sequence[str] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    config: IterativeSFTConfig,
+    *,
+    is_encoder_decoder: bool,
+) -> Rows:
+    """`input_ids` and `labels` of each text; see IterativeSFTTrainer.step."""
+    if is_encoder_decoder and texts_labels is None:
+        raise ValueError("An encoder-decoder model needs texts_labels beside texts: what the decoder is to write.")
+    _check_lists(texts, {"texts_labels": texts_labels})
+    targets = texts if texts_labels is None else texts_labels
+    for i, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"texts[{i}] is {text!r}; a text that is not empty is needed.")
+    rows = []
+    for i, (text, target) in enumerate(zip(texts, targets, strict=True)):
+        if not target:
+            raise ValueError(f"texts_labels[{i}] is empty: there is nothing to learn from the row. Leave it out.")
+        if is_encoder_decoder:
+            rows.append(encode_seq2seq(tokenizer, text, target))
+        else:
+            rows.append(_learning(tokenizer, text, target, i))
+    return _cut(rows, config, is_encoder_decoder=is_encoder_decoder)
+
+
+def tokenize_dataset(
+    dataset: Any, tokenizer: PreTrainedTokenizerBase, config: IterativeSFTConfig, *, is_encoder_decoder: bool
+) -> Any:
+    """A data set as `input_ids` and `labels`; None stays None."""
+    if dataset is None:
+        return None
+    kind = row_format(dataset.column_names, FORMATS, needed_for="IterativeSFT")
+
+    def encode(row: Mapping[str, Any]) -> dict[str, list[int]]:
+        if kind == RowFormat.TOKENIZED:
+            ids, mask, labels = (None if row.get(name) is None else [torch.tensor(row[name])] for name in COLUMNS)
+            return rows_of_tensors(ids, mask, labels, config, is_encoder_decoder=is_encoder_decoder)[0]
+        if kind == RowFormat.TEXT:
+            return rows_of_texts([row["text"]], None, tokenizer, config, is_encoder_decoder=is_encoder_decoder)[0]
+        if is_encoder_decoder:
+            return _cut([encode_seq2seq(tokenizer, row["prompt"], row["completion"])], config, is_encoder_decoder=True)[
+                0
+            ]
+        encoded = encode_prompt_completion(tokenizer, row["prompt"], row["completion"])
+        pairs = zip(encoded["input_ids"], encoded["completion_mask"], strict=True)
+        row = {"input_ids": encoded["input_ids"], "labels": [token if one else -100 for token, one in pairs]}
+        return _cut([row], config, is_encoder_decoder=False)[0]
+
+    return prepare_dataset(dataset, encode, desc="tokenizing")
+
+
+COLUMNS = ("input_ids", "attention_mask", "labels")
+
+
+def _check_lists(rows: Sequence[Any], others: Mapping[str, Sequence[Any] | None]) -> None:
+    if len(rows) == 0 or isinstance(rows, str | Tensor):
+        raise ValueError(f"step() got {type(rows).__name__} of {len(rows)}; a list with at least one row is needed.")
+    for name, other in others.items():
+        if other is not None and len(other) != len(rows):
+            raise ValueError(f"step() got {len(rows)} rows and {len(other)} of {name}. Give one for each row.")
+
+
+def _without_padding(
+    row: dict[str, list[int]], mask: Tensor, i: int, *, is_encoder_decoder: bool
+) -> dict[str, list[int]]:
+    if len(mask) != len(row["input_ids"]) or not bool(mask.any()):
+        raise ValueError(
+            f"attention_mask[{i}] has {len(mask)} places, {int(mask.sum())} of them 1, for {len(row['input_ids'])} "
+            "tokens. Give one place for each token, and at least one of them 1."
+        )
+    kept = mask.bool().tolist()
+    names = ("input_ids",) if is_encoder_decoder else ("input_ids", "labels")
+    return row | {name: [token for token, one in zip(row[name], kept, strict=True) if one] for name in names}
+
+
+def _learning(tokenizer: PreTrainedTokenizerBase, text: str, target: str, i: int) -> dict[str, list[int]]:
+    """A causal model's row: the tokens of `target`, where it stands in `text`, count; to the end of it, EOS too."""
+    if target == text:
+        ids = encode_text(tokenizer, text)["input_ids"]
+        return {"input_ids": ids, "labels": list(ids)}
+    start = text.rfind(target)
+    if start < 0:
+        raise ValueError(
+            f"texts_labels[{i}] is no part of texts[{i}], so its tokens have no place among the text's. Give the part "
+            "that is to be learnt, or input_ids and labels."
+        )
+    end = start + len(target)
+    encoded = encode_prompt_completion(tokenizer, text[:start], text[start:])
+    ids, mask = encoded["input_ids"], encoded["completion_mask"]
+    if end < len(text):  # what comes behind the target does not count
+        rest = encode_prompt_completion(tokenizer, text[:end], text[end:])["completion_mask"]
+        mask = [one and not behind for one, behind in zip(mask, rest, strict=True)]
+    return {"input_ids": ids, "labels": [token if one else -100 for token, one in zip(ids, mask, strict=True)]}
+
+
+def _cut(rows: Rows, config: IterativeSFTConfig, *, is_encoder_decoder: bool) -> Rows:
+    """The rows at most max_length tokens long, with one warning of how much was cut."""
+    kept, cut = [], 0
+    for i, row in enumerate(rows):
+        columns = (("input_ids",), ("labels",)) if is_encoder_decoder else (("input_ids", "labels"),)
+        short: dict[str, list[int]] = {}
+        for own in columns:
+            ids, mask = row[own[0]], [int(label != -100) for label in row[own[-1]]]
+            result = truncate_row(ids, mask, max_length=config.max_length, mode=config.truncation_mode)  # type: ignore[arg-type]
+            cut += result.tokens_cut
+            short[own[0]] = result.input_ids
+            labels = [token if one else -100 for token, one in zip(result.input_ids, result.mask, strict=True)]
+            short[own[-1]] = labels if own[-1] == "labels" else result.input_ids
+        counted = short["labels"] if is_encoder_decoder else short["labels"][1:]
+        if all(label == -100 for label in counted):
+            raise ValueError(
+                f"Row {i} has no token that counts and that another predicts (max_length={config.max_length}). Leave "
+                "the row out, raise max_length, or check its labels."
+            )
+        kept.append(short)
+    if cut:
+        warnings.warn(
+            f"max_length={config.max_length}: cut {cut:,} tokens of {len(rows):,} rows; truncation_mode is "
+            f"{config.truncation_mode!r}.",
+            stacklevel=4,
+        )
+    return kept

@@ -1,0 +1,357 @@
+"""Fine-tuning in steps that the caller takes, on transformers.Trainer."""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from accelerate.utils.memory import clear_device_cache
+from peft import PeftConfig
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+from transformers.integrations.neftune import activate_neftune
+from transformers.trainer_utils import SchedulerType, TrainOutput, get_last_checkpoint
+
+from trimtab_common.seeding import sampling_seed
+from trimtab_common.stats import Mean, gather_over_ranks
+from trimtab_lm.collators import DocumentCollator
+from trimtab_lm.legacy import ITERATIVE_SFT, takes_constructor_of_2024
+from trimtab_lm.packing import from_labels, token_columns
+from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
+from trimtab_lm.sft.loss import token_nll
+from trimtab_lm.training import (
+    Recorder,
+    device_share,
+    load_language_model,
+    load_processing_class,
+    own_arguments,
+    prepare_trackers,
+    require_finite,
+    window_total,
+    with_adapters,
+)
+
+from .config import IterativeSFTConfig
+from .data import rows_of_tensors, rows_of_texts, tokenize_dataset
+
+PROGRESS = "iterative_sft.json"
+"""The file of a checkpoint that says how far the caller has come."""
+ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
+
+
+class IterativeSFTTrainer(Trainer):
+    """Fine-tuning by `step(...)` on rows that the caller chooses, for instance the best of what the model generated.
+
+    model: a causal or encoder-decoder model, or the name of one. processing_class: its tokenizer, by default the one
+    beside the model. data_collator: from rows of `input_ids`, `attention_mask` and `labels` to a batch, instead of the
+    padding-free one. eval_dataset: rows of `input_ids` (and `labels`), of `text`, or of `prompt` and `completion`.
+
+    One call of `step` goes through its rows once, in batches of per_device_train_batch_size, with an optimizer step
+    after every gradient_accumulation_steps batches and after the last one: no gradient is left over. Callbacks,
+    logging, evaluation and checkpoints go by optimizer steps, as in `Trainer.train`. To resume, call
+    `train(resume_from_checkpoint=...)` before the first step.
+    """
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole optimizer step
+
+    @takes_constructor_of_2024(IterativeSFTConfig, ITERATIVE_SFT)
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Callable[..., Any] | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        *,
+        train_dataset: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        peft_config: PeftConfig | None = None,
+    ):
+        args = own_arguments(args, train_dataset)
+        processing_class = load_processing_class(processing_class, model)
+        model = with_adapters(load_language_model(model, args.model_init_kwargs), peft_config, args)
+        score_tokens_in_forward(model)
+        self._config: IterativeSFTConfig = args
+        self.recorder = Recorder()
+        self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        self.is_encoder_decoder = bool(base_of(model).config.is_encoder_decoder)
+        if data_collator is None:
+            pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+            data_collator = DocumentCollator(
+                next((token for token in (pad, eos) if token is not None), 0),  # masked by its place, whatever it is
+                layout=best_layout(model, share_prefix=False),
+                decoder_start_token_id=getattr(base_of(model).config, "decoder_start_token_id", None),
+            )
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=self._tokenized(train_dataset),
+            eval_dataset=(
+                {name: self._tokenized(one) for name, one in eval_dataset.items()}
+                if isinstance(eval_dataset, dict)
+                else self._tokenized(eval_dataset)
+            ),
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        prepare_trackers(args)
+        self._is_begun = False
+        self._calls = self._updates = 0  # calls of `step` that are done, and optimizer steps of the one that is not
+        self._call = Recorder()
+        self._learner: Any = self.model
+
+    def step(
+        self,
+        input_ids: Sequence[Tensor] | None = None,
+        attention_mask: Sequence[Tensor] | None = None,
+        labels: Sequence[Tensor] | None = None,
+        texts: Sequence[str] | None = None,
+        texts_labels: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """Train on these rows, once through.
+
+        input_ids: 1-D tensors of token ids. attention_mask: of the same lengths, 0 where padding is to be left out.
+        labels: of the same lengths for a causal model, -100 where a token does not count, by default all of input_ids;
+            for an encoder-decoder model the targets, of any length, which it needs.
+        texts: instead of input_ids. texts_labels: what of each text is learnt (a part of it), by default all; for an
+            encoder-decoder model the target texts. EOS is put behind texts and targets that do not end in it.
+
+        Rows longer than max_length are cut to the tokens that truncation_mode keeps, with one warning. Every process
+        gives its own rows, the same number of them. Returns `loss` (per token, in nats, before the updates),
+        `grad_norm`, `learning_rate`, `epoch` (calls of step), `global_step` and `num_tokens`, over all processes.
+
+        Raises ValueError for rows that do not fit together, that hold nothing to learn, or when max_steps is reached.
+        """
+        if texts is not None:
+            rows = rows_of_texts(
+                texts, texts_labels, self.tokenizer, self._config, is_encoder_decoder=self.is_encoder_decoder
+            )
+        else:
+            rows = rows_of_tensors(
+                input_ids, attention_mask, labels, self._config, is_encoder_decoder=self.is_encoder_decoder
+            )
+        self._begin(None)
+        self._check_step(len(rows))
+        batches = self._shuffled_batches(rows)
+        size = self.args.gradient_accumulation_steps
+        windows = [batches[start : start + size] for start in range(0, len(batches), size)]
+        done, summary = self._updates, {}  # done: of this call, before the checkpoint that was resumed
+        tokens = 0
+        for number, window in enumerate(windows[done:], start=done + 1):
+            summary = self._update(window)
+            tokens += summary["num_tokens"]
+            is_last = number == len(windows)
+            self._calls, self._updates = (self._calls + 1, 0) if is_last else (self._calls, number)
+            self.state.epoch = self._calls + self._updates / len(windows)
+            self._maybe_log_save_evaluate(
+                self._tr_loss, summary["grad_norm"], self._learner, None, self.state.epoch, None, 0.0,
+                learning_rate=summary["learning_rate"],
+            )  # fmt: skip
+        if self._config.optimize_device_cache:
+            clear_device_cache(garbage_collection=True)
+        loss = self._call.flush(training=True)
+        return {**summary, **loss, "epoch": self._calls, "global_step": self.state.global_step, "num_tokens": tokens}
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """-sum of log p over the tokens that count, over their number in the whole step (or in this batch).
+
+        With return_outputs the model's own outputs come with it, whole logits included.
+        """
+        if return_outputs or self.label_smoother is not None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        found = from_labels(inputs["labels"], is_encoder_decoder=self.is_encoder_decoder)
+        scores = model(tokens=token_columns(inputs) | found)
+        mean_loss = Mean.of(-scores.logprobs)
+        self.recorder.add({"entropy": Mean.of(scores.entropy), "loss": mean_loss}, training=model.training)
+        if num_items_in_batch is None:
+            return token_nll(scores.logprobs, count=max(len(scores.logprobs), 1))
+        self._call.add({"loss": mean_loss}, training=True)
+        return token_nll(scores.logprobs, count=num_items_in_batch) * device_share(self)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The micro-batches of an optimizer step, and how many of their tokens count, over all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        skipped = 0 if self.is_encoder_decoder else 1  # nothing predicts a row's first token
+        return batches, window_total(self, [(batch["labels"][:, skipped:] != -100).sum() for batch in batches])
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of a micro-batch; TrainingDivergedError before a loss that is not finite can train."""
+        return require_finite(super().training_step(model, inputs, num_items_in_batch), self)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The loss, and logits and labels where they are asked for."""
+        if not prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As in transformers; the loss is the mean over all tokens that count, not over batches."""
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        assert output.metrics is not None
+        output.metrics.update(self.recorder.flush(training=False, prefix=f"{metric_key_prefix}_"))
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with what was recorded since the last time."""
+        if "loss" in logs:
+            logs = self.recorder.flush(training=True) | logs
+        super().log(logs, start_time)
+
+    def _tokenized(self, dataset: Any) -> Any:
+        return tokenize_dataset(dataset, self.tokenizer, self._config, is_encoder_decoder=self.is_encoder_decoder)
+
+    def _shuffled_batches(self, rows: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
+        """The rows in batches, in an order that depends on the seed and the number of the call alone."""
+        seed = sampling_seed(self.args.seed, rank=self.args.process_index, draw=self._calls)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+        size = self.args.train_batch_size
+        return [
+            self.data_collator([rows[i] for i in order[start : start + size]]) for start in range(0, len(rows), size)
+        ]
+
+    def _check_step(self, count: int) -> None:
+        counts = gather_over_ranks(count)
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"The processes gave {counts} rows to step, and would wait for one another. Give each the same number."
+            )
+        if 0 < self.args.max_steps <= self.state.global_step:
+            raise ValueError(
+                f"max_steps={self.args.max_steps} optimizer steps are done, and the learning rate's schedule has "
+                "ended. Raise max_steps, or leave it out for a constant learning rate."
+            )
+
+    def _update(self, batches: list[dict[str, Any]]) -> dict[str, Any]:
+        """One optimizer step over micro-batches, with what Trainer does around one; its statistics."""
+        model, args = self._learner, self.args
+        batches, count = self.get_batch_samples(iter(batches), len(batches), args.device)
+        self.current_gradient_accumulation_steps = len(batches)
+        self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
+        for i, inputs in enumerate(batches):
+            is_last = i == len(batches) - 1
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            with nullcontext() if is_last or is_deepspeed else self.accelerator.no_sync(model=model):
+                self._tr_loss = self._tr_loss + self.training_step(model, inputs, count)
+            self.current_flos += int(self.floating_point_ops(inputs))
+            if not is_last:
+                self.control = self.callback_handler.on_substep_end(args, self.state, self.control)
+        clipped = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
+        grad_norm = self._get_grad_norm(model, grad_norm=clipped)
+        self.control = self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
+        self.optimizer.step()  # type: ignore[union-attr]
+        self.control = self.callback_handler.on_optimizer_step(args, self.state, self.control)
+        learning_rate = self._get_learning_rate()
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.lr_scheduler.step()  # type: ignore[union-attr]
+        model.zero_grad()
+        self.state.global_step += 1
+        self.control = self.callback_handler.on_step_end(args, self.state, self.control)
+        norm = None if grad_norm is None else float(grad_norm)
+        return {"grad_norm": norm, "learning_rate": learning_rate, "num_tokens": int(count)}
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """Train on `train_dataset` as `Trainer.train` does; without one, only take up a checkpoint to `step` on from.
+
+        resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
+        saved in the middle of a call of `step` needs that call again, with the same rows: what of it was done is left
+        out.
+        """
+        if kwargs:
+            raise TypeError(f"train() got unexpected arguments: {', '.join(kwargs)}.")
+        if self.train_dataset is not None:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        if not resume_from_checkpoint:
+            raise ValueError(
+                "There is no train_dataset to go through. Call step(...) with rows, or pass resume_from_checkpoint to "
+                "go on from a checkpoint."
+            )
+        if self._is_begun:
+            raise ValueError("Steps were taken already. Resume before the first call of step, in a new trainer.")
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir))
+            if resume_from_checkpoint is None:
+                raise ValueError(f"There is no checkpoint in {self.args.output_dir}.")
+        self._begin(str(resume_from_checkpoint))
+        return TrainOutput(self.state.global_step, float("nan"), {})
+
+    def _begin(self, checkpoint: str | None) -> None:
+        """What `Trainer.train` does before its first step: wrap the model, make the optimizer, load the checkpoint."""
+        if self._is_begun:
+            return
+        args: Any = self.args
+        self.is_in_train = True
+        if args.activation_checkpointing:
+            base_of(self.model).activation_checkpointing_enable(
+                activation_checkpointing_kwargs=args.activation_checkpointing_kwargs
+            )
+        if self.neftune_noise_alpha is not None:
+            self.neftune_hook_handle = activate_neftune(self.model, self.neftune_noise_alpha, self.accelerator)
+        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            self._load_from_checkpoint(checkpoint)
+        if args.max_steps <= 0 and args.lr_scheduler_type not in ENDLESS_SCHEDULES:
+            warnings.warn(
+                f"max_steps is not set, so the {args.lr_scheduler_type.value} schedule of the learning rate has no "
+                "end to go to: the learning rate stays constant. Set max_steps, or lr_scheduler_type='constant'.",
+                stacklevel=3,
+            )
+            args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
+        horizon = args.max_steps if args.max_steps > 0 else sys.maxsize
+        self._init_training_state(horizon, horizon, 1, checkpoint, None)
+        self._learner, _ = self._prepare_for_training(horizon, None, checkpoint)
+        self._tr_loss = torch.tensor(0.0, device=args.device)
+        self._total_loss_scalar = 0.0
+        self._globalstep_last_logged = self._initial_global_step = self.state.global_step
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._learner.zero_grad()
+        if checkpoint is not None:
+            self._load_rng_state(checkpoint)
+            progress = json.loads((Path(checkpoint) / PROGRESS).read_text())
+            self._calls, self._updates = progress["calls"], progress["updates"]
+        self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+        self._is_begun = True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model so that `from_pretrained` loads it; a checkpoint also says how far the caller has come."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and output_dir is not None and self.args.should_save:
+            (Path(output_dir) / PROGRESS).write_text(json.dumps({"calls": self._calls, "updates": self._updates}))

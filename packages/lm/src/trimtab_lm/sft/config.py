@@ -1,0 +1,90 @@
+"""Configuration of supervised fine-tuning."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from trimtab_lm.legacy import takes_arguments_of_2024
+from trimtab_lm.truncation import check_mode
+
+DATASET_KWARGS = {"skip_prepare_dataset", "add_special_tokens", "append_concat_token"}
+
+
+def _help(text: str, **default: Any) -> Any:
+    return field(**default, metadata={"help": text})
+
+
+@dataclass
+@takes_arguments_of_2024
+class SFTConfig(TrainingArguments):
+    """Supervised fine-tuning: all of transformers' TrainingArguments, and what becomes of the rows."""
+
+    max_length: int | None = _help(
+        "Tokens of a row; longer ones are cut, and it is said how much. None: no limit.", default=512
+    )
+    truncation_mode: str = _help(
+        "Which part of a row that is too long stays: keep_start or keep_end.", default="keep_start"
+    )
+    dataset_text_field: str = _help("Column of the texts, in data sets of texts.", default="text")
+    completion_only_loss: bool | None = _help(
+        "Learn the completion of prompt/completion rows alone. None: yes where there are such columns.", default=None
+    )
+    assistant_only_loss: bool = _help("Learn the assistant's turns of a conversation alone.", default=False)
+    packing: bool = _help("Fill rows of max_length with documents, which do not see each other.", default=False)
+    packing_strategy: str | None = _help(
+        "best_fit: whole documents, in as few rows as they fit into. constant_length: documents one after the other, "
+        "cut where a row is full. None: best_fit, unless one of the settings of constant_length is given.",
+        default=None,
+    )
+    eval_packing: bool | None = _help("The same for evaluation. None: as packing.", default=None)
+    infinite: bool | None = _help(
+        "constant_length: begin again at the end of the data (needs max_steps).", default=None
+    )
+    num_of_sequences: int = _help("constant_length: rows that are tokenized at a time.", default=1024)
+    chars_per_token: float = _help(
+        "constant_length: characters that make a token, to guess how many texts that takes.", default=3.6
+    )
+    dataset_num_proc: int | None = _help("Processes that tokenize the data.", default=None)
+    dataset_batch_size: int | None = _help(
+        "Rows that are tokenized, and of a stream packed, at a time. None or 0: all at once.", default=1000
+    )
+    dataset_kwargs: dict[str, Any] | None = _help(
+        "skip_prepare_dataset: the rows are the collator's business. add_special_tokens: False for texts that hold "
+        "them already. append_concat_token: False for constant_length without EOS between documents.",
+        default=None,
+    )
+    model_init_kwargs: dict[str, Any] | None = _help(
+        "Arguments of from_pretrained, for a model given by name.", default=None
+    )
+    chat_template_kwargs: dict[str, Any] | None = _help("Arguments of the chat template.", default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_mode(self.truncation_mode)
+        self._choose_packing()
+        if self.assistant_only_loss and self.completion_only_loss:
+            raise ValueError("assistant_only_loss and completion_only_loss are both set. Choose what is learnt.")
+        unknown = set(self.dataset_kwargs or {}) - DATASET_KWARGS
+        if unknown:
+            raise ValueError(f"dataset_kwargs has {sorted(unknown)}; known are {sorted(DATASET_KWARGS)}.")
+
+    def _choose_packing(self) -> None:
+        asked = self.infinite or self.num_of_sequences != 1024 or self.chars_per_token != 3.6
+        if self.packing_strategy is None:
+            self.packing_strategy = "constant_length" if asked else "best_fit"
+        if self.packing_strategy not in ("best_fit", "constant_length"):
+            raise ValueError(
+                f"packing_strategy={self.packing_strategy!r} is unknown. Use 'best_fit' or 'constant_length'."
+            )
+        if asked and not (self.packing and self.packing_strategy == "constant_length"):
+            raise ValueError(
+                "infinite, num_of_sequences and chars_per_token belong to packing=True with "
+                f"packing_strategy='constant_length'; packing={self.packing}, {self.packing_strategy!r} came in."
+            )
+        if self.packing and self.max_length is None:
+            raise ValueError("packing fills rows of max_length tokens, which is None. Set it.")
+        if self.eval_packing is None:
+            self.eval_packing = self.packing
+        if self.infinite and self.max_steps <= 0:
+            raise ValueError(f"infinite=True never ends by itself and max_steps={self.max_steps}. Set max_steps.")

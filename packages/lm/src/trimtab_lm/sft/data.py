@@ -1,0 +1,210 @@
+"""Rows of every documented format as token ids and labels, packed where that is asked for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from trimtab_lm.packing import best_fit
+from trimtab_lm.rows import RowFormat, as_messages, prepare_dataset, row_format
+from trimtab_lm.tokenization import (
+    encode_messages,
+    encode_prompt_completion,
+    encode_seq2seq,
+    encode_text,
+    stop_token_ids,
+)
+from trimtab_lm.truncation import report_truncation, truncate_columns, truncate_row
+
+from .config import SFTConfig
+
+FORMATS = (RowFormat.TOKENIZED, RowFormat.MESSAGES, RowFormat.PROMPT_COMPLETION, RowFormat.TEXT)
+Formatting = Callable[[dict[str, Any]], Any]
+
+
+def tokenize_rows(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SFTConfig,
+    *,
+    formatting_func: Formatting | None = None,
+    is_encoder_decoder: bool = False,
+    with_labels: bool = True,
+) -> Any:
+    """A data set (or stream) of texts, conversations, prompts with completions or ids, as `input_ids` and `labels`.
+
+    labels are -100 where a token does not count; with_labels=False leaves them to a collator, where every token does.
+    Rows are cut to max_length, and it is said how much was cut.
+    """
+    columns = list(dataset.column_names or next(iter(dataset)))
+    kind = RowFormat.TEXT
+    if formatting_func is None:
+        kind = row_format(columns, FORMATS, needed_for="SFT", text_field=config.dataset_text_field)
+    read = text_of(dataset, config, formatting_func)
+    encode = _encoder(kind, read, tokenizer, config, is_encoder_decoder=is_encoder_decoder)
+    _check_loss_applies(kind, config)
+    if is_encoder_decoder and kind not in (RowFormat.PROMPT_COMPLETION, RowFormat.TOKENIZED):
+        raise ValueError(
+            f"An encoder-decoder model learns completions from prompts, and the data set has {columns}. Give it the "
+            "columns prompt and completion, or input_ids and labels."
+        )
+
+    def encode_row(row: dict[str, Any]) -> dict[str, Any]:
+        encoded = encode(row)
+        if is_encoder_decoder:
+            limits = {"input_ids": config.max_length, "labels": config.max_length}
+            return truncate_columns(encoded, limits, mode=config.truncation_mode, stop_ids=stop_token_ids(tokenizer))  # type: ignore[arg-type]
+        ids, mask = encoded["input_ids"], encoded["mask"]
+        cut = truncate_row(ids, mask, max_length=config.max_length, mode=config.truncation_mode)  # type: ignore[arg-type]
+        if not any(mask):
+            raise ValueError(
+                "No token of it counts, so there is nothing to learn from it. Drop it, or check the labels."
+            )
+        labels = [token if one else -100 for token, one in zip(cut.input_ids, cut.mask, strict=True)]
+        is_plain = not with_labels and kind in (RowFormat.TEXT, RowFormat.MESSAGES) and not config.assistant_only_loss
+        return {"input_ids": cut.input_ids, **({} if is_plain else {"labels": labels}), **cut.counts}
+
+    size = config.dataset_batch_size or (len(dataset) if isinstance(dataset, Dataset) else 1000)
+    rows = prepare_dataset(dataset, encode_row, num_proc=config.dataset_num_proc, batch_size=size, desc="tokenizing")
+    return report_truncation(rows, limit=f"max_length={config.max_length}")
+
+
+def _check_loss_applies(kind: RowFormat, config: SFTConfig) -> None:
+    if config.assistant_only_loss and kind != RowFormat.MESSAGES:
+        raise ValueError(f"assistant_only_loss needs conversations in a column 'messages', and these are {kind} rows.")
+    if config.completion_only_loss and kind != RowFormat.PROMPT_COMPLETION:
+        raise ValueError(
+            f"completion_only_loss needs the columns prompt and completion, and these are {kind} rows. Split the "
+            "texts, or use DataCollatorForCompletionOnlyLM."
+        )
+
+
+def _encoder(
+    kind: RowFormat,
+    read: Callable[[dict[str, Any]], str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: SFTConfig,
+    *,
+    is_encoder_decoder: bool,
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """From a row of this format to `input_ids` and `mask` (or `labels`, for an encoder-decoder model)."""
+    add_special_tokens = (config.dataset_kwargs or {}).get("add_special_tokens", True)
+
+    def settings(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"tools": row.get("tools"), "chat_template_kwargs": config.chat_template_kwargs}
+
+    def encode(row: dict[str, Any]) -> dict[str, Any]:
+        if kind == RowFormat.TOKENIZED:
+            return _tokenized(row, is_encoder_decoder=is_encoder_decoder)
+        if kind == RowFormat.TEXT:
+            return _text(tokenizer, read(row), add_special_tokens=add_special_tokens)
+        if kind == RowFormat.MESSAGES:
+            only = config.assistant_only_loss
+            encoded = encode_messages(tokenizer, as_messages(row), assistant_only=only, **settings(row))
+            return {"input_ids": encoded["input_ids"], "mask": encoded["assistant_masks"]}
+        if is_encoder_decoder:
+            return encode_seq2seq(tokenizer, row["prompt"], row["completion"], **settings(row))
+        encoded = encode_prompt_completion(tokenizer, row["prompt"], row["completion"], **settings(row))
+        ids, mask = encoded["input_ids"], encoded["completion_mask"]
+        return {"input_ids": ids, "mask": [1] * len(ids) if config.completion_only_loss is False else mask}
+
+    return encode
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> dict[str, Any]:
+    if not text:
+        raise ValueError("The text is empty: there is nothing to learn from it. Drop the row.")
+    if add_special_tokens:
+        ids = encode_text(tokenizer, text)["input_ids"]
+    else:
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return {"input_ids": ids, "mask": [1] * len(ids)}
+
+
+def _tokenized(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict[str, Any]:
+    ids = list(row["input_ids"])
+    real = [bool(one) for one in row.get("attention_mask") or [1] * len(ids)]
+    if is_encoder_decoder:
+        if row.get("labels") is None:
+            raise ValueError("An encoder-decoder model needs labels beside input_ids. Add the column.")
+        return {
+            "input_ids": [token for token, one in zip(ids, real, strict=True) if one],
+            "labels": [label for label in row["labels"] if label != -100],
+        }
+    mask = row.get("completion_mask") or row.get("assistant_masks") or [1] * len(ids)
+    if row.get("labels") is not None:
+        mask = [int(label != -100) for label in row["labels"]]
+    kept = [(token, int(one)) for token, one, there in zip(ids, mask, real, strict=True) if there]
+    return {"input_ids": [token for token, _ in kept], "mask": [one for _, one in kept]}
+
+
+def text_of(dataset: Any, config: SFTConfig, formatting_func: Formatting | None) -> Callable[[dict[str, Any]], str]:
+    """What gives a row's text: a column, or a user's function of a row.
+
+    2024's function, from columns of rows to a list of texts, is known by trying it on two rows.
+    """
+    if formatting_func is None:
+        return lambda row: row[config.dataset_text_field]
+    first = [row for _, row in zip(range(2), dataset, strict=False)]
+    try:
+        texts = formatting_func({name: [row[name] for row in first] for name in first[0]})
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError):
+        texts = None  # a function of one row, given columns
+    is_batched = isinstance(texts, list) and len(texts) == len(first) and all(isinstance(t, str) for t in texts)
+
+    def read(row: dict[str, Any]) -> str:
+        text = (
+            formatting_func({name: [value] for name, value in row.items()})[0] if is_batched else formatting_func(row)
+        )
+        if not isinstance(text, str):
+            raise ValueError(
+                f"formatting_func returned a {type(text).__name__}. It takes a row and returns its text (or takes "
+                "columns of rows and returns a list of texts)."
+            )
+        return text
+
+    return read
+
+
+# Packing -------------------------------------------------------------------------------------------------------------
+
+
+class PackedDataset(torch.utils.data.Dataset[dict[str, list[int]]]):
+    """Rows of at most max_length tokens, each of several rows of `dataset`: see `best_fit`. Nothing is copied."""
+
+    def __init__(self, dataset: Dataset, max_length: int):
+        self.dataset = dataset
+        self.rows = best_fit([len(ids) for ids in dataset["input_ids"]], max_length)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return joined(self.dataset[self.rows[index]])
+
+
+def joined(columns: Mapping[str, Sequence[list[int]]]) -> dict[str, list[int]]:
+    """Documents one after the other: `input_ids`, `labels`, and their lengths in `seq_lengths`."""
+    return {
+        "input_ids": [*chain.from_iterable(columns["input_ids"])],
+        "labels": [*chain.from_iterable(columns["labels"])],
+        "seq_lengths": [len(ids) for ids in columns["input_ids"]],
+    }
+
+
+def pack(dataset: Any, config: SFTConfig) -> Any:
+    """Tokenized rows in rows of at most max_length tokens, best fit; a stream one batch of rows at a time."""
+    width = config.max_length or 0
+    if isinstance(dataset, Dataset):
+        return PackedDataset(dataset, width)
+
+    def fill(columns: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        rows = best_fit([len(ids) for ids in columns["input_ids"]], width)
+        packed = [joined({name: [columns[name][i] for i in row] for name in ("input_ids", "labels")}) for row in rows]
+        return {name: [row[name] for row in packed] for name in packed[0]}
+
+    size = config.dataset_batch_size or 1000
+    return dataset.map(fill, batched=True, batch_size=size, remove_columns=["input_ids", "labels"])

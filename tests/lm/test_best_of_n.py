@@ -1,0 +1,88 @@
+"""Best of n: the samples that score highest, best first."""
+
+import pytest
+import torch
+from tests.lm import tiny
+from transformers import GenerationConfig
+
+from trimtab_lm.iterative_sft import BestOfNSampler
+
+QUERIES = tiny.rows(3, 2, 4)
+
+
+def sampler(model=None, scores=lambda texts: [text.count("a") for text in texts], **options) -> BestOfNSampler:
+    model = tiny.gpt2() if model is None else model
+    return BestOfNSampler(model, tiny.tokenizer(), scores, lambda: 5, **{"seed": 0, **options})
+
+
+def test_the_best_samples_come_first():
+    seen: list[list[str]] = []
+
+    def scores(texts: list[str]) -> list[float]:
+        seen.append(texts)
+        return [float(sum(map(ord, text))) for text in texts]
+
+    best = sampler(scores=scores, sample_size=6, n_candidates=2).generate(QUERIES)
+    assert len(best) == 3
+    for texts, chosen in zip(seen, best, strict=True):
+        assert len(texts) == 6
+        assert [sum(map(ord, text)) for text in chosen] == sorted(
+            (sum(map(ord, text)) for text in texts), reverse=True
+        )[:2]
+
+
+def test_texts_hold_query_and_response():
+    (best,) = sampler().generate(QUERIES[0])
+    query = tiny.tokenizer().decode(QUERIES[0].tolist())
+    assert best[0].startswith(query)
+    assert 0 < len(best[0]) - len(query) <= 5
+
+
+@pytest.mark.parametrize(
+    "queries", [QUERIES[0], QUERIES[0].tolist(), torch.stack([QUERIES[0], QUERIES[0]]), [QUERIES[0].tolist()] * 2]
+)
+def test_queries_come_in_every_documented_shape(queries):
+    count = 2 if (isinstance(queries, torch.Tensor) and queries.dim() == 2) or isinstance(queries[0], list) else 1
+    assert len(sampler().generate(queries)) == count
+
+
+def test_a_seed_repeats_and_touches_no_global_random_number():
+    state = torch.get_rng_state()
+    one, other = sampler(seed=3), sampler(seed=3)
+    first = one.generate(QUERIES)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1)
+    assert other.generate(QUERIES) == first
+    assert one.generate(QUERIES) != first  # the next call draws anew
+    assert sampler(seed=4).generate(QUERIES) != first
+
+
+def test_an_encoder_decoder_model_gives_its_response_alone():
+    texts = sampler(tiny.t5(), scores=lambda texts: [0.0] * len(texts)).generate(QUERIES[:1])
+    assert len(texts[0]) == 1
+
+
+def test_settings_of_the_sampling_have_their_effect():
+    greedy = GenerationConfig(do_sample=False)
+    one, other = sampler(generation_config=greedy, seed=1), sampler(seed=2)
+    length = {"max_new_tokens": 4}
+    assert one.generate(QUERIES, **length) == other.generate(QUERIES, do_sample=False, **length)
+    special = sampler(generation_config=greedy).generate(torch.tensor([tiny.BOS, 5]), skip_special_tokens=False)
+    assert special[0][0].startswith("<s>")
+
+
+def test_the_model_stays_in_its_mode():
+    model = tiny.gpt2().train()
+    sampler(model).generate(QUERIES[0])
+    assert model.training
+
+
+@pytest.mark.parametrize("scores", [lambda texts: [1.0], lambda texts: [float("nan")] * len(texts)])
+def test_bad_scores_are_refused(scores):
+    with pytest.raises(ValueError, match="finite score for each"):
+        sampler(scores=scores).generate(QUERIES[0])
+
+
+def test_more_candidates_than_samples_are_refused():
+    with pytest.raises(ValueError, match="n_candidates=5"):
+        sampler(sample_size=4, n_candidates=5)

@@ -1,0 +1,295 @@
+"""Fine-tuning in steps: rows honoured as given, whole windows, statistics, saving and resuming."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from tests.lm import tiny
+
+from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
+
+ROWS = tiny.rows(5, 3, 7)
+
+
+def exact():
+    return tiny.exact(tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def trainer(model=None, tmp_path="unused", given=None, **config) -> IterativeSFTTrainer:
+    settings = {
+        "optim": "sgd", "learning_rate": 1e-2, "max_steps": 100, "per_device_train_batch_size": 2,
+        "save_strategy": "no", "lr_scheduler_type": "constant", "logging_steps": 1, "disable_tqdm": True,
+    }  # fmt: skip
+    args = IterativeSFTConfig(str(tmp_path), use_cpu=True, **settings | config)
+    return IterativeSFTTrainer(
+        exact() if model is None else model, args, processing_class=tiny.tokenizer(), **(given or {})
+    )
+
+
+def ids(text: str) -> list[int]:
+    return [tiny.EOS if character == "$" else tiny.VOCABULARY[character] for character in text]
+
+
+def tensors(*texts: str) -> list[torch.Tensor]:
+    return [torch.tensor(ids(text)) for text in texts]
+
+
+def same(one: IterativeSFTTrainer, other: IterativeSFTTrainer) -> None:
+    for name, value in tiny.weights(one.model).items():
+        torch.testing.assert_close(value, other.model.state_dict()[name], rtol=1e-9, atol=1e-12)
+
+
+def test_the_documented_step_needs_no_labels():
+    own = trainer()
+    before = tiny.weights(own.model)
+    stats = own.step(input_ids=ROWS, attention_mask=[torch.ones_like(row) for row in ROWS])
+    assert tiny.moved(before, own.model)
+    nll = [-tiny.taken_of(exact(), row[:1], row[1:]) for row in ROWS[:2]]
+    assert stats["num_tokens"] == sum(len(row) - 1 for row in ROWS)
+    assert stats["global_step"] == 3  # 5 rows, 2 at a time, the last one alone: nothing is left over
+    assert set(stats) == {"loss", "grad_norm", "learning_rate", "epoch", "global_step", "num_tokens"}
+    first = trainer(per_device_train_batch_size=2).step(ROWS[:2])
+    assert first["loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-9)
+
+
+def test_one_step_is_one_update_however_it_is_split():
+    whole, split = trainer(per_device_train_batch_size=8), trainer(gradient_accumulation_steps=4)
+    assert whole.step(ROWS)["loss"] == pytest.approx(split.step(ROWS)["loss"], rel=1e-9)
+    assert (whole.state.global_step, split.state.global_step) == (1, 1)
+    same(whole, split)
+
+
+@pytest.mark.parametrize("counted", [(1, 1, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)])
+def test_labels_are_honoured(counted):
+    row = torch.tensor([5, 6, 7, 8, 9])
+    mask = torch.tensor([0, *counted], dtype=torch.bool)
+    stats = trainer().step([row], labels=[torch.where(mask, row, -100)])
+    nll = -tiny.taken_of(exact(), row[:1], row[1:])[mask[1:]]
+    assert stats["loss"] == pytest.approx(float(nll.mean()), rel=1e-9)
+    assert stats["num_tokens"] == sum(counted)
+
+
+def test_padding_is_left_out():
+    padded = torch.tensor([tiny.PAD, 5, 6, 7, tiny.PAD])
+    one = trainer().step([padded], [torch.tensor([0, 1, 1, 1, 0])])
+    other = trainer().step([padded[1:4]])
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("keep_end", slice(-3, None)), ("keep_start", slice(None, 3))])
+def test_tokens_are_cut_and_no_row_is_lost(mode: str, kept: slice):
+    rows = tiny.rows(4, 5, 7, seed=3)
+    one, other = (trainer(per_device_train_batch_size=4, max_length=n, truncation_mode=mode) for n in (3, None))
+    with pytest.warns(UserWarning, match=f"cut {sum(map(len, rows)) - 12} tokens of 4 rows"):
+        stats = one.step(rows)
+    assert stats["num_tokens"] == 8
+    assert stats["loss"] == pytest.approx(other.step([row[kept] for row in rows])["loss"], rel=1e-9)
+    same(one, other)
+
+
+def test_texts_end_and_their_labels_are_a_part_of_them():
+    one, other = trainer(), trainer()
+    assert one.step(texts=["abc", "de"])["loss"] == pytest.approx(other.step(tensors("abc$", "de$"))["loss"], rel=1e-9)
+    one, other, third = trainer(), trainer(), trainer()
+    labels = [torch.tensor([-100, -100, *ids("c$")]), torch.tensor([-100, *ids("e$")])]
+    stats = one.step(texts=["abc", "de"], texts_labels=["c", "e"])
+    assert stats["loss"] == pytest.approx(other.step(tensors("abc$", "de$"), labels=labels)["loss"], rel=1e-9)
+    middle = [torch.tensor([-100, *ids("b"), -100, -100])]
+    stats = third.step(texts=["abc"], texts_labels=["b"])
+    assert stats["loss"] == pytest.approx(trainer().step(tensors("abc$"), labels=middle)["loss"], rel=1e-9)
+
+
+def test_an_encoder_decoder_model_learns_targets_and_not_its_input():
+    def build():
+        return tiny.exact(tiny.t5(initializer_factor=1.0, dropout_rate=0.0))
+
+    one, other = trainer(build()), trainer(build())
+    by_text = one.step(texts=["abc", "de"], texts_labels=["xy", "z"])
+    by_ids = other.step(tensors("abc$", "de$"), labels=tensors("xy$", "z$"))
+    assert by_text["loss"] == pytest.approx(by_ids["loss"], rel=1e-9)
+    model = build().eval()
+    nll = 0.0
+    for source, target in (("abc$", "xy$"), ("de$", "z$")):
+        logits = model(input_ids=tensors(source)[0][None], labels=tensors(target)[0][None]).logits[0]
+        nll += float(-logits.log_softmax(-1).gather(1, tensors(target)[0][:, None]).sum())
+    assert by_text["loss"] == pytest.approx(nll / 5, rel=1e-9)
+    with pytest.raises(ValueError, match="texts_labels"):
+        trainer(build()).step(texts=["abc"])
+    with pytest.raises(ValueError, match="labels"):
+        trainer(build()).step(tensors("abc$"))
+
+
+def test_it_learns_and_a_flipped_loss_does_not():
+    class Flipped(IterativeSFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return -super().compute_loss(*args, **kwargs)
+
+    losses = []
+    for kind in (IterativeSFTTrainer, Flipped):
+        args = IterativeSFTConfig("unused", use_cpu=True, learning_rate=3e-3, save_strategy="no", max_steps=60)
+        own = kind(tiny.gpt2(), args, processing_class=tiny.tokenizer())
+        losses.append([own.step(texts=["abcab"] * 4, texts_labels=["cab"] * 4)["loss"] for _ in range(60)][-1])
+    assert losses[0] < 0.5 < losses[1]
+
+
+def test_the_order_of_rows_moves_no_global_random_number():
+    state = torch.get_rng_state()
+    own = trainer()
+    torch.set_rng_state(state)
+    own.step(ROWS)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_end_of_the_schedule_ends_training():
+    own = trainer(max_steps=1, lr_scheduler_type="linear")
+    own.step(ROWS[:1])
+    with pytest.raises(ValueError, match="max_steps=1"):
+        own.step(ROWS[:1])
+
+
+def test_without_max_steps_the_learning_rate_is_constant_and_it_is_said():
+    own = trainer(max_steps=-1, lr_scheduler_type="linear")
+    with pytest.warns(UserWarning, match="max_steps is not set"):
+        assert [own.step(ROWS[:1])["learning_rate"] for _ in range(3)] == [1e-2] * 3
+
+
+def test_evaluation_logging_and_saving_go_by_optimizer_steps(tmp_path):
+    data = Dataset.from_dict({"text": ["abc", "de"]})
+    own = trainer(
+        tmp_path=tmp_path, given={"eval_dataset": data}, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+        save_steps=2, logging_steps=1,
+    )  # fmt: skip
+    own.step(ROWS)
+    own.step(ROWS)
+    logs = own.state.log_history
+    assert [log["step"] for log in logs if "loss" in log] == [1, 2, 3, 4, 5, 6]
+    assert [log["step"] for log in logs if "eval_loss" in log] == [2, 4, 6]
+    assert sorted(folder.name for folder in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{i}" for i in (2, 4, 6)]
+    nll = [-tiny.taken_of(own.model, row[:1], row[1:]) for row in tensors("abc$", "de$")]
+    assert own.evaluate()["eval_loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-9)
+
+
+@pytest.mark.parametrize("after", [2, 3, 4])
+def test_a_resumed_trainer_goes_on_as_if_nothing_had_happened(after: int, tmp_path):
+    """Bitwise, with dropout, in the middle of a call of step (2 and 4: of 3 updates each) and between two (3)."""
+
+    def build(folder):
+        settings = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "lr_scheduler_type": "linear"}
+        return trainer(tiny.gpt2(), tmp_path / folder, max_steps=9, **settings)
+
+    calls = [tiny.rows(5, 3, 7, seed=seed) for seed in range(3)]
+    whole = build("a")
+    expected = [whole.step(rows)["loss"] for rows in calls]
+    again = build("b")
+    torch.rand(3)  # somebody else's random numbers
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{after}"))
+    first = after // 3
+    found = [again.step(rows)["loss"] for rows in calls[first:]]
+    assert found[1:] == expected[first + 1 :]
+    assert again.state.global_step == 9
+    for name, value in tiny.weights(whole.model).items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+
+
+def test_train_without_data_only_resumes(tmp_path):
+    own = trainer(tmp_path=tmp_path)
+    with pytest.raises(ValueError, match="train_dataset"):
+        own.train()
+    with pytest.raises(ValueError, match="no checkpoint"):
+        own.train(resume_from_checkpoint=True)
+    own.step(ROWS)
+    with pytest.raises(ValueError, match="already"):
+        own.train(resume_from_checkpoint=str(tmp_path))
+    with pytest.raises(TypeError, match="model_path"):
+        own.train(model_path="x")
+
+
+def test_train_goes_through_a_data_set(tmp_path):
+    own = trainer(given={"train_dataset": Dataset.from_dict({"text": ["abc", "de"]})}, tmp_path=tmp_path, max_steps=3)
+    assert own.train().global_step == 3
+
+
+def test_models_are_saved_and_pushed_as_transformers_does(tmp_path, monkeypatch):
+    own = trainer(tmp_path=tmp_path)
+    own.step(ROWS)
+    own.save_model()
+    again = type(own.model).from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight.float(), own.model.lm_head.weight.float())
+    assert not (tmp_path / "iterative_sft.json").exists()
+    pushed = {}
+
+    class Api:
+        def create_repo(self, name, **settings):
+            return type("Url", (), {"repo_id": name})()
+
+        def upload_folder(self, **settings):
+            pushed.update(settings)
+
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda *args, **kwargs: Api())
+    own.args.hub_model_id = "someone/model"
+    own.push_to_hub("done", token="secret")
+    assert (pushed["repo_id"], pushed["commit_message"]) == ("someone/model", "done")
+
+
+def test_2024s_constructor_and_a_model_by_name(tmp_path):
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, save_strategy="no", max_steps=2)
+    with pytest.warns(FutureWarning, match="tokenizer"):
+        own = IterativeSFTTrainer(exact(), args, tiny.tokenizer(), max_length=4)
+    assert own.args.max_length == 4
+    own.step(texts=["abc"])
+    exact().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    settings = {"max_length": 8, "model_init_kwargs": {"torch_dtype": "float64"}, "save_strategy": "no", "max_steps": 1}
+    named = IterativeSFTTrainer(str(tmp_path / "model"), IterativeSFTConfig(str(tmp_path), use_cpu=True, **settings))
+    assert named.model.dtype == torch.float64
+    assert named.step(texts=["abc"])["num_tokens"] == 3
+
+
+def test_device_memory_is_given_back_on_request(monkeypatch):
+    calls = []
+    module = "trimtab_lm.iterative_sft.trainer"
+    monkeypatch.setattr(f"{module}.clear_device_cache", lambda garbage_collection: calls.append(1))
+    for asked in (False, True):
+        trainer(optimize_device_cache=asked).step(ROWS[:1])
+    assert calls == [1]
+
+
+BAD = {
+    "nothing": ({}, "neither input_ids nor texts"),
+    "no rows": ({"input_ids": []}, "at least one row"),
+    "one tensor": ({"input_ids": torch.ones(2, 3, dtype=torch.long)}, "a list"),
+    "2-D rows": ({"input_ids": [torch.ones(1, 3, dtype=torch.long)]}, "1-D"),
+    "labels of another length": ({"input_ids": tensors("abc"), "labels": tensors("ab")}, "as many"),
+    "fewer labels": ({"input_ids": tensors("abc", "de"), "labels": tensors("abc")}, "one for each row"),
+    "a mask of another length": ({"input_ids": tensors("abc"), "attention_mask": [torch.ones(2)]}, "one place"),
+    "nothing counts": ({"input_ids": tensors("abc"), "labels": [torch.full((3,), -100)]}, "no token that counts"),
+    "an empty text": ({"texts": ["abc", ""]}, r"texts\[1\]"),
+    "an empty label": ({"texts": ["abc"], "texts_labels": [""]}, r"texts_labels\[0\] is empty"),
+    "a foreign label": ({"texts": ["abc"], "texts_labels": ["x"]}, "no part of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rows_that_cannot_be_learnt_are_refused(name: str):
+    given, message = BAD[name]
+    own = trainer()
+    before = tiny.weights(own.model)
+    with pytest.raises(ValueError, match=message):
+        own.step(**given)
+    assert not tiny.moved(before, own.model)
+
+
+@pytest.mark.parametrize("settings", [{"truncation_mode": "middle"}, {"max_length": 1}])
+def test_settings_are_checked(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        IterativeSFTConfig("unused", use_cpu=True, **settings)
+
+
+def test_a_checkpoint_says_how_far_the_caller_has_come(tmp_path):
+    own = trainer(tmp_path=tmp_path, save_strategy="steps", save_steps=1)
+    own.step(ROWS)
+    read = [json.loads((tmp_path / f"checkpoint-{i}" / "iterative_sft.json").read_text()) for i in (1, 2, 3)]
+    assert read == [{"calls": 0, "updates": 1}, {"calls": 0, "updates": 2}, {"calls": 1, "updates": 0}]
