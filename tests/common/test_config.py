@@ -184,3 +184,12 @@ def test_flat_dict_has_plain_values_and_tells_apart_what_differs():
     assert "secret" not in nested.values()
     assert nested["tracker_kwargs.tokens"] == "kept"
     assert not {"seed", "tracker_kwargs", "run.model"} & flat.keys()
+
+
+def test_flat_dict_leaves_deprecated_names_out():
+    @dataclass
+    class Options:
+        new: int = 1
+        old: int | None = field(default=None, metadata={"help": "Deprecated: use new."})
+
+    assert to_flat_dict(Options()) == {"new": 1}

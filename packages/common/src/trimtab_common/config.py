@@ -76,11 +76,13 @@ def to_flat_dict(*configs: Any) -> dict[str, Any]:
     """Every field of every configuration as plain values, for a tracker; entries of a dict get dotted names.
 
     A name on which two configurations differ is preceded by the class, as on the command line. Tokens and keys
-    of services (named token, or ending in _token or _key; inside dicts too) are left out.
+    of services (named token, or ending in _token or _key; inside dicts too) are left out, and so are fields whose help
+    begins with "Deprecated:", which hold nothing after their translation.
     """
     flat: dict[str, Any] = {}
     rows = [(_short(type(config)), field.name, getattr(config, field.name)) for config in configs
-            for field in dataclasses.fields(config)]  # fmt: skip
+            for field in dataclasses.fields(config)
+            if not field.metadata.get("help", "").startswith("Deprecated:")]  # fmt: skip
     for short, name, value in rows:
         differs = any(other_name == name and other != value for _, other_name, other in rows)
         flat.update(_flatten(f"{short}.{name}" if differs else name, value))
