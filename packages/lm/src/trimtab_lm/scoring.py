@@ -59,7 +59,8 @@ def score_sequences_in_forward(model: Any) -> bool:
     def score(tokens: dict[str, Tensor]) -> Tensor:
         inputs = positioned(base.base_model.forward, model_inputs(base, tokens))
         hidden = base.base_model(**inputs, use_cache=False, return_dict=True).last_hidden_state
-        return base.score(hidden.flatten(0, 1).index_select(0, tokens["ends"])).float()
+        logits = base.score(hidden.flatten(0, 1).index_select(0, tokens["ends"]))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     _extend_forward(model, model.forward, score, scores_sequences=True)
     return True

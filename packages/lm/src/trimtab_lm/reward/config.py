@@ -1,0 +1,91 @@
+"""Configuration of reward-model training."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import TrainingArguments
+
+from trimtab_lm.legacy import takes_arguments_of_2024
+from trimtab_lm.training import refuse_label_smoothing
+
+TruncationMode = Literal["filter", "keep_start", "keep_end"]
+MODES = ("filter", "keep_start", "keep_end")
+
+
+def _help(text: str, **default: Any) -> Any:
+    return field(**default, metadata={"help": text})
+
+
+@dataclass
+@takes_arguments_of_2024
+class RewardConfig(TrainingArguments):
+    """A reward model from pairs of answers (Christiano et al. 2017; Ouyang et al. 2022, arXiv:2203.02155, Eq. 1).
+
+    All settings of `transformers.TrainingArguments`, with the defaults that were documented in 2024: activation
+    checkpointing is on.
+    """
+
+    max_length: int | None = _help(
+        "Tokens of a prompt with one of its answers, at most; what happens to longer pairs is truncation_mode's. "
+        "None: as long as they are.",
+        default=None,
+    )
+    truncation_mode: TruncationMode = _help(
+        "What is done to a pair of which a text is longer than max_length. filter: drop it. keep_start, keep_end: cut "
+        "the prompt first, though not below half of max_length, then each answer, to its start (and its stop token) "
+        "or its end; a pair whose answers are then the same is dropped.",
+        default="filter",
+    )
+    center_rewards_coefficient: float | None = _help(
+        "Weight of (chosen + rejected)^2, which keeps scores around 0 (Eisenstein et al. 2023, arXiv:2312.09244, who "
+        "use 0.01). None: pairs leave the level of scores open.",
+        default=None,
+    )
+    init_reward_head: bool = _help(
+        "Draw the head's weights anew from N(0, 1 / (d + 1)), a deviation of 1 / sqrt(d + 1) for d inputs, and set its "
+        "bias to 0 (Huang et al. 2024, arXiv:2403.17031, detail 15).",
+        default=False,
+    )
+    disable_dropout: bool = _help("Train without dropout.", default=False)
+    num_eval_samples: int = _help(
+        "Pairs, from the first of the main process, in the table of texts and scores that each evaluation gives to "
+        "wandb and tensorboard. 0: none.",
+        default=16,
+    )
+    model_init_kwargs: dict[str, Any] | None = _help(
+        "Arguments of from_pretrained, if the model is given by its name.", default=None
+    )
+    dataset_num_proc: int | None = _help("Processes that tokenize the dataset.", default=None)
+
+    # Documented defaults that are not those of transformers 5.
+    gradient_checkpointing: bool | None = _help(
+        "Compute activations anew in backward, for less memory (alias of activation_checkpointing). A model that "
+        "cannot warns, and trains without.",
+        default=True,
+    )
+    optim: str = _help("The optimizer; see transformers.TrainingArguments.", default="adamw_torch")
+    report_to: None | str | list[str] = _help(  # noqa: RUF036  HfArgumentParser takes None in the first place alone
+        "Trackers: wandb, tensorboard, all, ...; None or none: none.", default=None
+    )
+    fsdp: str | None = _help("FSDP sharding options; see transformers.TrainingArguments. Empty: no FSDP.", default="")
+    hub_private_repo: bool | None = _help("Make the repository on the hub a private one.", default=False)
+    include_num_input_tokens_seen: str | bool = _help(
+        "Count the tokens seen in training: all, non_padding, or no.", default=False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_label_smoothing(self, "RewardTrainer")
+        if self.truncation_mode not in MODES:
+            raise ValueError(f"truncation_mode={self.truncation_mode!r} is unknown. Use one of {', '.join(MODES)}.")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length} leaves no room for a prompt and an answer. Use at least 2.")
+        weight = self.center_rewards_coefficient
+        if weight is not None and not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(
+                f"center_rewards_coefficient={weight} has to be a positive number, such as 0.01; None leaves the "
+                "scores where they are."
+            )
+        if self.num_eval_samples < 0:
+            raise ValueError(f"num_eval_samples={self.num_eval_samples} has to be 0, for no table, or more.")

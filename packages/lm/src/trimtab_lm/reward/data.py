@@ -1,0 +1,146 @@
+"""Pairs of answers as token ids, from texts, conversations or the documented pre-tokenized columns."""
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from trimtab_lm.reward_collator import SIDES, one_margin, real_tokens
+from trimtab_lm.rows import Row, RowFormat, common_length, preference_parts, prepare_dataset, row_format
+from trimtab_lm.tokenization import encode_prompt_completion, stop_token_ids
+from trimtab_lm.truncation import IS_EMPTIED, report_truncation, truncate_pair
+
+from .config import RewardConfig
+
+FORMATS = (RowFormat.TOKENIZED_PREFERENCE, RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE)
+TOO_LONG = "is_too_long"
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+"""Sampling strategies that go by the column `length_column_name`."""
+
+
+def prepare_pairs(
+    dataset: Any, tokenizer: PreTrainedTokenizerBase, args: RewardConfig, *, keeps_columns: bool = False
+) -> Any:
+    """The dataset with the columns that `reward_collator` reads, and pairs longer than max_length dropped or cut.
+
+    A dataset that is not of `datasets` must give such rows itself. Other columns stay if keeps_columns. A
+    `length_column_name`, of both texts together, is made where the sampling goes by it.
+    """
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        if args.max_length is not None:
+            raise ValueError(
+                f"max_length={args.max_length} cannot be applied to a {type(dataset).__name__}. Pass a "
+                "datasets.Dataset, or leave max_length out and shorten the rows yourself."
+            )
+        return dataset
+    columns = dataset.column_names or list(next(iter(dataset)))
+    encode = partial(
+        _encode,
+        tokenizer=tokenizer,
+        is_tokenized=row_format(columns, FORMATS, needed_for="RewardTrainer") is RowFormat.TOKENIZED_PREFERENCE,
+        max_length=args.max_length,
+        mode=args.truncation_mode,
+        length_column=args.length_column_name if args.train_sampling_strategy in BY_LENGTH else None,
+    )
+    kept = columns if keeps_columns else ()
+    pairs = prepare_dataset(dataset, encode, keep=kept, num_proc=args.dataset_num_proc, desc="Tokenizing pairs")
+    if args.max_length is None:
+        return pairs
+    if args.truncation_mode == "filter":
+        return _without_long(pairs, args.max_length)
+    return report_truncation(pairs, limit=f"max_length={args.max_length}")
+
+
+def _encode(
+    row: Row,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    is_tokenized: bool,
+    max_length: int | None,
+    mode: Any,
+    length_column: str | None,
+) -> dict[str, Any]:
+    pair: dict[str, Any] = _tokenized_pair(row) if is_tokenized else _text_pair(row, tokenizer)
+    encoded: dict[str, Any] = {}
+    if max_length is not None and mode == "filter":
+        encoded[TOO_LONG] = max(len(pair[f"{side}_input_ids"]) for side in SIDES) > max_length
+    elif max_length is not None:
+        first = tokenizer.cls_token_id if _ends_in_sep(tokenizer) else tokenizer.bos_token_id
+        stops = {tokenizer.sep_token_id} if _ends_in_sep(tokenizer) else stop_token_ids(tokenizer)
+        pair = truncate_pair(
+            pair, max_length=max_length, max_prompt_length=None, mode=mode, bos_token_id=first, stop_ids=stops
+        )
+        encoded |= {name: value for name, value in pair.items() if not name.endswith(("_ids", "_mask"))}
+        # What told the answers apart may have been cut: such a pair has no winner to learn.
+        encoded[IS_EMPTIED] |= pair["chosen_input_ids"] == pair["rejected_input_ids"]
+    for side in SIDES:
+        ids = pair[f"{side}_input_ids"]
+        encoded |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
+    if "margin" in row:
+        encoded["margin"] = one_margin(row["margin"])
+    if length_column is not None:
+        encoded[length_column] = sum(len(pair[f"{side}_input_ids"]) for side in SIDES)
+    return encoded
+
+
+def _text_pair(row: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """Prompt and answers as `truncate_pair` takes them. The prompt may be empty: a score needs no token before."""
+    prompt, *answers = preference_parts(row)
+    settings: dict[str, Any] = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
+    settings["add_eos"] = not _ends_in_sep(tokenizer)
+    encoded = [encode_prompt_completion(tokenizer, prompt, answer, **settings) for answer in answers]
+    heads = [side["input_ids"][: side["completion_mask"].index(1)] for side in encoded]
+    return _pair(encoded[0]["input_ids"], encoded[1]["input_ids"], common_length(*heads))
+
+
+def _ends_in_sep(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """BERT's kind: its tokenizer ends a text in SEP, and has no EOS."""
+    return tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None
+
+
+def _tokenized_pair(row: Row) -> dict[str, list[int]]:
+    chosen, rejected = (real_tokens(row, side) for side in SIDES)
+    return _pair(chosen, rejected, min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
+
+
+def _pair(chosen: list[int], rejected: list[int], shared: int) -> dict[str, list[int]]:
+    pair = {"prompt_input_ids": chosen[:shared]}
+    for side, ids in zip(SIDES, (chosen, rejected), strict=True):
+        pair |= {f"{side}_input_ids": ids, f"{side}_mask": [0] * shared + [1] * (len(ids) - shared)}
+    return pair
+
+
+def _without_long(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | IterableDataset:
+    remedy = "Raise max_length, or cut them with truncation_mode='keep_start' or 'keep_end'."
+    if isinstance(dataset, IterableDataset):
+        seen = {"is_long": False}
+
+        def fits(row: Mapping[str, Any]) -> bool:
+            if row[TOO_LONG] and not seen["is_long"]:
+                seen["is_long"] = True
+                warnings.warn(
+                    f"A pair of the stream has a text of more than max_length={max_length} tokens: it is dropped, as "
+                    f"all such are. {remedy}",
+                    stacklevel=2,
+                )
+            return not row[TOO_LONG]
+
+        return dataset.filter(fits).remove_columns(TOO_LONG)
+    kept = [i for i, is_long in enumerate(dataset[TOO_LONG]) if not is_long]
+    dropped = len(dataset) - len(kept)
+    if dropped and not kept:
+        raise ValueError(
+            f"Each of the {dropped:,} pairs has a text of more than max_length={max_length} tokens, so none is left. "
+            f"{remedy}"
+        )
+    if dropped:
+        warnings.warn(
+            f"Dropped {dropped:,} of {len(dataset):,} pairs, which have a text of more than max_length={max_length} "
+            f"tokens. {remedy}",
+            stacklevel=2,
+        )
+        dataset = dataset.select(kept)
+    return dataset.remove_columns(TOO_LONG)

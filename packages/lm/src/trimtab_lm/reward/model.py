@@ -1,0 +1,162 @@
+"""Sequence classifiers with one label, as models that score texts."""
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, TaskType
+from torch import nn
+from transformers import AutoModelForSequenceClassification, ProcessorMixin
+
+from trimtab_lm.scoring import base_of
+from trimtab_lm.tokenization import require_eos
+from trimtab_lm.training import pretrained_kwargs
+
+
+def load_scorer(model: Any, init_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """A classifier with one label by hub id or folder; a model that is one already is returned as it is.
+
+    init_kwargs: arguments of `from_pretrained`, for a name only; ValueError with a model.
+    """
+    if isinstance(model, str):
+        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **pretrained_kwargs(init_kwargs))
+    if init_kwargs:
+        raise ValueError(
+            f"model_init_kwargs={dict(init_kwargs)} say how to load a model, and the model given is loaded. Pass its "
+            "name, or leave model_init_kwargs out."
+        )
+    return model
+
+
+def require_scorer(model: Any, tokenizer: Any) -> None:
+    """ValueError for a model with more labels than one. Its configuration gets the padding token, as batches need."""
+    config = base_of(model).config
+    if config.num_labels != 1:
+        raise ValueError(
+            f"The model has {config.num_labels} labels, and a score is one number. Load it by "
+            "AutoModelForSequenceClassification.from_pretrained(name, num_labels=1)."
+        )
+    config.pad_token_id = tokenizer.pad_token_id
+
+
+def turn_off_missing_checkpointing(model: Any, args: Any) -> None:
+    """Set the (own) arguments to train without activation checkpointing where the model has none, and warn."""
+    base = base_of(model)
+    if args.activation_checkpointing and not base.supports_gradient_checkpointing:
+        warnings.warn(
+            f"{type(base).__name__} does not support activation checkpointing, which RewardConfig turns on by default: "
+            "it trains without. gradient_checkpointing=False says so.",
+            stacklevel=5,
+        )
+        args.activation_checkpointing = args.gradient_checkpointing = False
+
+
+@contextmanager
+def dropout_rates_at_zero(model: nn.Module) -> Iterator[None]:
+    """No dropout inside the block, whose modules stay in training mode; afterwards the rates are as they were.
+
+    For blocks that hold the backward pass too: `trimtab_lm.dropout.without_dropout` ends with the forward pass, since
+    `Trainer.training_step` sets the mode itself, and activations that are computed anew in backward would be dropped.
+    """
+    rates: list[tuple[nn.Module, str, float]] = []
+    for module in model.modules():
+        is_dropout = type(module).__name__.endswith("Dropout")
+        rates += [
+            (module, name, rate) for name, rate in vars(module).items()
+            if isinstance(rate, float) and ("drop" in name or (is_dropout and name == "p"))
+        ]  # fmt: skip
+    try:
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, rate in rates:
+            setattr(module, name, rate)
+
+
+def heads(base: Any) -> dict[str, nn.Module]:
+    """The classifier's modules outside its trunk."""
+    return {name: child for name, child in base.named_children() if name != base.base_model_prefix}
+
+
+def init_head(base: Any, seed: int) -> None:
+    """Draw the weights of the layers with one output from N(0, 1 / (inputs + 1)), biases 0; ValueError without one."""
+    layers = [
+        layer for head in heads(base).values() for layer in head.modules()
+        if isinstance(layer, nn.Linear) and layer.out_features == 1
+    ]  # fmt: skip
+    if not layers:
+        raise ValueError(
+            f"init_reward_head=True found no linear layer with one output in {type(base).__name__}. Leave it out, and "
+            "initialise the head yourself."
+        )
+    for layer in layers:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            weights = torch.randn(layer.weight.shape, generator=generator) / math.sqrt(layer.in_features + 1)
+            layer.weight.copy_(weights)
+            if layer.bias is not None:
+                layer.bias.zero_()
+
+
+def for_scores(peft_config: PeftConfig | None, model: Any) -> PeftConfig | None:
+    """A copy that says that this is a classifier, whose head is trained and saved in full."""
+    if peft_config is None:
+        return None
+    if peft_config.task_type not in (None, TaskType.SEQ_CLS):
+        raise ValueError(
+            f"peft_config.task_type={peft_config.task_type} is not that of a reward model. Use TaskType.SEQ_CLS, or "
+            "leave it out."
+        )
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.task_type = TaskType.SEQ_CLS
+    if hasattr(peft_config, "modules_to_save"):
+        own = [name for name, head in heads(base_of(model)).items() if any(True for _ in head.parameters())]
+        peft_config.modules_to_save = list(dict.fromkeys([*(peft_config.modules_to_save or []), *own]))
+    return peft_config
+
+
+def require_trained_head(model: Any) -> None:
+    """ValueError for adapters that leave the head untrained, or scores unreadable."""
+    if not isinstance(model, PeftModel):
+        return
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"{model.active_peft_config.peft_type} puts virtual tokens before a text, which scores cannot be read "
+            "behind. Use adapters in the layers, such as LoRA."
+        )
+    if not any(p.requires_grad for head in heads(base_of(model)).values() for p in head.parameters()):
+        raise ValueError(
+            "The adapters leave the score head as it was drawn, which no pair can tell. Add it to their "
+            f"modules_to_save: {sorted(heads(base_of(model)))}."
+        )
+
+
+def with_padding(processing_class: Any) -> tuple[Any, Any]:
+    """The processing class, a copy with EOS for padding if it has none, and its tokenizer."""
+    is_processor = isinstance(processing_class, ProcessorMixin)
+    tokenizer: Any = processing_class.tokenizer if is_processor else processing_class
+    if tokenizer.pad_token_id is None:
+        processing_class = copy.deepcopy(processing_class)
+        tokenizer = processing_class.tokenizer if is_processor else processing_class
+        tokenizer.pad_token_id = require_eos(tokenizer)
+    return processing_class, tokenizer
+
+
+def check_padding(tokenizer: Any, model: Any, scores_in_forward: bool) -> None:
+    """Warn where padding is EOS, or ValueError if the model's own forward must tell them apart."""
+    name = type(base_of(model)).__name__
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return
+    remedy = "Give the tokenizer a pad token of its own: tokenizer.pad_token = '<pad>', if the vocabulary has it."
+    if not scores_in_forward:
+        raise ValueError(f"{name} tells padding by its id, and here it is that of EOS, where texts end. {remedy}")
+    warnings.warn(
+        f"EOS is also the padding token. Here texts are scored at their EOS; transformers' own {name} will score the "
+        f"token before it, and trimtab_lm.rewards.RewardModel will not. {remedy}",
+        stacklevel=5,
+    )
