@@ -1,0 +1,161 @@
+"""Configuration of DPO and its relatives."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from trimtab_lm.legacy import takes_arguments_of_2024
+from trimtab_lm.training import refuse_label_smoothing
+from trimtab_lm.truncation import check_mode
+
+from .loss import check_losses, mixed
+
+
+def _help(text: str, **default: Any) -> Any:
+    return field(**default, metadata={"help": text})
+
+
+@dataclass
+@takes_arguments_of_2024
+class DPOConfig(TrainingArguments):
+    """Learning from preferences without a reward model (Rafailov et al. 2023, arXiv:2305.18290).
+
+    All settings of `transformers.TrainingArguments`, and the following. Lengths are in tokens.
+    """
+
+    beta: float = _help(
+        "How strongly the policy is held to the reference: rewards are beta x (log pi - log ref). tau of ipo.",
+        default=0.1,
+    )
+    label_smoothing: float = _help(
+        "Share of preferences that are wrong, from 0 to 0.5: conservative DPO, robust, exo_pair, aot, aot_pair.",
+        default=0.0,
+    )
+    loss_type: None | str | list[str] = _help(  # noqa: RUF036  HfArgumentParser takes None in the first place alone
+        "sigmoid, hinge, ipo, kto_pair (or kto), robust, exo_pair, nca_pair, apo_zero, apo_down, sppo_hard, aot, "
+        "aot_pair, discopop; or several, whose weighted sum is the loss.",
+        default="sigmoid",
+    )
+    loss_weights: list[float] | None = _help(
+        "One weight for each loss of loss_type; they need not sum to 1. None: 1 each.", default=None
+    )
+    reference_free: bool = _help(
+        "Measure against a reference that gives all answers the same probability; no reference model.", default=False
+    )
+    disable_dropout: bool = _help("Train without dropout. The reference has none in any case.", default=True)
+
+    max_length: int | None = _help(
+        "Prompt and answer together; of an encoder-decoder model each of them. What is longer is cut: the prompt "
+        "first, though not below half of max_length, then the answers. None: no limit.",
+        default=None,
+    )
+    max_prompt_length: int | None = _help("Prompt, cut before anything else. None: no limit of its own.", default=None)
+    max_target_length: int | None = _help("Answers. None: no limit of their own.", default=None)
+    truncation_mode: str = _help(
+        "What is kept of a prompt or an answer that is too long: keep_end (and the prompt's BOS) or keep_start (and "
+        "the answer's EOS).",
+        default="keep_end",
+    )
+    label_pad_token_id: int = _help("Marks, in the labels, what does not count. Negative.", default=-100)
+    padding_value: int | None = _help("Token that pads. None: the tokenizer's pad token, else its EOS.", default=None)
+    is_encoder_decoder: bool | None = _help(
+        "What kind of model it is; only needed to be certain: training stops if the model is of the other kind.",
+        default=None,
+    )
+    dataset_num_proc: int | None = _help("Processes that tokenize the data sets.", default=None)
+
+    precompute_ref_log_probs: bool = _help(
+        "Take the reference's log-probabilities once, when the trainer is made, for the training set and all "
+        "evaluation sets, and keep no copy of the model as the reference.",
+        default=False,
+    )
+    ref_log_probs_cache: str | None = _help(
+        "Folder of precomputed log-probabilities, found again by the content of reference and data set. None: "
+        "output_dir/_ref_log_probs.",
+        default=None,
+    )
+    model_init_kwargs: dict[str, Any] | None = _help(
+        "Arguments of from_pretrained, if the model is given by its name.", default=None
+    )
+    ref_model_init_kwargs: dict[str, Any] | None = _help(
+        "Arguments of from_pretrained, if the reference model is given by its name.", default=None
+    )
+    model_adapter_name: str | None = _help(
+        "PEFT adapter that trains, of a model that has several. None: the one that is active.", default=None
+    )
+    ref_adapter_name: str | None = _help(
+        "PEFT adapter that makes the model its own reference. None: the model without adapters.", default=None
+    )
+
+    generate_during_eval: bool = _help(
+        "At each evaluation sample answers of policy and reference to some prompts, into a table of the trackers.",
+        default=False,
+    )
+    num_eval_samples: int = _help("Prompts of that table.", default=8)
+    max_new_tokens: int = _help("Longest answer in that table.", default=128)
+    generation_kwargs: dict[str, Any] | None = _help(
+        "Settings of generation for that table, such as temperature. None: samples of the model's own distribution.",
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.loss_type, list) and len(self.loss_type) == 1 and self.loss_weights is None:
+            self.loss_type = self.loss_type[0]
+        self.loss_type = self.loss_type or "sigmoid"
+        check_losses(self.loss_type, beta=self.beta, label_smoothing=self.label_smoothing)
+        mixed(self.loss_type, self.loss_weights)
+        check_mode(self.truncation_mode)
+        refuse_label_smoothing(self, "DPO")
+        self._check_numbers()
+        self._check_reference()
+        self._check_evaluation()
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where precomputed log-probabilities lie; a folder with this name is not pushed to the hub."""
+        return Path(self.ref_log_probs_cache or Path(str(self.output_dir)) / "_ref_log_probs")
+
+    def _check_numbers(self) -> None:
+        least = {
+            "max_length": 2, "max_prompt_length": 1, "max_target_length": 1, "padding_value": 0, "dataset_num_proc": 1,
+            "num_eval_samples": 1, "max_new_tokens": 1,
+        }  # fmt: skip
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ValueError(f"{name}={value} is too small: {minimum} is the least.")
+        if self.max_length is not None and (self.max_prompt_length or 0) >= self.max_length:
+            raise ValueError(
+                f"max_prompt_length={self.max_prompt_length} leaves nothing of max_length={self.max_length} to an "
+                "answer. Make it smaller."
+            )
+        if self.label_pad_token_id >= 0:
+            raise ValueError(
+                f"label_pad_token_id={self.label_pad_token_id} can be the id of a token, such as EOS, which would then "
+                "not count where it stands in an answer. Use a negative number; the default is -100."
+            )
+
+    def _check_reference(self) -> None:
+        names = ("precompute_ref_log_probs", "ref_adapter_name", "ref_model_init_kwargs")
+        given = [name for name in names if getattr(self, name)]
+        if self.reference_free and given:
+            raise ValueError(f"reference_free=True has no reference, so {', '.join(given)} mean nothing. Choose one.")
+        if self.ref_adapter_name is not None and self.ref_adapter_name == self.model_adapter_name:
+            raise ValueError(
+                f"model_adapter_name and ref_adapter_name are both {self.ref_adapter_name!r}: the reference would move "
+                "with the policy. Load its adapter a second time, under another name."
+            )
+        if self.ref_log_probs_cache is not None and not self.precompute_ref_log_probs:
+            raise ValueError("ref_log_probs_cache is where precomputed numbers lie: set precompute_ref_log_probs=True.")
+
+    def _check_evaluation(self) -> None:
+        if self.generation_kwargs and not self.generate_during_eval:
+            raise ValueError("generation_kwargs are for the table of samples: set generate_during_eval=True.")
+        if "inputs" in self.include_for_metrics:
+            raise ValueError(
+                "include_for_metrics=['inputs'] is not possible: several pairs share a row of DPO's inputs. Take what "
+                "compute_metrics needs from the data set, whose order evaluation keeps."
+            )

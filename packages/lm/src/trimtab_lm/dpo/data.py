@@ -1,0 +1,174 @@
+"""Preference pairs for DPO: rows of a dataset as token columns.
+
+A tokenized pair has the columns documented in 2024. Decoders: `prompt_input_ids`, `{chosen,rejected}_input_ids` (the
+prompt and the answer) and `{chosen,rejected}_labels` (label_pad_token_id on the prompt). Encoder-decoder models:
+`prompt_input_ids` and `{chosen,rejected}_labels`, the answers. Beside each `*_input_ids` an `*_attention_mask`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from trimtab_lm.dpo_collator import REFERENCE_COLUMNS, SIDES
+from trimtab_lm.rows import Conversation, RowFormat, prepare_dataset, row_format
+from trimtab_lm.tokenization import (
+    encode_preference,
+    encode_preference_seq2seq,
+    encode_prompt_completion,
+    require_eos,
+    stop_token_ids,
+)
+from trimtab_lm.truncation import (
+    TOKENS_CUT,
+    Mode,
+    report_truncation,
+    truncate_columns,
+    truncate_pair,
+    truncate_row,
+)
+
+from .config import DPOConfig
+
+
+@dataclass(frozen=True)
+class PairTokenizer:
+    """A row with a preference, standard or conversational, as token columns; the order of cuts is `truncate_pair`'s.
+
+    max_target_length cuts the answers before anything else. Of an encoder-decoder model max_length holds for prompt
+    and answers each.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    is_encoder_decoder: bool
+    max_length: int | None = None
+    max_prompt_length: int | None = None
+    max_target_length: int | None = None
+    truncation_mode: Mode = "keep_end"
+    label_pad_token_id: int = -100
+
+    @classmethod
+    def of(cls, config: DPOConfig, tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool) -> "PairTokenizer":
+        """The one that a config asks for; ValueError for a tokenizer without EOS."""
+        require_eos(tokenizer)
+        mode = cast(Mode, config.truncation_mode)
+        limits = (config.max_length, config.max_prompt_length, config.max_target_length)
+        return cls(tokenizer, is_encoder_decoder, *limits, mode, config.label_pad_token_id)
+
+    @property
+    def limits(self) -> str:
+        """The limits in one line, for messages."""
+        names = ("max_length", "max_prompt_length", "max_target_length")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None)
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The token columns of a row, and the counts of what was cut that `report_truncation` reads."""
+        settings = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
+        if self.is_encoder_decoder:
+            return self._seq2seq(encode_preference_seq2seq(self.tokenizer, row, **settings))
+        encoded, cut = self._shorter_answers(encode_preference(self.tokenizer, row, **settings))
+        pair = truncate_pair(
+            encoded,
+            max_length=self.max_length,
+            max_prompt_length=self.max_prompt_length,
+            mode=self.truncation_mode,
+            bos_token_id=self.tokenizer.bos_token_id,
+            stop_ids=stop_token_ids(self.tokenizer),
+        )
+        for side in SIDES:
+            ids, mask = pair[f"{side}_input_ids"], pair.pop(f"{side}_mask")
+            pair[f"{side}_labels"] = [
+                token if counts else self.label_pad_token_id for token, counts in zip(ids, mask, strict=True)
+            ]
+        return _with_masks(pair | {TOKENS_CUT: pair[TOKENS_CUT] + cut})
+
+    def row(self, row: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
+        """The token columns alone.
+
+        model: of an encoder-decoder, makes `{chosen,rejected}_decoder_input_ids` of the labels, as in 2024.
+        """
+        columns = {
+            name: value for name, value in self(row).items() if name.endswith(("_input_ids", "_mask", "_labels"))
+        }
+        if model is not None and self.is_encoder_decoder:
+            for side in SIDES:
+                labels = torch.tensor(columns[f"{side}_labels"])[None]
+                ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
+                columns[f"{side}_decoder_input_ids"] = ids[0].tolist()
+        return columns
+
+    def split(self, prompt: str | Conversation, answer: str | Conversation) -> dict[str, list[int]]:
+        """`prompt_input_ids` and the answer's `input_ids`, with masks: enc(prompt + answer), split where the answer
+        begins; nothing is added to it and nothing cut."""
+        encoded = encode_prompt_completion(self.tokenizer, prompt, answer, add_eos=False)
+        ids, start = encoded["input_ids"], encoded["completion_mask"].index(1)
+        parts = {"prompt_input_ids": ids[:start], "prompt_attention_mask": [1] * start}
+        return parts | {"input_ids": ids[start:], "attention_mask": [1] * (len(ids) - start)}
+
+    def _shorter_answers(self, encoded: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], int]:
+        """The pair with answers of at most max_target_length, and how many tokens that took."""
+        shorter, cut, start = dict(encoded), 0, len(encoded["prompt_input_ids"])
+        for side in SIDES:
+            ids, mask = encoded[f"{side}_input_ids"], encoded[f"{side}_mask"]
+            answer = truncate_row(
+                ids[start:], mask[start:], max_length=self.max_target_length, mode=self.truncation_mode,
+                stop_ids=stop_token_ids(self.tokenizer),
+            )  # fmt: skip
+            shorter[f"{side}_input_ids"] = ids[:start] + answer.input_ids
+            shorter[f"{side}_mask"] = mask[:start] + answer.mask
+            cut += answer.tokens_cut
+        return shorter, cut
+
+    def _seq2seq(self, encoded: Mapping[str, list[int]]) -> dict[str, Any]:
+        def limit(own: int | None) -> int | None:
+            return min((x for x in (own, self.max_length) if x is not None), default=None)
+
+        limits = {"prompt_input_ids": limit(self.max_prompt_length)}
+        limits |= {f"{side}_input_ids": limit(self.max_target_length) for side in SIDES}
+        pair = truncate_columns(
+            encoded, limits, mode=self.truncation_mode, bos_token_id=self.tokenizer.bos_token_id,
+            stop_ids=stop_token_ids(self.tokenizer),
+        )  # fmt: skip
+        return _with_masks(pair | {f"{side}_labels": pair.pop(f"{side}_input_ids") for side in SIDES})
+
+
+def _with_masks(pair: dict[str, Any]) -> dict[str, Any]:
+    masks = {
+        name.replace("input_ids", "attention_mask"): [1] * len(ids)
+        for name, ids in pair.items()
+        if name.endswith("_input_ids")
+    }
+    return pair | masks
+
+
+def tokenized_columns(*, is_encoder_decoder: bool) -> set[str]:
+    """The columns by which a dataset shows that it is tokenized."""
+    answers = () if is_encoder_decoder else tuple(f"{side}_input_ids" for side in SIDES)
+    return {"prompt_input_ids", *answers, *(f"{side}_labels" for side in SIDES)}
+
+
+def tokenize_pairs(
+    dataset: Dataset | IterableDataset, tokenize: PairTokenizer, *, keep_columns: bool = False, num_proc: int | None
+) -> Dataset | IterableDataset:
+    """The dataset's pairs as token columns; one that has them already is returned as it is.
+
+    keep_columns: keep the columns that were there, for a collator that reads them.
+
+    Raises TypeError for what is no dataset of `datasets`, ValueError for columns that are missing, for a row that
+    cannot be used (it says which), and where truncation leaves no pair.
+    """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(
+            f"The data set is a {type(dataset).__name__}; datasets.Dataset or IterableDataset is needed. Make one: "
+            "datasets.Dataset.from_list(rows)."
+        )
+    columns = dataset.column_names or list(next(iter(dataset)))
+    if tokenized_columns(is_encoder_decoder=tokenize.is_encoder_decoder) <= set(columns):
+        return dataset
+    row_format(columns, (RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE), needed_for="DPO")
+    keep = columns if keep_columns else [name for name in REFERENCE_COLUMNS if name in columns]
+    tokenized = prepare_dataset(dataset, tokenize, keep=keep, num_proc=num_proc, desc="tokenizing")
+    return report_truncation(tokenized, limit=tokenize.limits)

@@ -1,0 +1,165 @@
+"""The reference's log-probabilities of whole datasets, computed once and found again by content.
+
+One file per reference and dataset: folder/<key>.safetensors with `chosen` and `rejected` [pairs]. The key is a hash of
+the reference's weights and configuration, the precision it runs in, and the token columns of every pair: whatever
+changes the numbers. Neither names of models nor the layout of batches do.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trimtab_common.stats import gather_over_ranks, world_size
+from trimtab_common.tracking import progress
+from trimtab_lm.dpo_collator import REFERENCE_COLUMNS
+from trimtab_lm.reference import Reference
+
+Columns = tuple[list[float], list[float]]
+"""Log-probabilities of the chosen and of the rejected answers, one of each per pair."""
+
+Score = Callable[[Any], tuple[Tensor, Tensor]]
+Collate = Callable[[list[Any]], Any]
+
+FORMAT = 1
+INDIFFERENT = {
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version",
+    "use_cache",
+}  # fmt: skip
+"""Entries of a model's configuration that leave log-probabilities as they are, or are in the weights (dtype)."""
+
+
+class ReferenceCache:
+    """Log-probabilities under a reference as it was when this object was made.
+
+    reference: the policy itself may serve, as long as it has not been trained. folder: where the files lie, made with
+    the first. precision: what the forward pass is cast to, such as "bf16"; None or "no" for the weights' own.
+    """
+
+    def __init__(self, reference: Reference, folder: Path, *, precision: str | None):
+        self.reference, self.folder, self.precision = reference, folder, str(precision)
+        self.fingerprint = fingerprint(reference)
+
+    def with_columns(self, dataset: Any, score: Score, collate: Collate, *, batch_size: int, rank: int) -> Dataset:
+        """A tokenized dataset with the columns `REFERENCE_COLUMNS`, from disk or computed. Collective.
+
+        score, collate, batch_size, rank: see `score_dataset`. Raises ValueError for a stream, and where the numbers
+        are not on disk and the reference has changed since.
+        """
+        if not isinstance(dataset, Dataset):
+            raise ValueError(
+                "precompute_ref_log_probs=True needs a data set of which all rows are there; this one is a stream. Set "
+                "it to False, or load the data set without streaming."
+            )
+        file = self.folder / f"{self._key(dataset)}.safetensors"
+        if all(gather_over_ranks(file.is_file())):
+            columns = _read(file)
+        else:
+            self._require_unchanged(len(dataset))
+            columns = score_dataset(dataset, score, collate, batch_size=batch_size, rank=rank)
+            if rank == 0:
+                _write(file, columns)
+        for name, column in zip(REFERENCE_COLUMNS, columns, strict=True):
+            dataset = dataset.add_column(name, column)
+        return dataset
+
+    def _require_unchanged(self, pairs: int) -> None:
+        if fingerprint(self.reference) != self.fingerprint:
+            raise ValueError(
+                f"The reference's log-probabilities of this data set, {pairs:,} pairs, are not in {self.folder} and "
+                "cannot be computed any more: precompute_ref_log_probs=True keeps no copy of the reference, and the "
+                "model has been trained since. Give the data set to the constructor (eval_dataset={name: data set}), "
+                "or pass a ref_model."
+            )
+
+    def _key(self, dataset: Dataset) -> str:
+        names = sorted(name for name in dataset.column_names if name.endswith(("_input_ids", "_labels")))
+        digest = hashlib.sha256(f"{FORMAT} {self.fingerprint} {self.precision} {names}".encode())
+        for row in dataset.with_format(None):
+            for name in names:
+                ids = np.asarray(row[name], dtype=np.int64)
+                digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+        return digest.hexdigest()[:32]
+
+
+def fingerprint(reference: Reference) -> str:
+    """A hash of what computes a reference's log-probabilities: its configuration and its weights.
+
+    Of a PEFT model only the adapter in use counts, so that with adapters off it is that of the model underneath.
+    """
+    model = reference.model
+    adapters = set(model.peft_config) - {reference.adapter} if isinstance(model, PeftModel) else set()
+    config = {name: value for name, value in model.config.to_dict().items() if name not in INDIFFERENT}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    weights = {
+        _plain_name(name): tensor for name, tensor in model.state_dict().items() if adapters.isdisjoint(name.split("."))
+    }
+    for name in sorted(weights):
+        tensor = weights[name].detach()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _plain_name(name: str) -> str:
+    """A weight's name in the model under its adapters."""
+    return name.removeprefix("base_model.model.").replace("base_layer.", "").replace("original_module.", "")
+
+
+@torch.no_grad()
+def score_dataset(
+    dataset: Dataset,
+    score: Score,
+    collate: Collate,
+    *,
+    batch_size: int,
+    rank: int,
+) -> Columns:
+    """Both columns of a tokenized dataset, in its order; the processes share the work. Collective.
+
+    score: from a batch of `collate` to log-probabilities [B], [B]. Pairs of like length go together.
+    """
+    rows = dataset.with_format(None)
+    answers = zip(rows["chosen_labels"], rows["rejected_labels"], strict=True)
+    sizes = [len(chosen) + len(rejected) for chosen, rejected in answers]
+    order = sorted(range(len(rows)), key=lambda i: sizes[i], reverse=True)
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    processes = world_size()
+    found: dict[int, tuple[float, float]] = {}
+    # As many batches on every process, for models whose forward pass is itself collective.
+    for turn in progress(range(-(-len(batches) // processes)), "reference log-probs"):
+        own = batches[(turn * processes + rank) % len(batches)]
+        chosen, rejected = score(collate([rows[i] for i in own]))
+        found |= dict(zip(own, zip(chosen.tolist(), rejected.tolist(), strict=True), strict=True))
+    everything = {i: pair for part in gather_over_ranks(found) for i, pair in part.items()}
+    return [everything[i][0] for i in range(len(rows))], [everything[i][1] for i in range(len(rows))]
+
+
+def _read(file: Path) -> Columns:
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not readable ({error}). Delete it: it will be computed again.") from error
+    return tensors["chosen"].tolist(), tensors["rejected"].tolist()
+
+
+def _write(file: Path, columns: Columns) -> None:
+    """Written beside, flushed and renamed: a file with its name is whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    names = ("chosen", "rejected")
+    tensors = {name: torch.tensor(column, dtype=torch.float64) for name, column in zip(names, columns, strict=True)}
+    save_file(tensors, partial)
+    with open(partial, "rb") as written:
+        os.fsync(written.fileno())
+    partial.replace(file)

@@ -1,0 +1,122 @@
+"""The models of a DPO run: the adapter that trains, and the reference."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft import PeftConfig, PeftModel
+
+from trimtab_lm.reference import Reference
+from trimtab_lm.scoring import base_of, score_tokens_in_forward
+from trimtab_lm.training import load_language_model, with_adapters
+
+from .config import DPOConfig
+
+
+def make_trainable(model: Any, peft_config: PeftConfig | None, config: DPOConfig) -> Any:
+    """The model with the adapters of peft_config, and with `model_adapter_name` as the one that trains.
+
+    Raises ValueError for a name that the model does not have, and if the adapter that trains would be the reference.
+    """
+    model = with_adapters(model, peft_config, config)
+    known = list(model.peft_config) if isinstance(model, PeftModel) else []
+    if config.model_adapter_name is not None:
+        if config.model_adapter_name not in known:
+            raise ValueError(
+                f"model_adapter_name={config.model_adapter_name!r}, but the model has the adapters {known}. Load it "
+                "into the model first: PeftModel.from_pretrained(model, folder, adapter_name=name, is_trainable=True)."
+            )
+        model.set_adapter(config.model_adapter_name)
+    if config.ref_adapter_name is not None and known and config.ref_adapter_name in model.active_adapters:
+        raise ValueError(
+            f"ref_adapter_name={config.ref_adapter_name!r} is the adapter that trains, so the reference would move "
+            "with the policy. Name the one to train by model_adapter_name."
+        )
+    return model
+
+
+def load_reference(ref_model: Any, config: DPOConfig) -> Any:
+    """The reference model that was given, loaded if it was given by its name; None if there is none to load.
+
+    Raises ValueError where it has no place beside the config's settings.
+    """
+    if config.ref_model_init_kwargs and not isinstance(ref_model, str):
+        raise ValueError(
+            f"ref_model_init_kwargs={config.ref_model_init_kwargs} say how to load a reference, and ref_model is no "
+            "name. Pass its name, or leave ref_model_init_kwargs out."
+        )
+    if ref_model is None:
+        return None
+    for name in ("reference_free", "ref_adapter_name"):
+        if getattr(config, name):
+            raise ValueError(f"ref_model and {name}={getattr(config, name)!r} are two references. Choose one.")
+    return load_language_model(ref_model, config.ref_model_init_kwargs)
+
+
+def make_reference(model: Any, ref_model: Any, config: DPOConfig) -> Reference | None:
+    """The fixed policy of a run, from the model as it is now; None if it is reference-free.
+
+    Where log-probabilities are precomputed the policy itself serves, because it has not been trained yet.
+    """
+    if config.reference_free:
+        return None
+    if config.ref_adapter_name is not None:
+        return Reference.of_adapter(model, config.ref_adapter_name)
+    if config.precompute_ref_log_probs and ref_model is None and not isinstance(model, PeftModel):
+        return Reference(model, is_adapter_off=False)
+    with _plain_forward(model):
+        reference = Reference.of(model, ref_model)
+    if not reference.is_policy:
+        score_tokens_in_forward(reference.model)
+    return reference
+
+
+@contextmanager
+def _plain_forward(model: Any) -> Iterator[None]:
+    """The model with the forward of its class inside the block.
+
+    One that was extended, by a trainer before this one, runs the model that it was made for: a copy made with it would
+    score with the weights of the policy.
+    """
+    is_extended = hasattr(model.forward, "language_head")
+    extended = vars(model).pop("forward") if is_extended else None
+    try:
+        yield
+    finally:
+        if is_extended:
+            model.forward = extended
+
+
+def placed(model: Any, device: Any) -> Any:
+    """The model on a device; quantized and dispatched ones stay where they were loaded."""
+    is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
+    return model if is_fixed else model.to(device)
+
+
+def check_kind(model: Any, config: DPOConfig) -> bool:
+    """Whether the model is an encoder-decoder; ValueError if the config says otherwise."""
+    base = base_of(model)
+    is_encoder_decoder = bool(base.config.is_encoder_decoder)
+    if config.is_encoder_decoder not in (None, is_encoder_decoder):
+        raise ValueError(
+            f"is_encoder_decoder={config.is_encoder_decoder}, but {type(base).__name__} says {is_encoder_decoder}. "
+            "Leave it out: it is read off the model."
+        )
+    return is_encoder_decoder
+
+
+def padding_of(tokenizer: Any, config: DPOConfig) -> int:
+    """The token that pads. It may be EOS, for a batch's masks go by places and not by tokens."""
+    choices = (config.padding_value, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next(int(choice) for choice in choices if choice is not None)
+
+
+def decoder_start(model: Any) -> int | None:
+    """The token that an encoder-decoder model's decoder reads first; None for a decoder."""
+    base = base_of(model)
+    if not base.config.is_encoder_decoder:
+        return None
+    for source in (base.generation_config, base.config):
+        if (start := getattr(source, "decoder_start_token_id", None)) is not None:
+            return int(start)
+    raise ValueError("The model names no decoder_start_token_id: set it in model.config.")

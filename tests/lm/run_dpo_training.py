@@ -1,0 +1,115 @@
+"""DPO runs on tiny models, for the tests; as a program, those of test_dpo_distributed.py, in each of its processes."""
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tests.lm import tiny
+from transformers import BartConfig, BartForConditionalGeneration
+
+from trimtab_lm.dpo import DPOConfig, DPOTrainer
+
+DROPLESS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def bart() -> Any:
+    sizes = {
+        "d_model": tiny.WIDTH, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "init_std": 0.3,
+        "decoder_start_token_id": tiny.BOS, "max_position_embeddings": 64, "forced_eos_token_id": None,
+    }  # fmt: skip
+    return tiny.seeded(BartForConditionalGeneration, BartConfig(**sizes | tiny.TOKENS))
+
+
+BUILDERS = {
+    "gpt2": tiny.gpt2,
+    "llama": tiny.llama,
+    "t5": lambda seed=0: tiny.t5(seed, initializer_factor=1.0, dropout_rate=0.0),
+}
+
+
+def pairs(count: int = 8) -> list[dict[str, str]]:
+    """Preferences of unequal lengths, no two alike."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+
+    def text(start: int, length: int) -> str:
+        return "".join(letters[(start + 7 * i) % 26] for i in range(length))
+
+    return [
+        {
+            "prompt": text(i, 2 + i % 5) + " ",
+            "chosen": text(3 * i + 1, 1 + i % 4),
+            "rejected": text(5 * i + 2, 1 + i % 6),
+        }
+        for i in range(count)
+    ]
+
+
+def dataset(count: int = 8) -> Dataset:
+    return Dataset.from_list(pairs(count))
+
+
+def trainer(
+    model: Any, folder: Any, *, kind: type[DPOTrainer] = DPOTrainer, given: dict[str, Any] | None = None, **config: Any
+) -> Any:
+    """One step of SGD over eight pairs. given: DPOTrainer's arguments; config: DPOConfig's."""
+    settings = {
+        "max_steps": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1,
+        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": "none", "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    args = DPOConfig(str(folder), **settings | config)
+    arguments = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), **(given or {})}
+    return kind(model, args=args, **arguments)
+
+
+def trained(model: Any, folder: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The trainer after training, and the weights."""
+    own = trainer(model, folder, **options)
+    own.train()
+    return own, tiny.weights(own.model)
+
+
+def logged(own: Any, name: str) -> list[float]:
+    return [entry[name] for entry in own.state.log_history if name in entry]
+
+
+# 10 rows are no multiple of 4 x 2: the last batch of an evaluation is filled up with repetitions.
+CASES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    "t5": {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.1]},
+    "precomputed": {"precompute_ref_log_probs": True},
+}
+
+
+def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
+    """Two steps over 16 pairs and an evaluation over 10, each process with its share."""
+    config = {"max_steps": 2, "seed": 3} | CASES[name]
+    size = config.pop("per_device_train_batch_size", 4)
+    model = tiny.exact(BUILDERS.get(name, tiny.gpt2)())
+    own, weights = trained(
+        model, f"{folder}/{name}-{processes}", given={"train_dataset": dataset(16), "eval_dataset": dataset(10)},
+        per_device_train_batch_size=size * 2 // processes, per_device_eval_batch_size=8 // processes, **config,
+    )  # fmt: skip
+    metrics = own.evaluate()
+    stats = [{key: value for key, value in entry.items() if "runtime" not in key and "second" not in key}
+             for entry in own.state.log_history if "loss" in entry]  # fmt: skip
+    kept = {key: value for key, value in metrics.items() if "runtime" not in key and "second" not in key and
+            "preparation" not in key}  # fmt: skip
+    return {"weights": weights, "stats": stats, "metrics": kept}
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results = {name: run(name, folder, processes=int(os.environ["WORLD_SIZE"])) for name in CASES}
+    torch.save(results, f"{folder}/{os.environ['RANK']}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
