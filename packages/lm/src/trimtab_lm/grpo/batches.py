@@ -1,0 +1,317 @@
+"""Prompts for one call of generation, and the rollout that it becomes, micro-batch by micro-batch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+from transformers import PreTrainedTokenizerBase
+
+from trimtab_common.seeding import sampling_seed
+from trimtab_common.stats import gather_over_ranks
+from trimtab_lm.packing import Layout, TokenGroup, lay_out
+from trimtab_lm.rows import RowFormat, prepare_dataset, row_format
+from trimtab_lm.tokenization import encode_prompt
+from trimtab_lm.truncation import report_truncation, truncate_columns
+
+from .loss import Window, advantages
+from .rollout import Rollout
+
+PROMPT_IDS = "prompt_ids"
+"""The column of token ids that `tokenize_prompts` adds."""
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+
+def tokenize_prompts(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_encoder_decoder: bool,
+    max_length: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+) -> Any:
+    """The dataset with its prompts' tokens in one more column; all others stay, for the reward functions.
+
+    A dict gives a dict; None, and a dataset that has the column, are returned as they are.
+
+    Prompts longer than max_length lose their beginning, but not their BOS. An encoder's prompt ends in EOS. Raises
+    TypeError for what is no datasets.Dataset, and ValueError without a `prompt` column or with an empty prompt.
+    """
+    options: dict[str, Any] = {"max_length": max_length, "chat_template_kwargs": chat_template_kwargs}
+    options |= {"tokenizer": tokenizer, "is_encoder_decoder": is_encoder_decoder}
+    if isinstance(dataset, dict):
+        return {name: tokenize_prompts(one, num_proc=num_proc, **options) for name, one in dataset.items()}
+    if dataset is None or (isinstance(dataset, Dataset) and PROMPT_IDS in dataset.column_names):
+        return dataset
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"GRPO takes its prompts from a datasets.Dataset, not from a {type(dataset).__name__}: one call of "
+            "generation serves several steps and processes, whose prompts are chosen by number, shuffled, and found "
+            "again when training resumes. Read a stream's rows into one: Dataset.from_list(list(stream.take(n)))."
+        )
+    row_format(dataset.column_names, [RowFormat.PROMPT], needed_for="GRPO")
+    encode = partial(_encode, **options)
+    rows = prepare_dataset(dataset, encode, keep=dataset.column_names, num_proc=num_proc, desc="tokenizing prompts")
+    return report_truncation(rows, limit=f"max_prompt_length={max_length}")
+
+
+def _encode(
+    row: Mapping[str, Any],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    is_encoder_decoder: bool,
+    max_length: int | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    ids = encode_prompt(tokenizer, row["prompt"], tools=row.get("tools"), chat_template_kwargs=chat_template_kwargs)[
+        "input_ids"
+    ]
+    if not ids:
+        raise ValueError("The prompt is empty, and there is no token to continue from. Fill it or drop the row.")
+    stops = [tokenizer.eos_token_id] if is_encoder_decoder else []
+    return truncate_columns(
+        {PROMPT_IDS: [*ids, *stops]}, {PROMPT_IDS: max_length}, mode="keep_end", bos_token_id=tokenizer.bos_token_id
+    )
+
+
+class PromptBatches(Sampler[list[int]]):
+    """Row numbers of the prompts of each call of generation, on one process: every batch `repeats` times in a row.
+
+    rows: of the dataset; what is left of it after the last whole call is another epoch's. prompts_per_step: of an
+    optimizer step, on each process. steps: of optimizer, that a call serves. repeats: micro-batches that a call serves,
+    as often as transformers' Trainer asks for one. The order is fixed by (seed, epoch): `set_epoch`.
+
+    An optimizer step has the same prompts however many processes share it.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        prompts_per_step: int,
+        steps: int,
+        repeats: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+    ):
+        self.shape = (steps, world_size, prompts_per_step)
+        self.per_call = steps * world_size * prompts_per_step
+        if rows < self.per_call:
+            raise ValueError(
+                f"One call of generation takes {self.per_call} prompts ({prompts_per_step} for a step of each process, "
+                f"x {world_size} processes x steps_per_generation={steps}), but the dataset has {rows}. Add prompts, "
+                "or lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
+            )
+        self.rows, self.repeats, self.seed, self.rank, self.shuffle = rows, repeats, seed, rank, shuffle
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.rows // self.per_call * self.repeats
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.arange(self.rows)
+        if self.shuffle:
+            # The same on all processes, and unlike the order of any other (seed, epoch).
+            generator = torch.Generator().manual_seed(sampling_seed(self.seed, rank=0, draw=self.epoch))
+            order = torch.randperm(self.rows, generator=generator)
+        for call in order[: self.rows - self.rows % self.per_call].view(-1, *self.shape):
+            own = call[:, self.rank].flatten().tolist()
+            for _ in range(self.repeats):
+                yield own
+
+
+class PromptLoader(DataLoader):
+    """Batches of rows by a `PromptBatches`, which is of one process already: not for accelerate to divide again."""
+
+    def __init__(self, rows: Dataset, batches: PromptBatches, **options: Any):
+        # A generator of its own: starting an epoch must not move the random numbers of training.
+        super().__init__(
+            _Remembering(rows),  # type: ignore[arg-type]
+            batch_sampler=batches,
+            collate_fn=as_list,
+            generator=torch.Generator(),
+            **options,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        batches: Any = self.batch_sampler
+        batches.set_epoch(epoch)
+
+
+def as_list(rows: Any) -> Any:
+    """Collates nothing: prompts are laid out with their completions."""
+    return list(rows)
+
+
+class _Remembering:
+    """Rows of a dataset; those that were asked for last are not read again."""
+
+    def __init__(self, rows: Dataset):
+        self.rows = rows
+        self._last: tuple[list[int], list[dict[str, Any]]] = ([], [])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+        if self._last[0] != numbers:
+            self._last = (numbers, self.rows.__getitems__(numbers))
+        return self._last[1]
+
+
+# Rollouts ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """A prompt and its G completions, as they are learnt from.
+
+    prompt, completions: token ids. is_counted: [G], whether a completion is learnt from. advantages: [G]. logprobs:
+    columns of the N tokens of the completions that count, [N] each: `old` (of the policy that sampled them), `ref`,
+    `sampler`; on the CPU.
+    """
+
+    prompt: list[int]
+    completions: list[list[int]]
+    is_counted: list[bool]
+    advantages: Tensor
+    logprobs: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(self.is_counted)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(ids) for ids, counted in zip(self.completions, self.is_counted, strict=True) if counted)
+
+    def tokens(self) -> TokenGroup:
+        """A completion that does not count is a branch of one token, which does not count either."""
+        chosen = list(zip(self.completions, self.is_counted, strict=True))
+        return TokenGroup(
+            self.prompt,
+            [ids if counted else ids[:1] for ids, counted in chosen],
+            [[1] * len(ids) if counted else [0] for ids, counted in chosen],
+        )
+
+
+def as_groups(prompts: Sequence[Tensor], rollout: Rollout, *, is_counted: Tensor, advantages: Tensor) -> list[Group]:
+    """A rollout of P prompts with G completions each as groups. is_counted, advantages: [P, G]."""
+    size = advantages.shape[1]
+    groups = []
+    for i, prompt in enumerate(prompts):
+        own = slice(i * size, (i + 1) * size)
+        counted = is_counted[i].tolist()
+        logprobs = {}
+        if rollout.logprobs is not None:
+            kept = [row for row, one in zip(rollout.logprobs[own], counted, strict=True) if one]
+            logprobs["sampler"] = torch.cat([torch.zeros(0), *kept])
+        completions = [ids.tolist() for ids in rollout.completions[own]]
+        groups.append(Group(prompt.tolist(), completions, counted, advantages[i].clone(), logprobs))
+    return groups
+
+
+def everyones_advantages(rewards: Tensor, is_counted: Tensor, *, scale: str, rank: int = 0) -> Tensor:
+    """The advantages [P, G] of this process's completions; see `advantages`. Collective where scale is "batch"."""
+    if scale != "batch":
+        return advantages(rewards, scale=scale, mask=is_counted)
+    parts = gather_over_ranks((rewards, is_counted))
+    found = advantages(torch.cat([r for r, _ in parts]), scale=scale, mask=torch.cat([c for _, c in parts]))
+    start = sum(len(r) for r, _ in parts[:rank])
+    return found[start : start + len(rewards)]
+
+
+def window_of(groups: Sequence[Group]) -> Window:
+    """These groups as all that a step learns from, on one process."""
+    tokens = sum(group.num_tokens for group in groups)
+    return Window(sum(group.num_sequences for group in groups), tokens, rank_tokens=tokens)
+
+
+def micro_batch(
+    groups: Sequence[Group], layout: Layout, *, pad_token_id: int, decoder_start_token_id: int | None = None
+) -> dict[str, Any]:
+    """Whole groups as model inputs (see `lay_out`); what belongs to their tokens stays in `groups`, in their order.
+
+    Numbers of float32 must not be among the inputs: Trainer gives those the dtype of a DeepSpeed model.
+    """
+    batch: dict[str, Any] = dict(
+        lay_out(
+            [group.tokens() for group in groups],
+            layout,
+            pad_token_id=pad_token_id,
+            decoder_start_token_id=decoder_start_token_id,
+        )
+    )
+    return {**batch, "groups": list(groups)}
+
+
+def column(groups: Sequence[Group], name: str, device: torch.device) -> Tensor | None:
+    """[N], log-probabilities of the tokens of a micro-batch; None if there are none of this name."""
+    if name not in groups[0].logprobs:
+        return None
+    return torch.cat([group.logprobs[name] for group in groups]).to(device)
+
+
+class RolloutBuffer:
+    """The groups of one call of generation, given out in micro-batches, each of them once per pass.
+
+    micro_batches: of a pass. The first pass takes the groups in their order, later ones in orders fixed by the seed.
+    """
+
+    def __init__(self, *, micro_batches: int, passes: int):
+        self.micro_batches, self.passes = micro_batches, passes
+        self.groups: list[Group] = []
+        self.seed, self.used = 0, micro_batches * passes
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.used == self.micro_batches * self.passes
+
+    def fill(self, groups: Sequence[Group], *, seed: int) -> None:
+        """The next rollout; the number of groups is a multiple of micro_batches."""
+        self.groups, self.seed, self.used = list(groups), seed, 0
+
+    def slices(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """Groups in the micro-batches of the first pass."""
+        size = len(groups) // self.micro_batches
+        return [list(groups[start : start + size]) for start in range(0, len(groups), size)]
+
+    def next(self) -> list[Group]:
+        """The groups of the next micro-batch."""
+        number, place = divmod(self.used, self.micro_batches)
+        order = list(range(len(self.groups)))
+        if number:
+            generator = torch.Generator().manual_seed(sampling_seed(self.seed, rank=0, draw=number))
+            order = torch.randperm(len(order), generator=generator).tolist()
+        self.used += 1
+        return self.slices([self.groups[i] for i in order])[place]
+
+    def state_dict(self) -> dict[str, Any]:
+        """For torch.save; the groups of a rollout that is used up are left out."""
+        groups = [] if self.is_used_up else [vars(group) for group in self.groups]
+        shape = [self.micro_batches, self.passes]
+        return {"groups": groups, "seed": self.seed, "used": self.used, "shape": shape}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for a half-used rollout of a buffer of another shape."""
+        if not state["groups"]:
+            return
+        if state["shape"] != [self.micro_batches, self.passes]:
+            raise ValueError(
+                f"The rollout in the checkpoint has {state['shape'][0]} micro-batches and {state['shape'][1]} passes, "
+                f"the settings say {self.micro_batches} and {self.passes}. Resume with the settings of the checkpoint "
+                "(gradient_accumulation_steps, steps_per_generation, num_iterations)."
+            )
+        self.groups = [Group(**group) for group in state["groups"]]
+        self.seed, self.used = state["seed"], state["used"]

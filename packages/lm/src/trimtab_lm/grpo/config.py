@@ -1,0 +1,175 @@
+"""Configuration of GRPO."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from trimtab_lm.legacy import takes_arguments_of_2024
+
+from .loss import LOG_RATIOS, NORMALIZATIONS, SCALES
+from .rollout import SamplingSettings
+
+BACKENDS = ("transformers", "continuous_batching", "vllm")
+
+
+def _help(text: str, **default: Any) -> Any:
+    return field(**default, metadata={"help": text})
+
+
+@dataclass
+@takes_arguments_of_2024
+class GRPOConfig(TrainingArguments):
+    """GRPO (Shao et al. 2024, arXiv:2402.03300) and its relatives: all of transformers' TrainingArguments, and more.
+
+    per_device_train_batch_size counts prompts, each with num_generations completions, so that a group never leaves its
+    process. One call of generation takes per_device_train_batch_size x gradient_accumulation_steps x
+    steps_per_generation prompts on each process.
+    """
+
+    learning_rate: float = _help("Peak learning rate of the optimizer.", default=1e-6)
+    logging_steps: float = _help("Optimizer steps between logs; below 1, a share of all steps.", default=10)
+    remove_unused_columns: bool = _help("Always False in effect: reward functions read the columns.", default=False)
+
+    num_generations: int = _help("Completions of each prompt, which are compared with one another.", default=8)
+    max_completion_length: int = _help("Tokens of a completion at most.", default=256)
+    max_prompt_length: int | None = _help(
+        "Tokens of a prompt at most; longer ones lose their beginning, and it is said how much. None: no limit.",
+        default=None,
+    )
+    shuffle_dataset: bool = _help("Take the prompts in a new order in every epoch.", default=True)
+    steps_per_generation: int = _help("Optimizer steps that one call of generation provides for.", default=1)
+    num_iterations: int = _help("Passes over each rollout, the mu of Algorithm 1.", default=1)
+
+    temperature: float = _help("Divides the logits, in sampling and in log-probabilities alike.", default=1.0)
+    top_p: float = _help("Sample from the likeliest tokens that hold this much probability. 1: from all.", default=1.0)
+    top_k: int = _help("Sample from so many of the likeliest tokens. 0: from all.", default=0)
+    min_p: float | None = _help("Never sample tokens less likely than this times the likeliest.", default=None)
+    repetition_penalty: float = _help("Divides the logits of tokens that were seen. 1: off.", default=1.0)
+    generation_kwargs: dict[str, Any] | None = _help(
+        "Further settings in the sampler's own terms: those of GenerationConfig or vllm.SamplingParams.", default=None
+    )
+    rollout_backend: str = _help(
+        "What samples: transformers (generate), continuous_batching (transformers' own engine) or vllm.",
+        default="transformers",
+    )
+    use_vllm: bool = _help("The same as rollout_backend='vllm'.", default=False)
+    rollout_backend_kwargs: dict[str, Any] | None = _help(
+        "Settings of the sampler: arguments of TransformersRollout, ContinuousBatchingRollout or VLLMRollout.",
+        default=None,
+    )
+
+    beta: float = _help("Weight of the KL to the reference. At 0 there is no reference in memory.", default=0.0)
+    use_bias_correction_kl: bool = _help(
+        "Multiply the KL estimate k3 by the ratio: its gradient is then the KL's own (arXiv:2512.02556, Eq. 7). "
+        "False is the penalty of the GRPO paper.",
+        default=True,
+    )
+    epsilon: float = _help("The ratio is clipped below 1 - epsilon, and above 1 + epsilon_high.", default=0.2)
+    epsilon_high: float | None = _help("None: as epsilon. DAPO takes 0.28.", default=None)
+    delta: float | None = _help(
+        "Bounds the ratio where the advantage is negative, above 1 + epsilon_high.", default=None
+    )
+    importance_sampling_level: str = _help(
+        "token: a ratio per token. sequence: one per completion, GSPO.", default="token"
+    )
+    loss_type: str = _help(
+        "What a token weighs. dapo: the same over the whole step. grpo: the same within its completion, and each "
+        "completion the same. bnpo: the same within its process. dr_grpo: 1 / max_completion_length.",
+        default="dapo",
+    )
+    scale_rewards: str = _help(
+        "Divide advantages by the deviation of the group, of the whole batch of all processes, or none (Dr. GRPO). "
+        "True is group, False is none.",
+        default="group",
+    )
+    reward_weights: list[float] | None = _help("Weight of each reward function. None: 1.", default=None)
+    reward_names: list[str] | None = _help("Names of the reward functions in the logs. None: their own.", default=None)
+    mask_truncated_completions: bool = _help(
+        "Leave completions without an end out of the loss, and of the mean and deviation of their group.", default=False
+    )
+    disable_dropout: bool = _help("Train without dropout, as completions are sampled.", default=True)
+
+    model_init_kwargs: dict[str, Any] | None = _help(
+        "Arguments of from_pretrained, for a model given by name.", default=None
+    )
+    chat_template_kwargs: dict[str, Any] | None = _help("Arguments of the chat template.", default=None)
+    dataset_num_proc: int | None = _help("Processes that tokenize the prompts.", default=None)
+    log_completions: bool = _help("Print some completions at every log.", default=False)
+    num_completions_to_print: int | None = _help("How many of them. None: all of the last rollout.", default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.scale_rewards = {"True": "group", "False": "none"}.get(str(self.scale_rewards), self.scale_rewards)
+        if self.use_vllm and self.rollout_backend != "continuous_batching":
+            self.rollout_backend = "vllm"
+        self.sampling()
+        self._check_choices()
+        self._check_numbers()
+
+    def sampling(self) -> SamplingSettings:
+        """How completions are drawn."""
+        return SamplingSettings(
+            max_completion_length=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            generation_kwargs=self.generation_kwargs or {},
+        )
+
+    @property
+    def clip(self) -> dict[str, Any]:
+        """The bounds of the ratio, as `policy_losses` takes them."""
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return {"epsilon_low": self.epsilon, "epsilon_high": high, "delta": self.delta}
+
+    def _check_choices(self) -> None:
+        for name, choices in (
+            ("rollout_backend", BACKENDS),
+            ("loss_type", NORMALIZATIONS),
+            ("importance_sampling_level", LOG_RATIOS),
+            ("scale_rewards", SCALES),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown. Use one of {', '.join(choices)}.")
+        if self.use_vllm and self.rollout_backend != "vllm":
+            raise ValueError(f"use_vllm=True and rollout_backend={self.rollout_backend!r}: leave one of them out.")
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            raise ValueError(
+                f"train_sampling_strategy={self.train_sampling_strategy!r} orders rows by length, but here rows are "
+                "prompts whose completions are yet to come. Use 'random' or 'sequential'."
+            )
+        if self.neftune_noise_alpha is not None and self.disable_dropout:
+            raise ValueError(
+                f"neftune_noise_alpha={self.neftune_noise_alpha} adds noise where dropout does, and disable_dropout "
+                "turns both off. Set disable_dropout=False for noise in training, or leave neftune_noise_alpha out."
+            )
+        if self.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor} smooths token labels, which GRPO's loss does "
+                "not have. Set it to 0."
+            )
+
+    def _check_numbers(self) -> None:
+        if self.num_generations < 2:
+            raise ValueError(
+                f"num_generations={self.num_generations}: a completion is measured against the others of its prompt, "
+                "so that there must be 2 or more."
+            )
+        for name in ("steps_per_generation", "num_iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it is 1 or more.")
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise ValueError(f"max_prompt_length={self.max_prompt_length}: it is 1 or more, or None for no limit.")
+        if self.beta < 0:
+            raise ValueError(f"beta={self.beta} would pay for leaving the reference. Set it to 0 or more.")
+        low, high = self.clip["epsilon_low"], self.clip["epsilon_high"]
+        if low <= 0 or high <= 0:
+            raise ValueError(f"epsilon={low} and epsilon_high={high}: both are above 0, or nothing could be learnt.")
+        if self.delta is not None and self.delta <= 1 + high:
+            raise ValueError(
+                f"delta={self.delta} is not above 1 + epsilon_high = {1 + high:g}, where it would cut what the clip "
+                "leaves. Raise it, or leave it out."
+            )

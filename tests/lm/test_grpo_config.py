@@ -1,0 +1,87 @@
+"""GRPOConfig: what it accepts, refuses and explains."""
+
+import dataclasses
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from trimtab_common.config import parse_config
+from trimtab_lm.grpo import GRPOConfig
+
+
+def config(**settings):
+    return GRPOConfig(output_dir="out", **settings)
+
+
+def test_the_names_that_users_know_have_the_papers_defaults():
+    made = config()
+    assert (made.num_generations, made.max_completion_length, made.temperature) == (8, 256, 1.0)
+    assert (made.beta, made.num_iterations, made.steps_per_generation, made.epsilon) == (0.0, 1, 1, 0.2)
+    assert (made.loss_type, made.scale_rewards, made.importance_sampling_level) == ("dapo", "group", "token")
+    assert made.clip == {"epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None}
+    assert config(epsilon_high=0.28, delta=2.0).clip == {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 2.0}
+
+
+def test_sampling_settings_reach_the_sampler():
+    chosen = {"max_completion_length": 7, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
+              "repetition_penalty": 1.2}  # fmt: skip
+    sampling = config(**chosen, generation_kwargs={"typical_p": 0.5}).sampling()
+    assert {name: getattr(sampling, name) for name in chosen} == chosen
+    assert sampling.generation_kwargs == {"typical_p": 0.5}
+
+
+@pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch"), ("none", "none")])
+def test_scale_rewards_takes_the_bools_of_old(given, meant):
+    assert config(scale_rewards=given).scale_rewards == meant
+
+
+def test_use_vllm_is_a_backend():
+    assert config(use_vllm=True).rollout_backend == "vllm"
+    with pytest.raises(ValueError, match="leave one of them out"):
+        config(use_vllm=True, rollout_backend="continuous_batching")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 1}, "num_generations=1: a completion is measured against the others"),
+        ({"num_iterations": 0}, "num_iterations=0"),
+        ({"steps_per_generation": 0}, "steps_per_generation=0"),
+        ({"max_prompt_length": 0}, "None for no limit"),
+        ({"max_completion_length": 0}, "max_completion_length=0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"beta": -0.1}, "beta=-0.1"),
+        ({"epsilon": 0.0}, "epsilon=0.0"),
+        ({"epsilon_high": -1.0}, "epsilon_high=-1.0"),
+        ({"delta": 1.2}, r"delta=1.2 is not above 1 \+ epsilon_high = 1.2"),
+        ({"loss_type": "cispo"}, "loss_type='cispo' is unknown. Use one of grpo, bnpo, dr_grpo, dapo"),
+        ({"scale_rewards": "std"}, "scale_rewards='std' is unknown"),
+        ({"importance_sampling_level": "word"}, "importance_sampling_level='word' is unknown"),
+        ({"rollout_backend": "sglang"}, "rollout_backend='sglang' is unknown"),
+        ({"train_sampling_strategy": "group_by_length"}, "Use 'random' or 'sequential'"),
+        ({"neftune_noise_alpha": 5.0}, "Set disable_dropout=False"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+
+
+def test_every_own_field_explains_itself():
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = [field for field in dataclasses.fields(GRPOConfig) if field.name not in inherited]
+    assert len(own) > 25
+    assert all(field.metadata.get("help") for field in own)
+
+
+def test_both_parsers_read_it():
+    words = ["--output_dir", "out", "--num_generations", "4", "--scale_rewards", "batch", "--epsilon_high", "0.28",
+             "--loss_type", "grpo", "--max_prompt_length", "12"]  # fmt: skip
+    (by_transformers,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(words)
+    flags = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
+    (by_us,) = parse_config(GRPOConfig, argv=[*flags, "--scale_rewards=False", "--reward_weights=[1, 0.5]"])
+    assert (by_transformers.scale_rewards, by_us.scale_rewards) == ("batch", "none")
+    for made in (by_transformers, by_us):
+        assert (made.num_generations, made.epsilon_high, made.max_prompt_length) == (4, 0.28, 12)
+    assert by_us.reward_weights == [1.0, 0.5]
