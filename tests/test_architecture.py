@@ -42,10 +42,25 @@ EXPORTS: dict[str, set[str]] = {
     "trimtab_lm": {
         "AutoModelForCausalLMWithValueHead",
         "AutoModelForSeq2SeqLMWithValueHead",
+        "BestOfNSampler",
+        "ConstantLengthDataset",
+        "DPOConfig",
+        "DPODataCollatorWithPadding",
+        "DPOTrainer",
+        "DataCollatorForCompletionOnlyLM",
+        "GRPOConfig",
+        "GRPOTrainer",
+        "IterativeSFTConfig",
+        "IterativeSFTTrainer",
         "LengthSampler",
         "PPOConfig",
         "PPOTrainer",
         "PreTrainedModelWrapper",
+        "RewardConfig",
+        "RewardDataCollatorWithPadding",
+        "RewardTrainer",
+        "SFTConfig",
+        "SFTTrainer",
         "create_reference_model",
         "set_seed",
     },
@@ -337,37 +352,90 @@ def tiny_gpt2():
     return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=1, pad_token_id=0))
 
 
-def test_a_copied_trainer_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def tiny_scorer():
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    shape = {"vocab_size": 16, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "num_labels": 1}
+    return GPT2ForSequenceClassification(GPT2Config(**shape, pad_token_id=0))
+
+
+def step_ppo(mine: ModuleType, arguments: dict) -> torch.nn.Module:
     from trimtab_lm import AutoModelForCausalLMWithValueHead
 
-    shutil.copytree(source_of("trimtab_lm") / "ppo", tmp_path / "my_ppo", ignore=shutil.ignore_patterns("__pycache__"))
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_gpt2())
+    config = mine.PPOConfig(batch_size=4, mini_batch_size=2, ppo_epochs=1, learning_rate=1e-2)
+    trainer = mine.PPOTrainer(config, model, tokenizer=tiny_tokenizer())
+    queries = [torch.randint(2, 16, (length,)) for length in (2, 3, 4, 5)]
+    responses = [torch.randint(2, 16, (length,)) for length in (5, 2, 4, 3)]
+    trainer.step(queries, responses, [torch.tensor(float(i)) for i in range(4)])
+    return trainer
+
+
+def train(kind: type, config: object, columns: dict, model: torch.nn.Module, **given: object) -> object:
+    from datasets import Dataset
+
+    data = Dataset.from_dict(columns)
+    trainer = kind(model, args=config, train_dataset=data, processing_class=tiny_tokenizer(), **given)
+    trainer.train()
+    return trainer
+
+
+PAIR = {"prompt": ["w1 w2 "] * 2, "chosen": ["w3"] * 2, "rejected": ["w4 w5"] * 2}
+STEPS = {
+    "ppo": step_ppo,
+    "sft": lambda mine, args: train(mine.SFTTrainer, mine.SFTConfig(**args), {"text": ["w1 w2", "w3 w4"]}, tiny_gpt2()),
+    "dpo": lambda mine, args: train(mine.DPOTrainer, mine.DPOConfig(**args), PAIR, tiny_gpt2()),
+    "reward": lambda mine, args: train(mine.RewardTrainer, mine.RewardConfig(**args), PAIR, tiny_scorer()),
+    "grpo": lambda mine, args: train(
+        mine.GRPOTrainer,
+        mine.GRPOConfig(**args, num_generations=2, max_completion_length=3),
+        {"prompt": ["w1", "w2"]},
+        tiny_gpt2(),
+        reward_funcs=lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids],
+    ),
+    "iterative_sft": lambda mine, args: train(
+        mine.IterativeSFTTrainer, mine.IterativeSFTConfig(**args), {"text": ["w1 w2", "w3 w4"]}, tiny_gpt2()
+    ),
+}
+
+
+def test_every_trainer_is_copied():
+    assert set(STEPS) == TRAINERS["trimtab_lm"]
+
+
+@pytest.mark.parametrize("folder", STEPS)
+def test_a_copied_trainer_folder_runs(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    copy = f"my_{folder}"
+    shutil.copytree(source_of("trimtab_lm") / folder, tmp_path / copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
+    arguments = {
+        "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
+        "per_device_train_batch_size": 2,
+    }  # fmt: skip
     try:
-        mine = importlib.import_module("my_ppo")
+        mine = importlib.import_module(copy)
         borrowed = {
             f"{name}.{attribute}"
             for name, module in list(sys.modules.items())
-            if name.partition(".")[0] == "my_ppo"
+            if name.partition(".")[0] == copy
             for attribute, value in vars(module).items()
-            if str(getattr(value, "__module__", "")).startswith("trimtab_lm.ppo")
+            if str(getattr(value, "__module__", "")).startswith(f"trimtab_lm.{folder}.")
         }
         assert not borrowed
 
         torch.manual_seed(0)
-        model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_gpt2())
-        before = {name: value.detach().clone() for name, value in model.named_parameters()}
-        config = mine.PPOConfig(batch_size=4, mini_batch_size=2, ppo_epochs=1, learning_rate=1e-2)
-        trainer = mine.PPOTrainer(config, model, tokenizer=tiny_tokenizer())
-        queries = [torch.randint(2, 16, (length,)) for length in (2, 3, 4, 5)]
-        responses = [torch.randint(2, 16, (length,)) for length in (5, 2, 4, 3)]
-        stats = trainer.step(queries, responses, [torch.tensor(float(i)) for i in range(4)])
-
-        assert type(trainer).__module__ == "my_ppo.trainer"
-        assert torch.isfinite(torch.as_tensor(stats["ppo/loss/total"]))
-        assert any(not torch.equal(before[name], value) for name, value in model.named_parameters())
+        before = {
+            name: value.clone()
+            for name, value in (tiny_scorer if folder == "reward" else tiny_gpt2)().state_dict().items()
+        }
+        torch.manual_seed(0)
+        trainer = STEPS[folder](mine, arguments)
+        assert type(trainer).__module__ == f"{copy}.trainer"
+        model = getattr(trainer.model, "pretrained_model", trainer.model)
+        assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
     finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "my_ppo"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == copy]:
             del sys.modules[name]
 
 

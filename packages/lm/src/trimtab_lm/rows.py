@@ -1,10 +1,13 @@
 """Rows of a dataset: which of the documented formats they have, their parts, and mapping a function over them."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from itertools import takewhile
 from typing import Any
 
+import datasets
 from datasets import Dataset, IterableDataset
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -123,7 +126,21 @@ def prepare_dataset(
     batches: dict[str, Any] = {"batched": True, "batch_size": batch_size, "with_indices": True}
     if isinstance(dataset, IterableDataset):
         return dataset.map(encode_batch, remove_columns=dropped, **batches)
-    return dataset.map(encode_batch, remove_columns=dropped, num_proc=num_proc, desc=desc, **batches)
+    with _bars_for_terminals():
+        return dataset.map(encode_batch, remove_columns=dropped, num_proc=num_proc, desc=desc, **batches)
+
+
+@contextmanager
+def _bars_for_terminals() -> Iterator[None]:
+    """No progress bars of datasets inside the block where stderr is no terminal: a log would fill with them."""
+    is_hidden = datasets.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if is_hidden:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if is_hidden:
+            datasets.enable_progress_bars()
 
 
 def _numbered(

@@ -4,7 +4,7 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -23,8 +23,10 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 from trimtab_common.health import TrainingDivergedError
-from trimtab_common.stats import gather_stats, merge_stats
+from trimtab_common.stats import Mean, gather_stats, merge_stats
 from trimtab_common.tracking import MAX_CELL_CHARACTERS, MAX_TABLE_ROWS
+from trimtab_lm.logprobs import score_logits
+from trimtab_lm.packing import from_labels
 
 # Settings ------------------------------------------------------------------------------------------------------------
 
@@ -158,6 +160,43 @@ def window_total(trainer: Trainer, counts: Iterable[int | Tensor]) -> Tensor:
 def device_share(trainer: Trainer) -> int:
     """By how much to multiply a loss that was divided by `window_total`: gradients are averaged over processes."""
     return trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
+
+
+def stats_of_logits(logits: Any, labels: Tensor, *, is_encoder_decoder: bool) -> dict[str, Mean]:
+    """Loss and entropy per token that counts, of logits [B, T, V] (or a tuple that begins with them), in nats."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    found = from_labels(labels, is_encoder_decoder=is_encoder_decoder)
+    scores = score_logits(logits.flatten(0, 1).index_select(0, found["source"]), found["targets"])
+    return {"entropy": Mean.of(scores.entropy), "loss": Mean.of(-scores.logprobs)}
+
+
+def numbered_rows(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Any]], dict[str, Any]]:
+    """A collator of `input_ids` and `labels` that also says which of its rows each position comes from: `row`."""
+
+    def collated(rows: list[Any]) -> dict[str, Any]:
+        numbers = [
+            {**row, "input_ids": [i] * len(row["input_ids"]), "labels": row.get("labels", row["input_ids"])}
+            for i, row in enumerate(rows)
+        ]
+        return {**collate(rows), "row": collate(numbers)["input_ids"]}
+
+    return collated
+
+
+def without_repetitions(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of an evaluation in which rows do not count that only fill up the last batches of the processes.
+
+    Of its rows by `row`, which is taken out, or else one by one. A stream's length is not known, and nothing changes.
+    """
+    kept = {name: value for name, value in batch.items() if name != "row"}
+    state = trainer.accelerator.gradient_state
+    if trainer.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+        return kept
+    real = state.remainder - trainer.accelerator.process_index * trainer.args.eval_batch_size
+    labels = batch["labels"]
+    row = batch.get("row", torch.arange(len(labels), device=labels.device)[:, None])
+    row = row if row.shape == labels.shape else row[:, :1]  # of an encoder: the decoder's rows are the same
+    return {**kept, "labels": labels.masked_fill(row >= real, -100)}
 
 
 def require_finite(loss: Tensor, trainer: Trainer) -> Tensor:

@@ -36,11 +36,15 @@ class IterativeSFTConfig(TrainingArguments):
     logging_steps: float = _help("Log every so many optimizer steps, or this part of max_steps if below 1.", default=10)
     # The documented defaults, where transformers 5 has others.
     bf16: bool | None = _help("Mixed precision in bfloat16.", default=None)  # type: ignore[assignment]
-    optim: Any = _help("The optimizer.", default="adamw_torch")
-    report_to: str | list[str] | None = _help("Trackers: wandb, tensorboard, ... or none.", default=None)
-    fsdp: Any = _help("Whether to shard by FSDP; how is in fsdp_config.", default="")
+    optim: str = _help("The optimizer; see transformers.TrainingArguments.", default="adamw_torch")
+    report_to: None | str | list[str] = _help(  # noqa: RUF036  HfArgumentParser takes None in the first place alone
+        "Trackers: wandb, tensorboard, all, ...; None or none: none.", default=None
+    )
+    fsdp: str | None = _help("FSDP sharding options; see transformers.TrainingArguments. Empty: no FSDP.", default="")
     gradient_checkpointing: bool | None = _help("Compute activations again in backward, to save memory.", default=False)
-    include_num_input_tokens_seen: Any = _help("Count the tokens read: all, non_padding or no.", default=False)
+    include_num_input_tokens_seen: str | bool = _help(
+        "Count the tokens seen in training: all, non_padding, or no.", default=False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

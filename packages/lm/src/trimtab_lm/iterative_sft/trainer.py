@@ -30,11 +30,14 @@ from trimtab_lm.training import (
     device_share,
     load_language_model,
     load_processing_class,
+    numbered_rows,
     own_arguments,
     prepare_trackers,
     require_finite,
+    stats_of_logits,
     window_total,
     with_adapters,
+    without_repetitions,
 )
 
 from .config import IterativeSFTConfig
@@ -205,8 +208,13 @@ class IterativeSFTTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The loss, and logits and labels where they are asked for."""
+        inputs = without_repetitions(self, inputs)
         if not prediction_loss_only:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            if self.label_smoother is None:
+                stats = stats_of_logits(logits, labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
+                self.recorder.add(stats, training=False)
+            return loss, logits, labels
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
@@ -229,6 +237,16 @@ class IterativeSFTTrainer(Trainer):
         if "loss" in logs:
             logs = self.recorder.flush(training=True) | logs
         super().log(logs, start_time)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Batches for evaluation; in several processes they say which of their rows each position comes from."""
+        own = self.data_collator
+        if isinstance(own, DocumentCollator) and self.accelerator.num_processes > 1:
+            self.data_collator = numbered_rows(own)
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = own
 
     def _tokenized(self, dataset: Any) -> Any:
         return tokenize_dataset(dataset, self.tokenizer, self._config, is_encoder_decoder=self.is_encoder_decoder)

@@ -22,11 +22,14 @@ from trimtab_lm.training import (
     device_share,
     load_language_model,
     load_processing_class,
+    numbered_rows,
     own_arguments,
     prepare_trackers,
     require_finite,
+    stats_of_logits,
     window_total,
     with_adapters,
+    without_repetitions,
 )
 
 from .config import SFTConfig
@@ -121,7 +124,7 @@ class SFTTrainer(Trainer):
         With return_outputs the model's own outputs come with it, whole logits included.
         """
         if return_outputs or self.label_smoother is not None or self.compute_loss_func is not None:
-            return self._loss_of_whole_logits(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         found = from_labels(inputs["labels"], is_encoder_decoder=self.is_encoder_decoder)
         scores = model(tokens=token_columns(inputs) | found)
         stats = {"entropy": Mean.of(scores.entropy), "loss": Mean.of(-scores.logprobs)}
@@ -129,12 +132,6 @@ class SFTTrainer(Trainer):
         if num_items_in_batch is None:
             return token_nll(scores.logprobs, count=max(len(scores.logprobs), 1))
         return token_nll(scores.logprobs, count=num_items_in_batch) * device_share(self)
-
-    def _loss_of_whole_logits(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Tensor | int | None
-    ) -> Any:
-        inputs = {name: value for name, value in inputs.items() if name != "decoder_attention_mask"}
-        return super().compute_loss(model, inputs, return_outputs, num_items)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -154,8 +151,13 @@ class SFTTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The loss, and logits and labels where they are asked for."""
+        inputs = without_repetitions(self, inputs)
         if not prediction_loss_only:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            if self.label_smoother is None and self.compute_loss_func is None:
+                stats = stats_of_logits(logits, labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
+                self.recorder.add(stats, training=False)
+            return loss, logits, labels
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
@@ -248,6 +250,8 @@ class SFTTrainer(Trainer):
         own = self.data_collator
         if is_wanted and isinstance(own, DocumentCollator) and own.layout == "packed":
             self.data_collator = DocumentCollator(own.pad_token_id, layout="padded")
+        if isinstance(own, DocumentCollator) and self.accelerator.num_processes > 1:
+            self.data_collator = numbered_rows(self.data_collator)
         try:
             yield
         finally:

@@ -1,0 +1,151 @@
+"""Fine-tuning on a global batch of which each process takes its share: all cases, results in the folder given."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+from tests.lm import tiny
+
+from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
+from trimtab_lm.sft import SFTConfig, SFTTrainer
+
+GLOBAL_BATCH = 8
+TEXTS = ["".join("abcdefgh "[(i * k) % 9] for k in range(1, 3 + 5 * (i % 4))) + "." for i in range(1, 33)]
+PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for text in TEXTS]}
+QUIET = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "optim": "sgd"}
+PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+RATES = {"learning_rate": 0.1, "max_grad_norm": 0.1}  # a gradient of the wrong size shows where it is not clipped
+
+
+def rows(*, streamed: bool = False) -> Any:
+    data = Dataset.from_dict({"text": TEXTS})
+    return IterableDataset.from_generator(lambda: iter(data)) if streamed else data
+
+
+def gpt2() -> Any:
+    return tiny.exact(tiny.gpt2(**PLAIN))
+
+
+def llama() -> Any:
+    return tiny.exact(tiny.llama())
+
+
+def t5() -> Any:
+    return tiny.exact(tiny.t5(initializer_factor=1.0, dropout_rate=0.0))
+
+
+# By name: the model, its settings, the data. Of 32 rows the three steps take eight each, which packed are 16 rows.
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], Any]]] = {
+    "padding-free": (gpt2, {}, rows),
+    "unclipped": (gpt2, {"max_grad_norm": 0.0}, rows),
+    "accumulated": (llama, {"gradient_accumulation_steps": 2}, rows),
+    "packed": (llama, {"packing": True, "max_length": 24}, rows),
+    "encoder-decoder": (t5, {"gradient_accumulation_steps": 2}, lambda: Dataset.from_dict(PAIRS)),
+    "stream": (gpt2, {}, lambda: rows(streamed=True)),
+}
+
+
+def trained(name: str, folder: str, *, world_size: int = 1) -> dict[str, Any]:
+    """Weights after three steps, statistics of training, of an evaluation on an odd number of rows."""
+    build, settings, data = CASES[name]
+    accumulation = settings.get("gradient_accumulation_steps", 1)
+    sizes = {
+        "per_device_train_batch_size": GLOBAL_BATCH // accumulation // world_size,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 3,
+    }
+    columns = PAIRS if build is t5 else {"text": TEXTS}
+    own = SFTTrainer(
+        build(),
+        SFTConfig(folder, **QUIET | RATES | sizes | settings),
+        train_dataset=data(),
+        eval_dataset=Dataset.from_dict({name: column[:7] for name, column in columns.items()}),
+        processing_class=tiny.tokenizer(),
+    )
+    own.train()
+    metrics = own.evaluate()
+    logs = own.state.log_history[: own.args.max_steps]
+    return {
+        "logs": [{key: log[key] for key in ("loss", "entropy", "grad_norm")} for log in logs],
+        "metrics": {key: metrics[key] for key in ("eval_loss", "eval_entropy")},
+        "weights": tiny.weights(own.model),
+    }
+
+
+STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "gpt2": (gpt2, {}),
+    "unclipped": (gpt2, {"max_grad_norm": 0.0}),
+    "several windows": (llama, {"gradient_accumulation_steps": 2}),
+    "encoder-decoder": (t5, {}),
+}
+"""Of IterativeSFTTrainer.step: the model and its settings."""
+
+
+def stepped(name: str, folder: str, *, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+    """Two calls of step, each process with its half of the rows, and an evaluation on an odd number of rows."""
+    build, settings = STEPS[name]
+    accumulation = settings.get("gradient_accumulation_steps", 1)
+    columns = {name: column[:7] for name, column in (PAIRS if build is t5 else {"text": TEXTS}).items()}
+    own = iterative(build(), folder, GLOBAL_BATCH // world_size // accumulation, columns, **settings)
+    history = []
+    for call in range(2):
+        inputs, targets = tiny.rows(GLOBAL_BATCH, 3, 9, seed=call), tiny.rows(GLOBAL_BATCH, 2, 5, seed=10 + call)
+        half = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
+        history.append(own.step(inputs[half], labels=targets[half] if build is t5 else None))
+    history.append({"loss": own.evaluate()["eval_loss"]})
+    return {"stats": history, "weights": tiny.weights(own.model)}
+
+
+def iterative(
+    model: Any, folder: str, batch_size: int, columns: dict[str, list[str]], **settings: Any
+) -> IterativeSFTTrainer:
+    sizes = {"per_device_train_batch_size": batch_size, "per_device_eval_batch_size": 2, "max_steps": 10}
+    args = IterativeSFTConfig(folder, **QUIET | RATES | sizes | settings)
+    data = Dataset.from_dict(columns)
+    return IterativeSFTTrainer(model, args, eval_dataset=data, processing_class=tiny.tokenizer())
+
+
+def unequal_rows(folder: str, rank: int) -> str:
+    """What a call says in which this process has one row more than the other; the trainer works on after it."""
+    own = iterative(gpt2(), folder, 4, {"text": TEXTS[:1]})
+    try:
+        own.step(tiny.rows(3 + rank, 3, 5))
+    except ValueError as error:
+        own.step(tiny.rows(3, 3, 5))
+        return str(error)
+    return "no error"
+
+
+def with_adapters(folder: str) -> dict[str, torch.Tensor]:
+    """The weights after a step on adapters, each process having drawn other ones."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    args = SFTConfig(folder, **QUIET | RATES, max_steps=1, per_device_train_batch_size=4)
+    adapters = LoraConfig(r=2, target_modules=["c_attn"])
+    own = SFTTrainer(gpt2(), args, train_dataset=rows(), processing_class=tiny.tokenizer(), peft_config=adapters)
+    own.train()
+    return tiny.weights(own.model)
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rank = int(os.environ["RANK"])
+    torch.save(
+        {
+            "sft": {name: trained(name, folder, world_size=2) for name in CASES},
+            "steps": {name: stepped(name, folder, rank=rank, world_size=2) for name in STEPS},
+            "unequal rows": unequal_rows(folder, rank),
+            "adapters": with_adapters(folder),
+        },
+        f"{folder}/{rank}.pt",
+    )
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
