@@ -230,6 +230,7 @@ def prepare_trackers(args: TrainingArguments) -> None:
 
     if wandb.run is None and not wandb.login(prompt=False, verify=False):
         os.environ["WANDB_MODE"] = "offline"
+        wandb.teardown()  # asking for a key has read the environment, once and for all
         print("W&B has no API key: the run is offline in ./wandb; upload it later with: wandb sync", file=sys.stderr)
 
 
