@@ -1,0 +1,116 @@
+"""RAFT: fine-tuning on the best of K samples (Dong et al. 2023, arXiv:2304.06767). What you should see: README.md."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from trimtab_common.config import parse_config
+from trimtab_common.seeding import sampling_seed
+from trimtab_common.stats import gather_over_ranks
+from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
+
+# The file is run by its path, from anywhere; the experiments are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.assets import openings, stories15m
+from experiments.runs import begin, changed, finish, run_folder, sampled, show, texts
+from experiments.sentiment import sentiment
+
+PAPER = "dong_2023_raft"
+PANELS = {"reward (VADER, -1 to 1)": ["reward", "reward_of_best"], "loss (nats per token)": ["loss"]}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What samples, and how much."""
+
+    model: str = field(
+        default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
+    )
+    rounds: int = field(default=8, metadata={"help": "Times that it samples, and learns from the best."})
+    prompts: int = field(default=64, metadata={"help": "Prompts of a round, the b of Algorithm 1, over all processes."})
+    k: int = field(default=8, metadata={"help": "Samples of each prompt, of which the best is kept."})
+    max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a sample at most."})
+    eval_prompts: int = field(default=128, metadata={"help": "Other prompts, for the reward before and after."})
+    samples: int = field(default=5, metadata={"help": "Of them, how many are shown."})
+
+
+@dataclass
+class SentimentRAFTConfig(IterativeSFTConfig):
+    """IterativeSFT with this experiment's defaults: a few minutes on two cores."""
+
+    output_dir: str | None = run_folder(PAPER)
+    report_to: str | list[str] | None = changed(IterativeSFTConfig, "report_to", "wandb")
+    run_name: str | None = changed(IterativeSFTConfig, "run_name", "raft")
+    save_strategy: str = changed(IterativeSFTConfig, "save_strategy", "no")
+    logging_steps: float = changed(IterativeSFTConfig, "logging_steps", 4)
+    per_device_train_batch_size: int = changed(IterativeSFTConfig, "per_device_train_batch_size", 16)
+    learning_rate: float = changed(IterativeSFTConfig, "learning_rate", 1e-4)
+    lr_scheduler_type: str = changed(IterativeSFTConfig, "lr_scheduler_type", "constant")
+
+
+def rows_of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """What `step` takes, only the response being learnt."""
+    ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    labels = [torch.cat([torch.full_like(prompt, -100), response])
+              for prompt, response in zip(prompts, responses, strict=True)]  # fmt: skip
+    return {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids], "labels": labels}
+
+
+def one_round(trainer: IterativeSFTTrainer, prompts: Sequence[str], run: RunConfig, *, number: int) -> dict[str, float]:
+    """Algorithm 1: sample K responses of each prompt, keep the one of the highest reward, learn it."""
+    rank = trainer.args.process_index
+    own = prompts[rank :: trainer.args.world_size]
+    responses = sampled(
+        trainer.accelerator.unwrap_model(trainer.model), trainer.tokenizer, [p for p in own for _ in range(run.k)],
+        max_new_tokens=run.max_new_tokens, seed=sampling_seed(trainer.args.seed, rank=rank, draw=number),
+    )  # fmt: skip
+    written = trainer.tokenizer.batch_decode(responses, skip_special_tokens=True)
+    rewards = torch.tensor(sentiment(written)).view(len(own), run.k)
+    best = [i * run.k + int(j) for i, j in enumerate(rewards.argmax(1))]
+    queries = [torch.tensor(trainer.tokenizer(prompt)["input_ids"]) for prompt in own]
+    trainer.step(**rows_of(queries, [responses[i] for i in best]))
+    means = gather_over_ranks((float(rewards.mean()), float(rewards.amax(1).mean())))
+    return {"reward": fmean(mean for mean, _ in means), "reward_of_best": fmean(best for _, best in means)}
+
+
+def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
+    """Train in rounds, and print the reward of each, and that of other prompts before and after."""
+    history = begin(PAPER, run, raft)
+    name = str(stories15m()) if run.model == "stories15m" else run.model
+    queries = openings()
+    held_out, queries = queries[: run.eval_prompts], queries[run.eval_prompts :]
+    rounds = [[queries[(n * run.prompts + i) % len(queries)] for i in range(run.prompts)] for n in range(run.rounds)]
+    trainer = IterativeSFTTrainer(name, raft, callbacks=[history])
+    if raft.resume_from_checkpoint:
+        trainer.train(resume_from_checkpoint=raft.resume_from_checkpoint)
+
+    def look(stage: str) -> float:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        answers = texts(model, trainer.tokenizer, held_out, max_new_tokens=run.max_new_tokens, seed=raft.seed)
+        if trainer.is_world_process_zero():
+            show(f"{stage} training", held_out[: run.samples], answers[: run.samples])
+        return fmean(sentiment(answers))
+
+    before = look("before")
+    for number, prompts in islice(enumerate(rounds), int(trainer.state.epoch or 0), None):
+        stats = one_round(trainer, prompts, run, number=number)
+        trainer.log(stats)
+        if trainer.is_world_process_zero():
+            print(f"round {number + 1} of {run.rounds}: reward {stats['reward']:+.3f}, ", end="")
+            print(f"of the best of {run.k} {stats['reward_of_best']:+.3f}", flush=True)
+    after = look("after")
+    if trainer.is_world_process_zero():
+        print(f"reward of {len(held_out)} other prompts: {before:+.3f} -> {after:+.3f}   ", end="")
+        print(f"more positive: {'yes' if after > before else 'NO'}")
+    finish(trainer, f"RAFT: {run.model}, K = {run.k}", PANELS, {"reward_before": before, "reward": after})
+
+
+if __name__ == "__main__":
+    main(*parse_config(RunConfig, SentimentRAFTConfig))

@@ -1,0 +1,133 @@
+"""What a run on transformers.Trainer leaves behind, the same way in every experiment: numbers, curves and samples."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+
+from trimtab_common.config import to_flat_dict
+from trimtab_common.seeding import private_rng
+from trimtab_lm.generation import eos_token_ids, generate, sampling_config
+
+matplotlib.use("Agg")  # files only: the machine may have no display
+
+from matplotlib import pyplot as plt
+
+HISTORY, CONFIG, FIGURE = "history.jsonl", "config.json", "report.png"
+
+
+def changed(kind: type, name: str, value: Any) -> Any:
+    """The field `name` of a config, with a default of this experiment's; for the config's subclass."""
+    (known,) = (known for known in fields(kind) if known.name == name)
+    return field(default=value, metadata=known.metadata)
+
+
+def run_folder(*parts: str) -> Any:
+    """The field output_dir: runs/<parts>, and below it the id of a sweep agent's run, so that runs do not meet."""
+    return field(
+        default_factory=lambda: str(Path("runs", *parts, os.environ.get("WANDB_RUN_ID", ""))),
+        metadata={"help": "Folder of history.jsonl, config.json, report.png and checkpoints."},
+    )
+
+
+def begin(project: str, run: Any, args: TrainingArguments) -> "History":
+    """Quiet libraries, seed, name W&B's project, write config.json; the callback that writes history.jsonl."""
+    transformers.logging.set_verbosity_error()
+    transformers.set_seed(args.seed)
+    os.environ.setdefault("WANDB_PROJECT", project)
+    folder = Path(str(args.output_dir))
+    if args.process_index == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(json.dumps(to_flat_dict(run, args), indent=2) + "\n", encoding="utf-8")
+        if not args.resume_from_checkpoint:
+            (folder / HISTORY).unlink(missing_ok=True)
+    return History(folder / HISTORY)
+
+
+class History(TrainerCallback):
+    """Appends what is logged to a file, a line of JSON with the optimizer steps that were done."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def on_log(
+        self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+
+def sampled(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    seed: int,
+    batch_size: int = 64,
+    **settings: Any,
+) -> list[torch.Tensor]:
+    """Token ids that `model` continues each prompt with; the same random numbers for a seed, and none of training's."""
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    settings = {"do_sample": True, "max_new_tokens": max_new_tokens, **settings}
+    config, _ = sampling_config(model, pad_token_id=pad, **settings)
+    queries = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    eos = eos_token_ids(model, tokenizer.eos_token_id, config)
+    was_training, _ = model.training, model.eval()
+    with private_rng(seed, model.device):
+        rows = generate(model, queries, config, eos_ids=eos, batch_size=batch_size, return_prompt=False)
+    model.train(was_training)
+    return rows
+
+
+def texts(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, max_new_tokens: int, seed: int
+) -> list[str]:
+    """What `sampled` gives, in words."""
+    rows = sampled(model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=seed)
+    return [" ".join(text.split()) for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]
+
+
+def show(title: str, prompts: Sequence[str], answers: Sequence[str]) -> None:
+    """Print samples, the prompt set apart from what the model wrote."""
+    lines = [f"[{prompt}] {answer}" for prompt, answer in zip(prompts, answers, strict=True)]
+    print("\n".join(["", title, "-" * len(title), *lines, ""]), flush=True)
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """What was logged, a dict for each time."""
+    return [json.loads(line) for line in (folder / HISTORY).read_text(encoding="utf-8").splitlines()]
+
+
+def finish(trainer: Trainer, title: str, panels: Mapping[str, Sequence[str]], summary: Mapping[str, float]) -> None:
+    """Log the summary as eval_<name>, draw report.png, and say where it is. Every process calls it.
+
+    panels: title -> names of what was logged, drawn over the optimizer steps.
+    """
+    trainer.log({f"eval_{name}": value for name, value in summary.items()})
+    if not trainer.is_world_process_zero():
+        return
+    folder = Path(str(trainer.args.output_dir))
+    rows = read_history(folder)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.4), layout="constrained", squeeze=False)
+    for axis, (heading, names) in zip(axes.flat, panels.items(), strict=True):
+        for name in names:
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 15 else None)
+        axis.set_title(heading, fontsize=10)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+        if len(names) > 1:
+            axis.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(folder / FIGURE, dpi=130)
+    plt.close(figure)
+    print(f"figure: {folder / FIGURE}")

@@ -1,0 +1,16 @@
+"""How positive a text sounds, by VADER's word list and rules (Hutto & Gilbert 2014), as a reward."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+
+@cache
+def _analyzer() -> SentimentIntensityAnalyzer:
+    return SentimentIntensityAnalyzer()
+
+
+def sentiment(texts: Sequence[str]) -> list[float]:
+    """VADER's compound score of each text, from -1 (negative) to 1 (positive); 0 without a word that it knows."""
+    return [float(_analyzer().polarity_scores(text)["compound"]) for text in texts]

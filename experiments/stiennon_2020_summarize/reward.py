@@ -1,0 +1,104 @@
+"""The second stage of Stiennon et al. 2020 (arXiv:2009.01325), a model of preferences. What to expect: README.md."""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from trimtab_common.config import parse_config
+from trimtab_lm.reward import RewardConfig, RewardTrainer
+
+# The file is run by its path, from anywhere; the experiments are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.assets import imdb_reviews, preferences, stories15m
+from experiments.runs import begin, changed, finish, run_folder
+
+PAPER = "stiennon_2020_summarize"
+PANELS = {"accuracy": ["accuracy", "eval_accuracy"], "loss": ["loss", "eval_loss"]}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What scores, and which pairs."""
+
+    model: str = field(
+        default="stories15m",
+        metadata={"help": "Hub id or folder of a causal model, which gets a score head; stories15m is downloaded."},
+    )
+    data: str = field(
+        default="imdb",
+        metadata={"help": "imdb: a liking review against a disliking one. gpt4 or claude: answers to instructions, as "
+                  "these judged them for AlpacaEval (needs an instruct model and max_length)."},
+    )  # fmt: skip
+    words: int = field(default=50, metadata={"help": "Last words of a review that are read (imdb)."})
+    train_pairs: int | None = field(default=4000, metadata={"help": "Pairs to learn from. None: all."})
+    eval_pairs: int | None = field(default=400, metadata={"help": "Other pairs, for the accuracy. None: all."})
+
+
+@dataclass
+class PairRewardConfig(RewardConfig):
+    """Reward modelling with this experiment's defaults: a few minutes on two cores."""
+
+    output_dir: str | None = run_folder(PAPER, "reward")
+    report_to: None | str | list[str] = changed(RewardConfig, "report_to", "wandb")  # noqa: RUF036
+    run_name: str | None = changed(RewardConfig, "run_name", "reward")
+    save_strategy: str = changed(RewardConfig, "save_strategy", "no")
+    logging_steps: float = changed(RewardConfig, "logging_steps", 5)
+    max_steps: int = changed(RewardConfig, "max_steps", 100)
+    per_device_train_batch_size: int = changed(RewardConfig, "per_device_train_batch_size", 8)
+    per_device_eval_batch_size: int = changed(RewardConfig, "per_device_eval_batch_size", 8)
+    max_length: int | None = changed(RewardConfig, "max_length", 128)
+    truncation_mode: str = changed(RewardConfig, "truncation_mode", "keep_end")
+    learning_rate: float = changed(RewardConfig, "learning_rate", 3e-4)
+    warmup_steps: float = changed(RewardConfig, "warmup_steps", 10)
+    gradient_checkpointing: bool | None = changed(RewardConfig, "gradient_checkpointing", False)
+    init_reward_head: bool = changed(RewardConfig, "init_reward_head", True)
+
+
+def review_pairs(reviews: Iterable[dict[str, str | int]], words: int) -> Dataset:
+    """Reviews that like a film, in turn with those that do not: the end of each, where the verdict is."""
+    sides: dict[int, list[str]] = {0: [], 1: []}
+    for review in reviews:
+        sides[int(review["label"])].append(" ".join(str(review["text"]).split()[-words:]))
+    pairs = zip(sides[1], sides[0], strict=False)
+    return Dataset.from_list([{"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs])
+
+
+def pairs(run: RunConfig) -> tuple[Dataset, Dataset]:
+    """Pairs to learn from, and others."""
+    if run.data == "imdb":
+        every = review_pairs(imdb_reviews(), run.words).train_test_split(test_size=0.1, shuffle=False)
+    else:
+        every = preferences(run.data)
+    train, test = every["train"], every["test"]
+    train = train.select(range(min(run.train_pairs or len(train), len(train))))
+    return train, test.select(range(min(run.eval_pairs or len(test), len(test))))
+
+
+def main(run: RunConfig, reward: RewardConfig) -> None:
+    """Train, and print how often the held-out pairs are ranked rightly, before and after."""
+    history = begin(PAPER, run, reward)
+    name = str(stories15m()) if run.model == "stories15m" else run.model
+    train, test = pairs(run)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    trainer = RewardTrainer(
+        name, reward, train_dataset=train, eval_dataset=test, processing_class=tokenizer, callbacks=[history]
+    )
+    before = trainer.evaluate()
+    trainer.train(resume_from_checkpoint=reward.resume_from_checkpoint)
+    after = trainer.evaluate()
+    first, last = before["eval_accuracy"], after["eval_accuracy"]
+    if trainer.is_world_process_zero():
+        print(f"\naccuracy on {len(trainer.eval_dataset)} other pairs: {first:.3f} -> {last:.3f}   ", end="")
+        print(f"higher: {'yes' if last > first else 'NO'}")
+        print(f"mean margin: {before['eval_scores/margin']:+.2f} -> {after['eval_scores/margin']:+.2f}   ", end="")
+        print(f"calibration error: {before['eval_calibration_error']:.3f} -> {after['eval_calibration_error']:.3f}")
+    finish(trainer, f"Reward model: {run.model}, {run.data}", PANELS, {"accuracy_before": first, "accuracy": last})
+
+
+if __name__ == "__main__":
+    main(*parse_config(RunConfig, PairRewardConfig))

@@ -1,0 +1,113 @@
+"""The first stage of Stiennon et al. 2020 (arXiv:2009.01325), fine-tuning on text. What you should see: README.md."""
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import Dataset, load_dataset
+
+from trimtab_common.config import parse_config
+from trimtab_lm.sft import SFTConfig, SFTTrainer
+
+# The file is run by its path, from anywhere; the experiments are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.assets import state_of_the_union, stories15m
+from experiments.runs import begin, changed, finish, run_folder, show, texts
+
+PAPER = "stiennon_2020_summarize"
+PANELS = {"loss (nats per token)": ["loss", "eval_loss"], "entropy (nats per token)": ["entropy"]}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What is fine-tuned, and on what."""
+
+    model: str = field(
+        default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
+    )
+    dataset: str | None = field(
+        default=None,
+        metadata={"help": "Hub id with splits train and test, and a column text. None: State of the Union addresses."},
+    )
+    held_out: tuple[str, ...] = field(
+        default=("George Washington", "Abraham Lincoln", "John F Kennedy"),
+        metadata={"help": "Presidents whose addresses are for evaluation alone."},
+    )
+    words: int = field(default=150, metadata={"help": "Words of a document at most: an address is cut into such."})
+    eval_documents: int | None = field(default=64, metadata={"help": "Documents of the evaluation. None: all."})
+    samples: int = field(default=4, metadata={"help": "Continuations shown before and after training."})
+    max_new_tokens: int = field(default=40, metadata={"help": "Tokens of such a continuation at most."})
+
+
+@dataclass
+class SpeechSFTConfig(SFTConfig):
+    """SFT with this experiment's defaults: a few minutes on two cores."""
+
+    output_dir: str | None = run_folder(PAPER, "sft")
+    report_to: None | str | list[str] = changed(SFTConfig, "report_to", "wandb")  # noqa: RUF036
+    run_name: str | None = changed(SFTConfig, "run_name", "sft")
+    save_strategy: str = changed(SFTConfig, "save_strategy", "no")
+    logging_steps: float = changed(SFTConfig, "logging_steps", 5)
+    max_steps: int = changed(SFTConfig, "max_steps", 200)
+    packing: bool = changed(SFTConfig, "packing", True)
+    max_length: int | None = changed(SFTConfig, "max_length", 256)
+    per_device_train_batch_size: int = changed(SFTConfig, "per_device_train_batch_size", 4)
+    per_device_eval_batch_size: int = changed(SFTConfig, "per_device_eval_batch_size", 8)
+    learning_rate: float = changed(SFTConfig, "learning_rate", 5e-4)
+    warmup_steps: float = changed(SFTConfig, "warmup_steps", 20)
+    lr_scheduler_type: str = changed(SFTConfig, "lr_scheduler_type", "cosine")
+
+
+def documents(text: str, words: int) -> Iterator[str]:
+    """Consecutive whole sentences of up to `words` words together; a longer sentence stands alone."""
+    held: list[str] = []
+    for sentence in re.split(r"(?<=[.!?])\s+", text.strip()):
+        if held and len(" ".join([*held, sentence]).split()) > words:
+            yield " ".join(held)
+            held = []
+        held.append(sentence)
+    if any(held):  # a few addresses of the data have no text
+        yield " ".join(held)
+
+
+def speeches(addresses: Iterable[dict[str, str]], run: RunConfig) -> tuple[Dataset, Dataset]:
+    """Documents to learn from, and those of the presidents that are held out."""
+    parts: dict[bool, list[str]] = {False: [], True: []}
+    for address in addresses:
+        parts[address["president"] in run.held_out] += documents(address["text"], run.words)
+    return Dataset.from_dict({"text": parts[False]}), Dataset.from_dict({"text": parts[True]})
+
+
+def main(run: RunConfig, sft: SFTConfig) -> None:
+    """Fine-tune, and print the loss on held-out text and continuations of it, before and after."""
+    history = begin(PAPER, run, sft)
+    name = str(stories15m()) if run.model == "stories15m" else run.model
+    if run.dataset is None:
+        train, test = speeches(state_of_the_union(), run)
+    else:
+        train, test = (load_dataset(run.dataset, split=split) for split in ("train", "test"))
+    test = test.shuffle(seed=0).select(range(min(run.eval_documents or len(test), len(test))))
+    trainer = SFTTrainer(name, args=sft, train_dataset=train, eval_dataset=test, callbacks=[history])
+
+    prompts = [" ".join(text.split()[:8]) for text in test["text"][: run.samples]]
+    losses, settings = [], {"max_new_tokens": run.max_new_tokens, "seed": sft.seed}
+    for stage in ("before", "after"):
+        if stage == "after":
+            trainer.train(resume_from_checkpoint=sft.resume_from_checkpoint)
+        losses.append(trainer.evaluate()["eval_loss"])
+        answers = texts(trainer.model, trainer.tokenizer, prompts, **settings)
+        if trainer.is_world_process_zero():
+            show(f"{stage} training", prompts, answers)
+    first, last = losses
+    if trainer.is_world_process_zero():
+        print(f"held-out loss, nats per token: {first:.3f} -> {last:.3f}   ", end="")
+        print(f"perplexity: {math.exp(first):.1f} -> {math.exp(last):.1f}   lower: {'yes' if last < first else 'NO'}")
+    finish(trainer, f"SFT: {run.model}", PANELS, {"loss_before": first, "perplexity": math.exp(last)})
+
+
+if __name__ == "__main__":
+    main(*parse_config(RunConfig, SpeechSFTConfig))
