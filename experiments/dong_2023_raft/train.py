@@ -46,7 +46,7 @@ class SentimentRAFTConfig(IterativeSFTConfig):
     """IterativeSFT with this experiment's defaults: a few minutes on two cores."""
 
     output_dir: str | None = run_folder(PAPER)
-    report_to: str | list[str] | None = changed(IterativeSFTConfig, "report_to", "wandb")
+    report_to: None | str | list[str] = changed(IterativeSFTConfig, "report_to", "wandb")  # noqa: RUF036
     run_name: str | None = changed(IterativeSFTConfig, "run_name", "raft")
     save_strategy: str = changed(IterativeSFTConfig, "save_strategy", "no")
     logging_steps: float = changed(IterativeSFTConfig, "logging_steps", 4)
@@ -72,7 +72,7 @@ def one_round(trainer: IterativeSFTTrainer, prompts: Sequence[str], run: RunConf
         max_new_tokens=run.max_new_tokens, seed=sampling_seed(trainer.args.seed, rank=rank, draw=number),
     )  # fmt: skip
     written = trainer.tokenizer.batch_decode(responses, skip_special_tokens=True)
-    rewards = torch.tensor(sentiment(written)).view(len(own), run.k)
+    rewards = torch.tensor(sentiment(written), dtype=torch.float32).view(len(own), run.k)
     best = [i * run.k + int(j) for i, j in enumerate(rewards.argmax(1))]
     queries = [torch.tensor(trainer.tokenizer(prompt)["input_ids"]) for prompt in own]
     trainer.step(**rows_of(queries, [responses[i] for i in best]))

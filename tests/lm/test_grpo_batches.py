@@ -1,7 +1,5 @@
 """Prompts for calls of generation, groups, and the buffer that gives a rollout out."""
 
-import warnings
-
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
@@ -151,6 +149,8 @@ def test_a_completion_that_does_not_count_gives_no_tokens_and_keeps_its_number()
     assert batch["lengths"].tolist() == [lengths[0], 0, *lengths[2:]]
     assert batch["sequence"].unique().tolist() == [0, 2, 3, 4, 5]
     assert len(batch["source"]) == len(column(groups, "old", torch.device("cpu"))) == window_of(groups).tokens
+    read = sum(len(made.prompt) for made in groups) + window_of(groups).tokens + 1  # one token of what is masked
+    assert int((batch["document"] >= 0).sum()) == read
     assert not any(value.is_floating_point() for value in batch.values() if isinstance(value, torch.Tensor))
 
 
@@ -217,6 +217,4 @@ def test_a_used_up_rollout_is_not_saved_and_one_of_another_shape_not_taken():
 
 
 def test_a_new_buffer_is_used_up():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert RolloutBuffer(micro_batches=2, passes=1).is_used_up
+    assert RolloutBuffer(micro_batches=2, passes=1).is_used_up

@@ -1,7 +1,6 @@
 """A training that was stopped, in the middle of a rollout, of an epoch, goes on as if it had not been."""
 
 import random
-import shutil
 import warnings
 from pathlib import Path
 
@@ -108,4 +107,3 @@ def test_a_save_of_the_model_alone_holds_no_rollout(tmp_path):
     quietly(made.train)
     made.save_model(str(tmp_path / "final"))
     assert not list(Path(tmp_path).rglob("rollout_*.pt"))
-    shutil.rmtree(tmp_path / "final")

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import random
 import warnings
-from collections import Counter
 from functools import partial
 from itertools import pairwise
 
@@ -18,7 +17,7 @@ from tests.lm.run_grpo_distributed import Scripted, prompts, trainer, vowels
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, TrainingArguments
 
 from trimtab_lm.grpo import GRPOTrainer
-from trimtab_lm.grpo.batches import Group, micro_batch
+from trimtab_lm.grpo.batches import Group
 from trimtab_lm.grpo.rollout import Rollout, StaleWeightsError
 
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0)
@@ -240,7 +239,8 @@ def test_on_policy_the_gradient_is_reinforce_with_a_baseline(make):
             total = total - advantage * taken.mean() / 6
     total.backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-6, atol=1e-9, msg=name)
+        # Tokens are weighted in float32, so that parts which cancel leave its rounding.
+        torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
 def test_a_completion_that_is_masked_might_as_well_not_be_there(make):
@@ -416,6 +416,8 @@ def test_every_form_trains(make, settings):
 def test_other_models_train(make, name):
     model = {"llama": tiny.llama, "t5": partial(tiny.t5, initializer_factor=1.0)}[name]()
     made = make(model, rollout=None, max_steps=2, steps_per_generation=2, beta=0.1)
+    ends = {ids[-1] == tiny.EOS for ids in made.train_dataset["prompt_ids"]}
+    assert ends == {name == "t5"}  # an encoder reads a text to its end, a decoder goes on with it
     before = tiny.weights(made.model)
     made.train()
     assert tiny.moved(before, made.model)
@@ -436,7 +438,6 @@ def test_the_logs_say_what_happened(make):
         assert name in log
         if not name.startswith("health"):
             assert f"eval_{name}" in metrics
-    whole = Scripted().generate
     sampled = Scripted()
     sampled.sync(None, 0)
     rollout = sampled.generate(
@@ -446,7 +447,9 @@ def test_the_logs_say_what_happened(make):
     assert metrics["eval_completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
     assert metrics["eval_completions/max_length"] == max(lengths)
     assert metrics["eval_completions/clipped_ratio"] == pytest.approx(1 - sum(rollout.ended) / len(lengths))
-    assert callable(whole)
+    at_once = make(made.model, eval_dataset=prompts(5), per_device_eval_batch_size=5).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(at_once["eval_loss"], rel=1e-4)  # no mean of unequal batches
+    assert abs(metrics["eval_loss"]) > 1e-3
 
 
 def test_tokens_are_counted_over_prompts_and_completions(make):
@@ -501,7 +504,7 @@ def test_samples_reach_the_tables_and_the_screen(make, monkeypatch, capsys):
     assert len(rows) == 6
     assert [row[2] for row in rows] == pytest.approx(vowels([row[1] for row in rows]))
     assert sum(row[4] for row in rows[:3]) == pytest.approx(0, abs=1e-5)
-    assert set(Counter(row[0] for row in rows).values()) == {3}
+    assert rows[0][0] == rows[1][0] == rows[2][0] != rows[3][0] == rows[4][0] == rows[5][0]
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(printed) == 3
     assert "-> " in printed[0]
@@ -569,9 +572,3 @@ def test_plain_arguments_and_the_tokenizer_of_2024_are_taken(tmp_path):
     made.train()
     assert made.backend.calls == [2]
     assert args.remove_unused_columns
-
-
-def test_a_layout_of_groups_is_what_micro_batch_gives(make):
-    made, groups = make(), groups_of(1)
-    batch = micro_batch(groups, "tree", pad_token_id=tiny.PAD)
-    assert batch["input_ids"].tolist() == made.lay_out(groups)["input_ids"].tolist()

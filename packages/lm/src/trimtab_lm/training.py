@@ -27,6 +27,7 @@ from trimtab_common.stats import Mean, gather_stats, merge_stats
 from trimtab_common.tracking import MAX_CELL_CHARACTERS, MAX_TABLE_ROWS
 from trimtab_lm.logprobs import score_logits
 from trimtab_lm.packing import from_labels
+from trimtab_lm.scoring import base_of
 
 # Settings ------------------------------------------------------------------------------------------------------------
 
@@ -160,6 +161,14 @@ def window_total(trainer: Trainer, counts: Iterable[int | Tensor]) -> Tensor:
 def device_share(trainer: Trainer) -> int:
     """By how much to multiply a loss that was divided by `window_total`: gradients are averaged over processes."""
     return trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
+
+
+def with_decoder_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with what the decoder reads, made of the labels as the model would where a collator leaves it to it."""
+    base = base_of(model)
+    if not base.config.is_encoder_decoder or "decoder_input_ids" in batch:
+        return batch
+    return {**batch, "decoder_input_ids": base.prepare_decoder_input_ids_from_labels(batch["labels"])}
 
 
 def stats_of_logits(logits: Any, labels: Tensor, *, is_encoder_decoder: bool) -> dict[str, Mean]:

@@ -33,7 +33,7 @@ class DPOConfig(TrainingArguments):
         "Share of preferences that are wrong, from 0 to 0.5: conservative DPO, robust, exo_pair, aot, aot_pair.",
         default=0.0,
     )
-    loss_type: None | str | list[str] = _help(  # noqa: RUF036  HfArgumentParser takes None in the first place alone
+    loss_type: str | list[str] = _help(
         "sigmoid, hinge, ipo, kto_pair (or kto), robust, exo_pair, nca_pair, apo_zero, apo_down, sppo_hard, aot, "
         "aot_pair, discopop; or several, whose weighted sum is the loss.",
         default="sigmoid",

@@ -29,6 +29,7 @@ from trimtab_lm.training import (
     stats_of_logits,
     window_total,
     with_adapters,
+    with_decoder_inputs,
     without_repetitions,
 )
 
@@ -126,7 +127,7 @@ class SFTTrainer(Trainer):
         if return_outputs or self.label_smoother is not None or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         found = from_labels(inputs["labels"], is_encoder_decoder=self.is_encoder_decoder)
-        scores = model(tokens=token_columns(inputs) | found)
+        scores = model(tokens=token_columns(with_decoder_inputs(self.model, inputs)) | found)
         stats = {"entropy": Mean.of(scores.entropy), "loss": Mean.of(-scores.logprobs)}
         self.recorder.add(stats, training=model.training)
         if num_items_in_batch is None:
