@@ -366,7 +366,10 @@ class IterativeSFTTrainer(Trainer):
             self._load_rng_state(checkpoint)
             progress = json.loads((Path(checkpoint) / PROGRESS).read_text())
             self._calls, self._updates = progress["calls"], progress["updates"]
+        state: Any = self.state
+        state.max_steps = args.max_steps if args.max_steps > 0 else None  # a progress bar of no known length
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+        state.max_steps = horizon
         self._is_begun = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

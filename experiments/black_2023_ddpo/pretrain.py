@@ -1,0 +1,142 @@
+"""A small Stable Diffusion that draws coloured shapes: built and pretrained here in a minute or two, then cached."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from experiments.assets.registry import build_once, cache_dir
+from experiments.black_2023_ddpo.shapes import CAPTIONS, draw
+from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
+from trimtab_common.tracking import progress
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+LATENT_CHANNELS, TOKENS, TEXT_WIDTH = 6, 8, 32
+STEPS, BATCH, LEARNING_RATE, UNPROMPTED = 700, 64, 2e-3, 0.1
+
+
+def shapes_pipeline(steps: int = STEPS) -> Path:
+    """Folder of a StableDiffusionPipeline of 16x16 pictures of CAPTIONS, in float32, made at the first call.
+
+    `steps` of pretraining; the folder is named after them, so that a pipeline for tests is not taken for the real one.
+    """
+
+    def build(folder: Path) -> None:
+        pretrained_pipeline(steps).save_pretrained(folder)
+
+    return build_once(cache_dir() / "models" / f"shapes-{steps}-1", build, "pretraining a small Stable Diffusion")
+
+
+def pretrained_pipeline(steps: int, *, seed: int = 0) -> StableDiffusionPipeline:
+    """Untrained parts, fitted to drawn pictures: the VAE by PCA, text encoder and U-Net to predict noise."""
+    generator = torch.Generator().manual_seed(seed)
+    images = 2 * draw(torch.randint(len(CAPTIONS), (4096,), generator=generator), generator) - 1
+    mean, basis = principal_components(images, LATENT_CHANNELS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = assemble(patch_autoencoder(mean, basis))
+        _pretrain(pipeline, mean, basis, steps, generator)
+    return pipeline
+
+
+def assemble(vae: Any) -> StableDiffusionPipeline:
+    """The pipeline around `vae`, with a U-Net of 0.8M parameters and a CLIP text encoder, both fresh."""
+    tokenizer = word_tokenizer()
+    text = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=2 * TEXT_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=TOKENS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=TEXT_WIDTH,
+        attention_head_dim=4,  # of heads, whatever the name says
+        norm_num_groups=8,
+    )
+    # Leading steps with an offset of one, as Stable Diffusion's: the last one is random too, and can be trained.
+    scheduler = DDIMScheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        steps_offset=1,
+        set_alpha_to_one=False,
+        clip_sample=False,
+        timestep_spacing="leading",
+        prediction_type="v_prediction",
+    )
+    return StableDiffusionPipeline(
+        vae=vae,
+        text_encoder=CLIPTextModel(text).eval(),
+        tokenizer=tokenizer,
+        unet=unet.eval(),
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def word_tokenizer() -> CLIPTokenizer:
+    """CLIP's byte-pair encoding for lower-case letters, with a token for each word of CAPTIONS."""
+    core = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token=END))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(
+        special_tokens=[START, END],
+        initial_alphabet=list(string.ascii_lowercase),
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    core.train_from_iterator([*CAPTIONS, *string.ascii_lowercase], trainer)
+    learned = json.loads(core.to_str())["model"]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    return CLIPTokenizer(vocab=learned["vocab"], merges=merges, model_max_length=TOKENS)
+
+
+def _pretrain(pipeline: StableDiffusionPipeline, mean: Tensor, basis: Tensor, steps: int, generator: Any) -> None:
+    """Fit U-Net and text encoder to fresh pictures at each step, with the noise as target."""
+    unet, text_encoder, scheduler = pipeline.unet, pipeline.text_encoder, pipeline.scheduler
+    captions = pipeline.tokenizer(
+        [*CAPTIONS, ""], padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt"
+    ).input_ids
+    parameters = [*unet.parameters(), *text_encoder.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.05)
+    unet.train()
+    for _ in progress(steps, "pretraining"):
+        chosen = torch.randint(len(CAPTIONS), (BATCH,), generator=generator)
+        pixels = 2 * draw(chosen, generator) - 1
+        latents = ((patches(pixels) - mean) @ (basis / basis.square().sum(0))).permute(0, 3, 1, 2)
+        chosen[torch.rand(BATCH, generator=generator) < UNPROMPTED] = len(CAPTIONS)
+        noise = torch.randn(latents.shape, generator=generator)
+        timesteps = torch.randint(scheduler.config.num_train_timesteps, (BATCH,), generator=generator)
+        noisy = scheduler.add_noise(latents, noise, timesteps)
+        context = text_encoder(captions)[0][chosen]
+        velocity = scheduler.get_velocity(latents, noise, timesteps)
+        loss = F.mse_loss(unet(noisy, timesteps, context).sample, velocity)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    unet.eval()
