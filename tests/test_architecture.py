@@ -64,7 +64,14 @@ EXPORTS: dict[str, set[str]] = {
         "create_reference_model",
         "set_seed",
     },
-    "trimtab_diffusion": set(),
+    "trimtab_diffusion": {
+        "DDPOConfig",
+        "DDPOPipelineOutput",
+        "DDPOSchedulerOutput",
+        "DDPOStableDiffusionPipeline",
+        "DDPOTrainer",
+        "DefaultDDPOStableDiffusionPipeline",
+    },
 }
 
 # Top-level names that a package must not import; `packages/*` all share the last three.

@@ -6,7 +6,6 @@ from datasets import Dataset
 from tests.lm import tiny
 
 from trimtab_lm.data import ShuffledBatches, open_dataset, tokenize_prompts
-from trimtab_lm.model_card import write_model_card
 
 SIZES = {"batch_size": 3, "seed": 5, "world_size": 2}
 
@@ -71,18 +70,6 @@ def test_datasets_open_from_files_and_saved_folders(tmp_path):
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     for name in ("rows.jsonl", "rows.csv", "saved"):
         assert open_dataset(str(tmp_path / name)).to_list() == rows
-
-
-def test_a_model_card_is_valid_and_loads_what_it_says(tmp_path):
-    import yaml
-
-    settings: dict[str, object] = {"batch_size": 8}
-    card = {"name": "My model", "trainer": "PPOTrainer", "paper": "arXiv:1909.08593", "model_class": "AutoModel"}
-    file = write_model_card(tmp_path / "new", **card, base_model="gpt2", settings=settings, repo_id="me/mine")
-    _, header, page = file.read_text().split("---\n", 2)
-    assert yaml.safe_load(header)["base_model"] == "gpt2"
-    assert 'AutoModel.from_pretrained("me/mine")' in page
-    assert "| batch_size | 8 |" in page
 
 
 def test_ids_become_tensors_of_their_own_lengths():

@@ -12,7 +12,8 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from tests.lm import tiny
 
-from trimtab_lm import PPOConfig, PPOTrainer, value_head
+from trimtab_common import hub
+from trimtab_lm import PPOConfig, PPOTrainer
 from trimtab_lm.ppo import trainer as trainer_module
 
 # A policy against another model as its reference: KL is not 0 from the start.
@@ -691,8 +692,8 @@ def test_push_to_hub_if_best(compare_steps, pushed_at, monkeypatch):
         assert {"value_head.safetensors", "model.safetensors", "tokenizer.json", "README.md"} <= files
         pushes.append((step, repo_id, options["commit_message"]))
 
-    monkeypatch.setattr(value_head, "create_repo", lambda name, **options: Repo)
-    monkeypatch.setattr(value_head, "upload_folder", upload)
+    monkeypatch.setattr(hub, "create_repo", lambda name, **options: Repo)
+    monkeypatch.setattr(hub, "upload_folder", upload)
     settings = {"repo_id": "policy", "commit_message": "best"}
     trainer = tiny.ppo(push_to_hub_if_best_kwargs=settings, compare_steps=compare_steps)
     queries, responses, _ = tiny.batch()

@@ -12,6 +12,7 @@ from peft import LoraConfig
 from tests.lm import tiny
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from trimtab_common import hub
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.stats import Mean
 from trimtab_lm import (
@@ -19,7 +20,6 @@ from trimtab_lm import (
     LengthSampler,
     PPOConfig,
     PPOTrainer,
-    value_head,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:step .* health/")
@@ -872,8 +872,8 @@ def test_push_to_hub_uploads_what_save_pretrained_writes(monkeypatch):
         seen.update(options, repo_id=repo_id, files={path.name for path in folder_path.iterdir()})
         return "commit"
 
-    monkeypatch.setattr(value_head, "create_repo", lambda name, **options: seen.update(options, name=name) or Repo)
-    monkeypatch.setattr(value_head, "upload_folder", upload)
+    monkeypatch.setattr(hub, "create_repo", lambda name, **options: seen.update(options, name=name) or Repo)
+    monkeypatch.setattr(hub, "upload_folder", upload)
     assert tiny.ppo().push_to_hub("policy", private=True, commit_message="done") == "commit"
     assert (seen["name"], seen["repo_id"], seen["private"], seen["commit_message"]) == (
         "policy",

@@ -21,6 +21,7 @@ from transformers import (
     T5Config,
 )
 
+from trimtab_common import hub
 from trimtab_lm import value_head
 from trimtab_lm.value_head import (
     VALUE_HEAD_FILE,
@@ -456,8 +457,8 @@ def test_push_to_hub_uploads_base_and_head(monkeypatch):
         seen.update(options, repo_id=repo_id, files={path.name for path in folder_path.iterdir()})
         return "commit"
 
-    monkeypatch.setattr(value_head, "create_repo", lambda name, **options: seen.update(options) or Repo)
-    monkeypatch.setattr(value_head, "upload_folder", upload)
+    monkeypatch.setattr(hub, "create_repo", lambda name, **options: seen.update(options) or Repo)
+    monkeypatch.setattr(hub, "upload_folder", upload)
     assert wrapped(causal()).push_to_hub("policy", private=True, commit_message="step 10") == "commit"
     assert {"config.json", "model.safetensors", VALUE_HEAD_FILE} <= seen.pop("files")
     assert seen == {

@@ -29,6 +29,11 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 
+def script_name() -> str:
+    """The running script's file name without its ending, as a default name of runs."""
+    return Path(sys.argv[0]).stem or "interactive"
+
+
 class ConfigError(ValueError):
     """A setting that does not exist, or cannot have the value it was given."""
 

@@ -56,6 +56,20 @@ def private_rng(seed: int, device: torch.device | str) -> Iterator[None]:
             accelerator.set_rng_state(device_state, device)
 
 
+@contextmanager
+def private_rngs(seed: int) -> Iterator[None]:
+    """Seed Python's, NumPy's and torch's generators inside the block, and put each back on leaving it.
+
+    For code of the user's that draws from whichever it likes. seed: in [0, 2**63).
+    """
+    before = rng_state()
+    try:
+        set_seed(seed % 2**32)
+        yield
+    finally:
+        load_rng_state(before)
+
+
 def rng_state() -> dict[str, Any]:
     """State of every global generator of this process, as ints, lists and tensors (safe for `weights_only`)."""
     version, words, gauss_next = random.getstate()

@@ -1,3 +1,18 @@
-"""Trainers that fine-tune diffusion pipelines from rewards. DDPO is the first to come; nothing is exported yet."""
+"""Trainers that fine-tune diffusion pipelines from rewards."""
 
-__all__: list[str] = []
+from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
+from trimtab_diffusion.pipelines import (
+    DDPOPipelineOutput,
+    DDPOSchedulerOutput,
+    DDPOStableDiffusionPipeline,
+    DefaultDDPOStableDiffusionPipeline,
+)
+
+__all__ = [
+    "DDPOConfig",
+    "DDPOPipelineOutput",
+    "DDPOSchedulerOutput",
+    "DDPOStableDiffusionPipeline",
+    "DDPOTrainer",
+    "DefaultDDPOStableDiffusionPipeline",
+]

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from huggingface_hub import create_repo, upload_folder
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
+
+from trimtab_common.hub import push_folder
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 WEIGHT_FILES = tuple(n + s for n in ("model.safetensors", "pytorch_model.bin") for s in ("", ".index.json"))
@@ -390,9 +391,3 @@ def _write_beside(tensors: Mapping[str, Tensor], file: Path) -> None:
     with part.open("rb+") as written:
         os.fsync(written.fileno())
     os.replace(part, file)
-
-
-def push_folder(folder: Path, repo_id: str, *, private: bool | None = None, **options: Any) -> Any:
-    """Upload a folder as the repository `repo_id`, made if need be; returns what huggingface_hub.upload_folder does."""
-    repo_id = create_repo(repo_id, private=private, token=options.get("token"), exist_ok=True).repo_id
-    return upload_folder(repo_id=repo_id, folder_path=folder, **{"commit_message": "Upload model", **options})

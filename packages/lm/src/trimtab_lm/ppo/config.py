@@ -1,22 +1,17 @@
 """Configuration of PPO."""
 
 import math
-import sys
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
+from trimtab_common.config import script_name
 from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.tracking import check_tracker_name
 
 
 def _help(text: str, **default: Any) -> Any:
     return field(**default, metadata={"help": text})
-
-
-def _script_name() -> str:
-    return Path(sys.argv[0]).stem or "interactive"
 
 
 class _Computed(int):
@@ -31,7 +26,7 @@ class PPOConfig:
     on one process.
     """
 
-    exp_name: str = _help("Name of the run in the tracker.", default_factory=_script_name)
+    exp_name: str = _help("Name of the run in the tracker.", default_factory=script_name)
     seed: int = _help("Seed of the shuffling and of the sampling in `generate`.", default=0)
     log_with: str | None = _help("Tracker: wandb (offline without an account), tensorboard or none.", default=None)
     task_name: str | None = _help("Task, as a tag of the run in the tracker.", default=None)

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor, TrainingDivergedError
+from trimtab_common.hub import push_folder, write_model_card
 from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.seeding import sampling_seed
@@ -40,10 +41,9 @@ from trimtab_lm.data import (
     used_columns,
 )
 from trimtab_lm.dropout import without_dropout
-from trimtab_lm.model_card import write_model_card
 from trimtab_lm.reference import Reference
 from trimtab_lm.rewards import RewardModel
-from trimtab_lm.value_head import PreTrainedModelWrapper, push_folder
+from trimtab_lm.value_head import PreTrainedModelWrapper
 
 from .checks import check_logged, check_step
 from .config import PPOConfig
@@ -64,6 +64,12 @@ from .setup import (
 )
 from .statistics import Clock, Rollout, rollout_stats
 from .update import UpdateWindow, count, take_step
+
+USAGE = """from transformers import AutoTokenizer
+from trimtab_lm import {model}
+
+model = {model}.from_pretrained("{repo_id}")  # transformers' own Auto classes load the language model alone
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")"""
 
 
 class PPOTrainer:
@@ -661,7 +667,8 @@ class PPOTrainer:
             name=model_name or "Model",
             trainer=type(self).__name__,
             paper="Ziegler et al. 2019, arXiv:1909.08593",
-            model_class=type(self.model).__name__,
+            usage=USAGE.replace("{model}", type(self.model).__name__),
+            library="transformers",
             base_model=getattr(self.model.config, "_name_or_path", None) or None,
             settings={name: value for name, value in to_flat_dict(self.config).items() if value not in (None, {})},
         )

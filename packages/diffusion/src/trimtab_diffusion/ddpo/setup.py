@@ -1,0 +1,119 @@
+"""What a DDPOTrainer is given, made ready."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch import nn
+
+from trimtab_common.config import to_flat_dict
+from trimtab_common.kl import AdaptiveKLController, FixedKLController
+from trimtab_common.tracking import Tracker, start_tracking
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
+
+from .config import DDPOConfig
+
+DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def accelerator_of(config: DDPOConfig) -> Accelerator:
+    """The accelerator that the config asks for; without a GPU fp16 becomes float32, with a warning."""
+    precision = config.mixed_precision
+    has_gpu = torch.accelerator.is_available() and not config.accelerator_kwargs.get("cpu")
+    if precision == "fp16" and not has_gpu:
+        warnings.warn("mixed_precision='fp16' needs a GPU: this run is in float32.", stacklevel=3)
+        precision = "no"
+    if config.allow_tf32 and has_gpu:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    return Accelerator(
+        **{
+            "mixed_precision": precision,
+            "project_config": ProjectConfiguration(**config.project_kwargs),
+            **config.accelerator_kwargs,
+        }
+    )
+
+
+def place(pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> None:
+    """Move a pipeline to the accelerator: frozen weights in its precision, those that train in float32."""
+    dtype = DTYPES[accelerator.mixed_precision]
+    denoiser = pipeline.denoiser
+    for part in pipeline.sd_pipeline.components.values():
+        if not isinstance(part, nn.Module):
+            continue
+        if part is not denoiser:
+            part.to(accelerator.device, dtype if dtype != torch.float32 else None)
+            continue
+        denoiser.to(accelerator.device)
+        for weight in denoiser.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.float()
+            elif dtype != torch.float32:
+                weight.data = weight.data.to(dtype)
+
+
+def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over what trains, with 8-bit moments if asked for."""
+    kind: Any = torch.optim.AdamW
+    if config.train_use_8bit_adam:
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError as error:
+            raise ImportError("train_use_8bit_adam needs the package bitsandbytes: pip install bitsandbytes") from error
+        kind = AdamW8bit
+    return kind(
+        [weight for weight in denoiser.parameters() if weight.requires_grad],
+        lr=config.train_learning_rate,
+        betas=(config.train_adam_beta1, config.train_adam_beta2),
+        weight_decay=config.train_adam_weight_decay,
+        eps=config.train_adam_epsilon,
+    )
+
+
+def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """A learning rate that rises from 1/steps of its value to all of it over the first `steps` updates."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, steps)))
+
+
+def kl_controller(config: DDPOConfig) -> FixedKLController:
+    """The controller of the KL coefficient that the config asks for."""
+    if config.adap_kl_ctrl:
+        return AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
+    return FixedKLController(config.init_kl_coef)
+
+
+def start_run(config: DDPOConfig, accelerator: Accelerator, run_id: str | None) -> Tracker:
+    """The tracker's run that the config asks for, or the one of `run_id` again."""
+    return start_tracking(
+        config.log_with,
+        project=config.tracker_project_name,
+        config=to_flat_dict(config),
+        name=config.run_name or config.exp_name,
+        folder=accelerator.logging_dir or config.logdir,
+        run_id=run_id,
+        init_kwargs=config.tracker_kwargs.get(config.log_with or "", config.tracker_kwargs),
+        is_main=accelerator.is_main_process,
+    )
+
+
+class HookTracker:
+    """The tracker as `image_samples_hook` knows it from accelerate."""
+
+    def __init__(self, tracker: Tracker):
+        self.tracker = tracker
+
+    def log(self, values: Mapping[str, Any], step: int, **_: Any) -> None:
+        """Log numbers."""
+        self.tracker.log(values, step)
+
+    def log_images(self, values: Mapping[str, Any], step: int, **_: Any) -> None:
+        """Log pictures by caption, each [3, H, W] or a batch [n, 3, H, W], of which all get the caption."""
+        images = [(picture, caption) for caption, given in values.items() for picture in _pictures(given)]
+        self.tracker.images("hook", [image for image, _ in images], [caption for _, caption in images], step)
+
+
+def _pictures(given: Any) -> list[Any]:
+    return list(given) if getattr(given, "ndim", None) == 4 or isinstance(given, list | tuple) else [given]
