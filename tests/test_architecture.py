@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -408,18 +409,16 @@ STEPS = {
 
 def test_every_trainer_is_copied():
     assert set(STEPS) == TRAINERS["trimtab_lm"]
+    assert TRAINERS["trimtab_diffusion"] == {"ddpo"}
 
 
-@pytest.mark.parametrize("folder", STEPS)
-def test_a_copied_trainer_folder_runs(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@contextmanager
+def copied(package: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A trainer's folder, taken to another place and imported under another name."""
     copy = f"my_{folder}"
-    shutil.copytree(source_of("trimtab_lm") / folder, tmp_path / copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(source_of(package) / folder, tmp_path / copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    arguments = {
-        "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
-        "per_device_train_batch_size": 2,
-    }  # fmt: skip
     try:
         mine = importlib.import_module(copy)
         borrowed = {
@@ -427,23 +426,47 @@ def test_a_copied_trainer_folder_runs(folder: str, tmp_path: Path, monkeypatch: 
             for name, module in list(sys.modules.items())
             if name.partition(".")[0] == copy
             for attribute, value in vars(module).items()
-            if str(getattr(value, "__module__", "")).startswith(f"trimtab_lm.{folder}.")
+            if str(getattr(value, "__module__", "")).startswith(f"{package}.{folder}.")
         }
         assert not borrowed
-
-        torch.manual_seed(0)
-        before = {
-            name: value.clone()
-            for name, value in (tiny_scorer if folder == "reward" else tiny_gpt2)().state_dict().items()
-        }
-        torch.manual_seed(0)
-        trainer = STEPS[folder](mine, arguments)
-        assert type(trainer).__module__ == f"{copy}.trainer"
-        model = getattr(trainer.model, "pretrained_model", trainer.model)
-        assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+        yield mine
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == copy]:
             del sys.modules[name]
+
+
+@pytest.mark.parametrize("folder", STEPS)
+def test_a_copied_trainer_folder_runs(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    arguments = {
+        "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
+        "per_device_train_batch_size": 2,
+    }  # fmt: skip
+    with copied("trimtab_lm", folder, tmp_path, monkeypatch) as mine:
+        torch.manual_seed(0)
+        start = (tiny_scorer if folder == "reward" else tiny_gpt2)()
+        before = {name: value.clone() for name, value in start.state_dict().items()}
+        torch.manual_seed(0)
+        trainer = STEPS[folder](mine, arguments)
+        assert type(trainer).__module__ == f"my_{folder}.trainer"
+        model = getattr(trainer.model, "pretrained_model", trainer.model)
+        assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_copied_folder_of_ddpo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from tests.diffusion import tiny
+
+    with copied("trimtab_diffusion", "ddpo", tmp_path, monkeypatch) as mine:
+        config = mine.DDPOConfig(
+            sample_num_steps=2, sample_batch_size=2, sample_num_batches_per_epoch=1, train_batch_size=2,
+            mixed_precision="no", logdir=str(tmp_path),
+        )  # fmt: skip
+        trainer = mine.DDPOTrainer(
+            config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), tiny.stable_diffusion()
+        )
+        assert type(trainer).__module__ == "my_ddpo.trainer"
+        before = [weight.clone() for weight in trainer.model.parameters()]
+        trainer.step(0, 0)
+        assert any(not torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
 
 
 # Nothing of where it was written -------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ CORE = slice(SIZE // 2 - 2, SIZE // 2 + 2)  # rows and columns that are inside o
 def draw(captions: Tensor, generator: torch.Generator) -> Tensor:
     """A picture [3, 16, 16] from 0 to 1 for each index [B] into CAPTIONS: place, size and background are random."""
     count = len(captions)
-    palette = torch.tensor(list(COLOURS.values()))
-    colour = palette[captions // len(SHAPES)][..., None, None]
+    colour = _palette(captions.device)[captions // len(SHAPES)][..., None, None]
     low, high = RADII
     radius = low + (high - low) * torch.rand(count, generator=generator)
     centre = JITTER * (2 * torch.rand(count, 2, generator=generator) - 1)
@@ -68,57 +67,52 @@ def _backgrounds(count: int, generator: torch.Generator) -> Tensor:
     return share * second + (1 - share) * first
 
 
-def random_caption() -> tuple[str, dict[str, Any]]:
-    """One of the sixteen captions, by Python's random numbers, and no metadata."""
-    return random.choice(CAPTIONS), {}
+def rgb_alignment(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
+    """Minus the distance in RGB between the prompted colour and the pixels of the prompted shape, [B]; 0 is best.
 
-
-def rgb_alignment(images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...] = ()) -> Tensor:
-    """Minus the distance between the prompted colour and the middle of the picture, [B]; 0 is best, -1 worst.
-
-    images: [B, 3, 16, 16], 0 to 1. The middle is the 4x4 pixels that every shape covers; the distance is the Euclidean
-    one in RGB over that from black to white, and a picture's is the mean over those pixels.
+    images: [B, 3, 16, 16], 0 to 1. The pixels are those that the shape covers at the middle size, in the middle of the
+    picture; the distance is Euclidean, and a picture's is the mean over those pixels.
     """
-    core = images[:, :, CORE, CORE].float()
-    wanted = torch.tensor([COLOURS[_colour(prompt)] for prompt in prompts], device=images.device)[..., None, None]
-    return -(core - wanted).square().mean(1).sqrt().mean((1, 2))
+    colours, shapes = _wanted(prompts, images.device)
+    cover = masks(shapes, torch.full((len(prompts),), sum(RADII) / 2), torch.zeros(len(prompts), 2)).to(images.device)
+    distance = (images.float() - _palette(images.device)[colours][..., None, None]).square().sum(1).sqrt()
+    return -(cover * distance).sum((1, 2)) / cover.sum((1, 2))
 
 
-def colour_match(images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...] = ()) -> Tensor:
+def colour_match(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
     """1 where the middle of the picture is nearer to the prompted colour than to the other three, else 0; [B]."""
+    colours, _ = _wanted(prompts, images.device)
     middle = images[:, :, CORE, CORE].float().mean((2, 3))
-    palette = torch.tensor(list(COLOURS.values()), device=images.device)
-    wanted = torch.tensor([list(COLOURS).index(_colour(prompt)) for prompt in prompts], device=images.device)
-    return (torch.cdist(middle, palette).argmin(1) == wanted).float()
+    return (torch.cdist(middle, _palette(images.device)).argmin(1) == colours).float()
 
 
-def shape_match(images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...] = ()) -> Tensor:
+def shape_match(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
     """1 where the picture's shape is more like the prompted one than like the other three, else 0; [B].
 
-    A picture is reduced to its distance, pixel by pixel, from the colour of its middle; of all shapes at all sizes and
-    places, the one is taken whose mask correlates with that most.
+    A picture is reduced to how near each pixel is to the colour of its middle; of all shapes at all sizes and places
+    the one is taken whose mask correlates most with that.
     """
-    images = images.float()
-    middle = images[:, :, CORE, CORE].mean((2, 3), keepdim=True)
-    nearness = -(images - middle).square().mean(1).sqrt().flatten(1)
-    bank, shapes = _all_masks()
-    likeness = _standardized(nearness) @ _standardized(bank).to(images.device).T
-    found = shapes.to(images.device)[likeness.argmax(1)]
-    wanted = torch.tensor([SHAPES.index(prompt.split()[-1]) for prompt in prompts], device=images.device)
-    return (found == wanted).float()
-
-
-def _all_masks() -> tuple[Tensor, Tensor]:
-    """Masks [N, 256] of every shape over a grid of sizes and places, and the index [N] of the shape of each."""
+    _, shapes = _wanted(prompts, images.device)
+    middle = images[:, :, CORE, CORE].float().mean((2, 3), keepdim=True)
+    nearness = -(images.float() - middle).square().sum(1).sqrt().flatten(1)
     offsets = torch.linspace(-JITTER, JITTER, 5)
-    grid = torch.cartesian_prod(torch.arange(4.0), torch.linspace(*RADII, 4), offsets, offsets)
-    shapes = grid[:, 0].long()
-    return masks(shapes, grid[:, 1], grid[:, 2:]).flatten(1), shapes
+    grid = torch.cartesian_prod(torch.arange(len(SHAPES)).float(), torch.linspace(*RADII, 4), offsets, offsets)
+    known = masks(grid[:, 0].long(), grid[:, 1], grid[:, 2:]).flatten(1).to(images.device)
+    found = grid[:, 0].long().to(images.device)[(_standardized(nearness) @ _standardized(known).T).argmax(1)]
+    return (found == shapes).float()
+
+
+def _wanted(prompts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Indices [B] of the prompts' colours and of their shapes."""
+    if unknown := set(prompts).difference(CAPTIONS):
+        raise ValueError(f"{sorted(unknown)[0]!r} names no colour and shape; prompts must be of {', '.join(CAPTIONS)}.")
+    indices = torch.tensor([CAPTIONS.index(prompt) for prompt in prompts], device=device)
+    return indices // len(SHAPES), indices % len(SHAPES)
+
+
+def _palette(device: torch.device) -> Tensor:
+    return torch.tensor(list(COLOURS.values()), device=device)
 
 
 def _standardized(rows: Tensor) -> Tensor:
     return F.normalize(rows - rows.mean(1, keepdim=True), dim=1)
-
-
-def _colour(prompt: str) -> str:
-    return prompt.split()[1]

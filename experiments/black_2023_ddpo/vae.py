@@ -156,7 +156,9 @@ def _make_norms_multiply(network: nn.Module, example: Tensor) -> None:
         norm.bias.copy_((SLOPE * groups.mean(1)).repeat_interleave(each))
 
     handles = [
-        module.register_forward_pre_hook(set_weights) for module in network.modules() if isinstance(module, nn.GroupNorm)
+        module.register_forward_pre_hook(set_weights)
+        for module in network.modules()
+        if isinstance(module, nn.GroupNorm)
     ]
     network(example)
     for handle in handles:

@@ -54,7 +54,8 @@ class DDPOTrainer:
     config: a DDPOConfig. reward_function: `(images [B, 3, H, W] within [0, 1], prompts, metadata) -> rewards [B]`, or
     the pair of them and metadata for the hook. prompt_function: `() -> (prompt, metadata)`; Python's, NumPy's and
     torch's generators are seeded around it, anew for each process and epoch. If it has `state_dict` and
-    `load_state_dict`, checkpoints keep its state. sd_pipeline: a DDPOStableDiffusionPipeline, or a diffusers pipeline, all of whose denoiser is then trained.
+    `load_state_dict`, checkpoints keep its state. sd_pipeline: a DDPOStableDiffusionPipeline, or a diffusers pipeline,
+    all of whose denoiser is then trained.
     image_samples_hook: called after each epoch's drawing with its batches [images, prompts, metadata, rewards, reward
     metadata], the global step, and a tracker with `log_images` and `log`. other_rewards: rewards by name that are
     logged and not trained on, against over-optimisation; by default the pictures' size in kB as JPEG.
@@ -102,6 +103,7 @@ class DDPOTrainer:
         self.run_id: str | None = None  # the tracker's
         self._tracker: Tracker | None = None
         self._drawn: Trajectories | None = None  # the last, whose schedule and guidance `calculate_loss` replays
+        self._is_checked = False
         self._parts: list[dict[str, Mean]] = []  # statistics of losses, until they are logged
         if config.resume_from:
             resume(self, config.resume_from)
@@ -142,8 +144,9 @@ class DDPOTrainer:
         advantages = self.advantages(pictures.prompts, pictures.rewards)
         drawn = time.perf_counter()
         stats: dict[str, Any] = {}
-        if epoch == self.first_epoch and not self.config.estimator.startswith("rwr"):
+        if not (self._is_checked or self.config.estimator.startswith("rwr")):
             stats["selfcheck/nats"] = self._check_replay(pictures.trajectories)
+            self._is_checked = True
         if self.image_samples_callback is not None:
             self.image_samples_callback(pictures.batches, self.global_step, HookTracker(self.tracker))
         for inner_epoch in range(self.config.train_num_inner_epochs):

@@ -1,0 +1,206 @@
+"""DDPO: rewards for what a diffusion model draws (Black et al. 2023, arXiv:2305.13301). The numbers: README.md."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from trimtab_common.config import parse_config, to_flat_dict
+from trimtab_common.seeding import private_rngs
+from trimtab_common.tracking import progress
+from trimtab_diffusion import prompts as prompt_sets
+from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
+from trimtab_diffusion.prompts import Prompts
+from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_compressibility, jpeg_incompressibility
+
+# The file is run by its path, from anywhere; the experiments are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
+from experiments.black_2023_ddpo.report import AFTER, BEFORE, contact_sheet, write_report
+from experiments.black_2023_ddpo.shapes import CAPTIONS, colour_match, rgb_alignment, shape_match
+from experiments.runs import CONFIG, HISTORY, changed, run_folder
+
+PAPER = "black_2023_ddpo"
+OF_SHAPES = {"rgb_alignment": rgb_alignment, "colour_match": colour_match, "shape_match": shape_match}
+OF_FILES = {"jpeg_incompressibility": jpeg_incompressibility, "jpeg_compressibility": jpeg_compressibility}
+OF_MODELS = ("aesthetic", "clip_alignment")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What is rewarded, and what draws."""
+
+    reward: list[str] = field(
+        default_factory=lambda: ["rgb_alignment", "jpeg_incompressibility"],
+        metadata={
+            "help": "One training for each: rgb_alignment, colour_match or shape_match (of shapes only), "
+            "jpeg_incompressibility, jpeg_compressibility, aesthetic, clip_alignment."
+        },
+    )
+    model: str = field(
+        default="shapes",
+        metadata={"help": "Hub id or folder of a diffusers pipeline; shapes is pretrained here at the first run."},
+    )
+    pretrain_steps: int = field(default=STEPS, metadata={"help": "Steps of that pretraining."})
+    prompts: str = field(
+        default="simple_animals",
+        metadata={"help": "For other models: simple_animals, imagenet_animals, nouns_activities or a text file."},
+    )
+    use_lora: bool = field(default=False, metadata={"help": "Train adapters, not the whole U-Net."})
+    lora_rank: int = field(default=4, metadata={"help": "Rank of the adapters."})
+    aesthetic_head: str | None = field(
+        default=None,
+        metadata={"help": "For aesthetic: file, folder or hub id of LAION's sac+logos+ava1-l14-linearMSE"},
+    )
+    eval_pictures: int = field(default=64, metadata={"help": "Pictures from the same noise, before and after."})
+
+
+@dataclass
+class ShapesDDPOConfig(DDPOConfig):
+    """DDPO with this experiment's defaults: a minute on two cores."""
+
+    exp_name: str = changed(DDPOConfig, "exp_name", PAPER)
+    tracker_project_name: str = changed(DDPOConfig, "tracker_project_name", PAPER)
+    log_with: str | None = changed(DDPOConfig, "log_with", "wandb")
+    logdir: str = run_folder(PAPER)
+    num_epochs: int = changed(DDPOConfig, "num_epochs", 15)
+    save_freq: int = changed(DDPOConfig, "save_freq", 50)
+    mixed_precision: str = changed(DDPOConfig, "mixed_precision", "no")
+    sample_num_steps: int = changed(DDPOConfig, "sample_num_steps", 10)
+    sample_guidance_scale: float = changed(DDPOConfig, "sample_guidance_scale", 1.0)
+    sample_batch_size: int = changed(DDPOConfig, "sample_batch_size", 64)
+    sample_num_batches_per_epoch: int = changed(DDPOConfig, "sample_num_batches_per_epoch", 1)
+    train_batch_size: int = changed(DDPOConfig, "train_batch_size", 16)
+    train_clip_range: float = changed(DDPOConfig, "train_clip_range", 1e-3)
+    train_warmup_steps: int = changed(DDPOConfig, "train_warmup_steps", 5)
+    per_prompt_stat_tracking: bool = changed(DDPOConfig, "per_prompt_stat_tracking", True)
+    per_prompt_stat_tracking_buffer_size: int = changed(DDPOConfig, "per_prompt_stat_tracking_buffer_size", 32)
+
+
+def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
+    """The function that is trained on, and the others by name that are only watched."""
+    is_shapes = run.model == "shapes"
+    known = {**OF_FILES, **(OF_SHAPES if is_shapes else {})}
+    if reward in OF_MODELS:
+        chosen: Any = (
+            ClipAlignment() if reward == "clip_alignment" else AestheticScore(run.aesthetic_head or _no_head())
+        )
+    elif reward in known:
+        chosen = known[reward]
+    else:
+        raise SystemExit(f"--reward {reward} is none of {', '.join([*known, *OF_MODELS])}, for --model {run.model}.")
+    watched = ["rgb_alignment", "colour_match", "shape_match"] if is_shapes else []
+    watched += [] if reward in OF_FILES else ["jpeg_incompressibility"]
+    return chosen, {name: known[name] for name in watched if name != reward}
+
+
+def _no_head() -> str:
+    raise SystemExit("--reward aesthetic needs --aesthetic_head, the weights of LAION's predictor.")
+
+
+def prompt_set(run: RunConfig) -> Prompts:
+    """What the model is asked to draw."""
+    if run.model == "shapes":
+        return Prompts(CAPTIONS, ({},) * len(CAPTIONS))
+    if run.prompts in ("simple_animals", "imagenet_animals", "nouns_activities"):
+        return getattr(prompt_sets, run.prompts)()
+    return prompt_sets.from_file(run.prompts)
+
+
+def pictures(pipeline: DDPOStableDiffusionPipeline, asked: Sequence[str], ddpo: DDPOConfig) -> Tensor:
+    """A picture for each prompt, [B, 3, H, W] on the CPU, from the same noise at every call and as in training."""
+    generator = torch.Generator(pipeline.device).manual_seed(ddpo.seed)
+    negative = {"negative_prompt": ddpo.negative_prompts or ""} if ddpo.is_guided else {}
+    drawn = []
+    for start in range(0, len(asked), ddpo.sample_batch_size):
+        some = list(asked[start : start + ddpo.sample_batch_size])
+        images = pipeline.sd_pipeline(
+            some, num_inference_steps=ddpo.sample_num_steps, guidance_scale=ddpo.sample_guidance_scale,
+            eta=ddpo.sample_eta, generator=generator, output_type="pt",
+            **{name: [text] * len(some) for name, text in negative.items()},
+        ).images  # fmt: skip
+        drawn.append(images.float().cpu())
+    return torch.cat(drawn)
+
+
+def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[str, tuple[float, float]]:
+    """Train on one reward; leave history, pictures and pipeline in `folder`. Returns each measure before and after."""
+    function, others = measures(reward, run)
+    name = str(shapes_pipeline(run.pretrain_steps)) if run.model == "shapes" else run.model
+    drawing = DiffusionPipeline.from_pretrained(name)
+    pipeline = DDPOStableDiffusionPipeline(drawing, use_lora=run.use_lora, lora_rank=run.lora_rank)
+    asking = prompt_set(run)
+    trainer = DDPOTrainer(ddpo, function, asking, pipeline, other_rewards=others)
+    is_main = trainer.accelerator.is_main_process
+    history = folder / HISTORY
+    if is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(json.dumps(to_flat_dict(run, ddpo) | {"reward": reward}, indent=2) + "\n")
+        if not ddpo.resume_from:
+            history.unlink(missing_ok=True)
+    with private_rngs(ddpo.seed):
+        asked, metadata = zip(*[asking() for _ in range(run.eval_pictures)], strict=True)
+    found: dict[str, list[float]] = {}
+    with trainer.tracker as tracker:
+        for sheet in (BEFORE, AFTER):
+            if sheet == AFTER:
+                learn(trainer, history if is_main else None)
+            images = pictures(pipeline, asked, ddpo)
+            tracker.images(Path(sheet).stem, list(images[:16]), asked[:16], trainer.global_step)
+            for measure, by in {reward: function, **others}.items():
+                found.setdefault(measure, []).append(float(by(images, asked, metadata).mean()))
+            if is_main:
+                contact_sheet(images[:16]).save(folder / sheet)
+        tracker.finish({f"final/{measure}": values[1] for measure, values in found.items()})
+    if is_main:
+        trainer.save_pretrained(folder / "pipeline")
+    return {measure: (before, after) for measure, (before, after) in found.items()}
+
+
+def learn(trainer: DDPOTrainer, history: Path | None) -> None:
+    """Run the epochs, and write what each logged to `history` as it is done."""
+    config = trainer.config
+    for epoch in progress(range(trainer.first_epoch, config.num_epochs), "DDPO epochs"):
+        trainer.step(epoch, trainer.global_step)
+        if (epoch + 1) % config.save_freq == 0:
+            trainer.save_checkpoint()
+        if history is None:
+            continue
+        with history.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": trainer.global_step, **trainer.last_stats}) + "\n")
+        if epoch % 5 == 0 or epoch + 1 == config.num_epochs:
+            watched = [f"{name} {value:.3f}" for name, value in trainer.last_stats.items() if name.startswith("other/")]
+            tqdm.write(f"epoch {epoch:3d}   reward {trainer.last_stats['reward_mean']:.3f}   {'   '.join(watched)}")
+
+
+def main(run: RunConfig, ddpo: DDPOConfig) -> None:
+    """Train on each reward, and draw the figure of all trainings in the run's folder."""
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder = Path(ddpo.logdir)
+    for reward in run.reward:
+        name = ddpo.run_name or (reward if ddpo.estimator == "is" else f"{reward}-{ddpo.estimator}")
+        print(f"\n{name}\n{'-' * len(name)}", flush=True)
+        own = replace(ddpo, run_name=name, logdir=str(folder / name))
+        found = train(reward, run, own, folder / name)
+        for measure, (before, after) in found.items():
+            verdict = f"   higher: {'yes' if after > before else 'NO'}" if measure == reward else ""
+            print(f"{measure}: {before:.3f} -> {after:.3f}{verdict}")
+    print(f"figure: {write_report(folder)}")
+
+
+if __name__ == "__main__":
+    main(*parse_config(RunConfig, ShapesDDPOConfig))

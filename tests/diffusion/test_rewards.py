@@ -1,0 +1,272 @@
+"""Rewards against PIL's own files and against models run by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.diffusion import tiny
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForImageClassification,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+
+from trimtab_diffusion.rewards import (
+    AestheticScore,
+    ClassifierReward,
+    ClipAlignment,
+    _settle,
+    jpeg_compressibility,
+    jpeg_incompressibility,
+)
+
+SIZE = 12  # what the models see; pictures are larger
+LABELS = ("cat", "dog", "horse")
+PROMPTS = ("a cat", "a dog riding a bike", "a cat", "an ant playing chess", "a bee")
+MODEL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+PICTURE = {"image_size": SIZE, "patch_size": 4}
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def pictures(count: int = 5, seed: int = 0) -> Tensor:
+    """[count, 3, 18, 18], blotches of random colours."""
+    coarse = torch.rand(count, 3, 3, 3, generator=tiny.generator(seed))
+    return coarse.repeat_interleave(6, dim=2).repeat_interleave(6, dim=3)
+
+
+def by_pil(images: Tensor) -> list[Image.Image]:
+    return [Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy()) for image in images]
+
+
+def pixel_values(images: Tensor, resample: Image.Resampling, mean: Any, std: Any) -> Tensor:
+    resized = [np.asarray(picture.resize((SIZE, SIZE), resample), dtype=np.float32) for picture in by_pil(images)]
+    values = (np.stack(resized) / 255 - np.array(mean)) / np.array(std)
+    return torch.tensor(values, dtype=torch.float32).permute(0, 3, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CLIP in half precision, as many are stored, with its tokenizer and image processor."""
+    folder = tmp_path_factory.mktemp("clip")
+    start, end = (tiny.VOCABULARY[token] for token in tiny.SPECIAL)
+    tokens = {"vocab_size": len(tiny.VOCABULARY), "bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
+    config = CLIPConfig(
+        text_config={**MODEL, **tokens, "max_position_embeddings": tiny.TEXT_LENGTH, "initializer_factor": 15.0},
+        vision_config={**MODEL, **PICTURE, "initializer_factor": 3.0},
+        projection_dim=10,
+    )
+    with tiny.from_seed(0):
+        CLIPModel(config).half().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    CLIPImageProcessor(size={"shortest_edge": SIZE}, crop_size=SIZE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clip(clip_folder: Path) -> CLIPModel:
+    return CLIPModel.from_pretrained(clip_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("classifier")
+    config = ViTConfig(
+        **MODEL, **PICTURE, initializer_range=0.3, hidden_dropout_prob=0.2, id2label=dict(enumerate(LABELS)),
+        label2id={name: index for index, name in enumerate(LABELS)},
+    )  # fmt: skip
+    with tiny.from_seed(1):
+        ViTForImageClassification(config).half().save_pretrained(folder)
+    ViTImageProcessor(size={"height": SIZE, "width": SIZE}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def logprobs(classifier_folder: Path) -> Tensor:
+    """Of every class for `pictures()`, [5, 3], by hand."""
+    model = AutoModelForImageClassification.from_pretrained(classifier_folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(pixel_values(pictures(), Image.Resampling.BILINEAR, (0.5,) * 3, (0.5,) * 3)).logits
+    assert logits.std(0).min() > 0.01  # pictures differ, or order would not show
+    return logits.log_softmax(1)
+
+
+def predictor(width: int) -> dict[str, Tensor]:
+    """Random weights under the names and of the shapes of LAION's file."""
+    widths, places = (width, 1024, 128, 64, 16, 1), (0, 2, 4, 6, 7)
+    generator, weights = tiny.generator(2), {}
+    for place, inputs, outputs in zip(places, widths[:-1], widths[1:], strict=True):
+        weights[f"layers.{place}.weight"] = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+        weights[f"layers.{place}.bias"] = torch.randn(outputs, generator=generator)
+    return weights
+
+
+def test_incompressibility_is_the_size_of_the_file_that_pil_writes(tmp_path: Path):
+    images = torch.rand(3, 3, 40, 24, generator=tiny.generator())
+    kilobytes = []
+    for picture in by_pil(images):
+        picture.save(tmp_path / "picture.jpg", quality=95)
+        kilobytes.append((tmp_path / "picture.jpg").stat().st_size / 1000)
+    rewards = jpeg_incompressibility(images, ("",) * 3, ({},) * 3)
+    assert rewards.dtype == torch.float32
+    torch.testing.assert_close(rewards, torch.tensor(kilobytes))
+    torch.testing.assert_close(jpeg_compressibility(images, ("",) * 3, ({},) * 3), -torch.tensor(kilobytes))
+
+
+def test_noise_is_larger_than_blotches_and_these_than_one_colour():
+    noise = torch.rand(1, 3, 18, 18, generator=tiny.generator())
+    rewards = jpeg_incompressibility(torch.cat([noise, pictures(1), torch.full_like(noise, 0.3)]), ("",) * 3, ({},) * 3)
+    assert rewards[0] > rewards[1] > rewards[2]
+
+
+def test_pil_images_and_arrays_are_rewarded_as_the_tensor_is():
+    images = pictures()
+    expected = jpeg_incompressibility(images, PROMPTS, ({},) * 5)
+    for same in (by_pil(images), [np.asarray(picture) for picture in by_pil(images)], list(images)):
+        assert torch.equal(jpeg_incompressibility(same, PROMPTS, ({},) * 5), expected)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (2 * torch.ones(1, 3, 8, 8), r"values from 2.0 to 2.0 .* floats must lie in \[0, 1\]"),
+        (-torch.ones(1, 3, 8, 8), r"values from -1.0 to -1.0 .* floats must lie in \[0, 1\]"),
+        (torch.full((1, 3, 8, 8), torch.nan), "values from nan to nan"),
+        (torch.ones(3, 8, 8), r"shape \(3, 8, 8\) came in; \[B, 3, H, W\] is needed"),
+        (torch.ones(2, 1, 8, 8), r"shape \(1, 8, 8\) came in; \[3, H, W\]"),
+    ],
+)
+def test_images_of_other_values_or_shapes_are_refused(images: Tensor, message: str):
+    with pytest.raises(ValueError, match=message):
+        jpeg_incompressibility(images, ("",) * len(images), ({},) * len(images))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "safetensors"])
+def test_aesthetic_score_is_the_perceptron_of_the_unit_embedding(
+    kind: str, clip_folder: Path, clip: CLIPModel, tmp_path: Path
+):
+    weights = predictor(width=10)
+    if kind == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file(weights, tmp_path / "weights.safetensors")
+    else:
+        torch.save(weights, tmp_path / "weights.pth")
+    reward = AestheticScore(tmp_path / "weights.pth" if kind == "file" else tmp_path, clip=clip_folder, batch_size=2)
+    with torch.no_grad():
+        values = pixel_values(pictures(), Image.Resampling.BICUBIC, CLIP_MEAN, CLIP_STD)
+        hidden = clip.visual_projection(clip.vision_model(values).pooler_output)
+        hidden = hidden / hidden.pow(2).sum(1, keepdim=True).sqrt()
+        for place in (0, 2, 4, 6, 7):
+            hidden = F.linear(hidden, weights[f"layers.{place}.weight"], weights[f"layers.{place}.bias"])
+    assert hidden.std() > 0.01
+    scores = reward(pictures(), PROMPTS, ({},) * 5)
+    torch.testing.assert_close(scores, hidden[:, 0], rtol=0, atol=1e-5)
+    assert not scores.requires_grad
+
+
+def test_weights_that_are_no_aesthetic_predictor_for_this_clip_are_refused(clip_folder: Path, tmp_path: Path):
+    torch.save(predictor(width=768), tmp_path / "large.pth")
+    with pytest.raises(ValueError, match=r"large.pth does not hold an aesthetic predictor over .* of 10 numbers"):
+        AestheticScore(tmp_path / "large.pth", clip=clip_folder)
+    torch.save({}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"holds 2 files of weights \(large.pth, other.pt\); one is needed"):
+        AestheticScore(tmp_path, clip=clip_folder)
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*absent.pth. Give one"):
+        AestheticScore(tmp_path / "absent.pth", clip=clip_folder)
+
+
+def test_alignment_is_the_cosine_behind_clips_logits(clip_folder: Path, clip: CLIPModel):
+    tokens = tiny.tokenizer()(list(PROMPTS), padding=True, truncation=True, return_tensors="pt")
+    values = pixel_values(pictures(), Image.Resampling.BICUBIC, CLIP_MEAN, CLIP_STD)
+    with torch.no_grad():
+        cosines = clip(pixel_values=values, **tokens).logits_per_image / clip.logit_scale.exp()
+    assert cosines.std(0).min() > 0.001  # pictures differ
+    assert cosines[:, [0, 1, 3, 4]].std(1).min() > 0.001  # and prompts
+    alignment = ClipAlignment(clip_folder, batch_size=2)(pictures(), PROMPTS, ({},) * 5)
+    torch.testing.assert_close(alignment, cosines.diagonal(), rtol=0, atol=1e-5)
+    assert not alignment.requires_grad
+
+
+def test_alignment_needs_a_prompt_for_each_image(clip_folder: Path):
+    with pytest.raises(ValueError, match="4 prompts came with 5 images"):
+        ClipAlignment(clip_folder)(pictures(), PROMPTS[:4], ({},) * 5)
+
+
+@pytest.mark.parametrize("label", ["dog", 1])
+def test_classifier_reward_of_one_label_for_all_images(label: str | int, classifier_folder: Path, logprobs: Tensor):
+    reward = ClassifierReward(classifier_folder, label=label, batch_size=2)
+    rewards = reward(pictures(), PROMPTS, (None,) * 5)
+    torch.testing.assert_close(rewards, logprobs[:, 1], rtol=0, atol=1e-5)
+    assert not rewards.requires_grad
+
+
+def test_classifier_reward_of_the_label_in_the_metadata(classifier_folder: Path, logprobs: Tensor):
+    classes = [2, 0, 1, 1, 2]
+    reward = ClassifierReward(classifier_folder, label_key="noun", batch_size=2)
+    expected = logprobs[range(5), classes]
+    for label in (LABELS.__getitem__, int):
+        metadata = [{"noun": label(index), "activity": "none"} for index in classes]
+        torch.testing.assert_close(reward(pictures(), PROMPTS, metadata), expected, rtol=0, atol=1e-5)
+
+
+def test_probabilities_of_all_classes_sum_to_one(classifier_folder: Path):
+    shares = [
+        ClassifierReward(classifier_folder, label=name, log_probability=False)(pictures(), PROMPTS, ())
+        for name in LABELS
+    ]
+    torch.testing.assert_close(sum(shares), torch.ones(5))
+
+
+def test_a_model_in_training_mode_is_taken_with_its_processor(classifier_folder: Path, logprobs: Tensor):
+    model = AutoModelForImageClassification.from_pretrained(classifier_folder, dtype=torch.float32).train()
+    processor = ViTImageProcessor.from_pretrained(classifier_folder)
+    reward = ClassifierReward(model, label="cat", processor=processor)
+    torch.testing.assert_close(reward(by_pil(pictures()), PROMPTS, ()), logprobs[:, 0], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="A model without its image processor came in"):
+        ClassifierReward(model, label="cat")
+
+
+def test_classes_that_are_missing_or_unknown_are_refused(classifier_folder: Path):
+    for wrong in ({}, {"label": "cat", "label_key": "noun"}):
+        with pytest.raises(ValueError, match="exactly one of them is needed"):
+            ClassifierReward(classifier_folder, **wrong)
+    with pytest.raises(
+        ValueError, match=r"label is 'cow', which is not a class .* It has 'cat', 'dog', 'horse'; an index"
+    ):
+        ClassifierReward(classifier_folder, label="cow")
+    with pytest.raises(ValueError, match=r"label is 3, which is not .* from 0 to 2 does as well"):
+        ClassifierReward(classifier_folder, label=3)
+    reward = ClassifierReward(classifier_folder, label_key="noun")
+    with pytest.raises(ValueError, match="'noun' of image 1 is 'cow', which is not a class of this model"):
+        reward(pictures(2), PROMPTS[:2], ({"noun": "cat"}, {"noun": "cow"}))
+    for metadata in ({"verb": "run"}, None):
+        with pytest.raises(
+            ValueError, match=r"metadata of image 1 is .*, without the key 'noun'. Let the prompt function"
+        ):
+            reward(pictures(2), PROMPTS[:2], ({"noun": "cat"}, metadata))
+    with pytest.raises(ValueError, match="1 metadata came with 2 images"):
+        reward(pictures(2), PROMPTS[:2], ({"noun": "cat"},))
+
+
+@pytest.mark.parametrize(
+    ("images", "asked", "found"),
+    [
+        (torch.ones(1, 3, 8, 8, device="meta"), None, "meta"),
+        (torch.ones(1, 3, 8, 8, device="meta"), "cpu", "cpu"),
+        (torch.ones(1, 3, 8, 8), "meta", "meta"),
+        ([np.ones((3, 8, 8))], None, "cpu"),
+    ],
+)
+def test_models_go_where_they_are_asked_to_or_to_the_images(images: Any, asked: str | None, found: str):
+    model = torch.nn.Linear(2, 2)
+    _settle(model, images, asked)
+    assert model.weight.device.type == found
