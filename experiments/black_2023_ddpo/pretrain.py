@@ -21,7 +21,7 @@ from trimtab_common.tracking import progress
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 LATENT_CHANNELS, TOKENS, TEXT_WIDTH = 6, 8, 32
-STEPS, BATCH, LEARNING_RATE, UNPROMPTED = 700, 64, 2e-3, 0.1
+STEPS, BATCH, LEARNING_RATE, UNPROMPTED = 400, 64, 4e-3, 0.1
 
 
 def shapes_pipeline(steps: int = STEPS) -> Path:
@@ -37,7 +37,7 @@ def shapes_pipeline(steps: int = STEPS) -> Path:
 
 
 def pretrained_pipeline(steps: int, *, seed: int = 0) -> StableDiffusionPipeline:
-    """Untrained parts, fitted to drawn pictures: the VAE by PCA, text encoder and U-Net to predict noise."""
+    """Untrained parts, fitted to drawn pictures: the VAE by PCA, text encoder and U-Net to predict velocities."""
     generator = torch.Generator().manual_seed(seed)
     images = 2 * draw(torch.randint(len(CAPTIONS), (4096,), generator=generator), generator) - 1
     mean, basis = principal_components(images, LATENT_CHANNELS)
@@ -114,7 +114,7 @@ def word_tokenizer() -> CLIPTokenizer:
 
 
 def _pretrain(pipeline: StableDiffusionPipeline, mean: Tensor, basis: Tensor, steps: int, generator: Any) -> None:
-    """Fit U-Net and text encoder to fresh pictures at each step, with the noise as target."""
+    """Fit U-Net and text encoder to fresh pictures at each step, with the velocity as target."""
     unet, text_encoder, scheduler = pipeline.unet, pipeline.text_encoder, pipeline.scheduler
     captions = pipeline.tokenizer(
         [*CAPTIONS, ""], padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt"

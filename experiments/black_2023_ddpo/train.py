@@ -190,6 +190,8 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if run.model == "shapes":
+        torch.set_num_threads(1)  # its layers are so small that a second thread mostly waits
     folder = Path(ddpo.logdir)
     for reward in run.reward:
         name = ddpo.run_name or (reward if ddpo.estimator == "is" else f"{reward}-{ddpo.estimator}")

@@ -271,6 +271,7 @@ def test_only_half_precision_latents_are_kept_per_step(guided: bool):
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept(trajectories)}
         assert sum(storage.nbytes() for storage in storages.values()) == trajectories.nbytes
         assert not trajectories.conditions.stepwise
+        assert not any(isinstance(value, torch.Tensor) for value in trajectories.conditions.template.values())
         per_step[count] = trajectories.nbytes
     assert per_step[6] - per_step[3] == 3 * (2 * 4 * 8 * 8 * 2 + 2 * 4)
 

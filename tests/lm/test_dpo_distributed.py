@@ -1,31 +1,19 @@
 """Two processes train and evaluate DPO as one does."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.lm import run_dpo_training as dpo
+from tests.processes import results_of_two
 
 pytestmark = pytest.mark.distributed
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    script = [str(ROOT / "tests/lm/run_dpo_training.py"), str(folder)]
-    run = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=170)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of both processes of one launch."""
+    return results_of_two("tests.lm.run_dpo_training", tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("name", dpo.CASES)

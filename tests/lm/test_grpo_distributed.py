@@ -1,16 +1,12 @@
 """However the prompts of a step are divided, among micro-batches or processes, weights and statistics are the same."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.lm.run_grpo_distributed import CASES, GLOBAL_BATCH, run
+from tests.processes import results_of_two
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-9}
 
 
@@ -34,19 +30,8 @@ def test_accumulation_does_not_matter(name):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch, all cases."""
-    folder = tmp_path_factory.mktemp("two")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launch, "-m", "tests.lm.run_grpo_distributed", str(folder)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    """The results of both processes of one launch."""
+    return results_of_two("tests.lm.run_grpo_distributed", tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.distributed

@@ -1,16 +1,11 @@
 """Two processes that share the rows fine-tune, evaluate and log as one does."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.lm.run_sft_distributed import CASES, STEPS, stepped, trained
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import results_of_two
 
 pytestmark = pytest.mark.distributed
 
@@ -18,18 +13,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of both processes of one launch."""
-    folder = tmp_path_factory.mktemp("two")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launch, "-m", "tests.lm.run_sft_distributed", str(folder)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return results_of_two("tests.lm.run_sft_distributed", tmp_path_factory.mktemp("two"))
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:

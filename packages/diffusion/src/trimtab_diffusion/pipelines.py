@@ -43,12 +43,21 @@ class DDPOStableDiffusionPipeline:
 
     pipeline: Stable Diffusion 1.x or 2.x, SDXL, SD3-type flow matching, ControlNet, or another whose denoiser (unet or
     transformer) is called once a step. use_lora: train adapters of rank `lora_rank`, or those that it has already
-    (`pipeline.load_lora_weights`), instead of all weights. A scheduler whose steps have no log-probability is replaced,
+    (`pipeline.load_lora_weights`), instead of all weights. call_kwargs: more arguments of every call of the pipeline,
+    such as height and width, or the image of a ControlNet. A scheduler whose steps have no log-probability is replaced,
     with a warning, and a safety checker switched off, since it would hand black pictures to the reward.
     """
 
-    def __init__(self, pipeline: Any, *, use_lora: bool = False, lora_rank: int = 4):
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        use_lora: bool = False,
+        lora_rank: int = 4,
+        call_kwargs: Mapping[str, Any] | None = None,
+    ):
         self.sd_pipeline = pipeline
+        self.call_kwargs = dict(call_kwargs or {})
         self.use_lora = use_lora
         self.name = denoiser_name(pipeline)
         self.sd_pipeline.scheduler = trainable_scheduler(self.sd_pipeline.scheduler)
@@ -105,8 +114,9 @@ class DDPOStableDiffusionPipeline:
         if args:
             kwargs = {"prompt": args[0], **kwargs}
         images, made = record(
-            self.sd_pipeline, eta=eta, storage_dtype=storage_dtype, storage_device=storage_device, **kwargs
-        )
+            self.sd_pipeline, eta=eta, storage_dtype=storage_dtype, storage_device=storage_device,
+            **{**self.call_kwargs, **kwargs},
+        )  # fmt: skip
         return DDPOPipelineOutput(images, [made.first, *made.latents.unbind(1)], list(made.logprobs.unbind(1)), made)
 
     def scheduler_step(
@@ -166,11 +176,12 @@ class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
         use_lora: bool = True,
         lora_rank: int = 4,
         load_kwargs: Mapping[str, Any] | None = None,
+        call_kwargs: Mapping[str, Any] | None = None,
     ):
         pipeline = DiffusionPipeline.from_pretrained(
             pretrained_model_name, revision=pretrained_model_revision, **(load_kwargs or {})
         )
-        super().__init__(pipeline, use_lora=use_lora, lora_rank=lora_rank)
+        super().__init__(pipeline, use_lora=use_lora, lora_rank=lora_rank, call_kwargs=call_kwargs)
 
 
 def trainable_scheduler(scheduler: Any) -> Any:

@@ -54,7 +54,7 @@ def record(
         )
     recorder = _Recorder(pipeline, eta, generator, storage_dtype, storage_device)
     with recorder.watching():
-        images = pipeline(generator=generator, **call).images
+        images = pipeline(generator=generator, **{**call, "return_dict": True}).images
     return images, recorder.trajectories()
 
 
@@ -194,6 +194,7 @@ class _Recorder:
         self.latents: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.first: Tensor | None = None
+        self.following = torch.empty(0)  # what the last step led to
         self.name = ""
         self.steps: Steps | None = None
         self.guidance: float | None = None
@@ -239,22 +240,39 @@ class _Recorder:
         arguments, output = self.calls.pop()
         name = next(iter(arguments))
         seen, time = arguments.pop(name), arguments.pop("timestep")
+        guidance = self._guidance(seen, sample, output, model_output)
         if self.steps is None:
             self.steps, self.first, self.name = Steps.of(self.pipeline.scheduler, self.eta), sample, name
-            self.guidance = self._guidance(seen, sample, output, model_output)
+            self.guidance = guidance
+        elif guidance != self.guidance:
+            raise ValueError(
+                f"{type(self.pipeline).__name__} changed its guidance from {self.guidance} to {guidance} on the way; "
+                "DDPO replays all steps with one scale. Use one, and no callback that changes it."
+            )
+        elif not torch.equal(sample, self.following):
+            raise ValueError(
+                f"{type(self.pipeline).__name__} changed the latents between two steps, which no replay would know. "
+                "Use no callback that changes them, and for inpainting a denoiser with inputs for the mask."
+            )
         index = torch.full((len(sample),), len(self.latents))
         random = bool(self.steps.is_random[len(self.latents)])
         if self.steps.is_flow:
             mean, std = self.steps.gaussian(model_output, sample, index)
             noise = randn_tensor(mean.shape, generator=self.generator, device=mean.device, dtype=mean.dtype)
-            following = (mean + std.to(mean.device).view(-1, *[1] * (mean.dim() - 1)) * noise).to(model_output.dtype)
+            following = mean + std.to(mean.device).view(-1, *[1] * (mean.dim() - 1)) * noise
+        following = following.to(sample.dtype)  # autocast may have widened it
         stored = following if self.dtype is None else following.to(self.dtype)
         following = stored.to(following.dtype)
-        logprob = self.steps.logprob(model_output, sample, following, index) if random else torch.zeros(len(sample))
+        logprob = (
+            self.steps.logprob(model_output, sample, following, index)
+            if random
+            else torch.zeros(len(sample), device=sample.device)
+        )
         self.inputs.append(arguments)
         self.times.append(torch.as_tensor(time).detach().cpu().reshape(-1)[0])
         self.latents.append(stored.to(self.device))
         self.logprobs.append(logprob.detach())
+        self.following = following
         return following
 
     def _guidance(self, seen: Tensor, sample: Tensor, output: Tensor, model_output: Tensor) -> float | None:
@@ -266,6 +284,10 @@ class _Recorder:
                 f"{list(sample.shape)}. DDPO can replay a denoiser that reads the latents alone, once or twice."
             )
         scale = float(self.pipeline.guidance_scale) if copies == 2 else None
+        if not bool(torch.isfinite(model_output).all()):
+            raise ValueError(
+                "The denoiser's output is not finite. In half precision, try mixed_precision='bf16' or 'no'."
+            )
         if not torch.equal(guided(output, scale), model_output):
             raise ValueError(
                 f"{type(self.pipeline).__name__} turns the denoiser's output into something else than classifier-free "
@@ -284,9 +306,15 @@ class _Recorder:
         stepwise: dict[Path, Tensor] = {}
         leaves = [dict(_leaves(inputs)) for inputs in self.inputs]
         for path, value in leaves[0].items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count * copies:
-                continue
             seen = [at_step[path] for at_step in leaves]
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count * copies:
+                if not all(_is_same(one, value) for one in seen):
+                    raise ValueError(
+                        f"{type(self.pipeline).__name__} changed the denoiser's {'.'.join(map(str, path))} on the way; "
+                        "DDPO can replay what stays the same, or has a row for each picture. Use no callback that "
+                        "changes it."
+                    )
+                continue
             if all(one is value for one in seen):
                 rows[path] = _by_image(value, copies).to(self.device)
             else:
@@ -296,6 +324,10 @@ class _Recorder:
             Conditions(_replaced(self.inputs[0], dict.fromkeys([*rows, *stepwise])), rows, stepwise), self.steps,
             torch.stack(self.times), self.guidance, self.name,
         )  # fmt: skip
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (torch.equal(one, other) if isinstance(one, Tensor) else one == other)
 
 
 def _by_image(value: Tensor, copies: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ def gaussian_logprob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """
     x, mean = _at_least_float32(x), _at_least_float32(mean)
     sigma = _along(std.to(mean.dtype), mean)
-    logprob = -0.5 * ((x - mean) / sigma) ** 2 - sigma.log() - 0.5 * torch.log(2 * torch.tensor(torch.pi))
+    logprob = -0.5 * ((x - mean) / sigma) ** 2 - sigma.log() - 0.5 * math.log(2 * math.pi)
     return logprob.flatten(1).mean(1)
 
 
@@ -27,6 +28,7 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
     mean, ref_mean: [B, ...]; std: [B], positive, that of the whole step. Returns [B], a mean over dimensions as in
     `gaussian_logprob`.
     """
+    mean, ref_mean = _at_least_float32(mean), _at_least_float32(ref_mean)
     sigma = _along(std.to(mean.dtype), mean)
     return (0.5 * ((mean - ref_mean) / sigma) ** 2).flatten(1).mean(1)
 
@@ -127,7 +129,14 @@ class Steps:
             raise ValueError(f"eta={eta}: DDIM takes 0 to 1, a flow any number from 0.")
         if is_flow(scheduler):
             sigmas = scheduler.sigmas.detach().cpu().float()
+            if len(timesteps) < 2:
+                raise ValueError("A flow needs two steps or more: the noise of its first is made of its second sigma.")
             return cls(timesteps, sigmas[:-1], sigmas[1:], eta, is_flow=True)
+        if type(scheduler).__name__ != "DDIMScheduler":
+            raise ValueError(
+                f"{type(scheduler).__name__} has no log-probabilities. Use a DDIMScheduler or a "
+                "FlowMatchEulerDiscreteScheduler; `pipelines.trainable_scheduler` makes one of another's settings."
+            )
         # diffusers' own arithmetic, also where its spacing makes it differ from the next timestep of the list.
         following = timesteps - config.num_train_timesteps // scheduler.num_inference_steps
         alphas = scheduler.alphas_cumprod.cpu()

@@ -3,7 +3,6 @@
 import copy
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -248,6 +247,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: dict[str, Any] = {}
+        self._waiting: list[tuple[str, list[str], list[list[Any]]]] = []  # for a W&B run to go to
 
     def add(self, trainer: Trainer, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Add rows under the current step; does nothing on processes other than the main one."""
@@ -269,13 +269,15 @@ class Tables:
     def _to_wandb(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
         import wandb
 
+        self._waiting.append((name, columns, rows))
         if wandb.run is None:  # evaluate() before train(): transformers starts its run with the first log
-            warnings.warn(f"There is no W&B run yet, so the table {name!r} of step {step} is lost.", stacklevel=3)
             return
-        table = self._tables.setdefault(name, wandb.Table(columns=[*columns], log_mode="INCREMENTAL"))
-        for row in rows:
-            table.add_data(*row)
-        wandb.log({name: table, "train/global_step": step})
+        for name, columns, rows in self._waiting:
+            table = self._tables.setdefault(name, wandb.Table(columns=[*columns], log_mode="INCREMENTAL"))
+            for row in rows:
+                table.add_data(*row)
+            wandb.log({name: table, "train/global_step": step})
+        self._waiting.clear()
 
 
 def _cell(value: Any) -> Any:

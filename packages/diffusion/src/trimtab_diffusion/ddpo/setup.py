@@ -32,13 +32,14 @@ def accelerator_of(config: DDPOConfig) -> Accelerator:
         **{
             "mixed_precision": precision,
             "project_config": ProjectConfiguration(**config.project_kwargs),
+            "cpu": not has_gpu,  # without it, torchrun on a machine with no GPU gives processes that never synchronise
             **config.accelerator_kwargs,
         }
     )
 
 
 def place(pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> None:
-    """Move a pipeline to the accelerator: frozen weights in its precision, those that train in float32."""
+    """Move a pipeline to the accelerator: frozen weights in its precision, those that train in float32 at least."""
     dtype = DTYPES[accelerator.mixed_precision]
     denoiser = pipeline.denoiser
     for part in pipeline.sd_pipeline.components.values():
@@ -50,7 +51,7 @@ def place(pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> No
         denoiser.to(accelerator.device)
         for weight in denoiser.parameters():
             if weight.requires_grad:
-                weight.data = weight.data.float()
+                weight.data = weight.data if weight.dtype == torch.float64 else weight.data.float()
             elif dtype != torch.float32:
                 weight.data = weight.data.to(dtype)
 

@@ -128,7 +128,7 @@ class DDPOTrainer:
         Returns the numbers that each epoch logged.
         """
         history = []
-        total = epochs or self.config.num_epochs
+        total = self.config.num_epochs if epochs is None else epochs
         for epoch in progress(range(self.first_epoch, total), "DDPO epochs"):
             self.step(epoch, self.global_step)
             history.append(self.last_stats)
@@ -176,8 +176,9 @@ class DDPOTrainer:
                 **{name: [text] * len(prompts) for name, text in guidance.items()},
             )  # fmt: skip
             parts.append(made.trajectories)
-            pending.append(self.rewards.start(made.images, prompts, metadata))
-            batches.append([made.images, prompts, metadata])
+            images = made.images.float()
+            pending.append(self.rewards.start(images, prompts, metadata))
+            batches.append([images, prompts, metadata])
         scored = [wait() for wait in pending]
         self.queries += len(drawn) * self.accelerator.num_processes
         self._drawn = Trajectories.joined(parts)
@@ -322,7 +323,7 @@ class DDPOTrainer:
             )
         device = self.accelerator.device
         x0 = made.after(rows, torch.full_like(rows, len(made.steps) - 1), device).float()
-        noise = torch.randn(x0.shape, generator=generator).to(device)
+        noise = torch.stack([torch.randn(x0.shape[1:], generator=generator) for _ in rows]).to(device)
         x, target = made.steps.noised(x0, noise, steps)
         output = self._predict(
             self.model, x.to(made.first.dtype), made.steps.timesteps[steps], made.conditions.select(rows, steps, device)
@@ -356,7 +357,7 @@ class DDPOTrainer:
         config = self.config
         return check_replay(
             made, score, pictures=config.sample_batch_size, batch_size=config.train_batch_size, clip=self.clip_range,
-            exact=self.accelerator.mixed_precision == "no" and made.first.dtype == torch.float32,
+            exact=self.accelerator.mixed_precision == "no" and made.first.dtype in (torch.float32, torch.float64),
         )  # fmt: skip
 
     def _generator(self, use: int, number: int, device: torch.device | str = "cpu") -> torch.Generator:

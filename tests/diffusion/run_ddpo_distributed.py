@@ -1,0 +1,172 @@
+"""DDPO on pictures that every division of an epoch shares; each process writes what it ended with into a folder.
+
+Each process draws the whole epoch's pictures from the same noise, and keeps its part of them.
+"""
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.diffusion import tiny
+from torch import Tensor
+
+from trimtab_common.stats import world_size
+from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
+from trimtab_diffusion.ddpo.sampling import Pictures
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
+from trimtab_diffusion.recording import Trajectories
+
+PROMPTS = ["a cat", "two dogs", "a red ant", "an owl"]
+COUNT = 8  # pictures of an epoch, over all processes
+EPOCHS = 2
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "sd": tiny.stable_diffusion,
+    "sdxl": tiny.stable_diffusion_xl,
+    "sd3": tiny.stable_diffusion_3,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "is": {"train_num_inner_epochs": 2},
+    "sf": {"estimator": "sf"},
+    "per_prompt": {
+        "per_prompt_stat_tracking": True, "per_prompt_stat_tracking_min_count": 2, "train_num_inner_epochs": 2,
+    },
+    "groups": {
+        "group_size": 2, "init_kl_coef": 0.5, "adap_kl_ctrl": True, "target": 1, "horizon": 20,
+        "train_num_inner_epochs": 2,
+    },
+}  # fmt: skip
+
+
+def brightness(images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> Tensor:
+    return images.mean((1, 2, 3))
+
+
+class Turns:
+    """Prompts in turn, from wherever the list begins."""
+
+    def __init__(self, prompts: list[str] = PROMPTS):
+        self.prompts, self.drawn = prompts, 0
+
+    def __call__(self) -> tuple[str, dict[str, Any]]:
+        self.drawn += 1
+        return self.prompts[(self.drawn - 1) % len(self.prompts)], {"number": self.drawn - 1}
+
+
+def config(folder: str, **settings: Any) -> DDPOConfig:
+    """Few pictures and steps, no logs, float32; settings: anything else."""
+    defaults: dict[str, Any] = {
+        "log_with": None, "logdir": folder, "mixed_precision": "no", "sample_num_steps": 3, "sample_batch_size": 2,
+        "sample_num_batches_per_epoch": 4, "train_batch_size": 4, "train_gradient_accumulation_steps": 2,
+        "train_clip_range": 1e-3, "train_max_grad_norm": 1e6, "sample_guidance_scale": 3.0,
+    }  # fmt: skip
+    return DDPOConfig(**defaults | settings)
+
+
+def trainer(
+    folder: str, pipeline: Any = None, reward: Any = brightness, *, use_lora: bool = False, **settings: Any
+) -> DDPOTrainer:
+    """A tiny Stable Diffusion unless told. settings: of the config, and the hook, prompts, ... of the trainer."""
+    names = ("image_samples_hook", "other_rewards", "prompt_function", "kind")
+    given = {name: settings.pop(name) for name in names if name in settings}
+    made = KINDS[given.pop("kind", "sd")]() if pipeline is None else pipeline
+    prompts = given.pop("prompt_function", None) or Turns()
+    wrapped = DDPOStableDiffusionPipeline(made, use_lora=use_lora)
+    return DDPOTrainer(config(folder, **settings), reward, prompts, wrapped, **given)
+
+
+def weights(trained: DDPOTrainer) -> dict[str, Tensor]:
+    """What trains, by name."""
+    named = trained.sd_pipeline.denoiser.named_parameters()
+    return {name: weight.detach().clone() for name, weight in named if weight.requires_grad}
+
+
+class SamePictures(DDPOTrainer):
+    """Draws the epoch of all processes, two pictures at a time, and keeps this process's."""
+
+    def draw(self, epoch: int) -> Pictures:
+        generator, parts, rewards = tiny.generator(100 + epoch), [], []
+        prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+        for start in range(0, COUNT, 2):
+            made = self.sd_pipeline(
+                prompt=prompts[start : start + 2], generator=generator, output_type="pt", num_inference_steps=3,
+                guidance_scale=3.0, negative_prompt=[""] * 2,
+            )  # fmt: skip
+            parts.append(made.trajectories)
+            rewards.append(brightness(made.images, (), ()))
+        each = COUNT // world_size()
+        own = slice(each * self.accelerator.process_index, each * (self.accelerator.process_index + 1))
+        batches = slice(own.start // 2, own.stop // 2)
+        self._drawn = Trajectories.joined(parts[batches])
+        scores = torch.cat(rewards).float()[own]
+        return Pictures(self._drawn, prompts[own], scores, {}, [[made.images, ("", ""), (), scores[-2:], {}]])
+
+
+def run(name: str, *, processes: int = 1) -> dict[str, Any]:
+    """Two epochs of a case in float64: the weights, the advantages, the prompts' statistics and what was logged."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        each = COUNT // processes
+        settings = config(
+            folder, sample_num_batches_per_epoch=each // 2, train_batch_size=each // 2, train_max_grad_norm=0.5,
+            **CASES[name],
+        )  # fmt: skip
+        made = SamePictures(
+            settings, brightness, Turns(), tiny.stable_diffusion(dtype=torch.float64), other_rewards={}
+        )
+        found: list[Tensor] = []
+        usual = made.advantages
+
+        def advantages(prompts: list[str], rewards: Tensor) -> Tensor:
+            found.append(usual(prompts, rewards))
+            return found[-1]
+
+        made.advantages = advantages  # type: ignore[method-assign]
+        history = []
+        for epoch in range(EPOCHS):
+            made.step(epoch, made.global_step)
+            history.append({
+                key: value for key, value in made.last_stats.items() if not key.startswith(("time/", "memory/"))
+            })  # fmt: skip
+    return {
+        "weights": weights(made),
+        "advantages": torch.stack(found),
+        "prompt_stats": made.prompt_stats.state_dict() if made.prompt_stats else None,
+        "history": history,
+    }
+
+
+ORDINARY: dict[str, dict[str, Any]] = {
+    "lora": {"use_lora": True, "init_kl_coef": 0.1},
+    "sdxl_rwr": {"kind": "sdxl", "estimator": "rwr", "rwr_beta": 100.0},
+    "sd3": {"kind": "sd3", "init_kl_coef": 0.1},
+}
+
+
+def ordinary(name: str) -> dict[str, Any]:
+    """One epoch of two updates as users run it: each process draws its own pictures."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = trainer(
+            folder, sample_num_batches_per_epoch=2, train_batch_size=1, train_gradient_accumulation_steps=2,
+            **ORDINARY[name],
+        )  # fmt: skip
+        before = weights(made)
+        made.step(0, 0)
+        assert made._drawn is not None
+        return {"before": before, "weights": weights(made), "noise": made._drawn.first}
+
+
+def main(folder: str) -> None:
+    results: dict[str, Any] = {name: run(name, processes=2) for name in CASES}
+    results |= {name: ordinary(name) for name in ORDINARY}
+    torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1])

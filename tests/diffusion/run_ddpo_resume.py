@@ -1,0 +1,189 @@
+"""Sessions of small DDPO runs, each killed at a chosen place or run to its end; they go on from the newest checkpoint.
+
+A session is `folder,kind,tracker,kill`: kind is lora or full, kill is end or place:number. Where there are several,
+each has a process of its own. `folder/epochs.jsonl` gets a line per epoch, `folder/final.pt` what the last one left.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tests.diffusion import tiny
+
+from trimtab_common import checkpoint, set_seed
+from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
+
+EPOCHS, SAVE_EVERY = 5, 2
+WORDS = ("cat", "dog", "red fox", "two owls")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def noise() -> float:
+    """Every library's global generator has a part in it."""
+    return random.random() + random.gauss(0, 0.1) + np.random.rand() + torch.rand(()).item()
+
+
+def random_prompt() -> tuple[str, dict[str, Any]]:
+    return random.choice(WORDS[:2]), {}
+
+
+class InTurn:
+    """A prompt function with a state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> tuple[str, dict[str, Any]]:
+        self.calls += 1
+        return WORDS[self.calls % 3], {"call": self.calls}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Session:
+    """A run in `folder` that dies at the `at`-th `place`, if there is one."""
+
+    def __init__(self, folder: str, kind: str, tracker: str, kill: str):
+        self.folder, self.kind = Path(folder), kind
+        self.place, _, at = kill.partition(":")
+        self.at, self.operations = int(at or 0), 0
+        self.asked: list[str] = []
+        set_seed(os.getpid())  # a resumed session must not depend on how its process began
+        if not checkpoint.latest_checkpoint(self.folder / "checkpoints"):
+            set_seed(11)
+        self.trainer = self.make(tracker)
+        self.trainer.optimizer.optimizer.register_step_post_hook(lambda *_: self.reached("update"))
+        if self.place == "save":
+            self.count_file_operations()
+
+    def make(self, tracker: str) -> DDPOTrainer:
+        """The two kinds differ in all that makes a run: what trains, the prompts, the measure, the KL, the limits."""
+        is_lora = self.kind == "lora"
+        different: dict[str, Any] = {
+            "per_prompt_stat_tracking": True, "per_prompt_stat_tracking_buffer_size": 5,
+            "per_prompt_stat_tracking_min_count": 3, "num_checkpoint_limit": 1,
+            "project_kwargs": {"project_dir": str(self.folder)},
+        } if is_lora else {
+            "init_kl_coef": 0.1, "adap_kl_ctrl": True, "target": 0.01, "horizon": 20, "group_size": 2,
+            "train_warmup_steps": 30, "num_checkpoint_limit": 4,
+            "project_kwargs": {"project_dir": str(self.folder), "total_limit": 1},
+        }  # fmt: skip
+        config = DDPOConfig(
+            seed=3, num_epochs=EPOCHS, save_freq=SAVE_EVERY, resume_from="latest", logdir=str(self.folder / "logs"),
+            log_with=tracker, mixed_precision="no", sample_num_steps=4, sample_guidance_scale=3.0, sample_batch_size=2,
+            sample_num_batches_per_epoch=2, train_batch_size=1, train_gradient_accumulation_steps=2,
+            train_num_inner_epochs=2, train_timestep_fraction=0.5, train_learning_rate=3e-3, train_clip_range=1e-2,
+            **different,
+        )  # fmt: skip
+        pipeline = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), use_lora=is_lora)
+        prompts = random_prompt if is_lora else InTurn()
+        return DDPOTrainer(config, self.score, prompts, pipeline, self.hook)
+
+    def reached(self, place: str) -> None:
+        """`at` counts updates, or epochs, of the whole run."""
+        done = self.trainer.global_step if place == "update" else self.trainer.first_epoch
+        if place == self.place and self.at == done + 1:
+            die()
+
+    def count_file_operations(self) -> None:
+        def dying(operation: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.operations += 1
+                if self.operations == self.at:
+                    if operation is rmtree:  # half removed
+                        next(file for file in Path(args[0]).iterdir()).unlink()
+                    die()
+                return operation(*args, **kwargs)
+
+            return call
+
+        rmtree = shutil.rmtree
+        for module, name in (
+            (shutil, "rmtree"), (os, "rename"), (torch, "save"), (checkpoint, "save_file"), (checkpoint, "_fsync"),
+        ):  # fmt: skip
+            setattr(module, name, dying(getattr(module, name)))
+
+    def score(self, images: torch.Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> torch.Tensor:
+        self.reached("reward")
+        self.asked += prompts
+        return images.mean((1, 2, 3)) + torch.tensor([0.1 * noise() for _ in prompts])
+
+    def hook(self, *_: Any) -> None:
+        self.reached("hook")
+
+    def run(self) -> None:
+        """The loop of `train`, by hand for full training: a line per epoch, then perhaps a checkpoint, which may kill."""
+        stock = self.trainer.step
+
+        def step(epoch: int, global_step: int) -> int:
+            made = stock(epoch, global_step)
+            self.note(epoch)
+            return made
+
+        self.trainer.step = step  # type: ignore[method-assign]
+        if self.kind == "lora":
+            self.trainer.train()
+        else:
+            for epoch in range(self.trainer.first_epoch, EPOCHS):
+                step(epoch, self.trainer.global_step)
+                if (epoch + 1) % SAVE_EVERY == 0:
+                    self.trainer.save_checkpoint()
+        torch.save(self.left(), self.folder / "final.pt")
+        self.trainer.tracker.finish()
+        self.trainer.accelerator.end_training()
+
+    def note(self, epoch: int) -> None:
+        """Write down all that an uninterrupted run would have to agree in."""
+        stats = {name: value for name, value in self.trainer.last_stats.items()
+                 if not name.startswith(("time/", "selfcheck/"))}  # each process checks its first epoch  # fmt: skip
+        line = {"epoch": epoch, "stats": stats, "prompts": self.asked, "updates": self.trainer.global_step,
+                "run_id": self.trainer.run_id}  # fmt: skip
+        self.asked = []
+        with (self.folder / "epochs.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.place == "epoch" and self.at == epoch + 1:
+            die()
+
+    def left(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            "weights": trainer.accelerator.unwrap_model(trainer.model).state_dict(),
+            "optimizer": trainer.optimizer.state_dict(), "lr_scheduler": trainer.lr_scheduler.state_dict(),
+            "prompt_stats": trainer.prompt_stats and trainer.prompt_stats.state_dict(),
+            "kl_coef": trainer.kl_ctl.value, "queries": trainer.queries, "next": noise(),
+        }  # fmt: skip
+
+
+def main(sessions: list[str]) -> None:
+    torch.set_num_threads(1)
+    for session in sessions:
+        Path(session.partition(",")[0]).mkdir(parents=True, exist_ok=True)
+    if len(sessions) == 1:
+        return Session(*sessions[0].split(",")).run()
+    for session in sessions:
+        child = os.fork()
+        if not child:
+            Session(*session.split(",")).run()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        should_die = not session.endswith("end")
+        if os.WIFSIGNALED(status) != should_die or (not should_die and status):
+            raise RuntimeError(f"{session} ended with status {status}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,67 @@
+"""The pictures of an update may be divided among processes: weights, advantages and statistics are the same."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.diffusion.run_ddpo_distributed import CASES, ORDINARY, PROMPTS, run
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of both processes of one launch, all cases."""
+    folder = tmp_path_factory.mktemp("two")
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launch, "-m", "tests.diffusion.run_ddpo_distributed", str(folder)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_are_one(two, name):
+    one = run(name)
+    for key, weight in two[0][name]["weights"].items():
+        torch.testing.assert_close(weight, one["weights"][key], rtol=1e-6, atol=1e-9, msg=key)
+    advantages = torch.cat([two[0][name]["advantages"], two[1][name]["advantages"]], 1)
+    torch.testing.assert_close(advantages, one["advantages"], rtol=1e-6, atol=1e-6)
+    assert float(one["advantages"].abs().max()) > 0.5
+    for mine, yours in zip(two[0][name]["history"], one["history"], strict=True):
+        assert mine == pytest.approx(yours, rel=1e-5, abs=1e-7)
+    assert abs(one["history"][-1]["loss"]) > 1e-5
+    assert one["history"][-1]["grad_norm"] > 0.5  # the clip of the norm acts on the average over processes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_processes_hold_the_same_to_the_bit(two, name):
+    first, second = two[0][name], two[1][name]
+    assert all(torch.equal(weight, second["weights"][key]) for key, weight in first["weights"].items())
+    assert first["history"] == second["history"]
+
+
+def test_both_processes_know_all_rewards_of_a_prompt(two):
+    mine, yours = two[0]["per_prompt"]["prompt_stats"], two[1]["per_prompt"]["prompt_stats"]
+    assert mine == yours
+    assert {prompt: len(rewards) for prompt, rewards in mine.items()} == dict.fromkeys(PROMPTS, 4)
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_weights_stay_equal_while_each_process_draws_its_own(two, name):
+    """Gradients are averaged for any pipeline, adapters and reward-weighted regression included."""
+    first, second = two[0][name], two[1][name]
+    assert not torch.equal(first["noise"], second["noise"])
+    assert all(torch.equal(weight, second["weights"][key]) for key, weight in first["weights"].items())
+    assert any(not torch.equal(weight, first["before"][key]) for key, weight in first["weights"].items())

@@ -1,0 +1,262 @@
+"""DDPO's objectives against closed forms, and one update of the trainer against autograd through a loss by hand."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from tests.diffusion import tiny
+from tests.diffusion.run_ddpo_distributed import brightness, trainer, weights
+from torch import Tensor
+from torch.distributions import Normal
+
+from trimtab_diffusion.ddpo import DDPOTrainer
+from trimtab_diffusion.ddpo.loss import denoising_loss, rwr_weights, score_function_loss, sparse_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PICTURES, STEPS, SCALE, CLIP = 4, 3, 3.0, 2e-3
+PROMPT = "a red cat"
+KINDS = ("epsilon", "v_prediction", "flow")
+
+
+def test_score_function_loss_has_the_gradient_of_minus_advantage_times_logprob():
+    logprobs = torch.tensor([-0.5, 1.5], requires_grad=True)
+    loss = score_function_loss(logprobs, torch.tensor([2.0, -3.0]))
+    assert loss.tolist() == [1.0, 4.5]
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [-2.0, 3.0]
+
+
+def test_rwr_weights_are_boltzmann_in_each_group():
+    rewards, groups = torch.tensor([1.0, 5.0, 3.0, 7.0, 2.0]), torch.tensor([9, 4, 9, 4, 9])
+    weights = rwr_weights(rewards, groups, beta=0.5)
+    ratio = weights[:, None] / weights[None]
+    for i, j in ((0, 2), (2, 4), (1, 3)):
+        assert float(ratio[i, j]) == pytest.approx(math.exp(0.5 * float(rewards[i] - rewards[j])))
+    assert float(weights[groups == 9].mean()) == pytest.approx(1)
+    assert float(weights[groups == 4].mean()) == pytest.approx(1)
+    torch.testing.assert_close(rwr_weights(rewards + 1000, groups, beta=0.5), weights)
+    assert rwr_weights(rewards, groups, beta=0).tolist() == [1.0] * 5
+    greedy = rwr_weights(rewards, groups, beta=1e6)
+    assert greedy.tolist() == [0.0, 0.0, 3.0, 2.0, 0.0]
+
+
+def test_sparse_weights_keep_the_best_and_their_ties():
+    rewards = torch.tensor([0.0, 3.0, 1.0, 3.0, 2.0])
+    assert sparse_weights(rewards, top=0.6).tolist() == [0, 1, 0, 1, 1]
+    assert sparse_weights(rewards, top=0.2).tolist() == [0, 1, 0, 1, 0]
+    assert sparse_weights(rewards, top=0.01).tolist() == [0, 1, 0, 1, 0]
+    assert sparse_weights(rewards, top=1).tolist() == [1] * 5
+
+
+def test_denoising_loss_is_a_weighted_square_per_dimension():
+    prediction, target = torch.zeros(2, 1, 2, 2), torch.tensor([[1.0, 2, 3, 4], [2, 2, 2, 2]]).view(2, 1, 2, 2)
+    loss = denoising_loss(prediction, target, torch.tensor([2.0, 0.5]))
+    assert loss.tolist() == [2 * 30 / 4, 0.5 * 4]
+    half = denoising_loss(prediction.bfloat16(), target + 1e-3, torch.ones(2))
+    assert float(half[1]) == pytest.approx(2.001**2, rel=1e-6)  # not rounded to the prediction's dtype
+
+
+# ------------------------------------------------------------------ one update
+
+
+def pipeline(kind: str) -> Any:
+    """In float64."""
+    if kind == "flow":
+        return tiny.stable_diffusion_3(dtype=torch.float64)
+    return tiny.stable_diffusion(kind, dtype=torch.float64)
+
+
+def perturb(trained: DDPOTrainer, size: float) -> None:
+    generator = tiny.generator(5)
+    with torch.no_grad():
+        for weight in trained.sd_pipeline.denoiser.parameters():
+            weight += size * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+
+
+def gradients(trained: DDPOTrainer) -> dict[str, Tensor]:
+    """What the next optimizer step gets, by the weights' names; filled when it is made."""
+    found: dict[str, Tensor] = {}
+
+    def capture(*_: Any) -> None:
+        named = trained.sd_pipeline.denoiser.named_parameters()
+        found.update({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
+
+    trained.optimizer.optimizer.register_step_pre_hook(capture)
+    return found
+
+
+def text(pipe: Any) -> list[dict[str, Any]]:
+    """The denoiser's other inputs for PROMPT's pictures, without the prompt and with it."""
+    if not hasattr(pipe, "unet"):
+        states, negative, pooled, negative_pooled = pipe.encode_prompt(
+            PROMPT, None, None, negative_prompt="dull", num_images_per_prompt=1
+        )
+        return [
+            {"encoder_hidden_states": negative, "pooled_projections": negative_pooled},
+            {"encoder_hidden_states": states, "pooled_projections": pooled},
+        ]
+    states, negative = pipe.encode_prompt(PROMPT, "cpu", 1, True, negative_prompt="dull")
+    return [{"encoder_hidden_states": negative}, {"encoder_hidden_states": states}]
+
+
+def log_density(kind: str, denoiser: Any, pipe: Any, x: Tensor, y: Tensor, step: int) -> Tensor:
+    """log p(y | x) of a step of one picture, per dimension, written out; two calls of the denoiser."""
+    time = pipe.scheduler.timesteps[step]
+    without, with_prompt = (denoiser(x[None], timestep=time[None], **given)[0][0] for given in text(pipe))
+    output = (1 - SCALE) * without + SCALE * with_prompt
+    if kind == "flow":
+        sigmas = pipe.scheduler.sigmas.double().tolist()
+        t, following = sigmas[step], sigmas[step + 1]
+        noise = math.sqrt(t / (1 - (t if t < 1 else sigmas[1])))  # eta is 1
+        score = -(x + (1 - t) * output) / t
+        mean = x + (output - noise**2 / 2 * score) * (following - t)
+        deviation = noise * math.sqrt(t - following)
+    else:
+        now, alphas = int(time), pipe.scheduler.alphas_cumprod.double()
+        later = now - 1000 // STEPS
+        a, b = float(alphas[now]), float(alphas[later] if later >= 0 else alphas[0])
+        if kind == "epsilon":
+            clean, noise_there = (x - math.sqrt(1 - a) * output) / math.sqrt(a), output
+        else:
+            clean = math.sqrt(a) * x - math.sqrt(1 - a) * output
+            noise_there = math.sqrt(a) * output + math.sqrt(1 - a) * x
+        deviation = math.sqrt((1 - b) / (1 - a) * (1 - a / b))
+        mean = math.sqrt(b) * clean + math.sqrt(1 - b - deviation**2) * noise_there
+    return Normal(mean, deviation).log_prob(y).mean()
+
+
+def by_hand(kind: str, trained: DDPOTrainer, old: Any, new: Any, rewards: Tensor) -> tuple[Tensor, int, Tensor]:
+    """The loss of all pairs, how many of them the clip stops, and the advantages."""
+    pipe, drawn = trained.sd_pipeline.sd_pipeline, trained._drawn
+    way = torch.cat([drawn.first[:, None], drawn.latents], 1)
+    # The trainer hands advantages on in float32.
+    advantages = ((rewards.double() - rewards.double().mean()) / rewards.double().std()).float().double()
+    losses, stopped = [], 0
+    for i in range(PICTURES):
+        for step in range(STEPS):
+            x, y, gain = way[i, step], way[i, step + 1], float(advantages[i])
+            with torch.no_grad():
+                before = log_density(kind, old, pipe, x, y, step)
+            ratio = torch.exp(log_density(kind, new, pipe, x, y, step) - before)
+            outside = float(ratio) > 1 + CLIP if gain > 0 else float(ratio) < 1 - CLIP
+            stopped += outside
+            losses.append(-gain * (1 + CLIP if gain > 0 else 1 - CLIP) * torch.ones(()) if outside else -gain * ratio)
+    return torch.stack([loss.double() for loss in losses]).mean(), stopped, advantages
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_follows_the_gradient_of_the_loss_by_hand(tmp_path: Path, kind: str):
+    """Weights move between drawing and learning, so that ratios lie on both sides of the clip range."""
+    copies: dict[str, Any] = {}
+
+    def move(batches: list[Any], *_: Any) -> None:
+        copies["old"] = copy.deepcopy(made.sd_pipeline.denoiser)
+        perturb(made, 3e-3 if kind == "flow" else 3e-4)
+        copies["new"] = copy.deepcopy(made.sd_pipeline.denoiser)
+        copies["rewards"] = torch.cat([batch[3] for batch in batches])
+
+    made = trainer(
+        str(tmp_path), pipeline(kind), prompt_function=lambda: (PROMPT, {}), image_samples_hook=move,
+        sample_num_batches_per_epoch=PICTURES // 2, train_batch_size=2, train_gradient_accumulation_steps=2,
+        train_clip_range=CLIP, negative_prompts="dull",
+    )  # fmt: skip
+    found = gradients(made)
+    made.step(0, 0)
+    new = copies["new"].requires_grad_(True)
+    loss, stopped, advantages = by_hand(kind, made, copies["old"], new, copies["rewards"])
+    loss.backward()
+    assert 0 < stopped < PICTURES * STEPS
+    assert made.last_stats["clipfrac"] == pytest.approx(stopped / (PICTURES * STEPS))
+    assert {float(sign) for sign in advantages.sign()} == {-1.0, 1.0}
+    assert made.last_stats["loss"] == pytest.approx(float(loss), rel=1e-8)
+    largest = max(float(weight.grad.abs().max()) for weight in new.parameters() if weight.grad is not None)
+    for name, weight in new.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, rtol=1e-6, atol=1e-9 * largest, msg=name)
+
+
+def trained(folder: Path, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[dict[str, Tensor], Any]:
+    """Weights after two epochs of 8 pictures from the same noise, and the last statistics."""
+    made = trainer(str(folder), tiny.stable_diffusion(dtype=dtype), **settings)
+    for epoch in range(2):
+        made.step(epoch, made.global_step)
+    return weights(made), made.last_stats
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance: float) -> None:
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, other[name], **tolerance, msg=name)
+
+
+@pytest.mark.parametrize("estimator", ["is", "sf", "rwr"])
+def test_an_update_may_be_cut_into_any_micro_batches(tmp_path: Path, estimator: str):
+    """Pairs of pictures and steps, half of the steps of each: what is learnt does not depend on how many at a time."""
+    same = {"estimator": estimator, "train_timestep_fraction": 0.7, "rwr_beta": 100.0}
+    whole, stats = trained(tmp_path, train_batch_size=8, train_gradient_accumulation_steps=1, **same)
+    # Reward-weighted regression works in float32 inside.
+    near = {"rtol": 1e-4, "atol": 1e-6} if estimator == "rwr" else {"rtol": 1e-6, "atol": 1e-9}
+    for size in (1, 2):
+        cut, others = trained(tmp_path, train_batch_size=size, train_gradient_accumulation_steps=8 // size, **same)
+        assert_same(cut, whole, **near)
+        assert others["loss"] == pytest.approx(stats["loss"], rel=1e-5, abs=1e-9)
+    assert stats["grad_norm"] > 1e-3
+
+
+def test_importance_sampling_with_one_update_is_the_score_function(tmp_path: Path):
+    """At a ratio of 1 their gradients are one (Black et al. 2023, section 4.3)."""
+    sampled, stats = trained(tmp_path, estimator="is")
+    scored, others = trained(tmp_path, estimator="sf")
+    assert_same(sampled, scored, rtol=1e-8, atol=1e-10)
+    assert stats["grad_norm"] == pytest.approx(others["grad_norm"], rel=1e-9)
+    assert stats["grad_norm"] > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduler"), [("stable_diffusion", DDIMScheduler), ("stable_diffusion_3", FlowMatchEulerDiscreteScheduler)]
+)
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: str, scheduler: type, scale: float):
+    """As documented: embeds [2B, ...] with guidance, those without a prompt first, [B, ...] without guidance."""
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def hook(batches: list[Any], *_: Any) -> None:
+        perturb(made, 3e-4)
+        drawn, pipe = made._drawn, made.sd_pipeline.sd_pipeline
+        assert isinstance(pipe.scheduler, scheduler)
+        way = torch.cat([drawn.first[:, None], drawn.latents], 1)
+        rewards = torch.cat([batch[3] for batch in batches])
+        advantages = (rewards - rewards.mean()) / rewards.std()
+        guided = scale > 1
+        if kind == "stable_diffusion":
+            states, negative = pipe.encode_prompt(PROMPT, "cpu", 1, guided, negative_prompt="")
+            embeds = torch.cat([each.repeat(4, 1, 1) for each in ([negative, states] if guided else [states])])
+        else:
+            given = pipe.encode_prompt(PROMPT, None, None, negative_prompt="", do_classifier_free_guidance=guided)
+            states, negative, pooled, negative_pooled = given
+            both = [(negative, negative_pooled), (states, pooled)][0 if guided else 1 :]
+            embeds = {
+                "encoder_hidden_states": torch.cat([each.repeat(4, 1, 1) for each, _ in both]),
+                "pooled_projections": torch.cat([each.repeat(4, 1) for _, each in both]),
+            }
+        for step in range(STEPS):
+            times = pipe.scheduler.timesteps[step].expand(4)
+            with torch.no_grad():
+                results.append(made.calculate_loss(
+                    way[:, step], times, way[:, step + 1], drawn.logprobs[:, step], advantages, embeds
+                ))  # fmt: skip
+        made._parts.clear()
+
+    made = trainer(
+        str(tmp_path), getattr(tiny, kind)(dtype=torch.float64), brightness, prompt_function=lambda: (PROMPT, {}), image_samples_hook=hook,
+        sample_num_batches_per_epoch=2, train_batch_size=4, train_gradient_accumulation_steps=1,
+        sample_guidance_scale=scale,
+    )  # fmt: skip
+    made.step(0, 0)
+    loss, approx_kl, clipped = (torch.stack([each[i] for each in results]).mean() for i in range(3))
+    assert made.last_stats["loss"] == pytest.approx(float(loss), rel=1e-5, abs=1e-8)
+    assert made.last_stats["approx_kl"] == pytest.approx(float(approx_kl), rel=1e-3)
+    assert made.last_stats["clipfrac"] == pytest.approx(float(clipped))
+    assert float(approx_kl) > 1e-9

@@ -1,0 +1,272 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline
+from experiments.black_2023_ddpo import pretrain, train
+from experiments.black_2023_ddpo.report import contact_sheet, read_history, write_report
+from experiments.black_2023_ddpo.shapes import (
+    CAPTIONS,
+    COLOURS,
+    SIZE,
+    colour_match,
+    draw,
+    rgb_alignment,
+    shape_match,
+)
+from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
+
+from trimtab_common.config import parse_config
+
+ROOT = Path(train.__file__).parents[2]
+
+
+def drawn(count: int, seed: int = 0) -> tuple[torch.Tensor, tuple[str, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.arange(count) % len(CAPTIONS)
+    return draw(chosen, generator), tuple(CAPTIONS[i] for i in chosen)
+
+
+def caption(colour: str, shape: str) -> tuple[str]:
+    return (f"a {colour} {shape}",)
+
+
+def wrong(prompts: tuple[str, ...], by: int) -> tuple[str, ...]:
+    """Captions `by` places further: by 1 another shape of the same colour, by 4 another colour."""
+    return tuple(CAPTIONS[CAPTIONS.index(prompt) // 4 * 4 + (CAPTIONS.index(prompt) + by) % 4] if by < 4
+                 else CAPTIONS[(CAPTIONS.index(prompt) + by) % 16] for prompt in prompts)  # fmt: skip
+
+
+# Pictures and what is measured on them ---------------------------------------------------------------------------
+
+
+def test_drawn_pictures_are_in_range_and_fit_their_captions():
+    images, prompts = drawn(320)
+    assert images.shape == (320, 3, SIZE, SIZE)
+    assert images.min() >= 0
+    assert images.max() <= 1
+    assert colour_match(images, prompts).mean() == 1
+    assert shape_match(images, prompts).mean() > 0.98
+
+
+def test_wrong_captions_are_noticed_by_the_measure_of_what_is_wrong():
+    images, prompts = drawn(320)
+    other_shape, other_colour = wrong(prompts, 1), wrong(prompts, 4)
+    assert shape_match(images, other_shape).mean() < 0.02
+    assert colour_match(images, other_shape).mean() == 1
+    assert colour_match(images, other_colour).mean() == 0
+    for other in (other_shape, other_colour):
+        assert rgb_alignment(images, prompts).mean() > rgb_alignment(images, other).mean() + 0.02
+
+
+def test_rgb_alignment_is_zero_on_the_colour_itself_and_else_minus_the_distance():
+    red = torch.tensor(COLOURS["red"])
+    canvas = red.view(1, 3, 1, 1).expand(1, 3, SIZE, SIZE)
+    assert float(rgb_alignment(canvas, caption("red", "circle"))) == pytest.approx(0, abs=1e-6)
+    away = float((red - torch.tensor(COLOURS["blue"])).norm())
+    assert float(rgb_alignment(canvas, caption("blue", "cross"))) == pytest.approx(-away, rel=1e-5)
+    assert float(rgb_alignment(canvas + 0.05, caption("red", "square"))) == pytest.approx(-0.05 * 3**0.5, rel=1e-4)
+
+
+def test_rgb_alignment_looks_at_the_shape_alone():
+    images, prompts = drawn(16)
+    framed = images.clone()
+    framed[:, :, [0, -1], :] = 0
+    assert torch.equal(rgb_alignment(images, prompts), rgb_alignment(framed, prompts))
+
+
+def test_a_prompt_without_colour_and_shape_is_refused():
+    with pytest.raises(ValueError, match="a purple cow"):
+        rgb_alignment(torch.zeros(1, 3, SIZE, SIZE), ("a purple cow",))
+
+
+# The VAE ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fitted() -> tuple[AutoencoderKL, torch.Tensor, torch.Tensor]:
+    mean, basis = principal_components(2 * drawn(256)[0] - 1, 6)
+    return patch_autoencoder(mean, basis), mean, basis
+
+
+def put_together(cut: torch.Tensor) -> torch.Tensor:
+    """What `patches` cut, pixel by pixel."""
+    images = torch.empty(len(cut), 3, 2 * cut.shape[1], 2 * cut.shape[2])
+    for place in range(4):
+        images[:, :, place // 2 :: 2, place % 2 :: 2] = cut[..., 3 * place : 3 * place + 3].permute(0, 3, 1, 2)
+    return images
+
+
+def test_patches_put_together_are_the_picture():
+    images, _ = drawn(4)
+    assert torch.equal(put_together(patches(images)), images)
+
+
+def test_encoder_gives_principal_components_of_variance_one(fitted):
+    vae, _, _ = fitted
+    with torch.no_grad():
+        latents = vae.encode(2 * drawn(256)[0] - 1).latent_dist
+    rows = latents.mode().permute(0, 2, 3, 1).flatten(0, 2).double()
+    torch.testing.assert_close(rows.T @ rows / len(rows), torch.eye(6).double(), atol=1e-3, rtol=0)
+    assert latents.std.max() < 1e-6
+
+
+def test_decoder_is_the_mean_and_the_basis(fitted):
+    vae, mean, basis = fitted
+    latents = torch.randn(8, 6, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected = put_together(latents.permute(0, 2, 3, 1) @ basis.T + mean)
+    is_inside = (expected.abs() < 1.5).all(1, keepdim=True).expand_as(expected)
+    with torch.no_grad():
+        torch.testing.assert_close(vae.decode(latents).sample[is_inside], expected[is_inside], atol=3e-3, rtol=0)
+
+
+def test_six_of_twelve_components_keep_most_of_a_picture(fitted):
+    vae, _, _ = fitted
+    images = 2 * drawn(64, seed=1)[0] - 1
+    with torch.no_grad():
+        again = vae.decode(vae.encode(images).latent_dist.mode()).sample
+    assert 10 * torch.log10(4 / (again - images).square().mean()) > 25  # dB
+
+
+# The pipeline ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with a pipeline of two steps of pretraining."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIMTAB_CACHE", str(folder))
+        patch.setattr(pretrain, "BATCH", 4)
+        pretrain.shapes_pipeline(2)
+    return folder
+
+
+def test_plain_diffusers_loads_the_pipeline_and_draws(cache: Path):
+    pipeline = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-1")
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(["a red circle", "a blue cross"], num_inference_steps=2, eta=1.0, output_type="pt").images
+    assert images.shape == (2, 3, SIZE, SIZE)
+    assert pipeline.vae_scale_factor == 2
+    assert sum(weight.numel() for weight in pipeline.unet.parameters()) < 1e6
+    # All ten steps are random, the last one too.
+    scheduler = pipeline.scheduler
+    scheduler.set_timesteps(10)
+    assert all(scheduler._get_variance(t, t - 100) > 0 for t in scheduler.timesteps)
+
+
+def test_the_same_seed_pretrains_the_same_pipeline(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pretrain, "BATCH", 4)
+    kept = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-1")
+    made = pretrain.pretrained_pipeline(2)
+    for part in ("unet", "text_encoder", "vae"):
+        for name, weight in getattr(kept, part).state_dict().items():
+            assert torch.equal(weight, getattr(made, part).state_dict()[name]), f"{part}.{name}"
+    captions = [made.tokenizer(prompt)["input_ids"] for prompt in CAPTIONS]
+    assert [kept.tokenizer(prompt)["input_ids"] for prompt in CAPTIONS] == captions
+
+
+def test_pretraining_lowers_the_loss_on_unseen_pictures(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pretrain, "BATCH", 16)
+
+    def loss(pipeline: StableDiffusionPipeline) -> float:
+        generator = torch.Generator().manual_seed(5)
+        images, prompts = drawn(64, seed=5)
+        ids = pipeline.tokenizer(list(prompts), padding="max_length", return_tensors="pt").input_ids
+        times = torch.randint(1000, (64,), generator=generator)
+        with torch.no_grad():
+            latents = pipeline.vae.encode(2 * images - 1).latent_dist.mode()
+            noise = torch.randn(latents.shape, generator=generator)
+            noisy = pipeline.scheduler.add_noise(latents, noise, times)
+            found = pipeline.unet(noisy, times, pipeline.text_encoder(ids)[0]).sample
+        return float((found - pipeline.scheduler.get_velocity(latents, noise, times)).square().mean())
+
+    assert loss(pretrain.pretrained_pipeline(25)) < 0.8 * loss(pretrain.pretrained_pipeline(1))
+
+
+def test_each_caption_word_is_one_token():
+    tokenizer = pretrain.word_tokenizer()
+    assert {len(tokenizer(prompt)["input_ids"]) for prompt in CAPTIONS} == {5}
+    assert len({tuple(tokenizer(prompt)["input_ids"]) for prompt in CAPTIONS}) == 16
+    assert tokenizer.unk_token_id not in tokenizer("any other words")["input_ids"][1:-1]
+
+
+# The experiment --------------------------------------------------------------------------------------------------
+
+
+def test_two_epochs_leave_history_pictures_pipeline_and_figure(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TRIMTAB_CACHE", str(cache))
+    run = train.RunConfig(reward=["rgb_alignment", "jpeg_compressibility"], pretrain_steps=2, eval_pictures=6)
+    sizes = {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2}
+    train.main(run, train.ShapesDDPOConfig(**sizes, log_with=None, logdir=str(tmp_path)))
+    for reward in run.reward:
+        history = read_history(tmp_path / reward / "history.jsonl")
+        assert [row["queries"] for row in history] == [4, 8]
+        assert "other/shape_match" in history[0]
+        assert f"other/{reward}" not in history[0]
+        assert json.loads((tmp_path / reward / "config.json").read_text())["reward"] == reward
+        before, after = ((tmp_path / reward / sheet).read_bytes() for sheet in ("before.png", "after.png"))
+        assert before != after
+        trained = StableDiffusionPipeline.from_pretrained(tmp_path / reward / "pipeline")
+        base = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-1")
+        assert not torch.equal(trained.unet.conv_out.weight, base.unet.conv_out.weight)
+        assert torch.equal(trained.text_encoder.state_dict()["embeddings.token_embedding.weight"],
+                           base.text_encoder.state_dict()["embeddings.token_embedding.weight"])  # fmt: skip
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("higher: ") == 2
+
+
+def test_report_is_drawn_again_from_the_files_alone(tmp_path: Path):
+    folder = tmp_path / "colour"
+    folder.mkdir()
+    rows = [{"epoch": i, "queries": 4 * i, "reward_mean": 0.1 * i, "other/x": 1.0} for i in (0, 1, 1)]
+    (folder / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.json").write_text(json.dumps({"reward": "colour"}))
+    for sheet in ("before.png", "after.png"):
+        contact_sheet(torch.rand(5, 3, 8, 8)).save(folder / sheet)
+    assert len(read_history(folder / "history.jsonl")) == 2
+    assert write_report(tmp_path) == tmp_path / "report.png"
+    assert (tmp_path / "report.png").stat().st_size > 1000
+
+
+def test_contact_sheet_has_four_in_a_row():
+    images = torch.zeros(6, 3, 8, 10)
+    images[5] = 1
+    sheet = contact_sheet(images)
+    assert sheet.size == (4 * 11 - 1, 2 * 9 - 1)
+    assert sheet.getpixel((5, 5)) == (0, 0, 0)
+    assert sheet.getpixel((11 + 5, 9 + 4)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("reward", ["beauty", "aesthetic"])
+def test_a_reward_that_cannot_be_had_is_refused(reward: str):
+    with pytest.raises(SystemExit, match=reward):
+        train.measures(reward, train.RunConfig())
+
+
+def test_rewards_of_shapes_are_not_for_other_models():
+    with pytest.raises(SystemExit, match="rgb_alignment"):
+        train.measures("rgb_alignment", train.RunConfig(model="somebody/something"))
+
+
+def test_gpu_settings_are_valid():
+    argv = ["--config", str(ROOT / "experiments" / "black_2023_ddpo" / "gpu.yaml")]
+    run, ddpo = parse_config(train.RunConfig, train.ShapesDDPOConfig, argv=argv)
+    assert run.model == "stable-diffusion-v1-5/stable-diffusion-v1-5"
+    assert run.use_lora
+    assert ddpo.samples_per_epoch == 256
+    assert ddpo.updates_per_epoch == 4
+
+
+def test_help_names_the_rewards(tmp_path: Path):
+    shown = subprocess.run(
+        [sys.executable, train.__file__, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=150
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "rgb_alignment" in shown.stdout
+    assert list(tmp_path.iterdir()) == []
