@@ -3,6 +3,12 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+import wandb
+
+from trimtab_lm.training import Tables
 
 PROGRAM = """
 import sys
@@ -27,3 +33,19 @@ def test_wandb_without_a_key_is_offline_and_asks_nothing(tmp_path):
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "offline" in ran.stderr
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+
+
+@pytest.mark.usefixtures("offline_wandb")
+def test_a_table_of_an_evaluation_before_training_waits_for_the_run(tmp_path):
+    trainer = SimpleNamespace(
+        is_world_process_zero=lambda: True, state=SimpleNamespace(global_step=0),
+        args=SimpleNamespace(report_to=["wandb"]), callback_handler=SimpleNamespace(callbacks=[]),
+    )  # fmt: skip
+    tables = Tables()
+    tables.add(trainer, "eval_samples", ["text"], [["early"]])
+    with wandb.init(dir=str(tmp_path)) as run:
+        tables.add(trainer, "samples", ["text"], [["late"]])
+        tables.add(trainer, "samples", ["text"], [["later"]])
+        kept = {name: [row[1:] for row in table.data] for name, table in tables._tables.items()}
+        assert {"eval_samples", "samples"} <= set(run.summary.keys())
+    assert kept == {"eval_samples": [["early"]], "samples": [["late"], ["later"]]}

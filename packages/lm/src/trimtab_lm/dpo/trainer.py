@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -350,6 +351,13 @@ class DPOTrainer(Trainer):
         if self.config.generate_during_eval:
             log_samples(self, dataloader.dataset, f"{metric_key_prefix}_samples")
         return output
+
+    def hyperparameter_search(
+        self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in transformers, whose objective would be a sum of all statistics; here it is the evaluation's loss."""
+        objective = compute_objective or itemgetter("eval_loss")
+        return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last time."""

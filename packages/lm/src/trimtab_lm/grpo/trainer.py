@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -358,6 +359,13 @@ class GRPOTrainer(Trainer):
         return output
 
     # Logs ------------------------------------------------------------------------------------------------------------
+
+    def hyperparameter_search(
+        self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in transformers, whose objective would be a sum of all statistics; here it is the mean reward (maximize)."""
+        objective = compute_objective or itemgetter("eval_reward")
+        return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last time, and warn of what looks unhealthy."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -175,6 +176,13 @@ class SFTTrainer(Trainer):
         assert output.metrics is not None
         output.metrics.update(self.recorder.flush(training=False, prefix=f"{metric_key_prefix}_"))
         return output
+
+    def hyperparameter_search(
+        self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in transformers, whose objective would be a sum of all statistics; here it is the evaluation's loss."""
+        objective = compute_objective or itemgetter("eval_loss")
+        return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last time."""
