@@ -74,7 +74,8 @@ def trainer(
     given = {name: settings.pop(name) for name in names if name in settings}
     made = KINDS[given.pop("kind", "sd")]() if pipeline is None else pipeline
     prompts = given.pop("prompt_function", None) or Turns()
-    wrapped = DDPOStableDiffusionPipeline(made, use_lora=use_lora)
+    with tiny.from_seed(1):  # adapters begin at random
+        wrapped = DDPOStableDiffusionPipeline(made, use_lora=use_lora)
     return DDPOTrainer(config(folder, **settings), reward, prompts, wrapped, **given)
 
 
@@ -114,9 +115,7 @@ def run(name: str, *, processes: int = 1) -> dict[str, Any]:
             folder, sample_num_batches_per_epoch=each // 2, train_batch_size=each // 2, train_max_grad_norm=0.5,
             **CASES[name],
         )  # fmt: skip
-        made = SamePictures(
-            settings, brightness, Turns(), tiny.stable_diffusion(dtype=torch.float64), other_rewards={}
-        )
+        made = SamePictures(settings, brightness, Turns(), tiny.stable_diffusion(dtype=torch.float64), other_rewards={})
         found: list[Tensor] = []
         usual = made.advantages
 

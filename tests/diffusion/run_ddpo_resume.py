@@ -85,8 +85,8 @@ class Session:
         config = DDPOConfig(
             seed=3, num_epochs=EPOCHS, save_freq=SAVE_EVERY, resume_from="latest", logdir=str(self.folder / "logs"),
             log_with=tracker, mixed_precision="no", sample_num_steps=4, sample_guidance_scale=3.0, sample_batch_size=2,
-            sample_num_batches_per_epoch=2, train_batch_size=1, train_gradient_accumulation_steps=2,
-            train_num_inner_epochs=2, train_timestep_fraction=0.5, train_learning_rate=3e-3, train_clip_range=1e-2,
+            sample_num_batches_per_epoch=2, train_batch_size=2, train_num_inner_epochs=2,
+            train_timestep_fraction=0.5, train_learning_rate=3e-3, train_clip_range=1e-2,
             **different,
         )  # fmt: skip
         pipeline = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), use_lora=is_lora)
@@ -126,7 +126,7 @@ class Session:
         self.reached("hook")
 
     def run(self) -> None:
-        """The loop of `train`, by hand for full training: a line per epoch, then perhaps a checkpoint, which may kill."""
+        """`train`, or for full training its loop by hand; a line per epoch, before a checkpoint might kill."""
         stock = self.trainer.step
 
         def step(epoch: int, global_step: int) -> int:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from tests.diffusion import tiny
-from tests.diffusion.run_ddpo_distributed import brightness, trainer, weights
+from tests.diffusion.run_ddpo_distributed import trainer, weights
 from torch import Tensor
-from torch.distributions import Normal
+from torch.distributions import Normal, kl_divergence
 
 from trimtab_diffusion.ddpo import DDPOTrainer
 from trimtab_diffusion.ddpo.loss import denoising_loss, rwr_weights, score_function_loss, sparse_weights
@@ -60,6 +60,36 @@ def test_denoising_loss_is_a_weighted_square_per_dimension():
     assert float(half[1]) == pytest.approx(2.001**2, rel=1e-6)  # not rounded to the prediction's dtype
 
 
+def test_group_advantages_are_against_the_group(tmp_path: Path):
+    made = trainer(str(tmp_path), group_size=2)
+    rewards = torch.tensor([1.0, 3.0, 100.0, 100.0, 8.0, 5.0, 0.0, 0.1])
+    found = made.advantages(["a", "a", "b", "b", "a", "a", "c", "c"], rewards)
+    half = 0.5**0.5
+    torch.testing.assert_close(found, torch.tensor([-half, half, 0, 0, half, -half, -half, half]))
+
+
+def test_advantages_against_the_epoch_and_their_limit(tmp_path: Path):
+    made = trainer(str(tmp_path), train_adv_clip_max=1.5)
+    rewards = torch.tensor([0.0] * 7 + [80.0])
+    found = made.advantages(["a"] * 8, rewards)
+    assert float(found[-1]) == 1.5
+    torch.testing.assert_close(found[:7], torch.full((7,), -10 / (800**0.5)))  # mean 10, variance 5600 / 7
+
+
+def test_advantages_of_a_prompt_are_against_its_past(tmp_path: Path):
+    made = trainer(str(tmp_path), per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=4)
+    made.advantages(["a", "b", "a", "b"], torch.tensor([1.0, 10.0, 3.0, 10.0]))
+    found = made.advantages(["a", "b", "a", "b"], torch.tensor([1.0, 10.0, 3.0, 30.0]))
+    torch.testing.assert_close(found, torch.tensor([-1, -5 / 75**0.5, 1, 15 / 75**0.5]))
+
+
+def test_rwr_without_a_temperature_trains_on_all_alike(tmp_path: Path):
+    made = trainer(str(tmp_path), estimator="rwr", rwr_beta=0)
+    assert made.advantages(["a", "b"] * 4, torch.randn(8)).tolist() == [1.0] * 8
+    sparse = trainer(str(tmp_path), estimator="rwr_sparse", rwr_top=0.25)
+    assert sparse.advantages(["a"] * 8, torch.arange(8.0)).tolist() == [0.0] * 6 + [1.0] * 2
+
+
 # ------------------------------------------------------------------ one update
 
 
@@ -103,8 +133,8 @@ def text(pipe: Any) -> list[dict[str, Any]]:
     return [{"encoder_hidden_states": negative}, {"encoder_hidden_states": states}]
 
 
-def log_density(kind: str, denoiser: Any, pipe: Any, x: Tensor, y: Tensor, step: int) -> Tensor:
-    """log p(y | x) of a step of one picture, per dimension, written out; two calls of the denoiser."""
+def stepped(kind: str, denoiser: Any, pipe: Any, x: Tensor, step: int) -> Normal:
+    """Where a step of one picture leads from x, written out; two calls of the denoiser."""
     time = pipe.scheduler.timesteps[step]
     without, with_prompt = (denoiser(x[None], timestep=time[None], **given)[0][0] for given in text(pipe))
     output = (1 - SCALE) * without + SCALE * with_prompt
@@ -126,31 +156,37 @@ def log_density(kind: str, denoiser: Any, pipe: Any, x: Tensor, y: Tensor, step:
             noise_there = math.sqrt(a) * output + math.sqrt(1 - a) * x
         deviation = math.sqrt((1 - b) / (1 - a) * (1 - a / b))
         mean = math.sqrt(b) * clean + math.sqrt(1 - b - deviation**2) * noise_there
-    return Normal(mean, deviation).log_prob(y).mean()
+    return Normal(mean, deviation)
 
 
-def by_hand(kind: str, trained: DDPOTrainer, old: Any, new: Any, rewards: Tensor) -> tuple[Tensor, int, Tensor]:
-    """The loss of all pairs, how many of them the clip stops, and the advantages."""
+def by_hand(kind: str, trained: DDPOTrainer, old: Any, new: Any, rewards: Tensor) -> tuple[Tensor, Tensor, int, Tensor]:
+    """The surrogate and KL of all pairs, each per dimension, how many the clip stops, and the advantages."""
     pipe, drawn = trained.sd_pipeline.sd_pipeline, trained._drawn
     way = torch.cat([drawn.first[:, None], drawn.latents], 1)
     # The trainer hands advantages on in float32.
     advantages = ((rewards.double() - rewards.double().mean()) / rewards.double().std()).float().double()
-    losses, stopped = [], 0
+    losses, kls, stopped = [], [], 0
     for i in range(PICTURES):
         for step in range(STEPS):
             x, y, gain = way[i, step], way[i, step + 1], float(advantages[i])
             with torch.no_grad():
-                before = log_density(kind, old, pipe, x, y, step)
-            ratio = torch.exp(log_density(kind, new, pipe, x, y, step) - before)
+                drew = stepped(kind, old, pipe, x, step)
+            now = stepped(kind, new, pipe, x, step)
+            kls.append(kl_divergence(now, drew).mean())
+            ratio = torch.exp((now.log_prob(y) - drew.log_prob(y)).mean())
             outside = float(ratio) > 1 + CLIP if gain > 0 else float(ratio) < 1 - CLIP
             stopped += outside
-            losses.append(-gain * (1 + CLIP if gain > 0 else 1 - CLIP) * torch.ones(()) if outside else -gain * ratio)
-    return torch.stack([loss.double() for loss in losses]).mean(), stopped, advantages
+            limit = 1 + CLIP if gain > 0 else 1 - CLIP
+            losses.append(-gain * (torch.tensor(limit, dtype=torch.float64) if outside else ratio))
+    return torch.stack(losses).mean(), torch.stack(kls).mean(), stopped, advantages
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_follows_the_gradient_of_the_loss_by_hand(tmp_path: Path, kind: str):
-    """Weights move between drawing and learning, so that ratios lie on both sides of the clip range."""
+    """Weights move between drawing and learning, so that ratios lie on both sides of the clip range.
+
+    The reference of the penalty is the policy that drew.
+    """
     copies: dict[str, Any] = {}
 
     def move(batches: list[Any], *_: Any) -> None:
@@ -162,20 +198,23 @@ def test_an_update_follows_the_gradient_of_the_loss_by_hand(tmp_path: Path, kind
     made = trainer(
         str(tmp_path), pipeline(kind), prompt_function=lambda: (PROMPT, {}), image_samples_hook=move,
         sample_num_batches_per_epoch=PICTURES // 2, train_batch_size=2, train_gradient_accumulation_steps=2,
-        train_clip_range=CLIP, negative_prompts="dull",
+        train_clip_range=CLIP, negative_prompts="dull", init_kl_coef=0.3,
     )  # fmt: skip
     found = gradients(made)
     made.step(0, 0)
     new = copies["new"].requires_grad_(True)
-    loss, stopped, advantages = by_hand(kind, made, copies["old"], new, copies["rewards"])
-    loss.backward()
+    loss, kl, stopped, advantages = by_hand(kind, made, copies["old"], new, copies["rewards"])
+    (loss + 0.3 * kl).backward()
     assert 0 < stopped < PICTURES * STEPS
     assert made.last_stats["clipfrac"] == pytest.approx(stopped / (PICTURES * STEPS))
     assert {float(sign) for sign in advantages.sign()} == {-1.0, 1.0}
-    assert made.last_stats["loss"] == pytest.approx(float(loss), rel=1e-8)
+    assert made.last_stats["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert made.last_stats["objective/kl"] == pytest.approx(float(kl) * made._drawn.dimensions * STEPS, rel=1e-6)
     largest = max(float(weight.grad.abs().max()) for weight in new.parameters() if weight.grad is not None)
+    # The flow's steps in time are differences of its schedule's float32 sigmas.
+    near = {"rtol": 1e-5, "atol": 1e-6 * largest} if kind == "flow" else {"rtol": 1e-6, "atol": 1e-9 * largest}
     for name, weight in new.named_parameters():
-        torch.testing.assert_close(found[name], weight.grad, rtol=1e-6, atol=1e-9 * largest, msg=name)
+        torch.testing.assert_close(found[name], weight.grad, **near, msg=name)
 
 
 def trained(folder: Path, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[dict[str, Tensor], Any]:
@@ -212,10 +251,13 @@ def test_importance_sampling_with_one_update_is_the_score_function(tmp_path: Pat
     assert_same(sampled, scored, rtol=1e-8, atol=1e-10)
     assert stats["grad_norm"] == pytest.approx(others["grad_norm"], rel=1e-9)
     assert stats["grad_norm"] > 1
+    assert stats["loss"] == pytest.approx(0, abs=1e-6)  # advantages sum to 0
+    assert abs(others["loss"]) > 1e-4
 
 
 @pytest.mark.parametrize(
-    ("kind", "scheduler"), [("stable_diffusion", DDIMScheduler), ("stable_diffusion_3", FlowMatchEulerDiscreteScheduler)]
+    ("kind", "scheduler"),
+    [("stable_diffusion", DDIMScheduler), ("stable_diffusion_3", FlowMatchEulerDiscreteScheduler)],
 )
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: str, scheduler: type, scale: float):
@@ -227,8 +269,8 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
         drawn, pipe = made._drawn, made.sd_pipeline.sd_pipeline
         assert isinstance(pipe.scheduler, scheduler)
         way = torch.cat([drawn.first[:, None], drawn.latents], 1)
-        rewards = torch.cat([batch[3] for batch in batches])
-        advantages = (rewards - rewards.mean()) / rewards.std()
+        rewards = torch.cat([batch[3] for batch in batches]).double()
+        advantages = ((rewards - rewards.mean()) / rewards.std()).float()
         guided = scale > 1
         if kind == "stable_diffusion":
             states, negative = pipe.encode_prompt(PROMPT, "cpu", 1, guided, negative_prompt="")
@@ -250,9 +292,9 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
         made._parts.clear()
 
     made = trainer(
-        str(tmp_path), getattr(tiny, kind)(dtype=torch.float64), brightness, prompt_function=lambda: (PROMPT, {}), image_samples_hook=hook,
-        sample_num_batches_per_epoch=2, train_batch_size=4, train_gradient_accumulation_steps=1,
-        sample_guidance_scale=scale,
+        str(tmp_path), getattr(tiny, kind)(dtype=torch.float64), prompt_function=lambda: (PROMPT, {}),
+        image_samples_hook=hook, sample_num_batches_per_epoch=2, train_batch_size=4,
+        train_gradient_accumulation_steps=1, sample_guidance_scale=scale,
     )  # fmt: skip
     made.step(0, 0)
     loss, approx_kl, clipped = (torch.stack([each[i] for each in results]).mean() for i in range(3))

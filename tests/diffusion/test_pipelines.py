@@ -12,6 +12,7 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
+    HeunDiscreteScheduler,
     KarrasVeScheduler,
     PNDMScheduler,
 )
@@ -84,6 +85,16 @@ def test_others_with_betas_become_ddim_with_their_settings(old, clips):
     torch.testing.assert_close(new.alphas_cumprod, old.alphas_cumprod, rtol=1e-5, atol=0)
 
 
+def test_settings_that_were_never_given_are_kept_too():
+    with pytest.warns(UserWarning, match="takes its place"):
+        new = trainable_scheduler(HeunDiscreteScheduler())  # its default betas are not DDIM's
+    assert (new.config.beta_start, new.config.beta_end) == (0.00085, 0.012)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # diffusers corrects the offset of old Stable Diffusion files
+        stock = tiny.stable_diffusion(scheduler=PNDMScheduler(**BETAS, skip_prk_steps=True))
+        assert DDPOStableDiffusionPipeline(stock).scheduler.config.steps_offset == 1
+
+
 @pytest.mark.parametrize(
     ("old", "shift"),
     [
@@ -140,6 +151,8 @@ def test_only_the_denoiser_or_its_adapters_train(kind, use_lora):
     assert {name for name, names in moved.items() if names} == {pipeline.name}
     assert all("lora_" in name for name in moved[pipeline.name]) is use_lora
     assert moved[pipeline.name] <= {name for name, weight in denoiser.named_parameters() if weight.requires_grad}
+    frozen = [part for name, part in parts.items() if name != pipeline.name]
+    assert not any(weight.requires_grad for part in frozen for weight in part.parameters())
     assert not any(part.training for part in parts.values())
     assert pipeline.get_trainable_layers() is pipeline.denoiser is pipeline.unet is denoiser
 

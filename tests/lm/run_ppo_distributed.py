@@ -87,7 +87,7 @@ def make(case: Case, *, minibatch: int, accumulation: int, world_size: int) -> P
         "mini_batch_size": minibatch,
         "gradient_accumulation_steps": accumulation,
     }
-    fixed = {"ppo_epochs": 3, "ratio_threshold": 1e9, "accelerator_kwargs": {"cpu": True}}
+    fixed = {"ppo_epochs": 3, "ratio_threshold": 1e9}
     return tiny.ppo(model, given={"optimizer": optimizer}, **fixed | sizes | case.config)
 
 
@@ -109,7 +109,7 @@ def loop() -> dict[str, Any]:
     prompts = Dataset.from_dict({"input_ids": [row.tolist() for row in tiny.rows(20, 2, 5)]})
     trainer = tiny.ppo(
         given={"dataset": prompts}, batch_size=GLOBAL_BATCH // world_size, mini_batch_size=2, steps=2,
-        accelerator_kwargs={"cpu": True}, gradient_accumulation_steps=2,
+        gradient_accumulation_steps=2,
     )  # fmt: skip
     history: list[Any] = []
     batches: list[Any] = []

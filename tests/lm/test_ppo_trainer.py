@@ -870,6 +870,7 @@ def test_push_to_hub_uploads_what_save_pretrained_writes(monkeypatch):
 
     def upload(*, repo_id, folder_path, **options):
         seen.update(options, repo_id=repo_id, files={path.name for path in folder_path.iterdir()})
+        seen["card"] = (folder_path / "README.md").read_text()
         return "commit"
 
     monkeypatch.setattr(hub, "create_repo", lambda name, **options: seen.update(options, name=name) or Repo)
@@ -882,6 +883,7 @@ def test_push_to_hub_uploads_what_save_pretrained_writes(monkeypatch):
         "done",
     )
     assert {"model.safetensors", "value_head.safetensors", "tokenizer.json", "README.md"} <= seen["files"]
+    assert 'from_pretrained("policy")' in seen["card"]
 
 
 # -------------------------------------------------------------- train

@@ -34,10 +34,12 @@ def write_model_card(
     base_model: str | None,
     settings: dict[str, object],
     tags: Sequence[str] = (),
+    repo_id: str | None = None,
 ) -> Path:
     """Write README.md into the folder `path`, which is made if need be; returns the file.
 
-    usage: Python that loads the model; {repo_id} in it becomes the folder's name. library: the one that loads it.
+    usage: Python that loads the model; {repo_id} in it becomes `repo_id`, or the folder's name. library: the one that
+    loads it. base_model: named in the header unless it is a path, which the hub refuses.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,13 +47,17 @@ def write_model_card(
         "library_name": library,
         "tags": ["trimtab", trainer.removesuffix("Trainer").lower(), "reinforcement-learning", *tags],
     }
-    if base_model:
+    if base_model and not Path(base_model).exists():
         header["base_model"] = base_model
     table = "\n".join(
         ["| setting | value |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in settings.items())]
     )
     page = PAGE.format(
-        name=name, trainer=trainer, paper=paper, usage=usage.format(repo_id=folder.resolve().name), settings=table
+        name=name,
+        trainer=trainer,
+        paper=paper,
+        usage=usage.format(repo_id=repo_id or folder.resolve().name),
+        settings=table,
     )
     file = folder / "README.md"
     file.write_text(f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{page}", encoding="utf-8")

@@ -19,12 +19,19 @@ ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 def add_lora(denoiser: Any, *, rank: int) -> None:
     """Freeze a denoiser and give it adapters on its attention, or go on with those that it has.
 
-    The adapters start as zero maps (Hu et al. 2021, arXiv:2106.09685) and are float32.
+    The adapters start as zero maps (Hu et al. 2021, arXiv:2106.09685) and are float32. ValueError if several
+    are active.
     """
     denoiser.requires_grad_(False)
     if getattr(denoiser, "peft_config", None):
+        active = denoiser.active_adapters()
+        if len(active) != 1:
+            raise ValueError(
+                f"The adapters {', '.join(active)} are active: only one can be trained, and saved. Choose it with "
+                "pipeline.set_adapters, after pipeline.fuse_lora where the others are to stay."
+            )
         for name, weight in denoiser.named_parameters():
-            weight.requires_grad_("lora_" in name)
+            weight.requires_grad_("lora_" in name and f".{active[0]}." in name)
     else:
         config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(ATTENTION))
         denoiser.add_adapter(config)
@@ -42,11 +49,16 @@ def without_lora(denoiser: Any) -> Iterator[None]:
 
 
 def save_lora(pipeline: DiffusionPipeline, folder: str | Path) -> None:
-    """Write the adapters of a pipeline's denoiser so that `pipeline.load_lora_weights(folder)` gives them back."""
-    name = denoiser_name(pipeline)
-    denoiser: Any = getattr(pipeline, name)
-    adapter = denoiser.active_adapters()[0]
-    weights = convert_state_dict_to_diffusers(get_peft_model_state_dict(denoiser, adapter_name=adapter))
-    settings = denoiser.peft_config[adapter].to_dict()
-    parts: dict[str, Any] = {f"{name}_lora_layers": weights, f"{name}_lora_adapter_metadata": settings}
-    pipeline.save_lora_weights(folder, **parts)  # type: ignore[attr-defined]
+    """Write the adapters of a pipeline's denoiser so that `pipeline.load_lora_weights(folder)` gives them back.
+
+    Those that its text encoders were loaded with, which are not trained, go with them.
+    """
+    layers: dict[str, Any] = {}
+    for name in (denoiser_name(pipeline), "text_encoder", "text_encoder_2"):
+        part: Any = getattr(pipeline, name, None)
+        if getattr(part, "peft_config", None):
+            adapter = part.active_adapters()[0]
+            weights = get_peft_model_state_dict(part, adapter_name=adapter)
+            layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights)
+            layers[f"{name}_lora_adapter_metadata"] = part.peft_config[adapter].to_dict()
+    pipeline.save_lora_weights(folder, **layers)  # type: ignore[attr-defined]

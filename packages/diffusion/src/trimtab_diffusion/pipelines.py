@@ -15,6 +15,12 @@ from trimtab_diffusion.lora import add_lora, save_lora, without_lora
 from trimtab_diffusion.recording import Trajectories, denoiser_name, record
 from trimtab_diffusion.steps import Steps
 
+# What a denoiser was trained on, and so must survive a change of the scheduler.
+SCHEDULE = (
+    "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "steps_offset",
+    "prediction_type", "rescale_betas_zero_snr",
+)  # fmt: skip
+
 
 @dataclass
 class DDPOPipelineOutput:
@@ -200,8 +206,10 @@ def trainable_scheduler(scheduler: Any) -> Any:
         shift = config.get("shift", config.get("flow_shift", 1.0))
         made = FlowMatchEulerDiscreteScheduler.from_config(config, shift=shift, stochastic_sampling=False)
     elif "beta_schedule" in config:
-        # Without this key DDIM would clip latents as if they were pictures.
-        made = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False))
+        # from_config drops what was never set, even where the two kinds' defaults differ; and without clip_sample DDIM
+        # would clip latents as if they were pictures.
+        schedule = {name: config[name] for name in SCHEDULE if name in config}
+        made = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False), **schedule)
     else:
         raise ValueError(
             f"{kind} has no log-probabilities, and its settings name neither betas nor a flow from which another could "

@@ -31,7 +31,8 @@ class DDPOConfig:
     accelerator_kwargs: dict[str, Any] = _help("Arguments of accelerate.Accelerator.", default_factory=dict)
     project_kwargs: dict[str, Any] = _help(
         "Arguments of accelerate's ProjectConfiguration: checkpoints go to project_dir/checkpoints (else "
-        "logdir/checkpoints), the tracker to logging_dir (else logdir); total_limit counts like num_checkpoint_limit.",
+        "logdir/checkpoints), the tracker to logging_dir (else project_dir, else logdir); total_limit counts like "
+        "num_checkpoint_limit.",
         default_factory=dict,
     )
     tracker_project_name: str = _help("Project in the tracker.", default="trl")
@@ -110,7 +111,8 @@ class DDPOConfig:
         "Compute activations again in the backward pass: less memory, a third more time.", default=False
     )
     init_kl_coef: float = _help(
-        "Coefficient of the KL penalty to the model as it was; 0 holds no reference.", default=0
+        "Coefficient of the KL penalty to the model without its adapters, or, trained whole, as it was; 0: none.",
+        default=0,
     )
     adap_kl_ctrl: bool = _help("Move the coefficient until the KL meets `target`.", default=False)
     target: float = _help("KL that the adaptive controller aims at, in nats per picture.", default=6)

@@ -26,6 +26,8 @@ def check_replay(
     of `clip`; otherwise, where kernels round, a warning.
     """
     steps = made.steps.is_random.nonzero().flatten()
+    if len(steps) == 0:
+        return 0.0
     pairs = torch.cartesian_prod(torch.arange(min(pictures, len(made))), steps)
     gaps = torch.cat(
         [

@@ -87,7 +87,8 @@ class DDPOTrainer:
         sd_pipeline.set_progress_bar_config(disable=True)
         self.reference = None
         if config.init_kl_coef and not sd_pipeline.use_lora:
-            self.reference = copy.deepcopy(sd_pipeline.denoiser).requires_grad_(False)
+            frozen = copy.deepcopy(sd_pipeline.denoiser).requires_grad_(False)
+            self.reference = self.accelerator.prepare_model(frozen, evaluation_mode=True)  # in the policy's precision
         optimizer = optimizer_of(config, sd_pipeline.denoiser)
         self.model, self.optimizer = self.accelerator.prepare(sd_pipeline.denoiser, optimizer)
         self.model.eval()  # dropout would make the policy that trains another than the one that drew
@@ -246,8 +247,8 @@ class DDPOTrainer:
         if len(random) < len(made.steps) and self.global_step == 0:
             warnings.warn(
                 f"{len(made.steps) - len(random)} of {len(made.steps)} steps have no noise in this schedule, and so no "
-                "log-probability: they are left out of training. With timestep_spacing='leading' and steps_offset=1 "
-                "every step has.",
+                "log-probability: they are left out of training. With timestep_spacing='leading', steps_offset=1 and "
+                "set_alpha_to_one=False every step has.",
                 stacklevel=4,
             )
         count = min(self.config.trained_steps, len(random))
@@ -323,7 +324,7 @@ class DDPOTrainer:
             )
         device = self.accelerator.device
         x0 = made.after(rows, torch.full_like(rows, len(made.steps) - 1), device).float()
-        noise = torch.stack([torch.randn(x0.shape[1:], generator=generator) for _ in rows]).to(device)
+        noise = torch.randn(x0.shape, generator=generator).to(device)
         x, target = made.steps.noised(x0, noise, steps)
         output = self._predict(
             self.model, x.to(made.first.dtype), made.steps.timesteps[steps], made.conditions.select(rows, steps, device)
@@ -357,8 +358,14 @@ class DDPOTrainer:
         config = self.config
         return check_replay(
             made, score, pictures=config.sample_batch_size, batch_size=config.train_batch_size, clip=self.clip_range,
-            exact=self.accelerator.mixed_precision == "no" and made.first.dtype in (torch.float32, torch.float64),
+            exact=self._is_exact and made.first.dtype in (torch.float32, torch.float64),
         )  # fmt: skip
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the denoiser computes in float32, or wider."""
+        is_tf32 = self.config.allow_tf32 and self.accelerator.device.type == "cuda"
+        return self.accelerator.mixed_precision == "no" and not is_tf32
 
     def _generator(self, use: int, number: int, device: torch.device | str = "cpu") -> torch.Generator:
         """Random numbers that depend on the seed, the process, what they are for and which time: never on the past."""
@@ -423,10 +430,13 @@ class DDPOTrainer:
             return None
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
+            self.create_model_card(folder, repo_id=repo_id)
             return push_folder(Path(folder), repo_id, **kwargs)
 
-    def create_model_card(self, path: str, model_name: str | None = "TRL DDPO Model") -> None:
-        """Write a model card (README.md) into the folder `path`."""
+    def create_model_card(
+        self, path: str, model_name: str | None = "TRL DDPO Model", *, repo_id: str | None = None
+    ) -> None:
+        """Write a model card (README.md) into the folder `path`; repo_id: what it is loaded by, if not its name."""
         pipeline = self.sd_pipeline.sd_pipeline
         base = getattr(pipeline.config, "_name_or_path", None) or None
         write_model_card(
@@ -438,5 +448,6 @@ class DDPOTrainer:
             library="diffusers",
             base_model=base,
             settings={name: value for name, value in to_flat_dict(self.config).items() if value not in (None, {}, "")},
+            repo_id=repo_id,
             tags=["text-to-image", "lora"] if self.sd_pipeline.use_lora else ["text-to-image"],
         )

@@ -363,7 +363,7 @@ class GRPOTrainer(Trainer):
     def hyperparameter_search(
         self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As in transformers, whose objective would be a sum of all statistics; here it is the mean reward (maximize)."""
+        """As in transformers, whose objective would sum all statistics; here it is the mean reward, to be maximised."""
         objective = compute_objective or itemgetter("eval_reward")
         return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
 

@@ -112,9 +112,9 @@ class PPOTrainer:
         trainable = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
         optimizer = optimizer_of(config, optimizer, trainable)
 
-        self.accelerator = Accelerator(
-            project_config=ProjectConfiguration(**config.project_kwargs), **config.accelerator_kwargs
-        )
+        # Without cpu=True, torchrun on a machine without a GPU gives processes that never synchronise.
+        settings = {"cpu": not torch.accelerator.is_available(), **config.accelerator_kwargs}
+        self.accelerator = Accelerator(project_config=ProjectConfiguration(**config.project_kwargs), **settings)
         self.config = filled(config, model, self.accelerator.num_processes)
         self.lr_scheduler = lr_scheduler
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
@@ -647,6 +647,7 @@ class PPOTrainer:
             return None
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
+            self.create_model_card(folder, repo_id=repo_id)
             return push_folder(Path(folder), repo_id, **kwargs)
 
     def _push_if_best(self, mean_score: float) -> None:
@@ -660,8 +661,8 @@ class PPOTrainer:
         self.best_score = mean_score
         self.push_to_hub(**config.push_to_hub_if_best_kwargs)
 
-    def create_model_card(self, path: str, model_name: str | None = "TRL Model") -> None:
-        """Write a model card (README.md) into the folder `path`."""
+    def create_model_card(self, path: str, model_name: str | None = "TRL Model", *, repo_id: str | None = None) -> None:
+        """Write a model card (README.md) into the folder `path`; repo_id: what it is loaded by, if not its name."""
         write_model_card(
             path,
             name=model_name or "Model",
@@ -669,6 +670,7 @@ class PPOTrainer:
             paper="Ziegler et al. 2019, arXiv:1909.08593",
             usage=USAGE.replace("{model}", type(self.model).__name__),
             library="transformers",
+            repo_id=repo_id,
             base_model=getattr(self.model.config, "_name_or_path", None) or None,
             settings={name: value for name, value in to_flat_dict(self.config).items() if value not in (None, {})},
         )

@@ -1,0 +1,398 @@
+"""DDPOTrainer's promises on tiny pipelines, each seen from outside."""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from tests.diffusion import tiny
+from tests.diffusion.run_ddpo_distributed import KINDS, brightness, trainer, weights
+from torch import Tensor
+
+from trimtab_diffusion.ddpo import DDPOTrainer
+from trimtab_diffusion.ddpo.selfcheck import ReplayError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+DIMENSIONS = 4 * tiny.SIZE**2
+ONE_UPDATE = {"train_batch_size": 8, "train_gradient_accumulation_steps": 1}
+
+
+def trained(folder: Path, epochs: int = 2, **settings: Any) -> DDPOTrainer:
+    made = trainer(str(folder), **settings)
+    for epoch in range(epochs):
+        made.step(epoch, made.global_step)
+    return made
+
+
+def assert_equal(one: DDPOTrainer, other: DDPOTrainer) -> None:
+    mine, yours = weights(one), weights(other)
+    assert all(torch.equal(weight, yours[name]) for name, weight in mine.items())
+
+
+def moved(made: DDPOTrainer, pipeline: Any) -> bool:
+    """Whether a trainer's weights are other ones than the pipeline's, built from the same seed."""
+    stock = dict(pipeline.unet.named_parameters())
+    return any(not torch.equal(weight, stock[name]) for name, weight in weights(made).items())
+
+
+class Rows:
+    """Rows that a denoiser computes with gradients, and the times of each."""
+
+    def __init__(self, made: DDPOTrainer):
+        self.times: list[float] = []
+        made.sd_pipeline.denoiser.register_forward_hook(self._see, with_kwargs=True)
+
+    def _see(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self.times += kwargs["timestep"].tolist()
+
+
+# ------------------------------------------------------------- the self-check
+
+
+@pytest.mark.parametrize(("use_lora", "dtype"), [(False, None), (True, None), (False, "float16"), (True, "bfloat16")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ratios_start_from_one(tmp_path: Path, kind: str, use_lora: bool, dtype: str | None):
+    """With guidance, in micro-batches of three pairs out of pictures drawn in pairs, whatever latents are kept in."""
+    pipeline = KINDS[kind]()
+    made = trainer(
+        str(tmp_path), pipeline, use_lora=use_lora, trajectory_dtype=dtype, sample_num_batches_per_epoch=3,
+        train_batch_size=3, train_gradient_accumulation_steps=2, sample_eta=0.7,
+    )  # fmt: skip
+    if use_lora:
+        with torch.no_grad():
+            for name, weight in made.sd_pipeline.denoiser.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(generator=tiny.generator(3), std=0.3)
+    made.step(0, 0)
+    assert 0 <= made.last_stats["selfcheck/nats"] / DIMENSIONS < 1e-6
+    assert made.last_stats["ratio"] == pytest.approx(1, abs=1e-6)
+    assert made.last_stats["policy/nats"] / DIMENSIONS < 1e-6
+    made.step(1, made.global_step)
+    assert "selfcheck/nats" not in made.last_stats  # once per run
+
+
+def test_dropout_that_stays_on_is_caught(tmp_path: Path):
+    pipeline = tiny.stable_diffusion()
+    pipeline.unet.mid_block.register_forward_hook(lambda module, args, output: F.dropout(output, 0.1))
+    made = trainer(str(tmp_path), pipeline)
+    with pytest.raises(ReplayError, match="dropout"):
+        made.step(0, 0)
+
+
+def test_dropout_layers_are_off_while_training(tmp_path: Path):
+    """Those of the denoiser: left on, the policy that trains would be another than the one that drew."""
+    pipeline = tiny.stable_diffusion()
+    pipeline.unet.mid_block.resnets[0].dropout.p = 0.5
+    pipeline.unet.train()
+    made = trained(tmp_path, 1, pipeline=pipeline)
+    assert made.last_stats["ratio"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sd", "sd3"])
+def test_weights_changed_between_drawing_and_learning_are_caught(tmp_path: Path, kind: str):
+    def reward(images: Tensor, prompts: Any, metadata: Any) -> Tensor:
+        with torch.no_grad():
+            for weight in made.sd_pipeline.denoiser.parameters():
+                weight *= 1.02
+        return brightness(images, prompts, metadata)
+
+    made = trainer(str(tmp_path), reward=reward, kind=kind)
+    before = made.global_step
+    with pytest.raises(ReplayError, match="weights changed"):
+        made.step(0, 0)
+    assert made.global_step == before
+
+
+# -------------------------------------------------------- groups, regression
+
+
+def test_groups_are_of_one_prompt(tmp_path: Path):
+    seen: list[Any] = []
+    trained(tmp_path, 1, group_size=2, image_samples_hook=lambda batches, *_: seen.extend(batches))
+    assert [tuple(batch[1]) for batch in seen] == [
+        ("a cat",) * 2,
+        ("two dogs",) * 2,
+        ("a red ant",) * 2,
+        ("an owl",) * 2,
+    ]
+    assert not torch.equal(seen[0][0][0], seen[0][0][1])
+
+
+@pytest.mark.parametrize("estimator", ["rwr", "rwr_sparse"])
+@pytest.mark.parametrize("kind", ["sd", "sd3"])
+def test_regression_learns_the_pictures_that_were_drawn(tmp_path: Path, estimator: str, kind: str):
+    """On the same pictures again and again its loss falls; the self-check of ratios is not its own."""
+    made = trainer(
+        str(tmp_path), kind=kind, estimator=estimator, rwr_beta=100.0, rwr_top=0.5, train_num_inner_epochs=12,
+        train_learning_rate=1e-2 if kind == "sd3" else 5e-3,
+    )  # fmt: skip
+    losses: list[float] = []
+    usual = made._denoising_loss
+
+    def watched(*args: Any) -> Tensor:
+        losses.append(float(usual(*args)))
+        return usual(*args)
+
+    made._denoising_loss = watched  # type: ignore[method-assign]
+    made.step(0, 0)
+    assert "selfcheck/nats" not in made.last_stats
+    third = len(losses) // 3
+    assert sum(losses[-third:]) < 0.95 * sum(losses[:third])
+
+
+# ------------------------------------------------------------------ rewards
+
+
+def test_async_rewards_train_the_same(tmp_path: Path):
+    """The first batch's reward waits for the second's to begin: they overlap, and keep their order."""
+    second, overlapped = threading.Event(), []
+
+    def slow(images: Tensor, prompts: Any, metadata: tuple[Any, ...]) -> Tensor:
+        if metadata[0]["number"] == 0:
+            overlapped.append(second.wait(30))
+        elif metadata[0]["number"] == 2:
+            second.set()
+        return brightness(images, prompts, metadata)
+
+    straight = trained(tmp_path, reward=brightness)
+    threaded = trained(tmp_path, reward=slow, async_reward_computation=True, max_workers=2)
+    assert overlapped == [True]
+    assert_equal(straight, threaded)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.bfloat16])
+def test_rewards_of_any_dtype(tmp_path: Path, dtype: torch.dtype):
+    """And of shape [B, 1]."""
+
+    def ranks(images: Tensor, prompts: Any, metadata: tuple[Any, ...]) -> Tensor:
+        return torch.tensor([each["number"] % 4 for each in metadata], dtype=torch.float32) > 1
+
+    plain = trained(tmp_path, 1, reward=lambda *given: ranks(*given).float())
+    assert moved(plain, tiny.stable_diffusion())
+    assert_equal(trained(tmp_path, 1, reward=lambda *given: ranks(*given).to(dtype)[:, None]), plain)
+
+
+def test_other_rewards_are_logged_and_not_trained_on(tmp_path: Path):
+    seen: list[Any] = []
+    made = trained(
+        tmp_path, 1, other_rewards={"red": lambda images, *_: images[:, 0].mean((1, 2))},
+        image_samples_hook=lambda batches, *_: seen.extend(batches),
+    )  # fmt: skip
+    pictures = torch.cat([batch[0] for batch in seen])
+    assert made.last_stats["other/red"] == pytest.approx(float(pictures[:, 0].mean()), rel=1e-5)
+    assert made.last_stats["reward_mean"] == pytest.approx(float(pictures.mean()), rel=1e-5)
+    plain = trained(tmp_path, 1)
+    assert 0.1 < plain.last_stats["other/jpeg_kb"] < 2
+    assert_equal(made, plain)
+
+
+# --------------------------------------------------------- what is trained on
+
+
+def test_a_fraction_of_the_steps_is_trained_on(tmp_path: Path):
+    """Half of four steps of eight pictures, with two rows each under guidance; all steps get their turn."""
+    made = trainer(str(tmp_path), sample_num_steps=4, train_timestep_fraction=0.5, **ONE_UPDATE)
+    rows = Rows(made)
+    made.step(0, 0)
+    assert len(rows.times) == 8 * 2 * 2
+    assert len(set(rows.times)) == 4
+    assert made.global_step == 1
+
+
+def test_steps_without_noise_are_left_out_and_said_once(tmp_path: Path):
+    """The last, where it ends on pictures without any noise."""
+    pipeline = tiny.stable_diffusion(scheduler=tiny.ddim(set_alpha_to_one=True))
+    made = trainer(str(tmp_path), pipeline, **ONE_UPDATE, train_num_inner_epochs=2)
+    rows = Rows(made)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(2):
+            made.step(epoch, made.global_step)
+    assert [str(each.message)[:7] for each in caught if "have no noise" in str(each.message)] == ["1 of 3 "]
+    assert sorted(set(rows.times)) == [334, 667]
+    assert len(rows.times) == 4 * 8 * 2 * 2
+
+
+def test_the_clip_range_in_nats_is_the_one_per_dimension(tmp_path: Path):
+    settings = {"train_batch_size": 2, "train_gradient_accumulation_steps": 1}
+    narrow = trained(tmp_path, 1, train_clip_range=2.0**-9, **settings)
+    nats = trained(tmp_path, 1, train_clip_range_nats=DIMENSIONS * 2.0**-9, **settings)
+    assert_equal(narrow, nats)
+    assert 0 < nats.last_stats["clipfrac"] < 1
+    assert nats.last_stats["clip_range"] == 2.0**-9
+    assert nats.last_stats["clip_range_nats"] == narrow.last_stats["clip_range_nats"] == DIMENSIONS * 2.0**-9
+
+
+def test_updates_are_counted(tmp_path: Path):
+    """Eight pictures, two in each update, twice."""
+    made = trainer(
+        str(tmp_path), train_batch_size=1, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, save_freq=9
+    )
+    assert made.step(0, 0) == 8
+    assert made.last_stats["queries"] == 8
+    history = made.train(3)
+    assert made.global_step == 24
+    assert [each["epoch"] for each in history] == [1.0, 2.0]
+    assert made.train(epochs=0) == []
+
+
+# ------------------------------------------------------- memory and precision
+
+
+def test_half_precision_trajectories_take_half_the_memory(tmp_path: Path):
+    full, half = (trained(tmp_path, 1, trajectory_dtype=dtype, sample_num_steps=6) for dtype in (None, "bfloat16"))
+    latents = 8 * 6 * DIMENSIONS * 4 / 1e6
+    sizes = [made.last_stats["memory/trajectories_mb"] for made in (full, half)]
+    assert sizes[0] - sizes[1] == pytest.approx(latents / 2)
+    assert sizes[0] > latents
+
+
+def test_trajectories_on_the_cpu_train_the_same(tmp_path: Path):
+    assert_equal(trained(tmp_path, 1), trained(tmp_path, 1, trajectory_on_cpu=True))
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_gradient_checkpointing_makes_the_same_update(tmp_path: Path, use_lora: bool):
+    calls: list[int] = []
+
+    def run(checkpointing: bool) -> DDPOTrainer:
+        made = trainer(str(tmp_path), use_lora=use_lora, train_gradient_checkpointing=checkpointing, **ONE_UPDATE)
+        count: list[int] = []
+        made.sd_pipeline.unet.up_blocks[1].resnets[1].register_forward_pre_hook(lambda *_: count.append(1))
+        made.step(0, 0)
+        calls.append(len(count))
+        return made
+
+    plain, checkpointed = run(False), run(True)
+    assert calls[1] == calls[0] + 3  # computed again for each of the three micro-batches of the update
+    mine, yours = weights(plain), weights(checkpointed)
+    for name, weight in mine.items():
+        torch.testing.assert_close(weight, yours[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate allows one precision per program."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize(("kind", "use_lora", "kl"), [("sd", False, 0.1), ("sdxl", True, 0.1), ("sd3", False, 0)])
+def test_bf16_trains(tmp_path: Path, kind: str, use_lora: bool, kl: float):
+    """Frozen parts in bf16, what trains in float32; in batches as drawn the replay has no rounding of its own."""
+    made = trainer(
+        str(tmp_path), kind=kind, use_lora=use_lora, mixed_precision="bf16", init_kl_coef=kl, train_batch_size=2,
+        train_gradient_accumulation_steps=4, train_clip_range_nats=1.0,
+    )  # fmt: skip
+    before = weights(made)
+    made.step(0, 0)
+    assert {weight.dtype for weight in before.values()} == {torch.float32}
+    assert made.sd_pipeline.vae.dtype == torch.bfloat16
+    assert made.last_stats["selfcheck/nats"] < 0.1
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights(made).items())
+    assert made.last_stats.get("objective/kl", 0.0) == pytest.approx(0, abs=1e-6)  # the reference computes alike
+
+
+# ------------------------------------------------------------ does it learn?
+
+
+def test_the_reward_rises_and_falls_with_its_sign_turned(tmp_path: Path):
+    """Same prompts and noise in all: pictures differ by what was learnt alone. Their brightness deviates by 0.005."""
+
+    def last(sign: float, rate: float) -> float:
+        made = trained(
+            tmp_path, 8, kind="sd3", reward=lambda *given: sign * brightness(*given), train_learning_rate=rate,
+            other_rewards={"brightness": brightness}, sample_batch_size=32, sample_num_batches_per_epoch=1,
+            train_batch_size=32, train_gradient_accumulation_steps=1, sample_guidance_scale=1.0,
+            train_clip_range_nats=20.0, train_num_inner_epochs=2, train_warmup_steps=5,
+        )  # fmt: skip
+        return made.last_stats["other/brightness"]
+
+    untrained = last(1, 1e-12)
+    assert last(1, 1e-2) > untrained + 0.01
+    assert last(-1, 1e-2) < untrained - 0.01
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_the_penalty_keeps_the_policy_near(tmp_path: Path, use_lora: bool):
+    """Adapters have the frozen weights as their reference, other policies a copy; both begin at a KL of 0."""
+    settings = {
+        **ONE_UPDATE, "use_lora": use_lora, "train_learning_rate": 1e-2 if use_lora else 1e-3,
+        "train_num_inner_epochs": 4,
+    }  # fmt: skip
+    free, held = (
+        trained(tmp_path, 2, init_kl_coef=coef, **settings).last_stats["objective/kl"] for coef in (1e-9, 50.0)
+    )
+    assert 0 < held < 0.5 * free
+    start = trained(tmp_path, 1, init_kl_coef=1.0, use_lora=use_lora, **ONE_UPDATE)
+    assert start.last_stats["objective/kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_adaptive_controller_moves(tmp_path: Path):
+    """By at most 20 % of 8 pictures in a horizon of 16; the KL of the first update is 0."""
+    made = trainer(
+        str(tmp_path), init_kl_coef=0.5, adap_kl_ctrl=True, target=1e-3, horizon=16, train_learning_rate=1e-3,
+        **ONE_UPDATE,
+    )  # fmt: skip
+    coefficients = []
+    for epoch in range(3):
+        made.step(epoch, made.global_step)
+        coefficients.append(made.last_stats["objective/kl_coef"])
+    assert coefficients == pytest.approx([0.5, 0.5 * 0.9, 0.5 * 0.9 * 1.1])
+
+
+# ------------------------------------------------------------------ the hook
+
+
+def test_the_hook_gets_what_is_documented(tmp_path: Path):
+    """Also with no tracker, whose calls then do nothing."""
+    calls: list[Any] = []
+
+    def reward(images: Tensor, prompts: Any, metadata: Any) -> tuple[Tensor, dict[str, Any]]:
+        return brightness(images, prompts, metadata), {"judge": len(images)}
+
+    def hook(batches: Any, global_step: int, tracker: Any) -> None:
+        tracker.log_images({"caption": batches[0][0]}, step=global_step)
+        tracker.log({"number": 1.0}, step=global_step)
+        calls.append((batches, global_step))
+
+    trained(tmp_path, 2, reward=reward, image_samples_hook=hook, **ONE_UPDATE)
+    assert [step for _, step in calls] == [0, 1]
+    assert [len(batches) for batches, _ in calls] == [4, 4]
+    for number, (images, prompts, metadata, rewards, found) in enumerate(calls[0][0]):
+        assert images.shape == (2, 3, 2 * tiny.SIZE, 2 * tiny.SIZE)
+        assert 0 <= float(images.min()) < float(images.max()) <= 1
+        assert prompts == (("a cat", "two dogs"), ("a red ant", "an owl"))[number % 2]
+        assert [each["number"] for each in metadata] == [2 * number, 2 * number + 1]
+        torch.testing.assert_close(rewards, images.mean((1, 2, 3)))
+        assert found == {"judge": 2}
+
+
+@pytest.mark.usefixtures("offline_wandb")
+def test_the_hook_of_the_2024_example_logs_its_pictures(tmp_path: Path):
+    captions: list[str] = []
+
+    def outputs_logger(image_data: Any, global_step: int, accelerate_logger: Any) -> None:
+        result = {}
+        images, prompts, _, rewards, _ = image_data[-1]
+        for image, prompt, reward in zip(images, prompts, rewards, strict=True):
+            result[f"{prompt:.25} | {reward:.2f}"] = image.unsqueeze(0).float()
+        captions.extend(result)
+        accelerate_logger.log_images(result, step=global_step)
+
+    made = trained(tmp_path, 1, image_samples_hook=outputs_logger, log_with="wandb")
+    summary = dict(made.tracker._writer.run.summary)  # type: ignore[union-attr]
+    made.tracker.finish()
+    assert [caption.split(" | ")[0] for caption in captions] == ["a red ant", "an owl"]
+    assert summary["hook"]["captions"] == captions
+    assert summary["hook"]["count"] == 2
+    assert (summary["hook"]["width"], summary["hook"]["height"]) == (2 * tiny.SIZE, 2 * tiny.SIZE)
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/hook*.png"))) == 2
