@@ -1,8 +1,7 @@
-"""A small Stable Diffusion that draws coloured shapes: built and pretrained here in a minute or two, then cached."""
+"""A small Stable Diffusion that draws coloured shapes; `python -m experiments.black_2023_ddpo.pretrain` makes it."""
 
 from __future__ import annotations
 
-import json
 import string
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionMod
 from experiments.assets.registry import build_once, cache_dir
 from experiments.black_2023_ddpo.shapes import CAPTIONS, draw
 from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
@@ -21,23 +20,47 @@ from trimtab_common.tracking import progress
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 LATENT_CHANNELS, TOKENS, TEXT_WIDTH = 6, 8, 32
-STEPS, BATCH, LEARNING_RATE, UNPROMPTED = 400, 64, 4e-3, 0.1
+SHIPPED = Path(__file__).with_name("shapes.safetensors")
+TRAINED = ("text_encoder", "unet")
+STEPS, BATCH, LEARNING_RATE, UNPROMPTED = 700, 64, 2e-3, 0.1
 
 
 def shapes_pipeline(steps: int = STEPS) -> Path:
     """Folder of a StableDiffusionPipeline of 16x16 pictures of CAPTIONS, in float32, made at the first call.
 
-    `steps` of pretraining; the folder is named after them, so that a pipeline for tests is not taken for the real one.
+    At its default size what `main` once wrote beside this file is unpacked;
+    other numbers of `steps` are pretrained, and named after them.
     """
 
     def build(folder: Path) -> None:
-        pretrained_pipeline(steps).save_pretrained(folder)
+        (shipped_pipeline() if steps == STEPS else pretrained_pipeline(steps)[0]).save_pretrained(folder)
 
-    return build_once(cache_dir() / "models" / f"shapes-{steps}-1", build, "pretraining a small Stable Diffusion")
+    return build_once(cache_dir() / "models" / f"shapes-{steps}-2", build, "a small Stable Diffusion")
 
 
-def pretrained_pipeline(steps: int, *, seed: int = 0) -> StableDiffusionPipeline:
-    """Untrained parts, fitted to drawn pictures: the VAE by PCA, text encoder and U-Net to predict velocities."""
+def shipped_pipeline() -> StableDiffusionPipeline:
+    """What `main` wrote: the principal components, and text encoder and U-Net, which were in half precision."""
+    saved = {name: weight.float() for name, weight in load_file(SHIPPED).items()}
+    pipeline = assemble(patch_autoencoder(saved.pop("vae.mean"), saved.pop("vae.basis")))
+    for part in TRAINED:
+        own = {name.removeprefix(f"{part}."): saved[name] for name in saved if name.startswith(f"{part}.")}
+        getattr(pipeline, part).load_state_dict(own)
+    return pipeline
+
+
+def main() -> None:
+    """Pretrain at the default size and write the weights beside this file."""
+    pipeline, components = pretrained_pipeline(STEPS)
+    weights = {f"{part}.{name}": weight.half().contiguous()
+               for part in TRAINED for name, weight in getattr(pipeline, part).state_dict().items()}  # fmt: skip
+    save_file(weights | components, SHIPPED)
+
+
+def pretrained_pipeline(steps: int, *, seed: int = 0) -> tuple[StableDiffusionPipeline, dict[str, Tensor]]:
+    """Untrained parts, fitted to drawn pictures: the VAE by PCA, text encoder and U-Net to predict noise.
+
+    Returns the pipeline, and the mean and the components that its VAE is made of.
+    """
     generator = torch.Generator().manual_seed(seed)
     images = 2 * draw(torch.randint(len(CAPTIONS), (4096,), generator=generator), generator) - 1
     mean, basis = principal_components(images, LATENT_CHANNELS)
@@ -45,7 +68,7 @@ def pretrained_pipeline(steps: int, *, seed: int = 0) -> StableDiffusionPipeline
         torch.manual_seed(seed)
         pipeline = assemble(patch_autoencoder(mean, basis))
         _pretrain(pipeline, mean, basis, steps, generator)
-    return pipeline
+    return pipeline, {"vae.mean": mean.contiguous(), "vae.basis": basis.contiguous()}
 
 
 def assemble(vae: Any) -> StableDiffusionPipeline:
@@ -83,7 +106,6 @@ def assemble(vae: Any) -> StableDiffusionPipeline:
         set_alpha_to_one=False,
         clip_sample=False,
         timestep_spacing="leading",
-        prediction_type="v_prediction",
     )
     return StableDiffusionPipeline(
         vae=vae,
@@ -99,22 +121,31 @@ def assemble(vae: Any) -> StableDiffusionPipeline:
 
 def word_tokenizer() -> CLIPTokenizer:
     """CLIP's byte-pair encoding for lower-case letters, with a token for each word of CAPTIONS."""
-    core = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token=END))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.BpeTrainer(
-        special_tokens=[START, END],
-        initial_alphabet=list(string.ascii_lowercase),
-        end_of_word_suffix="</w>",
-        show_progress=False,
-    )
-    core.train_from_iterator([*CAPTIONS, *string.ascii_lowercase], trainer)
-    learned = json.loads(core.to_str())["model"]
-    merges = [tuple(merge) for merge in learned["merges"]]
-    return CLIPTokenizer(vocab=learned["vocab"], merges=merges, model_max_length=TOKENS)
+    letters = [*string.ascii_lowercase, *(f"{letter}</w>" for letter in string.ascii_lowercase)]
+    merges: list[tuple[str, str]] = []
+    for word in dict.fromkeys(" ".join(CAPTIONS).split()):
+        pieces = [*word[:-1], f"{word[-1]}</w>"]
+        for merge in merges:
+            pieces = _merged(pieces, merge)
+        while len(pieces) > 1:
+            merges.append((pieces[0], pieces[1]))
+            pieces = _merged(pieces, merges[-1])
+    tokens = dict.fromkeys([START, END, *letters, *("".join(merge) for merge in merges)])
+    return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, model_max_length=TOKENS)
+
+
+def _merged(pieces: list[str], merge: tuple[str, str]) -> list[str]:
+    done: list[str] = []
+    for piece in pieces:
+        if done and (done[-1], piece) == merge:
+            done[-1] += piece
+        else:
+            done.append(piece)
+    return done
 
 
 def _pretrain(pipeline: StableDiffusionPipeline, mean: Tensor, basis: Tensor, steps: int, generator: Any) -> None:
-    """Fit U-Net and text encoder to fresh pictures at each step, with the velocity as target."""
+    """Fit U-Net and text encoder to fresh pictures at each step, with the noise as target."""
     unet, text_encoder, scheduler = pipeline.unet, pipeline.text_encoder, pipeline.scheduler
     captions = pipeline.tokenizer(
         [*CAPTIONS, ""], padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt"
@@ -132,11 +163,14 @@ def _pretrain(pipeline: StableDiffusionPipeline, mean: Tensor, basis: Tensor, st
         timesteps = torch.randint(scheduler.config.num_train_timesteps, (BATCH,), generator=generator)
         noisy = scheduler.add_noise(latents, noise, timesteps)
         context = text_encoder(captions)[0][chosen]
-        velocity = scheduler.get_velocity(latents, noise, timesteps)
-        loss = F.mse_loss(unet(noisy, timesteps, context).sample, velocity)
+        loss = F.mse_loss(unet(noisy, timesteps, context).sample, noise)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     unet.eval()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ CAPTIONS = tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES
 BACKGROUNDS = ("plain", "gradient", "stripe", "checker")  # no caption names them
 JITTER = 1.0  # pixels by which a shape is off the centre, at most
 RADII = (4.5, 6.0)  # smallest and largest
-CORE = slice(SIZE // 2 - 2, SIZE // 2 + 2)  # rows and columns that are inside of every shape
+CORE = slice(SIZE // 2 - 2, SIZE // 2 + 2)  # rows and columns that every shape fills, but for a corner of a cross
 
 
 def draw(captions: Tensor, generator: torch.Generator) -> Tensor:
@@ -68,22 +68,19 @@ def _backgrounds(count: int, generator: torch.Generator) -> Tensor:
 
 
 def rgb_alignment(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
-    """Minus the distance in RGB between the prompted colour and the pixels of the prompted shape, [B]; 0 is best.
+    """Minus the Euclidean distance in RGB between the prompted colour and the middle of the picture, [B]; 0 is best.
 
-    images: [B, 3, 16, 16], 0 to 1. The pixels are those that the shape covers at the middle size, in the middle of the
-    picture; the distance is Euclidean, and a picture's is the mean over those pixels.
+    images: [B, 3, 16, 16], 0 to 1. The middle is the mean over four by four pixels, which every shape fills, but for
+    a corner of a cross.
     """
-    colours, shapes = _wanted(prompts, images.device)
-    cover = masks(shapes, torch.full((len(prompts),), sum(RADII) / 2), torch.zeros(len(prompts), 2)).to(images.device)
-    distance = (images.float() - _palette(images.device)[colours][..., None, None]).square().sum(1).sqrt()
-    return -(cover * distance).sum((1, 2)) / cover.sum((1, 2))
+    colours, _ = _wanted(prompts, images.device)
+    return -(_middle(images) - _palette(images.device)[colours]).norm(dim=1)
 
 
 def colour_match(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
     """1 where the middle of the picture is nearer to the prompted colour than to the other three, else 0; [B]."""
     colours, _ = _wanted(prompts, images.device)
-    middle = images[:, :, CORE, CORE].float().mean((2, 3))
-    return (torch.cdist(middle, _palette(images.device)).argmin(1) == colours).float()
+    return (torch.cdist(_middle(images), _palette(images.device)).argmin(1) == colours).float()
 
 
 def shape_match(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
@@ -93,8 +90,7 @@ def shape_match(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] 
     the one is taken whose mask correlates most with that.
     """
     _, shapes = _wanted(prompts, images.device)
-    middle = images[:, :, CORE, CORE].float().mean((2, 3), keepdim=True)
-    nearness = -(images.float() - middle).square().sum(1).sqrt().flatten(1)
+    nearness = -(images.float() - _middle(images)[..., None, None]).square().sum(1).sqrt().flatten(1)
     offsets = torch.linspace(-JITTER, JITTER, 5)
     grid = torch.cartesian_prod(torch.arange(len(SHAPES)).float(), torch.linspace(*RADII, 4), offsets, offsets)
     known = masks(grid[:, 0].long(), grid[:, 1], grid[:, 2:]).flatten(1).to(images.device)
@@ -108,6 +104,10 @@ def _wanted(prompts: Sequence[str], device: torch.device) -> tuple[Tensor, Tenso
         raise ValueError(f"{sorted(unknown)[0]!r} names no colour and shape; prompts must be of {', '.join(CAPTIONS)}.")
     indices = torch.tensor([CAPTIONS.index(prompt) for prompt in prompts], device=device)
     return indices // len(SHAPES), indices % len(SHAPES)
+
+
+def _middle(images: Tensor) -> Tensor:
+    return images[:, :, CORE, CORE].float().mean((2, 3))
 
 
 def _palette(device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from trimtab_common.config import parse_config, to_flat_dict
-from trimtab_common.seeding import private_rngs
 from trimtab_common.tracking import progress
 from trimtab_diffusion import prompts as prompt_sets
 from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
@@ -63,7 +63,9 @@ class RunConfig:
         default=None,
         metadata={"help": "For aesthetic: file, folder or hub id of LAION's sac+logos+ava1-l14-linearMSE"},
     )
-    eval_pictures: int = field(default=64, metadata={"help": "Pictures from the same noise, before and after."})
+    eval_pictures: int = field(
+        default=512, metadata={"help": "Pictures from the same noise, before and after, of all prompts in turn."}
+    )
 
 
 @dataclass
@@ -74,7 +76,7 @@ class ShapesDDPOConfig(DDPOConfig):
     tracker_project_name: str = changed(DDPOConfig, "tracker_project_name", PAPER)
     log_with: str | None = changed(DDPOConfig, "log_with", "wandb")
     logdir: str = run_folder(PAPER)
-    num_epochs: int = changed(DDPOConfig, "num_epochs", 15)
+    num_epochs: int = changed(DDPOConfig, "num_epochs", 20)
     save_freq: int = changed(DDPOConfig, "save_freq", 50)
     mixed_precision: str = changed(DDPOConfig, "mixed_precision", "no")
     sample_num_steps: int = changed(DDPOConfig, "sample_num_steps", 10)
@@ -149,8 +151,8 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
         (folder / CONFIG).write_text(json.dumps(to_flat_dict(run, ddpo) | {"reward": reward}, indent=2) + "\n")
         if not ddpo.resume_from:
             history.unlink(missing_ok=True)
-    with private_rngs(ddpo.seed):
-        asked, metadata = zip(*[asking() for _ in range(run.eval_pictures)], strict=True)
+    known = zip(asking.prompts, asking.metadata, strict=True)
+    asked, metadata = zip(*islice(cycle(known), run.eval_pictures), strict=True)
     found: dict[str, list[float]] = {}
     with trainer.tracker as tracker:
         for sheet in (BEFORE, AFTER):

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,8 +56,9 @@ def test_wrong_captions_are_noticed_by_the_measure_of_what_is_wrong():
     assert shape_match(images, other_shape).mean() < 0.02
     assert colour_match(images, other_shape).mean() == 1
     assert colour_match(images, other_colour).mean() == 0
-    for other in (other_shape, other_colour):
-        assert rgb_alignment(images, prompts).mean() > rgb_alignment(images, other).mean() + 0.02
+    assert rgb_alignment(images, prompts).min() > -0.2
+    assert torch.equal(rgb_alignment(images, prompts), rgb_alignment(images, other_shape))
+    assert rgb_alignment(images, other_colour).max() < -0.5
 
 
 def test_rgb_alignment_is_zero_on_the_colour_itself_and_else_minus_the_distance():
@@ -146,7 +145,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_plain_diffusers_loads_the_pipeline_and_draws(cache: Path):
-    pipeline = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-1")
+    pipeline = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-2")
     pipeline.set_progress_bar_config(disable=True)
     images = pipeline(["a red circle", "a blue cross"], num_inference_steps=2, eta=1.0, output_type="pt").images
     assert images.shape == (2, 3, SIZE, SIZE)
@@ -160,8 +159,8 @@ def test_plain_diffusers_loads_the_pipeline_and_draws(cache: Path):
 
 def test_the_same_seed_pretrains_the_same_pipeline(cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pretrain, "BATCH", 4)
-    kept = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-1")
-    made = pretrain.pretrained_pipeline(2)
+    kept = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-2")
+    made, _ = pretrain.pretrained_pipeline(2)
     for part in ("unet", "text_encoder", "vae"):
         for name, weight in getattr(kept, part).state_dict().items():
             assert torch.equal(weight, getattr(made, part).state_dict()[name]), f"{part}.{name}"
@@ -182,9 +181,22 @@ def test_pretraining_lowers_the_loss_on_unseen_pictures(monkeypatch: pytest.Monk
             noise = torch.randn(latents.shape, generator=generator)
             noisy = pipeline.scheduler.add_noise(latents, noise, times)
             found = pipeline.unet(noisy, times, pipeline.text_encoder(ids)[0]).sample
-        return float((found - pipeline.scheduler.get_velocity(latents, noise, times)).square().mean())
+        return float((found - noise).square().mean())
 
-    assert loss(pretrain.pretrained_pipeline(25)) < 0.8 * loss(pretrain.pretrained_pipeline(1))
+    assert loss(pretrain.pretrained_pipeline(25)[0]) < 0.8 * loss(pretrain.pretrained_pipeline(1)[0])
+
+
+def test_the_shipped_weights_draw_the_prompted_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    assert pretrain.SHIPPED.stat().st_size < 5e6
+    pipeline = StableDiffusionPipeline.from_pretrained(pretrain.shapes_pipeline())
+    pipeline.set_progress_bar_config(disable=True)
+    asked, generator = list(CAPTIONS) * 2, torch.Generator().manual_seed(0)
+    images = pipeline(
+        asked, num_inference_steps=10, eta=1.0, guidance_scale=1.0, generator=generator, output_type="pt"
+    ).images
+    assert colour_match(images, asked).mean() > 0.6
+    assert pipeline.unet.dtype == torch.float32
 
 
 def test_each_caption_word_is_one_token():
@@ -213,7 +225,7 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
         before, after = ((tmp_path / reward / sheet).read_bytes() for sheet in ("before.png", "after.png"))
         assert before != after
         trained = StableDiffusionPipeline.from_pretrained(tmp_path / reward / "pipeline")
-        base = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-1")
+        base = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-2")
         assert not torch.equal(trained.unet.conv_out.weight, base.unet.conv_out.weight)
         assert torch.equal(trained.text_encoder.state_dict()["embeddings.token_embedding.weight"],
                            base.text_encoder.state_dict()["embeddings.token_embedding.weight"])  # fmt: skip
@@ -263,10 +275,9 @@ def test_gpu_settings_are_valid():
     assert ddpo.updates_per_epoch == 4
 
 
-def test_help_names_the_rewards(tmp_path: Path):
-    shown = subprocess.run(
-        [sys.executable, train.__file__, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=150
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "rgb_alignment" in shown.stdout
-    assert list(tmp_path.iterdir()) == []
+def test_help_names_the_rewards(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse_config(train.RunConfig, train.ShapesDDPOConfig, argv=["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "rgb_alignment" in shown
+    assert "default 'black_2023_ddpo'" in shown

@@ -32,7 +32,7 @@ class Prompts:
     prompts: all that can be drawn. metadata: a dictionary for each of them; calls hand out copies.
 
     Draws come from Python's global `random`, as those of most hand-written prompt functions do: the trainer seeds it,
-    differently on every process, and its checkpoints hold and restore its state.
+    anew for every process and epoch, and puts it back.
     """
 
     prompts: tuple[str, ...]
