@@ -1,0 +1,277 @@
+"""tools/sweep.py at work: a small program that logs to W&B offline, run, stopped, killed, resumed and read back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from tools.sweep import main
+from tools.sweeper.records import RunFile
+from tools.sweeper.search import suggest
+from tools.sweeper.spec import read_sweep
+from tools.sweeper.store import Trial
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """\
+import ast, os, signal, sys, time
+flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+mode, level = flags.get("mode", "good"), ast.literal_eval(flags.get("level", "0"))
+if mode == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open("calls", "a") as file:
+    file.write(f"{mode}{level} {os.environ['WANDB_RUN_ID']} {os.getpid()}\\n")
+while mode in ("wait", "deaf") and not os.path.exists("go"):
+    time.sleep(0.05)
+if mode == "crash":
+    print("line one\\n" * 50 + "the reason")
+    sys.exit(3)
+if mode == "silent":
+    sys.exit(0)
+import wandb
+folder = {"dir": os.path.join("runs", "own", os.environ["WANDB_RUN_ID"])} if mode == "own" else {}
+for path in folder.values():
+    os.makedirs(path)
+run = wandb.init(config={"seen": flags, "cores": os.environ["OMP_NUM_THREADS"]}, **folder)
+value = {"nan": float("nan")}.get(mode, level)
+for step in range(1200 if mode == "long" and level else 4):
+    run.log({"other" if mode == "other" else "loss": value, "inner": {"x": step}})
+    time.sleep(0.05)
+run.finish()
+"""
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the program, and an environment without settings of W&B's."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "0.2")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_AGENT_KILL_DELAY", "300")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    yield tmp_path
+    for process in STARTED:
+        process.kill()
+        process.communicate()
+    STARTED.clear()
+    for _, _, pid in calls():  # of a test that failed
+        if is_alive(int(pid)):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def write(config):
+    config = {"program": "program.py", "name": "my sweep", "project": "p", "metric": {"name": "loss"}, **config}
+    Path("sweep.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def start(config, *flags):
+    """tools/sweep.py on a sweep file, in a process of its own that can be killed."""
+    write(config)
+    words = [sys.executable, str(ROOT / "tools" / "sweep.py"), "sweep.yaml", *flags]
+    STARTED.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    return STARTED[-1]
+
+
+def finished(process, status=0):
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == status, output
+    return output
+
+
+@pytest.fixture
+def sweep(capfd):
+    """The same in this process: what it printed."""
+
+    def run(config, *flags, status=0):
+        write(config)
+        got = main(["sweep.yaml", *flags])
+        output = "".join(capfd.readouterr())
+        assert got == status, output
+        return output
+
+    return run
+
+
+def trials():
+    file = Path("runs/sweeps/my-sweep/trials.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def calls():
+    return [line.split() for line in Path("calls").read_text().splitlines()] if Path("calls").exists() else []
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_runs_are_w_and_b_runs_of_the_sweep(place, sweep):
+    config = {
+        "method": "random",
+        "run_cap": 2,
+        "parameters": {
+            "level": {"min": 0.0, "max": 1.0},
+            "mode": {"value": "own"},
+            "ppo": {"parameters": {"lr": {"value": 0.5}}},
+        },
+    }
+    output = sweep(config, "--jobs", "2", "--count", "9", "--report")
+    about = json.loads(Path("runs/sweeps/my-sweep/sweep.json").read_text())
+    assert [trial["status"] for trial in trials()] == ["finished", "finished"]
+    for trial in trials():
+        level = trial["parameters"]["level"]
+        assert trial["parameters"] == {"level": level, "mode": "own", "ppo": {"lr": 0.5}}
+        assert trial["metric"] == level
+        file = RunFile(Path(trial["run_file"])).update()
+        assert (file.sweep_id, file.run_id, file.exit_code) == (about["id"], trial["run_id"], 0)
+        # What the agent's parameter file says is in the run's configuration, and the program got it as flags.
+        assert file.config["level"] == level
+        assert file.config["ppo"] == {"lr": 0.5}
+        assert file.config["seen"] == {"level": str(level), "mode": "own", "ppo": "{'lr': 0.5}"}
+        assert file.config["cores"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+        assert file.history("loss") == [level] * 4
+        assert file.history("inner.x") == [0, 1, 2, 3]
+        assert file.summary["inner.x"] == 3
+    best = min(trials(), key=lambda trial: trial["metric"])
+    (first,) = [line for line in output.splitlines() if line.split()[:1] == ["1"]]
+    assert first.split()[1:4] == [str(best["number"]), best["run_id"], f"{best['metric']:.6g}"]
+    assert Path("runs/sweeps/my-sweep/report.png").stat().st_size > 5000
+
+    again = sweep(config)
+    assert len(calls()) == 2, again
+
+
+def test_failures_are_recorded_and_the_sweep_goes_on(place, sweep):
+    modes = ["crash", "silent", "other", "nan", "good"]
+    output = sweep({"method": "grid", "parameters": {"mode": {"values": modes}}}, "--jobs", "2", "--report")
+    crash, silent, other, nan, good = trials()
+    assert [trial["status"] for trial in trials()] == ["failed"] * 4 + ["finished"]
+    assert crash["message"].startswith("exit status 3")
+    assert crash["message"].endswith("line one\nthe reason")
+    assert len(crash["message"].splitlines()) == 21
+    assert f"no W&B run {silent['run_id']}" in silent["message"]
+    assert "no 'loss'; it has inner.x, other." in other["message"]
+    assert "loss is nan" in nan["message"]
+    assert good["metric"] == 0
+    assert "trial 0 failed: exit status 3; the end of its log: the reason" in output
+
+
+def test_failed_trials_run_again_on_request_only(place, sweep):
+    config = {"method": "grid", "parameters": {"mode": {"value": "silent"}}}
+    for flags, runs in ((), 1), ((), 1), (("--retry-failed",), 2):
+        sweep(config, *flags)
+        assert len(calls()) == runs
+    (trial,) = trials()
+    assert trial["run_id"] == calls()[1][1] != calls()[0][1]
+
+
+def test_a_bad_run_is_stopped_early(place, sweep):
+    config = {
+        "method": "grid",
+        "parameters": {"mode": {"value": "long"}, "level": {"values": [0, 5, 0]}},
+        "early_terminate": {"type": "hyperband", "min_iter": 2, "eta": 3},
+    }
+    sweep(config)
+    assert [(trial["status"], trial["metric"]) for trial in trials()] == [
+        ("finished", 0),
+        ("stopped", 5),
+        ("finished", 0),
+    ]
+    assert "stopped early: 5 at iteration 2, limit 0" in trials()[1]["message"]
+    assert len(RunFile(Path(trials()[1]["run_file"])).update().history("loss")) < 1200
+    assert not is_alive(int(calls()[1][2]))
+
+
+def test_a_killed_sweep_goes_on_without_repeating_what_finished(place, sweep):
+    config = {"method": "grid", "parameters": {"level": {"values": [1, 2]}, "mode": {"values": ["good", "wait"]}}}
+    process = start(config)
+    wait_for(lambda: len(calls()) == 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    cut = int(calls()[1][2])
+    assert is_alive(cut)
+    first = trials()[0]
+    assert [trial["status"] for trial in trials()] == ["finished", "running"]
+
+    process = start(config)
+    wait_for(lambda: len(calls()) == 3)
+    assert not is_alive(cut)  # or two would write to the same places
+    assert "another process runs this sweep" in sweep(config, status=2)
+    Path("go").touch()
+    finished(process)
+    assert [call[0] for call in calls()] == ["good1", "wait1", "wait1", "good2", "wait2"]
+    assert [trial["status"] for trial in trials()] == ["finished"] * 4
+    assert trials()[0] == first
+    assert calls()[1][1] != calls()[2][1] == trials()[1]["run_id"]
+
+    config["parameters"]["level"]["values"].append(3)
+    assert "differs in parameters" in sweep(config, status=2)
+
+
+@pytest.mark.parametrize(
+    ("number", "mode"), [(signal.SIGINT, "wait"), (signal.SIGTERM, "wait"), (signal.SIGTERM, "deaf")]
+)
+def test_a_signal_stops_the_running_trials(place, monkeypatch, number, mode):
+    if mode == "deaf":
+        monkeypatch.setenv("WANDB_AGENT_KILL_DELAY", "0.5")
+    config = {"method": "random", "parameters": {"mode": {"value": mode}}}
+    process = start(config, "--count", "3", "--jobs", "2")
+    wait_for(lambda: len(calls()) == 2)
+    process.send_signal(number)
+    finished(process, status=128 + number)
+    assert [trial["status"] for trial in trials()] == ["interrupted", "interrupted"]
+    assert not any(is_alive(int(call[2])) for call in calls())
+
+
+def test_bayes_goes_on_from_what_it_has_seen(place, sweep):
+    bayes = {"method": "bayes", "parameters": {"level": {"min": 0.0, "max": 1.0}}}
+    sweep(bayes, "--count", "2", "--jobs", "2")
+    seen = [Trial(**trial) for trial in trials()]
+    assert [trial.point["level"] for trial in seen] == [trial.metric for trial in seen]
+    following = suggest(read_sweep(Path("sweep.yaml")), number=2, seed=0, trials=seen, history=lambda trial: [])
+    sweep(bayes, "--count", "3")
+    assert trials()[2]["parameters"] == following.parameters
+    assert [trial["run_id"] for trial in trials()[:2]] == [trial.run_id for trial in seen]
+
+
+def test_the_target_ends_the_sweep(place, sweep):
+    config = {
+        "method": "grid",
+        "metric": {"name": "loss", "goal": "maximize", "target": 2},
+        "parameters": {"level": {"values": [2, 3]}},
+    }
+    sweep(config)
+    assert [trial["metric"] for trial in trials()] == [2]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "random", "parameters": {"x": {"min": 0, "max": 0}}}, "sweep.yaml: parameters.x.min: got 0"),
+        ({"method": "random", "parameters": {"x": {"value": 0}}}, "method: random has no end. Give --count"),
+        ({"method": "grid", "program": "gone.py", "parameters": {"x": {"value": 0}}}, "program: gone.py is not below"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused(place, sweep, config, words):
+    assert words in sweep(config, status=2)
+    assert not Path("runs").exists()

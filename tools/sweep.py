@@ -1,0 +1,113 @@
+"""Run a W&B sweep file here, without a server: python tools/sweep.py experiments/X/sweep.yaml --count 8 --jobs 2
+
+The file is the one that `wandb sweep` takes: method grid, random or bayes (Optuna's TPE), every distribution, nested
+parameters, the command with its macros, metric, run_cap, and hyperband early_terminate. Run it where `wandb agent`
+would run, since `program` is meant from there. Trials are processes with an agent's environment, W&B offline unless
+WANDB_MODE says otherwise, and the sweep's id in their runs, so that `wandb sync` can upload them later.
+
+The same call again goes on where the last one ended: finished runs stay, runs that were cut off are run again. State,
+logs and, unless WANDB_DIR is set, the runs' own folders are in runs/sweeps/<name>/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+from pathlib import Path
+
+# The file is run by its path, from anywhere; the tools are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.sweeper.report import draw, table
+from tools.sweeper.runner import Runner
+from tools.sweeper.search import grid_size
+from tools.sweeper.spec import Sweep, SweepError, read_sweep
+from tools.sweeper.store import FAILED, INTERRUPTED, Store
+
+EXPONENT_KINDS = ("log_uniform", "inv_log_uniform", "q_log_uniform")
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the sweep file")
+    parser.add_argument("--count", type=int, help="trials in the whole sweep, over all calls; run_cap is obeyed too")
+    parser.add_argument("--jobs", type=int, default=1, help="trials at a time (default 1)")
+    parser.add_argument(
+        "--report", action="store_true", help="then rank the trials and draw report.png; --count 0 for that alone"
+    )
+    parser.add_argument("--seed", type=int, help="of random and bayes, in a new sweep (default 0)")
+    parser.add_argument("--folder", type=Path, help="the sweep's folder (default runs/sweeps/<name>)")
+    parser.add_argument(
+        "--sweep-id", help="id of a sweep that `wandb sweep` has made, for runs that will be synced to it"
+    )
+    parser.add_argument("--retry-failed", action="store_true", help="run failed trials again")
+    return parser.parse_args(argv)
+
+
+def trials_wanted(sweep: Sweep, count: int | None) -> int:
+    """How many trials the sweep gets: the least of --count, run_cap and the grid's size."""
+    limits = [limit for limit in (count, sweep.get("run_cap")) if limit is not None]
+    if sweep.method == "grid":
+        limits.append(grid_size(sweep))
+    if not limits:
+        raise SweepError(f"method: {sweep.method} has no end. Give --count, or run_cap in the file.")
+    return min(limits)
+
+
+def warn_of_exponents(sweep: Sweep) -> None:
+    for parameter in sweep.parameters:
+        if parameter.kind in EXPONENT_KINDS:
+            low, high = sorted((parameter.at(0.0), parameter.at(1.0)))
+            print(
+                f"{parameter.name}: bounds of {parameter.kind} are exponents of e, giving {low:.4g} to {high:.4g}; "
+                f"{parameter.kind}_values takes the values themselves.",
+                file=sys.stderr,
+            )
+
+
+def check_program(sweep: Sweep) -> None:
+    program = sweep.get("program")
+    if program and "${program}" in sweep.command and not Path(program).is_file() and not shutil.which(program):
+        raise SweepError(
+            f"program: {program} is not below {Path.cwd()}. Run the sweep from the folder it is meant from."
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = arguments(argv)
+    store = None
+    try:
+        if given.jobs < 1 or (given.count is not None and given.count < 0):
+            raise SweepError("--jobs needs 1 or more, --count 0 or more.")
+        sweep = read_sweep(given.file)
+        count = trials_wanted(sweep, given.count)
+        if count:
+            check_program(sweep)
+        warn_of_exponents(sweep)
+        folder = given.folder or Path(
+            "runs", "sweeps", re.sub(r"[^A-Za-z0-9._-]+", "-", sweep.name).strip("-.") or "sweep"
+        )
+        store = Store(folder, sweep, seed=given.seed, sweep_id=given.sweep_id)
+        if given.retry_failed:
+            for trial in store.trials:
+                trial.status = INTERRUPTED if trial.status == FAILED else trial.status
+        status = 0
+        if count:
+            status = Runner(sweep, store, count=count, jobs=given.jobs).run()
+        print(f"sweep {store.sweep_id}: {len(store.trials)} trial(s) in {store.folder}")
+        if given.report:
+            figure = draw(sweep, store)
+            print(f"\n{table(sweep, store.trials)}" + (f"\n\nfigure: {figure}" if figure else ""))
+        return status
+    except SweepError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if store is not None:
+            store.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What a run left in W&B's own file, run-<id>.wandb, read while it grows and after it ended.
+
+The file is a log of LevelDB's format, blocks of 32 KiB that hold chunks of records, after seven bytes of W&B's; the
+records are W&B's protobuf messages. wandb carries no reader of it in Python, only the messages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+HEADER, CHUNK, BLOCK = 7, 7, 32768
+WHOLE, LAST = 1, 4  # kinds of chunks that end a record
+SKIPPED = {"node_modules", "site-packages", "__pycache__"}
+
+
+class RunFile:
+    """One run's file; `update` reads what was added since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_id = ""
+        self.sweep_id = ""
+        self.config: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}  # names as the sweep writes them: parts of nested ones joined by dots
+        self.exit_code: int | None = None
+        self._rows: list[dict[str, Any]] = []
+        self._position = HEADER
+        self._parts: list[bytes] = []
+
+    def update(self) -> RunFile:
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        for record in self._records(data):
+            self._take(record)
+        return self
+
+    def history(self, name: str) -> list[float]:
+        """The finite values of a metric, in the order they were logged."""
+        return [float(row[name]) for row in self._rows if name in row and is_finite(row[name])]
+
+    def _records(self, data: bytes) -> Iterator[Record]:
+        start = self._position
+        while True:
+            offset = self._position - start
+            if (left := BLOCK - self._position % BLOCK) < CHUNK:  # too short for a chunk: filled with zeros
+                if len(data) < offset + left:
+                    return
+                self._position += left
+                continue
+            if len(data) < offset + CHUNK:
+                return
+            _, length, kind = struct.unpack("<IHB", data[offset : offset + CHUNK])
+            if len(data) < offset + CHUNK + length:
+                return  # not written to its end yet
+            self._parts.append(data[offset + CHUNK : offset + CHUNK + length])
+            self._position += CHUNK + length
+            if kind in (WHOLE, LAST):
+                record = Record.FromString(b"".join(self._parts))
+                self._parts = []
+                yield record
+
+    def _take(self, record: Record) -> None:
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            self.run_id, self.sweep_id = record.run.run_id, record.run.sweep_id
+            self.config.update(_values(record.run.config.update))
+        elif kind == "config":
+            self.config.update(_values(record.config.update))
+        elif kind == "history":
+            self._rows.append(_values(record.history.item))
+        elif kind == "summary":
+            self.summary.update(_values(record.summary.update))
+        elif kind == "exit":
+            self.exit_code = record.exit.exit_code
+
+
+def is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def find_run_file(run_id: str, roots: Sequence[Path]) -> Path | None:
+    """run-<run_id>.wandb in a W&B folder below one of `roots`, the newest of them; the first root that has one wins.
+
+    A program may give wandb.init a folder of its own, so that W&B's place is not known beforehand.
+    """
+    for root in roots:
+        found = [
+            file
+            for folder in _wandb_folders(root)
+            for run in folder.iterdir()
+            if run.name.endswith(f"-{run_id}") and (file := run / f"run-{run_id}.wandb").is_file()
+        ]
+        if found:
+            return max(found, key=lambda file: file.stat().st_mtime)
+    return None
+
+
+def _wandb_folders(root: Path) -> Iterator[Path]:
+    for folder, names, _ in os.walk(root):
+        yield from (Path(folder, name) for name in names if name in ("wandb", ".wandb"))
+        names[:] = [name for name in names if name != "wandb" and name not in SKIPPED and not name.startswith(".")]
+
+
+def _values(items: Any) -> dict[str, Any]:
+    """{name: value} of W&B's items; the keys of inner mappings are joined to the name with dots."""
+    found: dict[str, Any] = {}
+    for item in items:
+        name = ".".join(item.nested_key) or item.key
+        found.update(_flat(name, json.loads(item.value_json)))
+    return found
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    yield name, value
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
