@@ -1,10 +1,13 @@
 """DDPO: rewards for what a diffusion model draws (Black et al. 2023, arXiv:2305.13301). The numbers: README.md."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +79,14 @@ class ShapesDDPOConfig(DDPOConfig):
     tracker_project_name: str = changed(DDPOConfig, "tracker_project_name", PAPER)
     log_with: str | None = changed(DDPOConfig, "log_with", "wandb")
     logdir: str = run_folder(PAPER)
-    num_epochs: int = changed(DDPOConfig, "num_epochs", 20)
+    num_epochs: int = changed(DDPOConfig, "num_epochs", 30)
     save_freq: int = changed(DDPOConfig, "save_freq", 50)
     mixed_precision: str = changed(DDPOConfig, "mixed_precision", "no")
     sample_num_steps: int = changed(DDPOConfig, "sample_num_steps", 10)
     sample_guidance_scale: float = changed(DDPOConfig, "sample_guidance_scale", 1.0)
     sample_batch_size: int = changed(DDPOConfig, "sample_batch_size", 64)
-    sample_num_batches_per_epoch: int = changed(DDPOConfig, "sample_num_batches_per_epoch", 1)
-    train_batch_size: int = changed(DDPOConfig, "train_batch_size", 16)
+    sample_num_batches_per_epoch: int = changed(DDPOConfig, "sample_num_batches_per_epoch", 2)
+    train_batch_size: int = changed(DDPOConfig, "train_batch_size", 32)
     train_clip_range: float = changed(DDPOConfig, "train_clip_range", 1e-3)
     train_warmup_steps: int = changed(DDPOConfig, "train_warmup_steps", 5)
     per_prompt_stat_tracking: bool = changed(DDPOConfig, "per_prompt_stat_tracking", True)
@@ -183,23 +186,43 @@ def learn(trainer: DDPOTrainer, history: Path | None) -> None:
             file.write(json.dumps({"step": trainer.global_step, **trainer.last_stats}) + "\n")
         if epoch % 5 == 0 or epoch + 1 == config.num_epochs:
             watched = [f"{name} {value:.3f}" for name, value in trainer.last_stats.items() if name.startswith("other/")]
-            tqdm.write(f"epoch {epoch:3d}   reward {trainer.last_stats['reward_mean']:.3f}   {'   '.join(watched)}")
+            reward = f"{config.run_name}: epoch {epoch:3d}   reward {trainer.last_stats['reward_mean']:.3f}"
+            tqdm.write("   ".join([reward, *watched]))
 
 
-def main(run: RunConfig, ddpo: DDPOConfig) -> None:
-    """Train on each reward, and draw the figure of all trainings in the run's folder."""
+def side_by_side(run: RunConfig) -> int:
+    """Trainings at a time: of shapes as many as there are processors, of real models one."""
+    is_alone = "WORLD_SIZE" not in os.environ and run.model == "shapes" and not torch.accelerator.is_available()
+    return min(len(run.reward), os.cpu_count() or 1) if is_alone else 1
+
+
+def one(reward: str, run: RunConfig, ddpo: DDPOConfig) -> dict[str, tuple[float, float]]:
+    """`train` with quiet libraries."""
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if run.model == "shapes":
         torch.set_num_threads(1)  # its layers are so small that a second thread mostly waits
+    return train(reward, run, ddpo, Path(ddpo.logdir))
+
+
+def main(run: RunConfig, ddpo: DDPOConfig) -> None:
+    """Train on each reward, and draw the figure of all trainings in the run's folder."""
     folder = Path(ddpo.logdir)
-    for reward in run.reward:
-        name = ddpo.run_name or (reward if ddpo.estimator == "is" else f"{reward}-{ddpo.estimator}")
-        print(f"\n{name}\n{'-' * len(name)}", flush=True)
-        own = replace(ddpo, run_name=name, logdir=str(folder / name))
-        found = train(reward, run, own, folder / name)
+    names = {reward: ddpo.run_name or reward + (f"-{ddpo.estimator}" if ddpo.estimator != "is" else "")
+             for reward in run.reward}  # fmt: skip
+    own = [replace(ddpo, run_name=name, logdir=str(folder / name)) for name in names.values()]
+    jobs = side_by_side(run)
+    if run.model == "shapes":
+        shapes_pipeline(run.pretrain_steps)  # made once, before several ask for it
+    if jobs > 1:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            results = list(pool.map(one, run.reward, repeat(run), own))
+    else:
+        results = [one(reward, run, config) for reward, config in zip(run.reward, own, strict=True)]
+    for (reward, name), found in zip(names.items(), results, strict=True):
+        print(f"\n{name}\n{'-' * len(name)}")
         for measure, (before, after) in found.items():
             verdict = f"   higher: {'yes' if after > before else 'NO'}" if measure == reward else ""
             print(f"{measure}: {before:.3f} -> {after:.3f}{verdict}")
