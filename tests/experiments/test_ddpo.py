@@ -215,6 +215,7 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
     monkeypatch.setenv("TRIMTAB_CACHE", str(cache))
     run = train.RunConfig(reward=["rgb_alignment", "jpeg_compressibility"], pretrain_steps=2, eval_pictures=6)
     sizes = {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2}
+    sizes["sample_num_batches_per_epoch"] = 1
     train.main(run, train.ShapesDDPOConfig(**sizes, log_with=None, logdir=str(tmp_path)))
     for reward in run.reward:
         history = read_history(tmp_path / reward / "history.jsonl")

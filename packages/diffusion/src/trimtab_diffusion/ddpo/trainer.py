@@ -126,7 +126,8 @@ class DDPOTrainer:
     def train(self, epochs: int | None = None) -> list[dict[str, float]]:
         """Run epochs up to number `epochs` (default: the config's), each drawing and learning; logs and saves.
 
-        Returns the numbers that each epoch logged.
+        Returns the numbers that each epoch logged. The tracker stays open for what you log yourself;
+        `with trainer.tracker:` around the call closes it.
         """
         history = []
         total = self.config.num_epochs if epochs is None else epochs
@@ -224,6 +225,7 @@ class DDPOTrainer:
             with nullcontext() if is_last else self.accelerator.no_sync(self.model):
                 loss = self._loss(made, advantages, pairs, generator)
                 if not torch.isfinite(loss):
+                    self.optimizer.zero_grad()
                     raise TrainingDivergedError(
                         f"The loss is {float(loss)} at update {self.global_step}. No update was made. Lower "
                         f"train_learning_rate ({self.config.train_learning_rate}), or train in bf16 or float32."
