@@ -1,5 +1,6 @@
 """DDPOTrainer's promises on tiny pipelines, each seen from outside."""
 
+import random
 import threading
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from trimtab_diffusion.ddpo import DDPOTrainer
 from trimtab_diffusion.ddpo.selfcheck import ReplayError
+from trimtab_diffusion.prompts import simple_animals
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DIMENSIONS = 4 * tiny.SIZE**2
@@ -193,6 +195,21 @@ def test_other_rewards_are_logged_and_not_trained_on(tmp_path: Path):
 
 
 # --------------------------------------------------------- what is trained on
+
+
+def test_each_epoch_and_each_process_draws_by_itself_and_the_same_again(tmp_path: Path, monkeypatch):
+    made = trainer(tmp_path, prompt_function=simple_animals())
+    first, again, later = made.draw(0), made.draw(0), made.draw(1)
+    monkeypatch.setattr(type(made.accelerator), "process_index", 1)
+    elsewhere = made.draw(0)
+    assert torch.equal(first.trajectories.latents, again.trajectories.latents)
+    assert first.prompts == again.prompts
+    for other in (later, elsewhere):
+        assert not torch.isclose(first.trajectories.first, other.trajectories.first).any(1).all()
+        assert first.prompts != other.prompts
+    state = random.getstate()
+    made.draw(2)
+    assert random.getstate() == state
 
 
 def test_a_fraction_of_the_steps_is_trained_on(tmp_path: Path):
