@@ -10,23 +10,26 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from trimtab_common.tracking import to_pil
+# The file is run by its path, from anywhere; the experiments are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.figures import Verdict, exit_code, tiled, write_page
 
 matplotlib.use("Agg")  # files only: the machine may have no display
 
 from matplotlib import pyplot as plt
 
-BEFORE, AFTER = "before.png", "after.png"
+BEFORE, AFTER, MEASURES = "before.png", "after.png", "measures.json"
+TITLE = "Rewards for what a diffusion model draws, by DDPO"
+CLAIM = (
+    "Black et al. 2023, arXiv:2305.13301: denoising, seen as a decision process of several steps, can be trained by "
+    "policy gradients on any reward of the finished picture."
+)
 
 
 def contact_sheet(images: Tensor) -> Image.Image:
     """Up to sixteen pictures [B, 3, H, W], four in a row, with a white line between them."""
-    tiles = [to_pil(image.clamp(0, 1)) for image in images]
-    width, height = tiles[0].size
-    sheet = Image.new("RGB", (4 * (width + 1) - 1, -(-len(tiles) // 4) * (height + 1) - 1), "white")
-    for i, tile in enumerate(tiles):
-        sheet.paste(tile, (i % 4 * (width + 1), i // 4 * (height + 1)))
-    return sheet
+    return tiled([image.clamp(0, 1) for image in images])
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
@@ -36,16 +39,22 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     return [latest[epoch] for epoch in sorted(latest)]
 
 
-def write_report(folder: Path) -> Path:
-    """Draw report.png: a row for each training below `folder`, with its curves and its pictures before and after."""
+def verdict(run: Path) -> Verdict:
+    """Whether the reward of a training rose, on pictures from the same noise."""
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    before, after = json.loads((run / MEASURES).read_text(encoding="utf-8"))[config["reward"]]
+    return Verdict(f"{run.name} raises its reward", f"above {before:.3f}", f"{after:.3f}", after > before)
+
+
+def write_report(folder: Path) -> tuple[Path, list[Verdict]]:
+    """Write report.html and report.png: a row for each training below `folder`, with its curves and its pictures."""
     runs = sorted(path.parent for path in folder.glob("*/history.jsonl"))
     figure, axes = plt.subplots(len(runs), 4, figsize=(15, 3.6 * len(runs)), layout="constrained", squeeze=False)
     for row, run in zip(axes, runs, strict=True):
         history = read_history(run / "history.jsonl")
-        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
         queries = [epoch["queries"] for epoch in history]
         row[0].plot(queries, [epoch["reward_mean"] for epoch in history], color="tab:blue")
-        row[0].set_title(f"{run.name}: mean reward ({config['reward']})", fontsize=10)
+        row[0].set_title(f"{run.name}: mean reward", fontsize=10)
         for name in [name for name in history[-1] if name.startswith("other/")]:
             row[1].plot(queries, [epoch[name] for epoch in history], label=name.removeprefix("other/"))
         row[1].set_title("measures that were not trained on", fontsize=10)
@@ -58,13 +67,14 @@ def write_report(folder: Path) -> Path:
                 axis.imshow(np.asarray(picture), interpolation="nearest")
             axis.set_title(f"{Path(sheet).stem} training, the same noise", fontsize=10)
             axis.axis("off")
-    path = folder / "report.png"
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+    verdicts = [verdict(run) for run in runs]
+    config = json.loads((runs[0] / "config.json").read_text(encoding="utf-8"))
+    return write_page(folder, TITLE, CLAIM, verdicts, {"report": figure}, {}, config), verdicts
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python report.py RUN_FOLDER   (the folder of the trainings' folders)")
-    print(write_report(Path(sys.argv[1])))
+    page, found = write_report(Path(sys.argv[1]))
+    print(*found, f"page: {page}", sep="\n")
+    sys.exit(exit_code(found))

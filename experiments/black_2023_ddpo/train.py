@@ -30,7 +30,7 @@ from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_compre
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
-from experiments.black_2023_ddpo.report import AFTER, BEFORE, contact_sheet, write_report
+from experiments.black_2023_ddpo.report import AFTER, BEFORE, MEASURES, contact_sheet, write_report
 from experiments.black_2023_ddpo.shapes import CAPTIONS, colour_match, rgb_alignment, shape_match
 from experiments.runs import CONFIG, HISTORY, changed, run_folder
 
@@ -167,8 +167,10 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
                 found.setdefault(measure, []).append(float(by(images, asked, metadata).mean()))
             if is_main:
                 contact_sheet(images[:16]).save(folder / sheet)
-        tracker.finish({f"final/{measure}": values[1] for measure, values in found.items()})
+        final = {f"final/{measure}": values[1] for measure, values in found.items()}
+        tracker.finish(final | {"final/reward": found[reward][1]})
     if is_main:
+        (folder / MEASURES).write_text(json.dumps(found) + "\n", encoding="utf-8")
         trainer.save_pretrained(folder / "pipeline")
     return {measure: (before, after) for measure, (before, after) in found.items()}
 
@@ -209,6 +211,11 @@ def one(reward: str, run: RunConfig, ddpo: DDPOConfig) -> dict[str, tuple[float,
 
 def main(run: RunConfig, ddpo: DDPOConfig) -> None:
     """Train on each reward, and draw the figure of all trainings in the run's folder."""
+    if len(run.reward) > 1 and os.environ.get("WANDB_SWEEP_ID"):
+        raise SystemExit(
+            f"--reward {' '.join(run.reward)} asks for {len(run.reward)} trainings, and a sweep's run is one. Name one "
+            "reward, and vary it by the sweep."
+        )
     folder = Path(ddpo.logdir)
     names = {reward: ddpo.run_name or reward + (f"-{ddpo.estimator}" if ddpo.estimator != "is" else "")
              for reward in run.reward}  # fmt: skip
@@ -221,12 +228,12 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
             results = list(pool.map(one, run.reward, repeat(run), own))
     else:
         results = [one(reward, run, config) for reward, config in zip(run.reward, own, strict=True)]
-    for (reward, name), found in zip(names.items(), results, strict=True):
+    for name, found in zip(names.values(), results, strict=True):
         print(f"\n{name}\n{'-' * len(name)}")
         for measure, (before, after) in found.items():
-            verdict = f"   higher: {'yes' if after > before else 'NO'}" if measure == reward else ""
-            print(f"{measure}: {before:.3f} -> {after:.3f}{verdict}")
-    print(f"figure: {write_report(folder)}")
+            print(f"{measure}: {before:.3f} -> {after:.3f}")
+    page, verdicts = write_report(folder)
+    print("", *verdicts, f"page: {page}", sep="\n")
 
 
 if __name__ == "__main__":

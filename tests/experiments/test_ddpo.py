@@ -231,7 +231,7 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
         assert torch.equal(trained.text_encoder.state_dict()["embeddings.token_embedding.weight"],
                            base.text_encoder.state_dict()["embeddings.token_embedding.weight"])  # fmt: skip
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.count("higher: ") == 2
+    assert capsys.readouterr().out.count("raises its reward") == 2
 
 
 def test_report_is_drawn_again_from_the_files_alone(tmp_path: Path):
@@ -243,7 +243,11 @@ def test_report_is_drawn_again_from_the_files_alone(tmp_path: Path):
     for sheet in ("before.png", "after.png"):
         contact_sheet(torch.rand(5, 3, 8, 8)).save(folder / sheet)
     assert len(read_history(folder / "history.jsonl")) == 2
-    assert write_report(tmp_path) == tmp_path / "report.png"
+    for after, passed in ((0.5, True), (0.1, False)):
+        (folder / "measures.json").write_text(json.dumps({"colour": [0.2, after], "x": [1.0, 1.0]}))
+        page, verdicts = write_report(tmp_path)
+        assert [verdict.passed for verdict in verdicts] == [passed]
+    assert page == tmp_path / "report.html"
     assert (tmp_path / "report.png").stat().st_size > 1000
 
 

@@ -1,0 +1,289 @@
+"""What every report draws alike: curves with seeds, frontiers, grids of pictures, and a page that holds them all."""
+
+import base64
+import io
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from PIL import Image
+
+from trimtab_common.tracking import Picture, to_pil
+
+matplotlib.use("Agg")  # files only: the machine may have no display
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+PAGE = "report.html"
+# The policy makes the browser refuse whatever is not in the file itself.
+HEAD = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<style>
+body { font: 15px/1.5 sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
+table { border-collapse: collapse; }
+td, th { border: 1px solid #ccc; padding: 0.3em 0.6em; text-align: left; vertical-align: top; white-space: pre-wrap; }
+img { max-width: 100%; }
+</style>
+"""
+
+Curve = tuple[Sequence[float], Sequence[float]]  # xs [N], ys [N]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a claim of the paper was seen."""
+
+    claim: str
+    expected: str
+    obtained: str
+    passed: bool
+
+    def __str__(self) -> str:
+        """One line for the screen, whatever line breaks the words have."""
+        words = f"{self.claim}   expected: {self.expected}   obtained: {self.obtained}"
+        return f"{self.outcome}  " + " ".join(words.splitlines())
+
+    @property
+    def outcome(self) -> str:
+        """One word."""
+        return "pass" if self.passed else "FAIL"
+
+
+def exit_code(verdicts: Sequence[Verdict]) -> int:
+    """0 if there are verdicts and all passed, else 1: a report that judged nothing has shown nothing."""
+    return 0 if verdicts and all(verdict.passed for verdict in verdicts) else 1
+
+
+# Curves ----------------------------------------------------------------------------------------------------------
+
+
+def median_and_quartiles(values: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Median, lower and upper quartile over the seeds, linear between the two nearest: [S, ...] -> three of [...]."""
+    lower, median, upper = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75), axis=0)
+    return median, lower, upper
+
+
+def on_common_x(seeds: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
+    """Curves of S seeds over the x they share: xs [N] and ys [S, N].
+
+    xs holds every x of any seed that lies where all of them have values, and both ends of that range. A seed that
+    lacks an x is interpolated between its neighbours; none is continued beyond its first or last x.
+    """
+    pairs = [(np.asarray(xs, dtype=float), np.asarray(ys, dtype=float)) for xs, ys in seeds]
+    if not pairs:
+        raise ValueError("no seed came in; at least one curve is needed. Leave out the label that has no runs.")
+    for xs, ys in pairs:
+        if xs.ndim != 1 or xs.shape != ys.shape or not len(xs):
+            raise ValueError(
+                f"xs of shape {xs.shape} came in with ys of shape {ys.shape}; each is needed as [N], N at least 1. "
+                "Take x and y from the same rows of the history."
+            )
+        if not np.isfinite(xs).all() or (np.diff(xs) <= 0).any():
+            raise ValueError(
+                f"xs {xs.tolist()} came in; finite numbers, each greater than the one before, are needed. "
+                "Keep the later of the rows that a resumed run wrote twice, and sort them."
+            )
+    first, last = max(xs[0] for xs, _ in pairs), min(xs[-1] for xs, _ in pairs)
+    if first > last:
+        ranges = ", ".join(f"{xs[0]:g} to {xs[-1]:g}" for xs, _ in pairs)
+        raise ValueError(
+            f"seeds over x from {ranges} came in; a stretch that all of them cover is needed. Leave out a seed that "
+            "stopped early, or give it a label of its own."
+        )
+    every = np.unique(np.concatenate([xs for xs, _ in pairs]))
+    common = every[(every >= first) & (every <= last)]
+    return common, np.stack([np.interp(common, xs, ys) for xs, ys in pairs])
+
+
+def curves(axis: Axes, runs: Mapping[str, Sequence[Curve]]) -> None:
+    """For each label the median of its seeds, and a band from the lower to the upper quartile.
+
+    runs: label -> a curve (xs [N], ys [N]) for each seed; N and xs may differ from seed to seed.
+    """
+    for label, seeds in runs.items():
+        xs, ys = on_common_x(seeds)
+        median, lower, upper = median_and_quartiles(ys)
+        name = label if len(seeds) == 1 else f"{label} ({len(seeds)} seeds)"
+        (line,) = axis.plot(xs, median, label=name, marker="o" if len(xs) < 15 else None, markersize=4)
+        if len(seeds) > 1:
+            axis.fill_between(xs, lower, upper, color=line.get_color(), alpha=0.2, linewidth=0)
+    _finish_axis(axis)
+
+
+# Frontiers -------------------------------------------------------------------------------------------------------
+
+
+def frontier_points(points: Sequence[Point]) -> list[Point]:
+    """The points (x, y) that no other beats, sorted by x: none has as little x and more y, or less x and as much y.
+
+    With x the KL and y the reward, the best reward for every amount of KL. A point that comes twice is given once.
+    """
+    if not len(points):
+        raise ValueError("no point came in; at least one is needed. Leave out the label that has no runs.")
+    if not np.isfinite(np.asarray(points, dtype=float)).all():
+        raise ValueError(
+            f"points {list(points)} came in; finite numbers are needed. Leave out the runs that diverged, and say so "
+            "in the verdict."
+        )
+    best: list[Point] = []
+    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not best or y > best[-1][1]:
+            best.append((x, y))
+    return best
+
+
+def frontier(axis: Axes, points: Mapping[str, Sequence[Point]]) -> None:
+    """For each label its points (x, y), and the upper-left frontier as stairs: the most y at that x or less."""
+    for label, known in points.items():
+        best = frontier_points(known)
+        dots = axis.scatter(*zip(*known, strict=True), label=label, s=18)
+        axis.plot(*zip(*best, strict=True), color=dots.get_facecolor()[0], drawstyle="steps-post", linewidth=1.2)
+    _finish_axis(axis)
+
+
+def _finish_axis(axis: Axes) -> None:
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=8)
+
+
+# Pictures --------------------------------------------------------------------------------------------------------
+
+
+def tiled(pictures: Sequence[Picture], *, columns: int = 4, gap: int = 1) -> Image.Image:
+    """One picture out of B of the same size, `columns` in a row, with `gap` white pixels between them.
+
+    pictures: [B, 3, H, W], or anything else that `to_pil` takes, one after the other.
+    """
+    tiles = [to_pil(picture) for picture in pictures]
+    if len(sizes := {tile.size for tile in tiles}) != 1:
+        raise ValueError(
+            f"{len(tiles)} pictures of sizes {sorted(sizes)} came in; at least one is needed, and all of one size. "
+            "Resize them to the same width and height."
+        )
+    width, height = (side + gap for side in tiles[0].size)
+    sheet = Image.new("RGB", (columns * width - gap, -(-len(tiles) // columns) * height - gap), "white")
+    for i, tile in enumerate(tiles):
+        sheet.paste(tile, (i % columns * width, i // columns * height))
+    return sheet
+
+
+def image_grid(axis: Axes, pictures: Sequence[Picture], captions: Sequence[str], *, columns: int = 4) -> None:
+    """Pictures of one size, `columns` in a row, each with the start of its caption below it."""
+    if len(pictures) != len(captions):
+        raise ValueError(
+            f"{len(pictures)} pictures came in with {len(captions)} captions; one caption for each is needed. "
+            "Give an empty text where there is nothing to say."
+        )
+    columns = min(columns, len(pictures))
+    width, height = to_pil(pictures[0]).size if len(pictures) else (1, 1)
+    gap = max(1, height // 3)
+    sheet = tiled(pictures, columns=columns, gap=gap)
+    axis.imshow(np.asarray(sheet), interpolation="nearest")
+    axis.set_ylim(sheet.height + gap - 0.5, -0.5)  # room for the captions of the last row
+    for i, caption in enumerate(captions):
+        x, y = i % columns * (width + gap) + width / 2, i // columns * (height + gap) + height
+        words = "\n".join(textwrap.wrap(caption, 20, max_lines=2, placeholder="…"))
+        axis.text(x, y, words, ha="center", va="top", fontsize=6, parse_math=False)
+    axis.axis("off")
+
+
+# Pages -----------------------------------------------------------------------------------------------------------
+
+
+def table(columns: Mapping[str, Sequence[object]]) -> str:
+    """An HTML table, every text in it escaped; for samples: prompt, before, after.
+
+    columns: heading -> cells [N].
+    """
+    if len({len(cells) for cells in columns.values()}) > 1:
+        lengths = {heading: len(cells) for heading, cells in columns.items()}
+        raise ValueError(
+            f"columns of lengths {lengths} came in; as many cells in each are needed. Fill the short ones."
+        )
+    lines = [_row("th", list(columns)), *(_row("td", cells) for cells in zip(*columns.values(), strict=True))]
+    return "\n".join(["<table>", *lines, "</table>"])
+
+
+def _row(tag: str, cells: Sequence[object]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+
+def png(figure: Figure) -> bytes:
+    """What a file of the figure holds."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+def page(
+    title: str,
+    claim: str,
+    verdicts: Sequence[Verdict],
+    pictures: Mapping[str, bytes],
+    samples: Mapping[str, Sequence[object]],
+    config: Mapping[str, Any],
+) -> str:
+    """The page of `write_page`, with its figures as PNG files' bytes."""
+    judged = {
+        "": [verdict.outcome for verdict in verdicts],
+        "claim": [verdict.claim for verdict in verdicts],
+        "expected": [verdict.expected for verdict in verdicts],
+        "obtained": [verdict.obtained for verdict in verdicts],
+    }
+    parts = [
+        f"{HEAD}<title>{escape(title)}</title>\n</head>\n<body>",
+        f"<h1>{escape(title)}</h1>\n<p>{escape(claim)}</p>",
+        table(judged),
+    ]
+    for name, data in pictures.items():
+        source = f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
+        parts.append(f'<p><img alt="{escape(name)}" src="{source}"></p>')
+    if samples:
+        parts.append("<h2>Samples</h2>\n" + table(samples))
+    settings = table({"name": list(config), "value": list(config.values())})
+    parts.append(f"<details><summary>Configuration</summary>\n{settings}\n</details>\n</body>\n</html>\n")
+    return "\n".join(parts)
+
+
+def write_page(
+    folder: Path,
+    title: str,
+    claim: str,
+    verdicts: Sequence[Verdict],
+    figures: Mapping[str, Figure],
+    samples: Mapping[str, Sequence[object]],
+    config: Mapping[str, Any],
+) -> Path:
+    """Write report.html, which needs no other file, and beside it <name>.png for each figure; close the figures.
+
+    figures: name -> figure; the name is the file's, of letters, digits, - and _.
+    samples: heading -> cells [N], such as prompt, before and after; none for {}.
+    config: name -> value, as `to_flat_dict` gives it.
+    """
+    for name in figures:
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ValueError(
+                f"a figure called {name!r} came in; a file's name of letters, digits, - and _ is needed. "
+                "Put the words into the figure's title."
+            )
+    pictures = {name: png(figure) for name, figure in figures.items()}
+    text = page(title, claim, verdicts, pictures, samples, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in pictures.items():
+        (folder / f"{name}.png").write_bytes(data)
+        plt.close(figures[name])
+    path = folder / PAGE
+    path.write_text(text, encoding="utf-8")
+    return path

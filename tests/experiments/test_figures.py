@@ -1,0 +1,283 @@
+import base64
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from experiments.figures import (
+    Verdict,
+    curves,
+    exit_code,
+    frontier,
+    frontier_points,
+    image_grid,
+    median_and_quartiles,
+    on_common_x,
+    plt,
+    table,
+    tiled,
+    write_page,
+)
+from PIL import Image
+
+GOOD = Verdict("reward rises", "more than 0", "0.4", True)
+BAD = Verdict("KL is held", "4 to 16", "21.0", False)
+
+
+@pytest.fixture
+def axis():
+    figure, axis = plt.subplots()
+    yield axis
+    plt.close(figure)
+
+
+# Verdicts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verdicts", "code"), [([GOOD], 0), ([GOOD, BAD], 1), ([BAD, GOOD], 1), ([], 1)])
+def test_a_report_passes_if_something_was_judged_and_all_of_it_passed(verdicts: list[Verdict], code: int):
+    assert exit_code(verdicts) == code
+
+
+def test_a_verdict_is_one_line_with_all_it_knows():
+    assert str(GOOD) == "pass  reward rises   expected: more than 0   obtained: 0.4"
+    assert str(BAD).startswith("FAIL  KL is held")
+    assert len(str(Verdict("two\nlines", "a\r\nb", "c", True)).splitlines()) == 1
+
+
+# Curves ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([7.0], (7.0, 7.0, 7.0)),
+        ([1.0, 0.0], (0.5, 0.25, 0.75)),
+        ([30.0, 10.0, 20.0], (20.0, 15.0, 25.0)),
+        ([5.0, 1.0, 4.0, 2.0, 3.0], (3.0, 2.0, 4.0)),
+    ],
+)
+def test_quartiles_of_a_few_numbers(values: list[float], expected: tuple[float, float, float]):
+    np.testing.assert_allclose(median_and_quartiles(values), expected)
+
+
+def test_quartiles_are_taken_over_the_seeds_and_not_over_the_steps():
+    median, lower, upper = median_and_quartiles([[0, 100], [1, 200], [2, 300]])
+    np.testing.assert_allclose(median, [1, 200])
+    np.testing.assert_allclose(lower, [0.5, 150])
+    np.testing.assert_allclose(upper, [1.5, 250])
+
+
+def test_straight_lines_stay_what_they_are_over_the_x_of_all_seeds():
+    seeds = [([0, 4, 10], [0, 8, 20]), ([1, 3, 8], [-1, -3, -8])]  # y = 2x and y = -x
+    xs, ys = on_common_x(seeds)
+    np.testing.assert_allclose(xs, [1, 3, 4, 8])  # where both have values: from 1 to 8
+    np.testing.assert_allclose(ys, [2 * xs, -xs])
+
+
+def test_seeds_with_the_same_x_are_left_alone():
+    xs, ys = on_common_x([([1, 2, 3], [5, 1, 4]), ([1, 2, 3], [0, 9, 0])])
+    np.testing.assert_array_equal(xs, [1, 2, 3])
+    np.testing.assert_array_equal(ys, [[5, 1, 4], [0, 9, 0]])
+
+
+@pytest.mark.parametrize(
+    ("seeds", "words"),
+    [
+        ([], "no seed"),
+        ([([], [])], r"shape \(0,\)"),
+        ([([1, 2], [1])], r"\(2,\) came in with ys of shape \(1,\)"),
+        ([([1, 3, 2], [0, 0, 0])], "greater than the one before"),
+        ([([1, 1], [0, 0])], "greater than the one before"),
+        ([([1, float("nan")], [0, 0])], "finite"),
+        ([([0, 1], [0, 0]), ([2, 3], [0, 0])], "0 to 1, 2 to 3"),
+    ],
+)
+def test_seeds_that_cannot_be_put_together_are_refused(seeds: list, words: str):
+    with pytest.raises(ValueError, match=words):
+        on_common_x(seeds)
+
+
+def test_curves_draw_the_median_and_the_band_between_the_quartiles(axis):
+    seeds = [([0, 2], [0, 2]), ([0, 1, 2], [10, 11, 12]), ([0, 2, 3], [4, 6, 99])]  # x + 0, x + 10 and x + 4
+    curves(axis, {"PPO": seeds, "DPO": [([0, 5], [1, 1])]})
+    ppo, dpo = axis.lines
+    np.testing.assert_allclose(ppo.get_xydata(), [[0, 4], [1, 5], [2, 6]])
+    np.testing.assert_allclose(dpo.get_xydata(), [[0, 1], [5, 1]])
+    (band,) = axis.collections  # one seed has none
+    corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
+    assert corners == {(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (0.0, 7.0), (1.0, 8.0), (2.0, 9.0)}
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["PPO (3 seeds)", "DPO"]
+
+
+# Frontiers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("points", "best"),
+    [
+        ([(3, 3), (1, 1), (2, 2)], [(1, 1), (2, 2), (3, 3)]),
+        ([(1, 3), (2, 2), (3, 1)], [(1, 3)]),
+        ([(2, 1), (1, 1), (1, 2), (4, 3), (3, 0)], [(1, 2), (4, 3)]),
+        ([(1, 5), (2, 5), (1, 5)], [(1, 5)]),
+        ([(0, -2), (5, -1)], [(0, -2), (5, -1)]),
+    ],
+)
+def test_frontier_of_a_few_points(points: list, best: list):
+    assert frontier_points(points) == best
+
+
+def test_every_point_is_on_the_frontier_or_beaten_by_one_that_is():
+    points = [(float(x), float(y)) for x, y in np.random.default_rng(0).integers(0, 12, (80, 2))]
+    best = frontier_points(points)
+    beats = [[x <= a and y >= b and (x, y) != (a, b) for x, y in best] for a, b in points]
+    assert all(any(row) != (point in best) for row, point in zip(beats, points, strict=True))
+
+
+@pytest.mark.parametrize(("points", "words"), [([], "no point"), ([(1.0, 2.0), (float("nan"), 3.0)], "diverged")])
+def test_no_point_and_a_point_that_is_no_number_are_refused(points: list, words: str):
+    with pytest.raises(ValueError, match=words):
+        frontier_points(points)
+
+
+def test_frontier_draws_all_points_and_the_stairs_above_them(axis):
+    frontier(axis, {"PPO": [(3, 1), (1, 2), (2, 4)], "DPO": [(1, 1)]})
+    np.testing.assert_allclose(axis.collections[0].get_offsets(), [[3, 1], [1, 2], [2, 4]])
+    stairs = axis.lines[0]
+    np.testing.assert_allclose(stairs.get_xydata(), [[1, 2], [2, 4]])
+    assert stairs.get_drawstyle() == "steps-post"
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["PPO", "DPO"]
+
+
+# Pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_tiles_lie_row_by_row_with_white_between():
+    shades = [0, 50, 100, 150, 200]
+    sheet = np.asarray(tiled([np.full((3, 2, 4), shade, np.uint8) for shade in shades], columns=3, gap=2))
+    assert sheet.shape == (2 * 4 - 2, 3 * 6 - 2, 3)
+    assert sheet[::4, ::6, 0].tolist() == [[0, 50, 100], [150, 200, 255]]
+    assert (sheet[2:4] == 255).all()
+    assert (sheet[:, 4:6] == 255).all()
+
+
+@pytest.mark.parametrize("pictures", [[], [np.zeros((3, 4, 4), np.uint8), np.zeros((3, 4, 5), np.uint8)]])
+def test_no_picture_and_pictures_of_several_sizes_are_refused(pictures: list):
+    with pytest.raises(ValueError, match="all of one size"):
+        tiled(pictures)
+
+
+def test_a_grid_has_every_caption_below_its_picture(axis):
+    captions = [r"$5 \or $6", "", "a_b^c $", "the fourth of these has far more words than there is room for"]
+    image_grid(axis, torch.rand(4, 3, 8, 12), captions, columns=3)
+    assert axis.images[0].get_array().shape == (2 * 10 - 2, 3 * 14 - 2, 3)
+    assert axis.texts[0].get_text() == captions[0]
+    assert axis.texts[3].get_text().endswith("…")
+    assert [text.get_position() for text in axis.texts] == [(6, 8), (20, 8), (34, 8), (6, 18)]
+    assert axis.get_ylim()[0] > 18
+    axis.figure.canvas.draw()  # what stands between two $ must not be read as a formula
+
+
+def test_a_grid_wants_a_caption_for_each_picture(axis):
+    with pytest.raises(ValueError, match="2 pictures came in with 1 captions"):
+        image_grid(axis, torch.rand(2, 3, 8, 8), ["one"])
+
+
+# Pages -----------------------------------------------------------------------------------------------------------
+
+
+class Seen(HTMLParser):
+    """The tags of a page, their attributes and the texts between them."""
+
+    def __init__(self, source: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: list[str] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+NASTY = '<script src="https://example.org/x.js">&\'</script>'
+
+
+def nasty_page(folder: Path) -> str:
+    """A page with NASTY wherever a text is taken."""
+    figure, axis = plt.subplots()
+    curves(axis, {"a": [([0, 1], [0, 1])]})
+    verdict = Verdict(f"claim {NASTY}", f"expected {NASTY}", f"obtained {NASTY}", True)
+    path = write_page(
+        folder,
+        f"title {NASTY}",
+        f"paper {NASTY}",
+        [verdict, BAD],
+        {"reward-kl_1": figure},
+        {"prompt": ["one", "two"], f"after {NASTY}": [f"text {NASTY}", "a\nb"]},
+        {f"name {NASTY}": f"value {NASTY}", "beta": 0.1},
+    )
+    assert path == folder / "report.html"
+    assert not plt.fignum_exists(figure.number)
+    return path.read_text(encoding="utf-8")
+
+
+def test_a_page_needs_no_other_file_and_runs_nothing(tmp_path: Path):
+    seen = Seen(nasty_page(tmp_path / "new" / "folder"))
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "a"} & set(seen.tags)
+    assert not [name for name, _ in seen.attributes if name.startswith("on") or name in ("href", "srcset", "style")]
+    sources = [value for name, value in seen.attributes if name == "src"]
+    assert len(sources) == 1
+    assert sources[0].startswith("data:image/png;base64,")
+    assert not [value for _, value in seen.attributes if re.search("https?://", value)]
+    styles = "".join(
+        re.findall("<style>.*?</style>", (tmp_path / "new/folder/report.html").read_text("utf-8"), re.DOTALL)
+    )
+    assert "{" in styles
+    assert not re.search("url|@import|http", styles)
+    (policy,) = [value for name, value in seen.attributes if name == "content" and "default-src" in value]
+    assert "default-src 'none'" in policy
+
+
+def test_a_page_shows_every_text_as_it_came(tmp_path: Path):
+    source = nasty_page(tmp_path)
+    assert "<script" not in source
+    texts = Seen(source).texts
+    for word in ("title", "paper", "claim", "expected", "obtained", "after", "text", "name", "value"):
+        assert f"{word} {NASTY}" in texts, word
+    assert {"pass", "FAIL", BAD.obtained, "prompt", "a\nb", "beta", "0.1"} <= set(texts)
+
+
+def test_the_figure_in_the_page_is_the_png_beside_it(tmp_path: Path):
+    (data,) = re.findall('base64,([^"]+)', nasty_page(tmp_path))
+    content = base64.b64decode(data, validate=True)
+    assert content == (tmp_path / "reward-kl_1.png").read_bytes()
+    with Image.open(io.BytesIO(content)) as picture:
+        picture.load()  # decodes it, checksums included
+        assert picture.format == "PNG"
+        assert len(np.unique(np.asarray(picture.convert("L")))) > 2
+
+
+@pytest.mark.parametrize("name", ["a b", "../up", "a/b", "a.png", ""])
+def test_a_figure_is_called_like_a_file_of_the_folder(name: str, tmp_path: Path):
+    with pytest.raises(ValueError, match="letters, digits"):
+        write_page(tmp_path / "page", "", "", [GOOD], {name: plt.figure()}, {}, {})
+    plt.close("all")
+    assert not (tmp_path / "page").exists()
+
+
+def test_a_page_without_samples_does_not_speak_of_them(tmp_path: Path):
+    path = write_page(tmp_path, "t", "c", [GOOD], {}, {}, {})
+    assert "Samples" not in path.read_text("utf-8")
+
+
+def test_a_table_wants_as_many_cells_in_each_column():
+    with pytest.raises(ValueError, match="'after': 1"):
+        table({"prompt": ["a", "b"], "after": ["c"]})
