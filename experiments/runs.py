@@ -48,14 +48,24 @@ def begin(project: str, run: Any, args: TrainingArguments) -> "History":
         (folder / CONFIG).write_text(json.dumps(to_flat_dict(run, args), indent=2) + "\n", encoding="utf-8")
         if not args.resume_from_checkpoint:
             (folder / HISTORY).unlink(missing_ok=True)
-    return History(folder / HISTORY)
+    return History(folder / HISTORY, to_flat_dict(run))
 
 
 class History(TrainerCallback):
-    """Appends what is logged to a file, a line of JSON with the optimizer steps that were done."""
+    """Appends what is logged to a file, a line of JSON with the optimizer steps that were done.
 
-    def __init__(self, path: Path):
-        self.path = path
+    config: what W&B's run is to know besides the trainer's own settings.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any]):
+        self.path, self.config = path, config
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and "wandb" in args.report_to:
+            import wandb
+
+            if wandb.run is not None:
+                wandb.run.config.update(dict(self.config), allow_val_change=True)
 
     def on_log(
         self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any

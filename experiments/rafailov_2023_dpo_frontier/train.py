@@ -62,14 +62,17 @@ class SentimentDPOConfig(DPOConfig):
 
 
 def labelled(prompts: Sequence[str], answers: Sequence[str], per_prompt: int) -> Dataset:
-    """The most positive of each prompt's `per_prompt` answers as chosen and the least as rejected, ties left out."""
+    """The most positive of each prompt's `per_prompt` answers as chosen and the least as rejected.
+
+    Ties are left out, and so are answers without a word: the model has ended its text at the prompt.
+    """
     rewards = sentiment(answers)
     rows = []
     for i, prompt in enumerate(prompts):
-        ranked = sorted(range(i * per_prompt, (i + 1) * per_prompt), key=lambda j: rewards[j])
-        worst, best = ranked[0], ranked[-1]
-        if rewards[best] > rewards[worst]:
-            rows.append({"prompt": prompt, "chosen": answers[best], "rejected": answers[worst]})
+        written = [j for j in range(i * per_prompt, (i + 1) * per_prompt) if answers[j].strip()]
+        ranked = sorted(written, key=lambda j: rewards[j])
+        if ranked and rewards[ranked[-1]] > rewards[ranked[0]]:
+            rows.append({"prompt": prompt, "chosen": answers[ranked[-1]], "rejected": answers[ranked[0]]})
     return Dataset.from_list(rows)
 
 

@@ -165,6 +165,11 @@ def test_the_most_positive_answer_is_chosen_and_ties_are_left_out():
     assert rows == [{"prompt": "p", "chosen": "I love it.", "rejected": "I hate it."}]
 
 
+def test_an_answer_without_a_word_is_in_no_pair():
+    rows = dpo.labelled(["p", "q"], ["I love it.", "", "I hate it.", " ", "", "I love it."], per_prompt=3).to_list()
+    assert rows == [{"prompt": "p", "chosen": "I love it.", "rejected": "I hate it."}]
+
+
 def test_kl_of_samples_is_the_mean_gap_of_log_probabilities():
     policy, reference = tiny.llama(0), tiny.llama(1)
     args = dpo.SentimentDPOConfig(output_dir="unused", report_to="none", use_cpu=True)

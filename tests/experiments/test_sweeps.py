@@ -1,0 +1,354 @@
+"""The sweep.yaml of every experiment: its programs take what an agent passes and report the metric under its name."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import wandb
+import yaml
+from datasets import Dataset
+from experiments.assets.data import GUTENBERG
+from experiments.black_2023_ddpo import train as ddpo
+from experiments.dong_2023_raft import train as raft
+from experiments.rafailov_2023_dpo_frontier import train as dpo
+from experiments.shao_2024_grpo import train as grpo
+from experiments.stiennon_2020_summarize import reward, sft
+from experiments.ziegler_2019_sentiment import train as ppo
+from tests.lm import tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tools.sweeper.launch import fill_command
+from tools.sweeper.records import RunFile, is_finite
+from tools.sweeper.search import suggest
+from tools.sweeper.spec import Sweep, read_sweep
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.integration_utils import rewrite_logs
+
+from trimtab_common.config import parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "experiments").glob("*/sweep*.yaml"))
+PROSE = "the cat was so happy and good but a sad bad dog hated it then he loved her and they cried in a terrible storm"
+COMMANDS = {
+    "args": ["${env}", "${interpreter}", "${program}", "${args}"],
+    "args_no_boolean_flags": ["${env}", "${interpreter}", "${program}", "${args_no_boolean_flags}"],
+    "args_json_file": ["${env}", "${interpreter}", "${program}", "--config", "${args_json_file}"],
+}
+SHORT = {"max_new_tokens": 4, "samples": 1}
+BATCH = {"logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True}
+# What agents pass: a float that Python writes with an e, none, true and false, a mapping; lists and nested names below.
+AWKWARD = {
+    "learning_rate": 1e-05, "resume_from_checkpoint": None, "eval_on_start": False, "disable_tqdm": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}  # fmt: skip
+SECTIONS = {  # classes, as a parameter names them
+    "run", "sentiment_ppo", "speech_sft", "pair_reward", "sentiment_raft", "sentiment_dpo", "sums_grpo", "shapes_ddpo",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, its configuration, and parameters with which it runs two steps on a tiny model."""
+
+    module: ModuleType
+    config: type
+    sizes: Mapping[str, Any]
+    awkward: Mapping[str, Any]
+
+    @property
+    def path(self) -> str:
+        return str(Path(str(self.module.__file__)).relative_to(ROOT))
+
+    @property
+    def takes_model(self) -> bool:
+        return self.module is not ddpo
+
+    def parse(self, words: list[str]) -> tuple[Any, ...]:
+        return parse_config(self.module.RunConfig, self.config, argv=words)
+
+
+PROGRAMS = [
+    Program(ppo, ppo.SentimentPPOConfig,
+            {"max_new_tokens": 4, "steps": 2, "batch_size": 4, "mini_batch_size": 2},
+            {"learning_rate": 1e-05, "max_grad_norm": None, "adap_kl_ctrl": True, "use_score_scaling": False,
+             "tracker_kwargs": {"tags": ["a", "b"]}, "run": {"samples": 2}}),
+    Program(sft, sft.SpeechSFTConfig,
+            {**BATCH, **SHORT, "max_steps": 2, "max_length": 64, "words": 12, "eval_documents": 2},
+            {**AWKWARD, "held_out": ["Cid"], "speech_sft": {"weight_decay": 0.1}}),
+    Program(reward, reward.PairRewardConfig,
+            {**BATCH, "max_steps": 2, "eval_pairs": 2, "train_pairs": 6},
+            {**AWKWARD, "run": {"words": 4}, "pair_reward": {"weight_decay": 0.1}}),
+    Program(raft, raft.SentimentRAFTConfig,
+            {**BATCH, **SHORT, "rounds": 2, "prompts": 2, "eval_prompts": 2},
+            {**AWKWARD, "max_length": None, "run": {"k": 3}}),
+    Program(dpo, dpo.SentimentDPOConfig,
+            {**BATCH, **SHORT, "max_steps": 2, "prompts": 8, "eval_prompts": 2},
+            {**AWKWARD, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "run": {"per_prompt": 5}}),
+    Program(grpo, grpo.SumsGRPOConfig,
+            {**BATCH, "samples": 1, "max_steps": 2, "largest": 10, "eval_prompts": 2},
+            {**AWKWARD, "scale_rewards": "none", "epsilon_high": None, "reward_weights": [0.5],
+             "sums_grpo": {"num_generations": 2}}),
+    Program(ddpo, ddpo.ShapesDDPOConfig,
+            {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2, "eval_pictures": 4},
+            {"train_learning_rate": 1e-05, "negative_prompts": None, "per_prompt_stat_tracking": True,
+             "use_lora": False, "tracker_kwargs": {"tags": ["a", "b"]}, "reward": ["colour_match"],
+             "shapes_ddpo": {"estimator": "sf", "train_gradient_accumulation_steps": 4}}),
+]  # fmt: skip
+OF_PATH = {program.path: program for program in PROGRAMS}
+
+
+def name_of(item: Any) -> str:
+    path = item.path if isinstance(item, Program) else str(item.relative_to(ROOT))
+    return path.removeprefix("experiments/")
+
+
+def program_of(sweep: Sweep) -> Program:
+    return OF_PATH[sweep.get("program")]
+
+
+def first_of(sweep: Sweep) -> dict[str, Any]:
+    """The parameters of a sweep's first trial."""
+    found = suggest(sweep, number=0, seed=0, trials=[], history=lambda trial: [])
+    assert found is not None
+    return found.parameters
+
+
+def words_of(parameters: Mapping[str, Any], macro: str, folder: Path) -> list[str]:
+    """What an agent's command has behind the program."""
+    args = {name: {"value": value} for name, value in parameters.items()}
+    words = fill_command(COMMANDS[macro], program="train.py", args=args, json_file=folder / "args.json")
+    return words[words.index("train.py") + 1 :]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def assert_holds(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    """A run's configuration has the values, under the names of the fields; a name with its class before it wins."""
+    given: dict[str, Any] = {}
+    for name, value in sorted(flat(parameters), key=lambda item: item[0].partition(".")[0] in SECTIONS):
+        head, _, field = name.partition(".")
+        given[field if head in SECTIONS else name] = value
+    if isinstance(given.get("reward"), list):  # each of its trainings has one
+        (given["reward"],) = given["reward"]
+    assert {name: config.get(name, "missing") for name in given} == given
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model of a few words, and a cache of made-up data, so that nothing is downloaded."""
+    folder = tmp_path_factory.mktemp("place")
+    vocabulary = {**tiny.SPECIAL}
+    for word in [*PROSE.split(), "The", "He", *"0123456789", "+", "=", ".", "film"]:
+        vocabulary.setdefault(word, len(vocabulary))
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=core, **names).save_pretrained(folder / "model")
+    tiny.llama(vocab_size=len(vocabulary), max_position_embeddings=256).save_pretrained(folder / "model")
+
+    books = folder / "cache" / "npm" / f"{GUTENBERG.name}-{GUTENBERG.version}"
+    for member in GUTENBERG.members:
+        (books / member).parent.mkdir(parents=True, exist_ok=True)
+        (books / member).write_text("\n\n".join([f"{PROSE[0].upper()}{PROSE[1:]}.", "He cried and hated a dog."] * 50))
+    reviews = [{"text": f"the {'good' if i % 2 else 'bad'} film {i}", "label": i % 2} for i in range(60)]
+    speeches = [{"year": i, "president": name, "text": f"{PROSE}. {PROSE}."} for i, name in enumerate(("Ann", "Cid"))]
+    speeches += [{"year": 3, "president": "George Washington", "text": f"{PROSE}."}] * 2
+    for name, rows in (("imdb-1", reviews), ("sotu-1", speeches)):
+        Dataset.from_list(rows).save_to_disk(folder / "cache" / "data" / name)
+    return folder
+
+
+@pytest.fixture
+def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -> Iterator[Path]:
+    """A working directory with that cache, and W&B's folder in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIMTAB_CACHE", str(place / "cache"))
+    monkeypatch.setenv("WANDB_PROJECT", "tests")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield tmp_path
+    end_wandb()
+
+
+def end_wandb() -> None:
+    """What the end of a program does: only teardown waits until the run's file is written."""
+    wandb.finish()
+    wandb.teardown()
+
+
+def tiny_run(program: Program, place: Path) -> dict[str, Any]:
+    return {**program.sizes, **({"model": str(place / "model")} if program.takes_model else {})}
+
+
+def run(program: Program, words: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run the program in this process: its config.json and the rows of its history.jsonl."""
+    program.module.main(*program.parse(words))
+    (history,) = Path("runs").rglob("history.jsonl")
+    rows = history.read_text().splitlines()
+    return json.loads((history.parent / "config.json").read_text()), [json.loads(row) for row in rows]
+
+
+def reported(program: Program, history: list[dict[str, Any]]) -> set[str]:
+    """Names in W&B of what was logged: transformers puts `eval/` or `train/` before them, our tracker nothing."""
+    rows = history if program.module in (ppo, ddpo) else [rewrite_logs(row) for row in history]
+    return {name for row in rows for name in row}
+
+
+def test_every_experiment_has_a_sweep_and_every_program_is_in_one():
+    folders = {file.parent for file in (ROOT / "experiments").glob("*/README.md")}
+    assert {file.parent for file in FILES} == folders
+    assert {read_sweep(file).get("program") for file in FILES} == set(OF_PATH)
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_every_parameter_of_a_sweep_is_a_flag_of_its_program(file: Path, tmp_path: Path):
+    sweep = read_sweep(file)
+    assert sweep.metric is not None
+    assert sweep.get("project") == file.parent.name
+    for number in range(500):  # all of a grid: what a config refuses would end a trial
+        found = suggest(sweep, number=number, seed=0, trials=[], history=lambda trial: [])
+        if found is None or (sweep.method != "grid" and number == 10):
+            break
+        parsed = [program_of(sweep).parse(words_of(found.parameters, macro, tmp_path)) for macro in COMMANDS]
+        assert parsed[0] == parsed[1] == parsed[2]
+        if number == 0:
+            with pytest.raises(SystemExit):
+                program_of(sweep).parse([*words_of(found.parameters, "args", tmp_path), "--no_such_flag=1"])
+
+
+def test_sweeps_have_names_of_their_own():
+    names = [read_sweep(file).name for file in FILES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("macro", COMMANDS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+def test_what_an_agent_passes_is_understood_whichever_way_it_is_written(
+    program: Program, macro: str, here: Path, place: Path
+):
+    parameters = {**tiny_run(program, place), **program.awkward}
+    parsed = program.parse(words_of(parameters, macro, here))
+    assert parsed == program.parse(words_of(parameters, "args", here))
+    for name, value in parameters.items():
+        config = next((config for config in parsed if hasattr(config, name)), None)
+        if config is not None:
+            found = getattr(config, name)
+            assert (list(found) if isinstance(found, tuple) else found) == value, name
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+def test_a_program_runs_with_an_agents_arguments_and_its_config_has_them(program: Program, here: Path, place: Path):
+    parameters = {**tiny_run(program, place), **program.awkward}
+    nowhere = {"log_with": "none"} if program.module in (ppo, ddpo) else {"report_to": "none"}
+    config, history = run(program, words_of(parameters | nowhere, "args", here))
+    assert_holds(config, parameters)
+    assert len(history) >= 2
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_the_metric_is_in_the_summary_under_its_name(file: Path, here: Path, place: Path):
+    sweep = read_sweep(file)
+    program = program_of(sweep)
+    parameters = {**first_of(sweep), **tiny_run(program, place)}
+    config, history = run(program, words_of(parameters, "args", here))
+    end_wandb()
+    assert_holds(config, parameters)
+    (found,) = here.rglob("run-*.wandb")
+    file_of_run = RunFile(found).update()
+    assert file_of_run.exit_code == 0
+    assert sweep.metric is not None
+    assert is_finite(file_of_run.summary[sweep.metric.name])
+    if program.module is not ddpo:  # its summary is not part of its history
+        assert sweep.metric.name in reported(program, history)
+    assert file_of_run.config["seed"] == parameters["seed"]
+
+
+@pytest.mark.parametrize("program", [raft, reward, dpo], ids=lambda module: module.__name__.split(".")[-2])
+def test_the_experiments_own_settings_are_in_the_run_without_a_sweep(program: ModuleType, here: Path, place: Path):
+    (chosen,) = [known for known in PROGRAMS if known.module is program]
+    parameters = tiny_run(chosen, place)
+    run(chosen, words_of(parameters, "args", here))
+    end_wandb()
+    (found,) = here.rglob("run-*.wandb")
+    assert_holds(RunFile(found).update().config, parameters)
+
+
+def test_a_sweeps_run_of_ddpo_is_one_training(here: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    with pytest.raises(SystemExit, match="2 trainings"):
+        ddpo.main(ddpo.RunConfig(reward=["rgb_alignment", "colour_match"]), ddpo.ShapesDDPOConfig(log_with=None))
+    assert not Path("runs").exists()
+
+
+# With processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("WANDB_DIR", "WANDB_PROJECT", "WANDB_MODE"):  # the tool's own
+        monkeypatch.delenv(name)
+    sweep = read_sweep(file)
+    program = program_of(sweep)
+    source = yaml.safe_load(file.read_text())
+    source["program"] = str(ROOT / source["program"])
+    source["parameters"] |= {name: {"value": value} for name, value in tiny_run(program, place).items()}
+    Path("sweep.yaml").write_text(yaml.safe_dump(source, sort_keys=False))
+    tool = [sys.executable, str(ROOT / "tools" / "sweep.py"), "sweep.yaml", "--count", "2", "--folder", "sweep"]
+
+    process = subprocess.Popen(tool, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        cut = wait_for_second(process)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    first, second = trials()
+    assert (first["status"], second["status"]) == ("finished", "running")
+    assert second["run_id"] == cut["run_id"]
+
+    again = subprocess.run(tool, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert trials()[0] == first
+    assert trials()[1]["run_id"] != cut["run_id"]
+    about = json.loads(Path("sweep/sweep.json").read_text())
+    assert sweep.metric is not None
+    for trial in trials():
+        assert trial["status"] == "finished", trial["message"]
+        record = RunFile(Path(trial["run_file"])).update()
+        assert (record.sweep_id, record.run_id, record.exit_code) == (about["id"], trial["run_id"], 0)
+        assert record.summary[sweep.metric.name] == trial["metric"]
+        assert {name: record.config[name] for name in trial["parameters"]} == trial["parameters"]
+        (history,) = [found for found in Path("runs").rglob("history.jsonl") if trial["run_id"] in found.parts]
+        assert_holds(json.loads((history.parent / "config.json").read_text()), trial["parameters"])
+
+
+def trials() -> list[dict[str, Any]]:
+    file = Path("sweep/trials.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def wait_for_second(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The second trial, as soon as it has begun to write; the first has finished."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert process.poll() is None, trials()
+        found = trials()[1:]
+        if found and any(found[0]["run_id"] in folders for _, folders, _ in os.walk("runs")):
+            return found[0]
+        time.sleep(0.02)
+    raise AssertionError(trials())
