@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trimtab_diffusion.lora import add_lora, save_lora, without_lora
 from trimtab_diffusion.recording import Trajectories, denoiser_name, record
-from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.steps import Steps, gaussian_sample
 
 # What a denoiser was trained on, and so must survive a change of the scheduler.
 SCHEDULE = (
@@ -139,8 +139,7 @@ class DDPOStableDiffusionPipeline:
         index = steps.index_of(torch.as_tensor(timestep).expand(len(sample)))
         mean, std = steps.gaussian(model_output, sample, index)
         if prev_sample is None:
-            noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
-            prev_sample = (mean + std.to(mean.device).view(-1, *[1] * (mean.dim() - 1)) * noise).to(sample.dtype)
+            prev_sample = gaussian_sample(mean, std, generator).to(sample.dtype)
         return DDPOSchedulerOutput(prev_sample, steps.logprob(model_output, sample, prev_sample, index))
 
     @property

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from diffusers import DiffusionPipeline
-from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
-from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.steps import Steps, along, gaussian_sample
 
 Path = tuple[Any, ...]
 
@@ -129,12 +128,16 @@ class Trajectories:
         """Latents [n, ...] from which the images `rows` [n] took their steps `steps` [n], as the denoiser saw them."""
         drawn = _take(self.first, rows)
         later = _take(self.latents, rows, (steps - 1).clamp(min=0)).to(drawn.dtype)
-        is_first = (steps == 0).to(drawn.device).view(-1, *[1] * (drawn.dim() - 1))
+        is_first = along(steps == 0, drawn)
         return torch.where(is_first, drawn, later).to(device)
 
     def after(self, rows: Tensor, steps: Tensor, device: torch.device) -> Tensor:
         """Latents [n, ...] to which they took them."""
         return _take(self.latents, rows, steps).to(self.first.dtype).to(device)
+
+    def scored(self, rows: Tensor, steps: Tensor, device: torch.device) -> Tensor:
+        """Log-probabilities [n] of having taken them, when drawn."""
+        return _take(self.logprobs, rows, steps).to(device)
 
     def predict(self, denoiser: nn.Module, latents: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
         """What the denoiser says of `latents` [n, ...] under the conditions of `rows` at `steps`, both [n].
@@ -258,8 +261,7 @@ class _Recorder:
         random = bool(self.steps.is_random[len(self.latents)])
         if self.steps.is_flow:
             mean, std = self.steps.gaussian(model_output, sample, index)
-            noise = randn_tensor(mean.shape, generator=self.generator, device=mean.device, dtype=mean.dtype)
-            following = mean + std.to(mean.device).view(-1, *[1] * (mean.dim() - 1)) * noise
+            following = gaussian_sample(mean, std, self.generator)
         following = following.to(sample.dtype)  # autocast may have widened it
         stored = following if self.dtype is None else following.to(self.dtype)
         following = stored.to(following.dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 
@@ -17,7 +18,7 @@ def gaussian_logprob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     al. 2023, arXiv:2305.13301, whose clip range of 1e-4 is on this scale); times the dimensions it is the joint one.
     """
     x, mean = _at_least_float32(x), _at_least_float32(mean)
-    sigma = _along(std.to(mean.dtype), mean)
+    sigma = along(std.to(mean.dtype), mean)
     logprob = -0.5 * ((x - mean) / sigma) ** 2 - sigma.log() - 0.5 * math.log(2 * math.pi)
     return logprob.flatten(1).mean(1)
 
@@ -29,7 +30,7 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
     `gaussian_logprob`.
     """
     mean, ref_mean = _at_least_float32(mean), _at_least_float32(ref_mean)
-    sigma = _along(std.to(mean.dtype), mean)
+    sigma = along(std.to(mean.dtype), mean)
     return (0.5 * ((mean - ref_mean) / sigma) ** 2).flatten(1).mean(1)
 
 
@@ -52,7 +53,7 @@ def ddim_gaussian(
     threshold: instead, quantile and largest value of dynamic thresholding (Saharia et al. 2022, arXiv:2205.11487).
     """
     output, x = _at_least_float32(model_output), _at_least_float32(sample)
-    a, a_next = _along(alpha.to(x.dtype), x), _along(alpha_next.to(x.dtype), x)
+    a, a_next = along(alpha.to(x.dtype), x), along(alpha_next.to(x.dtype), x)
     if prediction_type == "epsilon":
         x0, epsilon = (x - (1 - a).sqrt() * output) / a.sqrt(), output
     elif prediction_type == "sample":
@@ -75,7 +76,7 @@ def dynamic_threshold(x0: Tensor, *, quantile: float, largest: float) -> Tensor:
 
     Saharia et al. 2022, arXiv:2205.11487, section 2.3.
     """
-    s = _along(x0.flatten(1).abs().quantile(quantile, dim=1).clamp(1, max(1.0, largest)), x0)
+    s = along(x0.flatten(1).abs().quantile(quantile, dim=1).clamp(1, max(1.0, largest)), x0)
     return torch.minimum(torch.maximum(x0, -s), s) / s
 
 
@@ -89,7 +90,7 @@ def flow_gaussian(
     infinite, the second sigma of the schedule stands for t in s.
     """
     v, x = _at_least_float32(velocity), _at_least_float32(sample)
-    t, dt = _along(sigma.to(x.dtype), x), _along((sigma_next - sigma).to(x.dtype), x)
+    t, dt = along(sigma.to(x.dtype), x), along((sigma_next - sigma).to(x.dtype), x)
     s = eta * (t / (1 - torch.where(t >= 1, sigma_second, t))).sqrt()
     drift = v + s**2 / (2 * t) * (x + (1 - t) * v)
     return x + drift * dt, (s * (-dt).sqrt()).flatten()
@@ -99,8 +100,14 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _along(values: Tensor, like: Tensor) -> Tensor:
-    """[B] as [B, 1, ...]."""
+def gaussian_sample(mean: Tensor, std: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A draw from N(mean, std^2 I). mean: [B, ...]; std: [B]. Returns [B, ...]."""
+    noise = randn_tensor(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+    return mean + along(std, mean) * noise
+
+
+def along(values: Tensor, like: Tensor) -> Tensor:
+    """[B] as [B, 1, ...], with the dimensions of `like` and on its device."""
     return values.to(like.device).view(-1, *[1] * (like.dim() - 1))
 
 
@@ -181,7 +188,7 @@ class Steps:
         DDIM: Ho et al. 2020, arXiv:2006.11239, Eq. 4; v of Salimans & Ho 2022, arXiv:2202.00512. Flow: x0 + t v with
         the velocity v = noise - x0. noise: as x0. Returns both [B, ...], of x0's dtype.
         """
-        level = _along(self.before[index.cpu()].to(x0.dtype), x0)
+        level = along(self.before[index.cpu()].to(x0.dtype), x0)
         if self.is_flow:
             return x0 + level * (noise - x0), noise - x0
         signal, deviation = level.sqrt(), (1 - level).sqrt()

@@ -269,7 +269,7 @@ class DDPOTrainer:
             return self._denoising_loss(made, weights, pairs, generator)
         loss, _, _ = self.calculate_loss(
             made.before(rows, steps, device), made.steps.timesteps[steps], made.after(rows, steps, device),
-            made.logprobs[rows.to(made.logprobs.device), steps.to(made.logprobs.device)].to(device), weights,
+            made.scored(rows, steps, device), weights,
             made.conditions.select(rows, steps, device),
         )  # fmt: skip
         return loss
@@ -292,8 +292,8 @@ class DDPOTrainer:
         if self._drawn is None:
             raise ValueError("calculate_loss replays steps of a schedule, and none was drawn yet: call step first.")
         conditions = embeds if isinstance(embeds, Mapping) else {"encoder_hidden_states": embeds}
-        output = self._predict(self.model, latents, timesteps, conditions)
         index = self._drawn.steps.index_of(timesteps)
+        output = self._predict(self.model, latents, index, conditions)
         mean, std = self._drawn.steps.gaussian(output, latents, index)
         logprobs = gaussian_logprob(next_latents, mean, std)
         log_ratio, clip = logprobs - log_probs, self.clip_range
@@ -308,13 +308,17 @@ class DDPOTrainer:
             "ratio": stats["ratio"], "policy/nats": Mean.of(log_ratio.abs() * self._drawn.dimensions),
         }  # fmt: skip
         if self.config.init_kl_coef:
-            ref_mean, _ = self._drawn.steps.gaussian(self._reference(latents, timesteps, conditions), latents, index)
+            ref_mean, _ = self._drawn.steps.gaussian(self._reference(latents, index, conditions), latents, index)
             kl = gaussian_kl(mean, ref_mean, std)
             loss = loss + self.kl_ctl.value * kl.mean()
             steps = int(self._drawn.steps.is_random.sum())
             parts["objective/kl"] = Mean.of(kl * self._drawn.dimensions * steps)
         self._parts.append(parts)
-        return loss, 0.5 * (log_ratio.detach() ** 2).mean(), torch.as_tensor(stats["clipfrac"].value)
+        # Tensors on the device: a number would make every micro-batch wait for it.
+        approx_kl, clipped = (
+            torch.as_tensor(stats[name].total / stats[name].weight) for name in ("approxkl", "clipfrac")
+        )
+        return loss, approx_kl, clipped
 
     def _denoising_loss(self, made: Trajectories, weights: Tensor, pairs: Pairs, generator: torch.Generator) -> Tensor:
         """Reward-weighted regression on the pictures that were drawn (section 4.1)."""
@@ -328,26 +332,24 @@ class DDPOTrainer:
         x0 = made.after(rows, torch.full_like(rows, len(made.steps) - 1), device).float()
         noise = torch.randn(x0.shape, generator=generator).to(device)
         x, target = made.steps.noised(x0, noise, steps)
-        output = self._predict(
-            self.model, x.to(made.first.dtype), made.steps.timesteps[steps], made.conditions.select(rows, steps, device)
-        )
+        output = self._predict(self.model, x.to(made.first.dtype), steps, made.conditions.select(rows, steps, device))
         loss = denoising_loss(output, target, weights).mean()
         self._parts.append({"loss": Mean.of(loss)})
         return loss
 
-    def _predict(self, model: Any, latents: Tensor, timesteps: Tensor, conditions: Mapping[str, Any]) -> Tensor:
-        """The denoiser's output, guided as when the last pictures were drawn."""
+    def _predict(self, model: Any, latents: Tensor, index: Tensor, conditions: Mapping[str, Any]) -> Tensor:
+        """The denoiser's output at steps `index` [B], guided as when the last pictures were drawn."""
         drawn = self._drawn
         assert drawn is not None
-        times = drawn.times[drawn.steps.index_of(timesteps)].to(latents.device)
+        times = drawn.times[index].to(latents.device)
         return predict(model, latents, times, conditions, guidance=drawn.guidance, name=drawn.name)
 
     @torch.no_grad()
-    def _reference(self, latents: Tensor, timesteps: Tensor, conditions: Mapping[str, Any]) -> Tensor:
+    def _reference(self, latents: Tensor, index: Tensor, conditions: Mapping[str, Any]) -> Tensor:
         if self.reference is not None:
-            return self._predict(self.reference, latents, timesteps, conditions)
+            return self._predict(self.reference, latents, index, conditions)
         with self.sd_pipeline.reference():
-            return self._predict(self.sd_pipeline.denoiser, latents, timesteps, conditions)
+            return self._predict(self.sd_pipeline.denoiser, latents, index, conditions)
 
     def _check_replay(self, made: Trajectories) -> float:
         device = self.accelerator.device
