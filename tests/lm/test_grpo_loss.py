@@ -39,6 +39,7 @@ SCORES = torch.tensor([[1.0, 5.0, 3.0], [2.0, 2.0, 2.0]])
         ("group", [[-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
         ("none", [[-2.0, 2.0, 0.0], [0.0, 0.0, 0.0]]),
         ("batch", [[-2 / 1.9**0.5, 2 / 1.9**0.5, 0.0], [0.0, 0.0, 0.0]]),  # squares 2.25, 6.25, 0.25, 3 x 0.25
+        ("raw", [[1.0, 5.0, 3.0], [2.0, 2.0, 2.0]]),
     ],
 )
 def test_advantages_by_hand(scale, expected):
@@ -51,6 +52,7 @@ def test_advantages_by_hand(scale, expected):
         ("group", [[-1.0, 1.0, 0.0, 0.0], [0.0, 0.5**0.5, 0.0, -(0.5**0.5)]]),
         ("none", [[-2.0, 2.0, 0.0, 0.0], [0.0, 1.0, 0.0, -1.0]]),
         ("batch", [[-2 / 2.5**0.5, 2 / 2.5**0.5, 0.0, 0.0], [0.0, 1 / 2.5**0.5, 0.0, -1 / 2.5**0.5]]),
+        ("raw", [[1.0, 5.0, 0.0, 3.0], [0.0, 4.0, 0.0, 2.0]]),
     ],
 )
 def test_a_masked_completion_counts_nowhere(scale, expected):
@@ -75,8 +77,22 @@ def test_advantages_of_integer_scores():
     assert found.tolist() == [[-0.5, 0.5]]
 
 
+def test_a_baseline_changes_the_noise_of_the_gradient_and_not_its_direction():
+    """Over all pairs of answers, p of them right: the mean of A d log pi(right) is p (1 - p), times (G - 1) / G."""
+    right, probability = torch.tensor([1.0, 0.0]), torch.tensor([0.3, 0.7])
+    answers = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    weights = probability[answers].prod(dim=1)
+    slopes = right - probability[0]  # d log pi(answer) / d logit of the right one
+    means = {
+        scale: float((weights[:, None] * advantages(right[answers], scale=scale) * slopes[answers]).sum() / 2)
+        for scale in ("raw", "none")
+    }
+    assert means["raw"] == pytest.approx(0.3 * 0.7)
+    assert means["none"] == pytest.approx(0.3 * 0.7 / 2)
+
+
 def test_an_unknown_scale_lists_those_there_are():
-    with pytest.raises(ValueError, match="choose from group, batch, none"):
+    with pytest.raises(ValueError, match="choose from group, batch, none, raw"):
         advantages(SCORES, scale="prompt")
 
 

@@ -398,6 +398,7 @@ def test_it_learns_to_write_the_letter_a_and_not_with_a_broken_loss(make, monkey
     {"loss_type": "grpo"}, {"loss_type": "bnpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"},
     {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, {"delta": 1.5},
     {"scale_rewards": "batch", "mask_truncated_completions": True}, {"beta": 0.1, "temperature": 0.8},
+    {"scale_rewards": "raw"},
     {"rollout_backend": "continuous_batching", "rollout_backend_kwargs": {"max_batch_tokens": 256}},
 ])  # fmt: skip
 def test_every_form_trains(make, settings):

@@ -1,7 +1,7 @@
 """Configuration of GRPO."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from transformers import TrainingArguments
 
@@ -78,9 +78,10 @@ class GRPOConfig(TrainingArguments):
         "completion the same. bnpo: the same within its process. dr_grpo: 1 / max_completion_length.",
         default="dapo",
     )
-    scale_rewards: str = _help(
+    # Not bool | str: transformers' parser would make of that a bool.
+    scale_rewards: Literal["group", "batch", "none", "raw", True, False] = _help(
         "Divide advantages by the deviation of the group, of the whole batch of all processes, or none (Dr. GRPO). "
-        "True is group, False is none.",
+        "raw: rewards as they are, without the group's mean taken off (REINFORCE). True is group, False is none.",
         default="group",
     )
     reward_weights: list[float] | None = _help("Weight of each reward function. None: 1.", default=None)
@@ -100,7 +101,8 @@ class GRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.scale_rewards = {"True": "group", "False": "none"}.get(str(self.scale_rewards), self.scale_rewards)
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         if self.use_vllm and self.rollout_backend != "continuous_batching":
             self.rollout_backend = "vllm"
         self.sampling()

@@ -22,8 +22,12 @@ SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group": group_whitened,
     "batch": batch_scaled,
     "none": group_centred,
+    "raw": lambda scores, groups: scores,
 }
-"""What scores less the mean of their group are divided by: the deviation of the group, of all groups, or nothing."""
+"""What scores less the mean of their group are divided by: the deviation of the group, of all groups, or nothing.
+
+"raw" leaves scores as they are, with no mean taken off either.
+"""
 
 
 def advantages(scores: Tensor, *, scale: str, mask: Tensor | None = None) -> Tensor:
@@ -31,9 +35,10 @@ def advantages(scores: Tensor, *, scale: str, mask: Tensor | None = None) -> Ten
 
     scores: [P, G], of G completions to each of P prompts; mask: [P, G], 1 where a completion counts, all by default.
     scale: "group" (Shao et al. 2024, arXiv:2402.03300), "batch" (Liu et al. 2025, arXiv:2508.08221) or "none" (Dr.
-    GRPO, Liu et al. 2025, arXiv:2503.20783). Returns [P, G]: 0 where the mask is 0, whose score enters neither mean nor
-    deviation, and where all that it is measured against are equal. "batch" means the prompts given: gather the scores
-    of all processes first.
+    GRPO, Liu et al. 2025, arXiv:2503.20783); "raw" compares with nothing, and the score itself is the advantage
+    (REINFORCE without a baseline, Williams 1992). Returns [P, G]: 0 where the mask is 0, whose score enters neither
+    mean nor deviation, and, but for "raw", where all that it is measured against are equal. "batch" means the prompts
+    given: gather the scores of all processes first.
     """
     if scale not in SCALES:
         raise ValueError(f"scale={scale!r} of the advantages: choose from {', '.join(SCALES)}.")

@@ -233,7 +233,7 @@ class GRPOTrainer(Trainer):
         shape = (len(rows), args.num_generations)
         counted = torch.tensor(rollout.ended).view(shape) | (not args.mask_truncated_completions)
         found = everyones_advantages(
-            scored.rewards.view(shape), counted, scale=args.scale_rewards, rank=args.process_index
+            scored.rewards.view(shape), counted, scale=str(args.scale_rewards), rank=args.process_index
         )
         groups = as_groups(prompts, rollout, is_counted=counted, advantages=found)
         real = groups[:count]
