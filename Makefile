@@ -13,12 +13,12 @@ REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.t
 SOURCES := $(wildcard packages experiments tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format sizes bench clean
+.PHONY: help setup demo reproduce test check format sizes bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo and test), JOBS=$(JOBS) (for test),"
+	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce and test), JOBS=$(JOBS) (for test),"
 	@echo "             BENCH=name (for bench)"
 
 setup: $(STAMP) ## make .venv and install the three packages with their tools
@@ -26,6 +26,9 @@ setup: $(STAMP) ## make .venv and install the three packages with their tools
 
 demo: $(STAMP) ## teach a small model to write positive text (PPO, one CPU, W&B offline)
 	$(PY) experiments/ziegler_2019_sentiment/train.py $(ARGS)
+
+reproduce: $(STAMP) ## run all experiments, and write the table of the papers' claims (an hour on two cores)
+	$(PY) experiments/reproduce.py $(ARGS)
 
 test: $(STAMP) ## run the tests, JOBS at a time (slow and gpu ones only on request: ARGS='-m slow')
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)

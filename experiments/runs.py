@@ -1,9 +1,12 @@
-"""What a run on transformers.Trainer leaves behind, the same way in every experiment: numbers, curves and samples."""
+"""What a run leaves behind, the same way in every experiment: settings, numbers, curves and samples.
+
+In the run's folder: config.json at its start, history.jsonl as it goes, and summary.json once it is over.
+"""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ matplotlib.use("Agg")  # files only: the machine may have no display
 
 from matplotlib import pyplot as plt
 
-HISTORY, CONFIG, FIGURE = "history.jsonl", "config.json", "report.png"
+HISTORY, CONFIG, SUMMARY, FIGURE = "history.jsonl", "config.json", "summary.json", "report.png"
 
 
 def changed(kind: type, name: str, value: Any) -> Any:
@@ -30,9 +33,10 @@ def changed(kind: type, name: str, value: Any) -> Any:
 
 
 def run_folder(*parts: str) -> Any:
-    """The field output_dir: runs/<parts>, and below it the id of a sweep agent's run, so that runs do not meet."""
+    """The field output_dir: runs/<parts>, and below it the ids of a sweep and its run, so that runs do not meet."""
+    ids = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")
     return field(
-        default_factory=lambda: str(Path("runs", *parts, os.environ.get("WANDB_RUN_ID", ""))),
+        default_factory=lambda: str(Path("runs", *parts, *(os.environ.get(name, "") for name in ids))),
         metadata={"help": "Folder of history.jsonl, config.json, report.png and checkpoints."},
     )
 
@@ -44,11 +48,28 @@ def begin(project: str, run: Any, args: TrainingArguments) -> "History":
     os.environ.setdefault("WANDB_PROJECT", project)
     folder = Path(str(args.output_dir))
     if args.process_index == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(json.dumps(to_flat_dict(run, args), indent=2) + "\n", encoding="utf-8")
-        if not args.resume_from_checkpoint:
-            (folder / HISTORY).unlink(missing_ok=True)
+        open_folder(folder, to_flat_dict(run, args), goes_on=bool(args.resume_from_checkpoint))
     return History(folder / HISTORY, to_flat_dict(run))
+
+
+def open_folder(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> None:
+    """Write config.json; what an earlier run left goes, but for the history of a run that goes on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / SUMMARY).unlink(missing_ok=True)
+    if not goes_on:
+        (folder / HISTORY).unlink(missing_ok=True)
+
+
+def append(folder: Path, row: Mapping[str, Any]) -> None:
+    """A line of JSON at the end of history.jsonl; it has a step."""
+    with (folder / HISTORY).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(dict(row)) + "\n")
+
+
+def close_folder(folder: Path, summary: Mapping[str, float]) -> None:
+    """Write summary.json, by which a report knows that the run is over."""
+    (folder / SUMMARY).write_text(json.dumps(dict(summary), indent=2) + "\n", encoding="utf-8")
 
 
 class History(TrainerCallback):
@@ -71,8 +92,7 @@ class History(TrainerCallback):
         self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+            append(self.path.parent, {"step": state.global_step, **(logs or {})})
 
 
 def sampled(
@@ -112,13 +132,60 @@ def show(title: str, prompts: Sequence[str], answers: Sequence[str]) -> None:
     print("\n".join(["", title, "-" * len(title), *lines, ""]), flush=True)
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run that is over: its settings, what it logged (a dict for each step, in order), and what came out."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    history: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, float]
+
+    def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
+        """What was logged under two names, where both were."""
+        rows = [row for row in self.history if x in row and y in row]
+        return [row[x] for row in rows], [row[y] for row in rows]
+
+
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, a dict for each time."""
-    return [json.loads(line) for line in (folder / HISTORY).read_text(encoding="utf-8").splitlines()]
+    """What was logged, a dict for each step, in order; of a step that a resumed run did again, the later numbers."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in (folder / HISTORY).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        steps.setdefault(row["step"], {}).update(row)
+    return [steps[step] for step in sorted(steps)]
+
+
+def finished_runs(*folders: Path) -> list[Run]:
+    """Every run below the folders that is over, by its place; at least one."""
+    found = sorted({path.parent for folder in folders for path in Path(folder).rglob(SUMMARY)})
+    if not found:
+        names = ", ".join(map(str, folders))
+        raise ValueError(
+            f"no run that is over lies below {names}: a folder with {SUMMARY} is needed. Give the folder of a run or "
+            "of a sweep's runs, or let one finish."
+        )
+    return [Run(folder, _json(folder / CONFIG), read_history(folder), _json(folder / SUMMARY)) for folder in found]
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def by(runs: Iterable[Run], *names: str) -> dict[Any, list[Run]]:
+    """Runs by what a setting is in them, in the order of that; by several settings, their tuples are the keys.
+
+    What is left in a list should differ in its seed alone.
+    """
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        values = tuple(run.config[name] for name in names)
+        groups.setdefault(values if len(names) > 1 else values[0], []).append(run)
+    return dict(sorted(groups.items(), key=lambda item: item[0]))
 
 
 def finish(trainer: Trainer, title: str, panels: Mapping[str, Sequence[str]], summary: Mapping[str, float]) -> None:
-    """Log the summary as eval_<name>, draw report.png, and say where it is. Every process calls it.
+    """Log the summary as eval_<name>, write it, draw report.png, and say where it is. Every process calls it.
 
     panels: title -> names of what was logged, drawn over the optimizer steps.
     """
@@ -126,6 +193,7 @@ def finish(trainer: Trainer, title: str, panels: Mapping[str, Sequence[str]], su
     if not trainer.is_world_process_zero():
         return
     folder = Path(str(trainer.args.output_dir))
+    close_folder(folder, summary)
     rows = read_history(folder)
     figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.4), layout="constrained", squeeze=False)
     for axis, (heading, names) in zip(axes.flat, panels.items(), strict=True):

@@ -1,0 +1,50 @@
+"""Looking at a policy from outside: what it writes, and how far it is from the model it started as."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from experiments.runs import sampled
+from transformers import PreTrainedTokenizerBase
+
+from trimtab_lm.generation import pad
+from trimtab_lm.logprobs import score_logits
+
+
+def continued(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, max_new_tokens: int, seed: int
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Continuations as token ids, and as texts with the space that stands before them."""
+    rows = sampled(model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=seed)
+    whole = [torch.cat([torch.tensor(tokenizer(prompt)["input_ids"]), row.cpu()])
+             for prompt, row in zip(prompts, rows, strict=True)]  # fmt: skip
+    decoded = tokenizer.batch_decode(whole, skip_special_tokens=True)
+    return rows, [text.removeprefix(prompt) for prompt, text in zip(prompts, decoded, strict=True)]
+
+
+@torch.no_grad()
+def kl_of_samples(
+    policy: Any, reference: Any, prompts: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], *, batch_size: int = 32
+) -> float:
+    """Mean over sampled answers of log pi(answer) - log ref(answer): an estimate of the KL, in nats per response.
+
+    policy, reference: causal models; prompts, rows: token ids [T_i], `rows` as `continued` gives them for `policy`.
+    """
+    was_training, _ = policy.training, policy.eval()
+    gaps = []
+    for start in range(0, len(rows), batch_size):
+        pairs = list(zip(prompts[start : start + batch_size], rows[start : start + batch_size], strict=True))
+        whole = [torch.cat([prompt.to(policy.device), row.to(policy.device)]) for prompt, row in pairs]
+        ids, mask = pad(whole, 0)
+        answer = mask[:, 1:].bool()
+        for i, (prompt, _) in enumerate(pairs):
+            answer[i, : len(prompt) - 1] = False
+        policy_sum, reference_sum = (
+            score_logits(model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer], ids[:, 1:][answer])
+            .logprobs.double()
+            .sum()
+            for model in (policy, reference)
+        )
+        gaps.append(float(policy_sum - reference_sum))
+    policy.train(was_training)
+    return sum(gaps) / len(rows)

@@ -1,0 +1,172 @@
+"""Run every paper's experiment at its default size, and write the table of claims: `make reproduce`.
+
+For each paper: the sweeps experiments/<paper>/reproduce*.yaml, then its report.py over their runs. What ended well
+before, in runs/reproduce, is not run again; remove that folder to begin anew. The table and the figures go between the
+marks of experiments/README.md and, each paper's own, of its README.md.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = Path("runs", "reproduce")
+BEGIN, END = "<!-- reproduced -->", "<!-- /reproduced -->"
+HEADINGS = ("paper", "claim", "expected", "obtained", "", "minutes")
+FAILED = "failed"  # what tools/sweep.py calls a trial whose program failed
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a paper: rows of claim, expected, obtained and outcome; its figure; the minutes that it took."""
+
+    paper: str
+    rows: Sequence[tuple[str, str, str, str]]
+    figure: Path | None
+    minutes: float
+    is_complete: bool  # every run ended well, and the report could be made
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Rows of the headings; the paper and its minutes stand in the first alone."""
+        link = f"[{self.paper}]({self.paper}/README.md)"
+        sides = [(link, f"{self.minutes:.1f}"), *[("", "")] * len(self.rows)]
+        return [(name, *row, minutes) for (name, minutes), row in zip(sides, self.rows, strict=False)]
+
+
+def papers() -> list[str]:
+    """Every folder with a reproduce*.yaml, oldest paper first."""
+    found = {file.parent.name for file in (ROOT / "experiments").glob("*/reproduce*.yaml")}
+    return sorted(found, key=lambda name: (name.split("_")[1], name))
+
+
+def reproduce(paper: str, jobs: int) -> Result:
+    """Run the paper's sweeps, as far as they have not been run, and its report."""
+    home, out = ROOT / "experiments" / paper, RUNS / paper
+    folders, trials, failures = [], [], []
+    for file in sorted(home.glob("reproduce*.yaml")):
+        sweep = out / file.stem
+        command = ["tools/sweep.py", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
+        command.append("--retry-failed")
+        failures += ["its sweep could not be run"] * bool(call(command))
+        if (about := sweep / "sweep.json").exists():
+            folders.append(str(Path("runs", paper, json.loads(about.read_text(encoding="utf-8"))["id"])))
+        trials += read_lines(sweep / "trials.jsonl")
+    failures += [f"run {trial['run_id']} failed, see {trial['log']}" for trial in trials if trial["status"] == FAILED]
+    (verdicts := out / "verdicts.json").unlink(missing_ok=True)
+    call([f"experiments/{paper}/report.py", *folders, "--out", str(out)])
+    found: dict[str, Any] = {"figures": [], "verdicts": []}
+    if verdicts.exists():
+        found = json.loads(verdicts.read_text(encoding="utf-8"))
+    else:
+        failures.append("its report could not be made")
+    for failure in failures:
+        print(f"{paper}: {failure}", file=sys.stderr)
+    rows = [(v["claim"], v["expected"], v["obtained"], "pass" if v["passed"] else "FAIL") for v in found["verdicts"]]
+    rows += [("it runs", "no failure", f"{len(failures)} failed", "FAIL")] * bool(failures)
+    return Result(
+        paper,
+        rows,
+        out / f"{found['figures'][0]}.png" if found["figures"] else None,
+        sum(trial["seconds"] or 0 for trial in trials) / jobs / 60,
+        not failures,
+    )
+
+
+def call(command: Sequence[str]) -> int:
+    """Run one of the repository's programs, its words on the screen; returns its exit status."""
+    print(f"\n$ python {' '.join(command)}", flush=True)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; none if it is not there."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str] = HEADINGS) -> str:
+    """A table of Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def provenance(jobs: int) -> str:
+    """Commit, day, machine and versions."""
+    git = ["git", "-C", str(ROOT)]
+    commit, changed = (
+        subprocess.run([*git, *words], capture_output=True, text=True, check=False).stdout.strip()
+        for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    )
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "diffusers"))
+    return (
+        f"Commit {commit or 'unknown'}{' with changes' if changed else ''}, {datetime.now(UTC):%Y-%m-%d}, "
+        f"{len(os.sched_getaffinity(0))} {platform.machine()} cores, {jobs} runs side by side, Python "
+        f"{platform.python_version()}, {libraries}. Numbers are medians over the seeds, with their range. Minutes are "
+        "those of the runs, divided by how many ran side by side."
+    )
+
+
+def around_marks(readme: Path) -> tuple[str, str]:
+    """What stands before and behind the marks of a README, the marks included."""
+    before, mark, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (mark and end):
+        raise SystemExit(f"{readme}: the lines {BEGIN} and {END} are needed, for the table to stand between. Add them.")
+    return before + mark, end + after
+
+
+def write_between_marks(readme: Path, text: str) -> None:
+    """Replace what stands between the marks of a README."""
+    before, after = around_marks(readme)
+    readme.write_text(f"{before}\n\n{text}\n\n{after}", encoding="utf-8")
+
+
+def publish(results: Sequence[Result], about: str, *, is_all: bool) -> None:
+    """Copy the figures into the papers' folders, and write their READMEs; the table of all if all are there."""
+    home = ROOT / "experiments"
+    parts = [markdown([row for result in results for row in result.table()]), about]
+    for result in results:
+        picture = ""
+        if result.figure:
+            shutil.copyfile(ROOT / result.figure, home / result.paper / "figure.png")
+            picture = f"\n\n![{result.paper}](figure.png)"
+            parts.append(f"### {result.paper}\n\n![{result.paper}]({result.paper}/figure.png)")
+        own = markdown(result.rows, HEADINGS[1:-1])
+        whole = f"{own}\n\n{about} Here: {result.minutes:.1f} minutes.{picture}"
+        write_between_marks(home / result.paper / "README.md", whole)
+    if is_all:
+        write_between_marks(home / "README.md", "\n\n".join(parts))
+
+
+def main() -> int:
+    """0 if every paper could be run and judged, whatever the verdicts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("papers", nargs="*", help=f"which of {', '.join(papers())} (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
+    given = parser.parse_args()
+    if unknown := set(given.papers) - set(papers()):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}. Choose from {', '.join(papers())}.")
+    os.chdir(ROOT)  # where the sweeps' programs are named from
+    chosen = given.papers or papers()
+    for folder in ("", *chosen):  # before the hour of work, not after it
+        around_marks(ROOT / "experiments" / folder / "README.md")
+    began, about = time.monotonic(), provenance(given.jobs)
+    results = [reproduce(paper, given.jobs) for paper in chosen]
+    publish(results, about, is_all=not given.papers)
+    print(f"\n{markdown([row for result in results for row in result.table()])}\n\n{about}")
+    print(f"{(time.monotonic() - began) / 60:.0f} minutes in all")
+    return 0 if all(result.is_complete for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""PPO on continuations of sentences, as several experiments train it: model, prompts, record of the steps, samples."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from datasets import Dataset
+from experiments.assets import openings, stories15m
+from experiments.evaluation import continued, kl_of_samples
+from experiments.runs import Run, append, close_folder, open_folder, read_history, show
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trimtab_common.config import to_flat_dict
+from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
+from trimtab_lm.generation import eos_token_ids
+
+REWARD, KL = "ppo/mean_scores", "objective/kl"
+SAMPLES = "samples.json"  # in a run's folder: heading -> cells, of the columns query, before and after
+Reward = Callable[[Sequence[str]], list[float]]
+
+
+@dataclass(frozen=True)
+class StoriesRun:
+    """What such an experiment adds to PPO's own settings."""
+
+    model: str = field(
+        default="stories15m",
+        metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."},
+    )
+    max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a continuation at most."})
+    stops: tuple[str, ...] = field(
+        default=(), metadata={"help": "Tokens that end a continuation, besides the model's own, such as . and !"}
+    )
+    sampling_temperature: float = field(
+        default=1.0, metadata={"help": "Divides the logits where continuations are sampled to learn from."}
+    )
+    eval_prompts: int = field(default=128, metadata={"help": "Other openings, for reward and KL before and after."})
+    samples: int = field(default=6, metadata={"help": "Of them, how many are shown."})
+    resume_from: str | None = field(
+        default=None,
+        metadata={"help": "Checkpoint folder to go on from, or 'latest' (needs output_dir, save_steps)."},
+    )
+
+
+def load(model: str) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase]:
+    """The policy with its value head, from the hub id or folder `model` (stories15m is downloaded); its tokenizer."""
+    name = str(stories15m()) if model == "stories15m" else model
+    # This model's hidden states are large: a random head would start with values five times the largest reward.
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(name, v_head_init_strategy="zero")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return policy, tokenizer
+
+
+def end_at(policy: Any, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+    """Let the tokens `stops` end what `policy` writes, wherever it is sampled from."""
+    vocabulary = tokenizer.get_vocab()
+    if unknown := [token for token in stops if token not in vocabulary]:
+        raise ValueError(
+            f"stops={list(stops)}: {unknown} is no token of this model's tokenizer. Give tokens as its vocabulary "
+            "spells them."
+        )
+    config = policy.pretrained_model.generation_config
+    known = eos_token_ids(policy.pretrained_model, tokenizer.eos_token_id)
+    config.eos_token_id = [*known, *(vocabulary[token] for token in stops)]
+
+
+def prompts(tokenizer: PreTrainedTokenizerBase, queries: Sequence[str]) -> Dataset:
+    """Columns query and input_ids."""
+    return Dataset.from_dict({"query": list(queries), "input_ids": tokenizer(list(queries))["input_ids"]})
+
+
+class Evaluation:
+    """Reward and KL of the policy on openings that it is not trained on, the same random numbers at every look.
+
+    The reference is the model as it is when this is made.
+    """
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, reward: Reward, run: StoriesRun, *, seed: int):
+        self.model, self.tokenizer, self.reward, self.run, self.seed = model, tokenizer, reward, run, seed
+        self.prompts = openings()[: run.eval_prompts]
+        self.ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in self.prompts]
+        self.reference = deepcopy(model).eval()
+
+    def look(self) -> tuple[dict[str, float], list[str]]:
+        """{reward, kl (nats per response), ended (the share with an end token)}, and what was written."""
+        rows, answers = continued(
+            self.model, self.tokenizer, self.prompts, max_new_tokens=self.run.max_new_tokens, seed=self.seed
+        )
+        kl = kl_of_samples(self.model, self.reference, self.ids, rows)
+        ends = eos_token_ids(self.model, self.tokenizer.eos_token_id)
+        ended = fmean(int(row[-1]) in ends for row in rows)
+        return {"reward": fmean(self.reward(answers)), "kl": kl, "ended": ended}, answers
+
+
+def train(
+    run: StoriesRun,
+    ppo: PPOConfig,
+    reward: Reward,
+    *,
+    on_step: Callable[[int, dict[str, float], Evaluation], None] | None = None,
+    make_trainer: Callable[..., PPOTrainer] = PPOTrainer,
+) -> Path:
+    """Train, with a look before and after; returns the run's folder, which is complete then. Every process calls it.
+
+    on_step: called with the step, its row of history.jsonl, to which it may add, and the evaluation. make_trainer:
+    called as PPOTrainer(config, model, tokenizer=..., dataset=...), for another optimizer or a subclass.
+    """
+    set_seed(ppo.seed)
+    ppo = replace(ppo, model_name=run.model)  # for the tracker's config
+    policy, tokenizer = load(run.model)
+    dataset = prompts(tokenizer, openings()[run.eval_prompts :])
+    if run.stops:
+        end_at(policy, tokenizer, run.stops)
+    trainer = make_trainer(ppo, policy, tokenizer=tokenizer, dataset=dataset)
+    is_main = trainer.accelerator.is_main_process
+    folder = Path(ppo.output_dir or Path("runs", ppo.exp_name))
+    if is_main:
+        open_folder(folder, to_flat_dict(run, ppo), goes_on=bool(run.resume_from))
+    evaluation = Evaluation(policy.pretrained_model, tokenizer, reward, run, seed=ppo.seed)
+    looks, shown_texts = [], {}
+    for stage in ("before", "after"):
+        if stage == "after":
+            learn(trainer, run, reward, folder, lambda step, row: on_step and on_step(step, row, evaluation))
+        numbers, answers = evaluation.look()
+        looks.append(numbers)
+        shown, written = evaluation.prompts[: run.samples], answers[: run.samples]
+        shown_texts |= {"query": shown, stage: [" ".join(answer.split()) for answer in written]}
+        if is_main:
+            show(f"{stage} training", shown, shown_texts[stage])
+        rows = zip([stage] * run.samples, shown, written, reward(written), strict=False)
+        trainer.tracker.table("samples", ["stage", "query", "response", "reward"], rows, trainer.steps_done)
+    if is_main:
+        summary = {"reward_before": looks[0]["reward"], **looks[1], "kl_held": held_kl(read_history(folder))}
+        trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
+        (folder / SAMPLES).write_text(json.dumps(shown_texts, indent=2) + "\n", encoding="utf-8")
+        close_folder(folder, summary)
+    return folder
+
+
+def samples_of(runs: Mapping[str, Run]) -> dict[str, list[str]]:
+    """A table of samples: the query, what was written before training, and after it by the run of each label.
+
+    Runs that left no samples, or none of the first one's queries, are left out.
+    """
+    columns: dict[str, list[str]] = {}
+    for label, run in runs.items():
+        if (path := run.folder / SAMPLES).exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            columns = columns or {"query": found["query"], "before training": found["before"]}
+            if found["query"] == columns["query"]:
+                columns[label] = found["after"]
+    return columns
+
+
+def held_kl(history: Sequence[Mapping[str, float]]) -> float:
+    """The KL that training held: the mean of the last third of the steps, in nats per response."""
+    return fmean(row[KL] for row in history[-max(1, len(history) // 3) :])
+
+
+def learn(
+    trainer: PPOTrainer,
+    run: StoriesRun,
+    reward: Reward,
+    folder: Path,
+    add: Callable[[int, dict[str, float]], Any],
+) -> None:
+    """PPO's steps; each leaves its numbers in history.jsonl, and each fifth a line on the screen."""
+
+    def on_step(step: int, stats: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
+        row = {key: value for key, value in stats.items() if isinstance(value, int | float)}
+        add(step, row)
+        if not trainer.accelerator.is_main_process:
+            return
+        append(folder, {"step": step, **row})
+        if step == 1 or step % 5 == 0:
+            tqdm.write(
+                f"step {step:4d}/{trainer.config.steps}   reward {row[REWARD]:+.3f}   KL {row[KL]:6.2f} nats   "
+                f"coefficient {row['objective/kl_coef']:.3f}"
+            )
+
+    trainer.train(
+        lambda queries, responses, **columns: reward(responses),
+        generation_kwargs={"max_new_tokens": run.max_new_tokens, "temperature": run.sampling_temperature},
+        resume_from=run.resume_from,
+        on_step=on_step,
+    )

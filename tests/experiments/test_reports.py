@@ -1,0 +1,124 @@
+"""What reports share: finished runs read back, grouped and judged; what is seen of a policy from outside."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from experiments import reports
+from experiments.evaluation import continued, kl_of_samples
+from experiments.figures import Verdict
+from experiments.reports import Report, spread
+from experiments.runs import Run, append, by, close_folder, finished_runs, open_folder, read_history
+from matplotlib import pyplot as plt
+from tests.lm import tiny
+
+
+def a_run(folder: Path, *, is_over: bool = True, **config: object) -> Path:
+    open_folder(folder, config, goes_on=False)
+    append(folder, {"step": 1, "reward": 0.5})
+    if is_over:
+        close_folder(folder, {"reward": 0.5})
+    return folder
+
+
+def test_a_run_is_read_back_once_it_is_over(tmp_path: Path):
+    a_run(tmp_path / "sweep" / "b", seed=1)
+    a_run(tmp_path / "sweep" / "a", seed=0)
+    a_run(tmp_path / "sweep" / "c", is_over=False, seed=2)
+    runs = finished_runs(tmp_path, tmp_path / "sweep" / "a")
+    assert [(run.folder.name, run.config["seed"]) for run in runs] == [("a", 0), ("b", 1)]
+    assert runs[0].history == [{"step": 1, "reward": 0.5}]
+    assert runs[0].summary == {"reward": 0.5}
+    assert runs[0].curve("step", "reward") == ([1], [0.5])
+
+
+def test_a_run_that_begins_anew_is_not_over_and_one_that_goes_on_keeps_its_history(tmp_path: Path):
+    a_run(tmp_path)
+    open_folder(tmp_path, {"seed": 3}, goes_on=True)
+    with pytest.raises(ValueError, match="no run that is over"):
+        finished_runs(tmp_path)
+    assert len(read_history(tmp_path)) == 1
+    open_folder(tmp_path, {"seed": 3}, goes_on=False)
+    append(tmp_path, {"step": 7})
+    assert read_history(tmp_path) == [{"step": 7}]
+
+
+def test_history_has_a_row_for_each_step_and_the_later_number_counts(tmp_path: Path):
+    for row in ({"step": 2, "x": 1}, {"step": 1, "x": 1}, {"step": 2, "y": 1}, {"step": 2, "x": 5}):
+        append(tmp_path, row)
+    assert read_history(tmp_path) == [{"step": 1, "x": 1}, {"step": 2, "x": 5, "y": 1}]
+
+
+def run_with(reward: float = 0.0, **config: object) -> Run:
+    return Run(Path(), config, [{"step": 1}, {"step": 2, "x": 3}], {"reward": reward})
+
+
+def test_runs_are_grouped_by_what_varies():
+    runs = [run_with(beta=beta, seed=seed) for seed in (0, 1) for beta in (0.5, 0.1)]
+    assert {beta: len(group) for beta, group in by(runs, "beta").items()} == {0.1: 2, 0.5: 2}
+    assert list(by(runs, "beta")) == [0.1, 0.5]
+    assert list(by(runs, "beta", "seed")) == [(0.1, 0), (0.1, 1), (0.5, 0), (0.5, 1)]
+
+
+def test_a_curve_has_the_steps_at_which_both_were_logged():
+    assert run_with().curve("step", "x") == ([2], [3])
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"), [([0.5], "0.500"), ([3, 1, 2], "2.000 (1.000 to 3.000)"), ([1, 2], "1.500 (1.000 to 2.000)")]
+)
+def test_spread_is_the_median_with_the_range(values: list[float], shown: str):
+    assert spread(values) == shown
+
+
+def test_settings_that_differ_are_shown_with_all_their_values():
+    found = reports.settings([run_with(seed=seed, beta=0.1) for seed in range(3)])
+    assert found == {"seed": "0, 1, 2", "beta": "0.1"}
+    assert reports.settings([run_with(seed=seed) for seed in range(13)]) == {"seed": "13 values"}
+
+
+@pytest.mark.parametrize(("rewards", "code"), [([0.5], 0), ([0.5, -0.5], 1), ([], 1)])
+def test_the_program_exits_by_its_verdicts_and_leaves_them_in_a_file(
+    rewards: list[float], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def judge(runs: Sequence[Run]) -> Report:
+        assert [run.config["seed"] for run in runs] == [4]
+        return Report(
+            [Verdict("rises", "above 0", str(reward), reward > 0) for reward in rewards], {"figure": plt.figure()}
+        )
+
+    a_run(tmp_path / "runs", seed=4)
+    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        reports.main("title", "claim", judge)
+    assert ended.value.code == code
+    found = json.loads((tmp_path / "out" / "verdicts.json").read_text())
+    assert found["figures"] == ["figure"]
+    assert [verdict["passed"] for verdict in found["verdicts"]] == [reward > 0 for reward in rewards]
+    assert "<title>title</title>" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "out" / "figure.png").exists()
+    assert capsys.readouterr().out.count("rises") == len(rewards)
+
+
+def test_kl_of_samples_is_the_mean_gap_of_log_probabilities():
+    policy, reference = tiny.llama(0).train(), tiny.llama(1)
+    prompts, answers = tiny.rows(5, 2, 4), tiny.rows(5, 1, 5, seed=1)
+    gaps = [(tiny.taken_of(policy, *row) - tiny.taken_of(reference, *row)).sum()
+            for row in zip(prompts, answers, strict=True)]  # fmt: skip
+    found = kl_of_samples(policy, reference, prompts, answers, batch_size=2)
+    assert found == pytest.approx(float(sum(gaps)) / 5, rel=1e-4)
+    assert policy.training
+
+
+def test_a_continuation_keeps_the_space_before_it():
+    model, tokenizer = tiny.llama(0), tiny.tokenizer()
+    prompts = ["a b", "c"]
+    rows, texts = continued(model, tokenizer, prompts, max_new_tokens=4, seed=0)
+    for prompt, row, text in zip(prompts, rows, texts, strict=True):
+        ids = torch.cat([torch.tensor(tokenizer(prompt)["input_ids"]), row])
+        assert prompt + text == tokenizer.decode(ids, skip_special_tokens=True)
+    again, _ = continued(model, tokenizer, prompts, max_new_tokens=4, seed=0)
+    assert all(torch.equal(one, other) for one, other in zip(rows, again, strict=True))

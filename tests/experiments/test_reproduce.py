@@ -1,0 +1,126 @@
+"""`make reproduce` on a small tree of made-up papers: runs, verdicts, figures and the tables in the READMEs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from experiments import reproduce
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEP = """
+program: experiments/{paper}/train.py
+name: {paper}
+method: grid
+metric: {{name: score, goal: maximize}}
+command: ["${{env}}", "${{interpreter}}", "${{program}}", "${{args}}"]
+parameters:
+  seed: {{values: [0, 1]}}
+"""
+TRAIN = """
+import json, os, sys
+from pathlib import Path
+seed = int(sys.argv[1].partition("=")[2])
+if seed == {fails}:
+    sys.exit("no data")
+folder = Path("runs", "{paper}", os.environ["WANDB_SWEEP_ID"], os.environ["WANDB_RUN_ID"])
+folder.mkdir(parents=True)
+(folder / "config.json").write_text(json.dumps({{"seed": seed}}))
+(folder / "history.jsonl").write_text(json.dumps({{"step": 1}}) + "\\n")
+(folder / "summary.json").write_text(json.dumps({{"score": seed}}))
+import wandb
+with wandb.init() as run:
+    run.log({{"score": seed}})
+"""
+REPORT = """
+import sys
+sys.path.insert(0, {root!r})
+from matplotlib import pyplot as plt
+from experiments.figures import Verdict
+from experiments.reports import Report, main
+
+def judge(runs):
+    least = min(run.summary["score"] for run in runs)
+    verdict = Verdict("scores | count", "above 0", str(least), least > 0)
+    return Report([verdict], {{"figure": plt.figure()}})
+
+main("t", "c", judge)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -> Path:
+    """Two papers, of which the second, older one has a run that fails, and reports on what is left."""
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    for paper, fails in (("b_2020", -1), ("a_2019", 0)):
+        folder = tmp_path / "experiments" / paper
+        folder.mkdir(parents=True)
+        (folder / "reproduce.yaml").write_text(SWEEP.format(paper=paper))
+        (folder / "train.py").write_text(TRAIN.format(paper=paper, fails=fails))
+        (folder / "report.py").write_text(REPORT.format(root=str(ROOT)))
+        (folder / "README.md").write_text(f"# {paper}\n{reproduce.BEGIN}\nold\n{reproduce.END}\nend\n")
+    (tmp_path / "experiments" / "README.md").write_text(f"all\n{reproduce.BEGIN}\n{reproduce.END}\n")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", *words])
+    return reproduce.main()
+
+
+def rows_of(readme: Path) -> list[list[str]]:
+    lines = [line for line in readme.read_text().splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")] for line in lines]
+
+
+def test_the_table_has_every_paper_with_its_verdicts_and_figure(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    assert run(monkeypatch) == 1  # one run failed
+    home = tree / "experiments"
+    first, second, third = rows_of(home / "README.md")[2:]
+    assert first[:5] == ["[a_2019](a_2019/README.md)", "scores / count", "above 0", "1", "pass"]
+    assert second[:5] == ["", "it runs", "no failure", "1 failed", "FAIL"]
+    assert third[:5] == ["[b_2020](b_2020/README.md)", "scores / count", "above 0", "0", "FAIL"]
+    for paper in ("a_2019", "b_2020"):
+        assert f"({paper}/figure.png)" in (home / "README.md").read_text()
+        own = (home / paper / "README.md").read_text()
+        assert own.startswith(f"# {paper}\n")
+        assert own.endswith("end\n")
+        assert "old" not in own
+        assert "(figure.png)" in own
+        assert (home / paper / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_run_is_not_run_again(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    assert run(monkeypatch, "b_2020") == 0
+    assert rows_of(tree / "experiments" / "README.md") == []  # the table is of all or none
+    known = sorted(tree.rglob("summary.json"))
+    assert len(known) == 2
+    assert run(monkeypatch, "b_2020", "--jobs", "1") == 0
+    assert sorted(tree.rglob("summary.json")) == known
+    trials = [json.loads(line) for line in (tree / "runs/reproduce/b_2020/reproduce/trials.jsonl").open()]
+    (headings, _, row) = rows_of(tree / "experiments" / "b_2020" / "README.md")
+    assert headings == ["claim", "expected", "obtained", ""]
+    assert row == ["scores / count", "above 0", "0", "FAIL"]
+    minutes = sum(trial["seconds"] for trial in trials) / 60
+    assert f"Here: {minutes:.1f} minutes" in (tree / "experiments" / "b_2020" / "README.md").read_text()
+
+
+def test_a_report_that_fails_is_a_failure_and_an_old_verdict_is_not_taken_for_it(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert run(monkeypatch, "b_2020") == 0
+    (tree / "experiments" / "b_2020" / "report.py").write_text("raise SystemExit('broken')")
+    assert run(monkeypatch, "b_2020") == 1
+    assert rows_of(tree / "experiments" / "b_2020" / "README.md")[2:] == [["it runs", "no failure", "1 failed", "FAIL"]]
+
+
+def test_nothing_is_run_where_the_table_has_no_place(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    (tree / "experiments" / "a_2019" / "README.md").write_text("no marks")
+    with pytest.raises(SystemExit, match="the lines"):
+        run(monkeypatch)
+    assert not (tree / "runs").exists()
