@@ -1,120 +1,94 @@
-"""The figure and the verdict of this experiment, out of what a run wrote; `python report.py RUN_FOLDER` redraws it."""
+"""Whether PPO raised the reward and held the KL: `python report.py FOLDER ...`, with folders of finished runs."""
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")  # files only: the machine may have no display
 
 from matplotlib import pyplot as plt
 
-REWARD, KL, ENTROPY, LENGTH = (
-    "ppo/mean_scores",
-    "objective/kl",
-    "objective/entropy",
-    "tokens/responses_len_mean",
+# The file is run by its path, from anywhere; the experiments are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.figures import Verdict, curves
+from experiments.reports import Report, main, spread
+from experiments.runs import Run, by
+from experiments.sentiment_ppo import KL, REWARD, samples_of
+
+TITLE = "PPO with an adaptive KL coefficient on the sentiment of continuations"
+CLAIM = (
+    "Ziegler et al. 2019, arXiv:1909.08593: the reward rises, the controller holds the KL to the pretrained model at "
+    "its target, and more KL buys more reward."
 )
 PANELS = {
     REWARD: "reward (VADER, -1 to 1)",
     KL: "KL to the pretrained model (nats per response)",
-    ENTROPY: "entropy (nats per response)",
-    LENGTH: "response length (tokens)",
+    "objective/kl_coef": "coefficient of the KL",
 }
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The numbers that decide whether the paper's claim was reproduced."""
+def judge(runs: Sequence[Run]) -> Report:
+    """Per target: the reward of held-out openings, and the KL of the last third of the steps."""
+    targets = by([run for run in runs if run.config["adap_kl_ctrl"]], "target")
+    fixed = by([run for run in runs if not run.config["adap_kl_ctrl"]], "init_kl_coef")
+    groups = {f"coefficient {value:g}": group for value, group in fixed.items()}
+    groups |= {f"target {value:g}": group for value, group in targets.items()}
+    for name, group in groups.items():
+        check_seeds(name, group)
+    verdicts = [rises(group, name) for name, group in groups.items()]
+    verdicts += [holds(target, group) for target, group in targets.items()]
+    verdicts += more_buys_more(targets)
+    samples = samples_of({f"after, {name}": group[0] for name, group in groups.items()})
+    return Report(verdicts, {"figure": figure(groups, list(targets))}, samples)
 
-    first_reward: float  # mean over the first tenth of the steps
-    last_reward: float  # mean over the last tenth
-    last_kl: float  # nats per response, mean over the last third
-    target: float | None  # of the KL; None if its coefficient was fixed
 
-    @property
-    def is_reward_up(self) -> bool:
-        """Whether the continuations became more positive."""
-        return self.last_reward > self.first_reward
-
-    @property
-    def is_kl_held(self) -> bool:
-        """Whether the KL stayed within a factor of two of its target."""
-        return self.target is None or self.target / 2 <= self.last_kl <= 2 * self.target
-
-    def numbers(self) -> dict[str, float]:
-        """What the tracker keeps as the run's summary."""
-        return {
-            "final/reward_first_tenth": self.first_reward,
-            "final/reward_last_tenth": self.last_reward,
-            "final/kl_last_third": self.last_kl,
-            "final/reproduced": float(self.is_reward_up and self.is_kl_held),
-        }
-
-    def __str__(self) -> str:
-        """Two lines for the screen."""
-        aim = "no target" if self.target is None else f"target {self.target:g}, held within x2: {_yes(self.is_kl_held)}"
-        return (
-            f"reward, first to last tenth of the steps: {self.first_reward:+.3f} -> {self.last_reward:+.3f}   "
-            f"more positive: {_yes(self.is_reward_up)}\n"
-            f"KL per response, last third: {self.last_kl:.2f} nats   {aim}"
+def check_seeds(name: str, runs: Sequence[Run]) -> None:
+    """ValueError if a seed comes twice: the runs differ in more than target and seed."""
+    seeds = [run.config["seed"] for run in runs]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(
+            f"{name} has runs of the seeds {seeds}, in {', '.join(str(run.folder) for run in runs)}; each seed is "
+            "needed once. Give the folder of one run, or of one sweep over target and seed."
         )
 
 
-def _yes(is_so: bool) -> str:
-    return "yes" if is_so else "NO"
+def rises(runs: Sequence[Run], name: str) -> Verdict:
+    """Higher on held-out openings than before, in each seed."""
+    before, after = ([run.summary[key] for run in runs] for key in ("reward_before", "reward"))
+    passed = all(last > first for first, last in zip(before, after, strict=True))
+    return Verdict(f"{name}: the reward rises", f"above {spread(before)}", spread(after), passed)
 
 
-def read_history(path: Path) -> list[dict[str, Any]]:
-    """One dict per step, in order; of a step that a resumed run did again, the later one."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    latest = {row["step"]: row for row in rows}
-    return [latest[step] for step in sorted(latest)]
+def holds(target: float, runs: Sequence[Run]) -> Verdict:
+    """Within a factor of two of its target, in each seed."""
+    found = [run.summary["kl_held"] for run in runs]
+    expected = f"{target / 2:g} to {target * 2:g} nats"
+    passed = all(target / 2 <= kl <= target * 2 for kl in found)
+    return Verdict(f"target {target:g}: the KL is held", expected, f"{spread(found, '.2f')} nats", passed)
 
 
-def summarize(history: Sequence[Mapping[str, Any]], *, target: float | None) -> Summary:
-    """First against last tenth of the rewards (a step at least), and the KL of the last third."""
-    tenth, third = max(1, len(history) // 10), max(1, len(history) // 3)
-    return Summary(
-        first_reward=_mean(history[:tenth], REWARD),
-        last_reward=_mean(history[-tenth:], REWARD),
-        last_kl=_mean(history[-third:], KL),
-        target=target,
-    )
+def more_buys_more(targets: Mapping[float, Sequence[Run]]) -> Iterator[Verdict]:
+    """Between neighbouring targets, paired by seed."""
+    for (low, few), (high, many) in pairwise(targets.items()):
+        lower = {run.config["seed"]: run.summary["reward"] for run in few}
+        higher = {run.config["seed"]: run.summary["reward"] for run in many}
+        gains = [higher[seed] - lower[seed] for seed in lower if seed in higher]
+        if gains:
+            claim = f"target {high:g} gives more reward than {low:g}"
+            yield Verdict(claim, "a gain above 0", f"{spread(gains, '+.3f')}", min(gains) > 0)
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    return sum(row[key] for row in rows) / len(rows)
-
-
-def write_report(folder: Path) -> Path:
-    """Draw report.png from history.jsonl and config.json of a run's folder."""
-    history = read_history(folder / "history.jsonl")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    steps = [row["step"] for row in history]
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
-    for axis, (key, title) in zip(axes.flat, PANELS.items(), strict=True):
-        axis.plot(steps, [row[key] for row in history], color="tab:blue", linewidth=1.2)
+def figure(groups: Mapping[str, Sequence[Run]], targets: Sequence[float]) -> plt.Figure:
+    """Reward, KL and its coefficient over the steps, the targets as dashed lines."""
+    drawn, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 3.6), layout="constrained")
+    for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
+        curves(axis, {name: [run.curve("step", key) for run in group] for name, group in groups.items()})
         axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.3)
-        if key == KL and config["adap_kl_ctrl"]:
-            axis.axhline(config["target"], color="tab:red", linestyle="--", label=f"target {config['target']:g}")
-            axis.axhspan(config["target"] / 2, config["target"] * 2, color="tab:red", alpha=0.08)
-            axis.legend(frameon=False)
-    for axis in axes[1]:
         axis.set_xlabel("PPO step")
-    figure.suptitle(f"{config['exp_name']}: {config['model']}, {config['batch_size']} responses per step", fontsize=11)
-    path = folder / "report.png"
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    for target in targets:
+        axes[1].axhline(target, color="tab:gray", linestyle="--", linewidth=0.8)
+    return drawn
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python report.py RUN_FOLDER   (the folder with history.jsonl and config.json)")
-    print(write_report(Path(sys.argv[1])))
+    main(TITLE, CLAIM, judge)
