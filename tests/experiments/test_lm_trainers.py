@@ -146,41 +146,6 @@ def test_raft_learns_the_best_of_its_samples(
     assert "reward of 2 other prompts" in shown
 
 
-def test_dpo_learns_from_its_own_pairs(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(dpo, "openings", openings)
-    monkeypatch.setattr(dpo, "sentiment", lambda texts: [text.count("e") - text.count("a") for text in texts])
-    run = dpo.RunConfig(model=model, prompts=4, per_prompt=6, max_new_tokens=6, eval_prompts=2, samples=1)
-    dpo.main(run, dpo.SentimentDPOConfig(**settings(tmp_path, max_steps=2, learning_rate=1e-2)))
-    history = left_behind(tmp_path)
-    assert len(logged(history, "rewards/accuracies")) == 2
-    assert history[-1]["eval_kl"] != 0
-    assert "KL to the reference" in capsys.readouterr().out
-
-
-def test_the_most_positive_answer_is_chosen_and_ties_are_left_out():
-    answers = ["It is a table.", "I love it.", "I hate it.", "A chair.", "A door.", "A table."]
-    rows = dpo.labelled(["p", "q"], answers, per_prompt=3).to_list()
-    assert rows == [{"prompt": "p", "chosen": "I love it.", "rejected": "I hate it."}]
-
-
-def test_an_answer_without_a_word_is_in_no_pair():
-    rows = dpo.labelled(["p", "q"], ["I love it.", "", "I hate it.", " ", "", "I love it."], per_prompt=3).to_list()
-    assert rows == [{"prompt": "p", "chosen": "I love it.", "rejected": "I hate it."}]
-
-
-def test_kl_of_samples_is_the_mean_gap_of_log_probabilities():
-    policy, reference = tiny.llama(0), tiny.llama(1)
-    args = dpo.SentimentDPOConfig(output_dir="unused", report_to="none", use_cpu=True)
-    pairs = Dataset.from_dict({"prompt": ["a"], "chosen": [" b"], "rejected": [" c"]})
-    trainer = dpo.DPOTrainer(policy, reference, args, train_dataset=pairs, processing_class=tiny.tokenizer())
-    prompts, answers = tiny.rows(3, 2, 4), tiny.rows(3, 1, 5, seed=1)
-    gaps = [(tiny.taken_of(policy, *row) - tiny.taken_of(reference, *row)).sum()
-            for row in zip(prompts, answers, strict=True)]  # fmt: skip
-    assert dpo.kl_of_samples(trainer, prompts, answers) == pytest.approx(float(sum(gaps)) / 3, rel=1e-4)
-
-
 def test_grpo_answers_sums(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = grpo.RunConfig(model=model, largest=4, eval_prompts=2, samples=1)
     grpo.main(run, grpo.SumsGRPOConfig(**settings(tmp_path, max_steps=2, num_generations=2)))

@@ -1,0 +1,157 @@
+"""What DPO and SFT on the chosen answers share: the pairs, and the looks at a policy on its way."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.assets import openings, stories15m
+from experiments.evaluation import continued
+from experiments.runs import finish, show
+from experiments.sentiment import sentiment
+from experiments.sentiment_ppo import SAMPLES, Evaluation
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback
+
+from trimtab_lm.training import Tables
+
+PAPER = "rafailov_2023_dpo_frontier"
+Pair = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the pairs are made of, and how often the policy is looked at."""
+
+    model: str = field(
+        default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
+    )
+    prompts: int = field(default=512, metadata={"help": "Openings that are continued to make pairs."})
+    per_prompt: int = field(
+        default=4, metadata={"help": "Continuations of each; the most positive is preferred to the least."}
+    )
+    pairs_folder: str | None = field(
+        default=None,
+        metadata={"help": "Where pairs are kept, by the settings they follow from, for runs that share them."},
+    )
+    max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a continuation at most."})
+    eval_prompts: int = field(default=128, metadata={"help": "Other openings, for reward and KL."})
+    look_every: int = field(default=8, metadata={"help": "Optimizer steps from one look at reward and KL to the next."})
+    samples: int = field(default=5, metadata={"help": "Of those openings, how many are shown."})
+
+
+def load(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The policy and its tokenizer, from a hub id or folder (stories15m is downloaded)."""
+    name = str(stories15m()) if name == "stories15m" else name
+    return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+
+
+# Pairs ---------------------------------------------------------------------------------------------------------------
+
+
+def extremes(answers: Sequence[str], per_prompt: int) -> list[tuple[int, int]]:
+    """Of each prompt's `per_prompt` answers the places of the most positive and of the least.
+
+    Ties are left out, and so are answers without a word: the model has ended its text at the prompt.
+    """
+    rewards = sentiment(answers)
+    found = []
+    for start in range(0, len(answers), per_prompt):
+        written = [i for i in range(start, start + per_prompt) if answers[i].strip()]
+        ranked = sorted(written, key=lambda i: rewards[i])
+        if ranked and rewards[ranked[-1]] > rewards[ranked[0]]:
+            found.append((ranked[-1], ranked[0]))
+    return found
+
+
+def sampled_pairs(model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, *, seed: int) -> list[Pair]:
+    """Prompt, chosen and rejected answer as token ids, just as the model wrote them.
+
+    As texts they would get an EOS each, behind what was only cut off at `max_new_tokens`, to be told apart by.
+    """
+    queries = openings()[run.eval_prompts :][: run.prompts]
+    repeated = [query for query in queries for _ in range(run.per_prompt)]
+    rows, answers = continued(model, tokenizer, repeated, max_new_tokens=run.max_new_tokens, seed=seed)
+    found = []
+    for best, worst in extremes(answers, run.per_prompt):
+        chosen, rejected = rows[best].tolist(), rows[worst].tolist()
+        found.append({"prompt": tokenizer(repeated[best])["input_ids"], "chosen": chosen, "rejected": rejected})
+    if not found:
+        raise ValueError(
+            f"No prompt of {len(queries)} has two answers of different reward among its {run.per_prompt}: there is no "
+            "pair to learn from. Raise prompts, per_prompt or max_new_tokens."
+        )
+    return found
+
+
+def pairs_of(model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, *, seed: int) -> list[Pair]:
+    """`sampled_pairs`, or those that lie in `pairs_folder` from the same settings."""
+    if run.pairs_folder is None:
+        return sampled_pairs(model, tokenizer, run, seed=seed)
+    settings = [run.model, run.prompts, run.per_prompt, run.max_new_tokens, run.eval_prompts, seed]
+    file = Path(run.pairs_folder, hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16] + ".json")
+    if not file.exists():
+        pairs = sampled_pairs(model, tokenizer, run, seed=seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")  # runs side by side may make the same pairs
+        unfinished.write_text(json.dumps(pairs), encoding="utf-8")
+        unfinished.replace(file)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def learnt(prompt: list[int], answer: list[int], *, ignored: int = -100) -> dict[str, list[int]]:
+    """The columns of a row of which the answer is learnt alone."""
+    ids = prompt + answer
+    return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [ignored] * len(prompt) + answer}
+
+
+# Looks ---------------------------------------------------------------------------------------------------------------
+
+
+class Looks(TrainerCallback):
+    """Logs reward and KL every `look_every` steps, with a table of samples; the last step is left to `follow`."""
+
+    def __init__(self, trainer: Trainer, evaluation: Evaluation, run: RunConfig):
+        self.trainer, self.evaluation, self.run = trainer, evaluation, run
+        self.tables = Tables()
+
+    def look(self) -> tuple[dict[str, float], list[str]]:
+        """Reward and KL of the policy as it is, and the first of its answers."""
+        numbers, answers = self.evaluation.look()
+        prompts, answers = self.evaluation.prompts[: self.run.samples], answers[: self.run.samples]
+        self.trainer.log({f"eval_{name}": value for name, value in numbers.items()})
+        rows = zip(prompts, answers, sentiment(answers), strict=True)
+        self.tables.add(self.trainer, "samples", ["prompt", "answer", "reward"], rows)
+        return numbers, [" ".join(answer.split()) for answer in answers]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.run.look_every == 0 and state.global_step < state.max_steps:
+            should_log = control.should_log
+            self.look()
+            control.should_log = should_log  # to log ends a wish to: that of the trainer's own numbers too
+
+
+def follow(
+    trainer: Trainer, evaluation: Evaluation, run: RunConfig, *, title: str, panels: Mapping[str, Sequence[str]]
+) -> None:
+    """Train with looks before, on the way and after, and leave the summary. Every process calls it."""
+    looks = Looks(trainer, evaluation, run)
+    before, written_before = looks.look()
+    trainer.add_callback(looks)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    after, written_after = looks.look()
+    if trainer.is_world_process_zero():
+        prompts = evaluation.prompts[: run.samples]
+        show("before training", prompts, written_before)
+        show("after training", prompts, written_after)
+        print(
+            f"reward of {run.eval_prompts} other prompts: {before['reward']:+.3f} -> {after['reward']:+.3f}   ", end=""
+        )
+        print(f"more positive: {'yes' if after['reward'] > before['reward'] else 'NO'}")
+        print(f"KL to the reference: {after['kl']:.2f} nats per response")
+        columns = {"query": prompts, "before": written_before, "after": written_after}
+        Path(str(trainer.args.output_dir), SAMPLES).write_text(json.dumps(columns, indent=2) + "\n", encoding="utf-8")
+    summary = {"reward_before": before["reward"], **after, "scored_texts": run.prompts * run.per_prompt}
+    finish(trainer, title, panels, summary)

@@ -1,0 +1,121 @@
+"""Whether DPO's frontier is on or above PPO's: `python report.py FOLDER ...`, with folders of finished runs."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from matplotlib import pyplot as plt
+
+# The file is run by its path, from anywhere; the experiments are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.figures import Point, Verdict, curves, frontier
+from experiments.reports import Report, main, spread
+from experiments.runs import Run
+from experiments.sentiment_ppo import samples_of
+
+TITLE = "Direct preference optimisation and PPO on the frontier of reward against KL"
+CLAIM = "Rafailov et al. 2023, arXiv:2305.18290: at small KL, DPO's frontier of reward against KL is on or above PPO's."
+BUDGETS = (2.0, 4.0, 8.0)  # nats per response: what a small KL is, chosen before any run was seen
+NAMES = {"sigmoid": "DPO", "ipo": "IPO", "hinge": "hinge", "kto_pair": "KTO-pair"}
+Seeds = dict[int, list[Point]]
+
+
+def judge(runs: Sequence[Run]) -> Report:
+    """DPO against PPO at each budget of KL; the other methods are drawn."""
+    methods = by_method(runs)
+    verdicts = []
+    if {"DPO", "PPO"} <= set(methods):
+        seeds = sorted(set(methods["DPO"]) & set(methods["PPO"]))
+        if seeds:
+            verdicts = [on_or_above(methods["DPO"], methods["PPO"], seeds, budget) for budget in BUDGETS]
+    figures = {"figure": figure(methods, scored(runs), is_judged=bool(verdicts))}
+    return Report(verdicts, figures, samples_of({f"after {method_of(run)}": run for run in reversed(runs)}))
+
+
+def method_of(run: Run) -> str:
+    """By the settings that its program alone has."""
+    if "loss_type" in run.config:
+        loss = run.config["loss_type"]
+        return NAMES.get(loss, str(loss))
+    return "PPO" if "init_kl_coef" in run.config else "SFT on the chosen"
+
+
+def points_of(run: Run) -> list[Point]:
+    """(KL, reward) of every look, from the reference itself, whose KL is 0, to the end of training."""
+    kls, rewards = run.curve("eval_kl", "eval_reward")
+    ends = [(0.0, run.summary["reward_before"]), (run.summary["kl"], run.summary["reward"])]
+    return sorted({*zip(kls, rewards, strict=True), *ends})
+
+
+def by_method(runs: Sequence[Run]) -> dict[str, Seeds]:
+    """method -> seed -> the points of all its runs, DPO and PPO in front."""
+    found: dict[str, Seeds] = {}
+    for run in runs:
+        found.setdefault(method_of(run), {}).setdefault(run.config["seed"], []).extend(points_of(run))
+    order = [*NAMES.values(), "PPO", "SFT on the chosen"]
+    return {name: found[name] for name in sorted(found, key=lambda name: [*order, name].index(name))}
+
+
+def best_within(points: Sequence[Point], budget: float) -> float:
+    """The most reward at a KL of at most `budget`, of the points (KL, reward) and of mixtures of two of them.
+
+    To answer with one policy or, at random, with another has the mean of their rewards, and at most the mean of their
+    KLs, which are convex. So the frontier is the points' concave hull, however far apart the looks were. A point, that
+    of the reference, has a KL of 0.
+    """
+    within = [(kl, reward) for kl, reward in points if kl <= budget]
+    beyond = [(kl, reward) for kl, reward in points if kl > budget]
+    mixed = [
+        low + (high - low) * (budget - kl) / (more - kl) for kl, low in within for more, high in beyond
+    ]  # fmt: skip
+    return max([*mixed, *(reward for _, reward in within)])
+
+
+def on_or_above(dpo: Seeds, ppo: Seeds, seeds: Sequence[int], budget: float) -> Verdict:
+    """The median over the seeds of the best reward within the budget, DPO's against PPO's."""
+    ours, theirs = ([best_within(points[seed], budget) for seed in seeds] for points in (dpo, ppo))
+    passed = median(ours) >= median(theirs)
+    return Verdict(f"reward within {budget:g} nats, DPO", f"at least PPO's {spread(theirs)}", spread(ours), passed)
+
+
+def scored(runs: Sequence[Run]) -> dict[str, str]:
+    """method -> how many texts the reward scored in a run, as words."""
+    counts: dict[str, set[int]] = {}
+    for run in runs:
+        is_ppo = method_of(run) == "PPO"
+        count = run.config["steps"] * run.config["batch_size"] if is_ppo else run.summary["scored_texts"]
+        counts.setdefault(method_of(run), set()).add(int(count))
+    return {method: " or ".join(f"{count:,}" for count in sorted(known)) for method, known in counts.items()}
+
+
+def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], *, is_judged: bool) -> plt.Figure:
+    """The points of all seeds with the frontier of each method; beside it what is judged, seed by seed."""
+    drawn, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
+    points = {
+        f"{name} ({texts[name]} scored texts)": [point for seed in seeds.values() for point in seed]
+        for name, seeds in methods.items()
+    }
+    frontier(axes[0], points)
+    nothing = f"nothing to judge: DPO and PPO of one seed are needed, {', '.join(methods)} came in"
+    axes[0].set_title("all points" if is_judged else nothing, fontsize=10)
+    axes[0].set_xlabel("KL to the reference (nats per response)")
+    axes[0].set_ylabel("reward of held-out openings (VADER)")
+    budgets = [max(BUDGETS) * i / 32 for i in range(33)]
+    curves(
+        axes[1],
+        {
+            name: [(budgets, [best_within(known, budget) for budget in budgets]) for known in seeds.values()]
+            for name, seeds in methods.items()
+        },
+    )
+    for budget in BUDGETS:
+        axes[1].axvline(budget, color="tab:gray", linestyle="--", linewidth=0.8)
+    axes[1].set_title("the most reward within a budget of KL", fontsize=10)
+    axes[1].set_xlabel("budget (nats per response)")
+    return drawn
+
+
+if __name__ == "__main__":
+    main(TITLE, CLAIM, judge)
