@@ -1,5 +1,6 @@
 """RAFT: fine-tuning on the best of K samples (Dong et al. 2023, arXiv:2304.06767). What you should see: README.md."""
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,16 +15,22 @@ from trimtab_common.config import parse_config
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
+from trimtab_lm.training import Tables
 
 # The file is run by its path, from anywhere; the experiments are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.assets import openings, stories15m
-from experiments.runs import begin, changed, finish, run_folder, sampled, show, texts
+from experiments.evaluation import continued
+from experiments.runs import begin, changed, finish, run_folder, sampled, show
 from experiments.sentiment import sentiment
+from experiments.sentiment_ppo import SAMPLES
 
 PAPER = "dong_2023_raft"
-PANELS = {"reward (VADER, -1 to 1)": ["reward", "reward_of_best"], "loss (nats per token)": ["loss"]}
+PANELS = {
+    "reward (VADER, -1 to 1)": ["reward", "reward_of_best", "eval_reward"],
+    "loss (nats per token)": ["loss"],
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class RunConfig:
     prompts: int = field(default=64, metadata={"help": "Prompts of a round, the b of Algorithm 1, over all processes."})
     k: int = field(default=8, metadata={"help": "Samples of each prompt, of which the best is kept."})
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a sample at most."})
-    eval_prompts: int = field(default=128, metadata={"help": "Other prompts, for the reward before and after."})
+    eval_prompts: int = field(default=128, metadata={"help": "Other prompts, for the reward after each round."})
     samples: int = field(default=5, metadata={"help": "Of them, how many are shown."})
 
 
@@ -81,34 +88,45 @@ def one_round(trainer: IterativeSFTTrainer, prompts: Sequence[str], run: RunConf
 
 
 def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
-    """Train in rounds, and print the reward of each, and that of other prompts before and after."""
+    """Train in rounds, with the reward of other prompts before the first and after each."""
     history = begin(PAPER, run, raft)
     name = str(stories15m()) if run.model == "stories15m" else run.model
     queries = openings()
     held_out, queries = queries[: run.eval_prompts], queries[run.eval_prompts :]
     rounds = [[queries[(n * run.prompts + i) % len(queries)] for i in range(run.prompts)] for n in range(run.rounds)]
     trainer = IterativeSFTTrainer(name, raft, callbacks=[history])
+    tables, is_main = Tables(), trainer.is_world_process_zero()
     if raft.resume_from_checkpoint:
         trainer.train(resume_from_checkpoint=raft.resume_from_checkpoint)
 
-    def look(stage: str) -> float:
+    def look() -> tuple[float, list[str]]:
+        """Reward of the other prompts, by the same random numbers each time, and the first answers to them."""
         model = trainer.accelerator.unwrap_model(trainer.model)
-        answers = texts(model, trainer.tokenizer, held_out, max_new_tokens=run.max_new_tokens, seed=raft.seed)
-        if trainer.is_world_process_zero():
-            show(f"{stage} training", held_out[: run.samples], answers[: run.samples])
-        return fmean(sentiment(answers))
+        settings = {"max_new_tokens": run.max_new_tokens, "seed": raft.seed}
+        _, answers = continued(model, trainer.tokenizer, held_out, **settings)
+        rewards = sentiment(answers)
+        shown = list(zip(held_out, answers, rewards, strict=True))[: run.samples]
+        tables.add(trainer, "samples", ["prompt", "answer", "reward"], shown)
+        return fmean(rewards), [" ".join(answer.split()) for _, answer, _ in shown]
 
-    before = look("before")
+    before, first_answers = look()
+    after, answers = before, first_answers
+    trainer.log({"round": int(trainer.state.epoch or 0), "eval_reward": before})
+    if is_main:
+        show("before training", held_out[: run.samples], first_answers)
     for number, prompts in islice(enumerate(rounds), int(trainer.state.epoch or 0), None):
         stats = one_round(trainer, prompts, run, number=number)
-        trainer.log(stats)
-        if trainer.is_world_process_zero():
+        after, answers = look()
+        trainer.log({"round": number + 1, "eval_reward": after, **stats})
+        if is_main:
             print(f"round {number + 1} of {run.rounds}: reward {stats['reward']:+.3f}, ", end="")
-            print(f"of the best of {run.k} {stats['reward_of_best']:+.3f}", flush=True)
-    after = look("after")
-    if trainer.is_world_process_zero():
+            print(f"of the best of {run.k} {stats['reward_of_best']:+.3f}, of other prompts {after:+.3f}", flush=True)
+    if is_main:
+        show("after training", held_out[: run.samples], answers)
         print(f"reward of {len(held_out)} other prompts: {before:+.3f} -> {after:+.3f}   ", end="")
         print(f"more positive: {'yes' if after > before else 'NO'}")
+        columns = {"query": held_out[: run.samples], "before": first_answers, "after": answers}
+        Path(str(raft.output_dir), SAMPLES).write_text(json.dumps(columns, indent=2) + "\n", encoding="utf-8")
     finish(trainer, f"RAFT: {run.model}, K = {run.k}", PANELS, {"reward_before": before, "reward": after})
 
 

@@ -1,0 +1,81 @@
+"""Whether RAFT's reward rises each round, faster with larger K: `python report.py FOLDER ...`, of finished runs."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+
+from matplotlib import pyplot as plt
+
+# The file is run by its path, from anywhere; the experiments are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.figures import Verdict, curves
+from experiments.reports import Report, main, spread
+from experiments.runs import Run, by
+from experiments.sentiment_ppo import samples_of
+
+TITLE = "Fine-tuning on the best of K samples, round after round"
+CLAIM = "Dong et al. 2023, arXiv:2304.06767 (RAFT): the reward rises each round, and a larger K climbs faster."
+SATURATED = 0.9  # of a reward that is 1 at most: behind it a round may stand still
+FIRST = 2  # rounds over which the speed of climbing is compared
+
+
+def judge(runs: Sequence[Run]) -> Report:
+    """Each K above 1 must rise round by round; neighbouring K are compared over the first rounds."""
+    groups = by(runs, "k")
+    verdicts = [rises(k, group) for k, group in groups.items() if k > 1]
+    verdicts += [verdict for low, high in pairwise(groups) for verdict in faster(low, high, groups)]
+    samples = samples_of({f"after training, K = {k}": group[0] for k, group in groups.items()})
+    return Report(verdicts, {"figure": figure(groups)}, samples)
+
+
+def climb(run: Run) -> list[float]:
+    """Reward of held-out prompts before the first round and after each."""
+    rounds, rewards = run.curve("round", "eval_reward")
+    if rounds != list(range(len(rounds))) or len(rounds) < 2:
+        raise ValueError(
+            f"{run.folder} has looks at rounds {rounds}; one before the first round and one after each are needed. "
+            "Run it again from the start."
+        )
+    return rewards
+
+
+def rises(k: int, runs: Sequence[Run]) -> Verdict:
+    """The median over the seeds rises with every round until it is near the most there is."""
+    medians = [median(rewards) for rewards in zip(*map(climb, runs), strict=False)]
+    passed = all(later > earlier for earlier, later in pairwise(medians) if earlier < SATURATED)
+    expected = f"each round above the one before, until {SATURATED:g}"
+    return Verdict(f"K = {k}: the reward rises each round", expected, " ".join(f"{x:.3f}" for x in medians), passed)
+
+
+def faster(low: int, high: int, groups: Mapping[int, Sequence[Run]]) -> list[Verdict]:
+    """Mean reward after the first rounds, paired by seed; nothing where no seed has both."""
+    slow, fast = ({run.config["seed"]: fmean(climb(run)[1 : FIRST + 1]) for run in groups[k]} for k in (low, high))
+    seeds = sorted(set(slow) & set(fast))
+    if not seeds:
+        return []
+    passed = all(fast[seed] > slow[seed] for seed in seeds)
+    expected = f"above {spread(slow[seed] for seed in seeds)} in each seed"
+    claim = f"K = {high} climbs faster than K = {low}: mean of rounds 1 to {FIRST}"
+    return [Verdict(claim, expected, spread(fast[seed] for seed in seeds), passed)]
+
+
+def figure(groups: Mapping[int, Sequence[Run]]) -> plt.Figure:
+    """Reward of held-out prompts over the rounds, and that of the samples that were learnt."""
+    drawn, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    curves(axes[0], {f"K = {k}": [run.curve("round", "eval_reward") for run in group] for k, group in groups.items()})
+    curves(
+        axes[1], {f"K = {k}": [run.curve("round", "reward_of_best") for run in group] for k, group in groups.items()}
+    )
+    axes[0].set_title("held-out prompts", fontsize=10)
+    axes[1].set_title("the best of K, which are learnt", fontsize=10)
+    axes[0].set_ylabel("reward (VADER, -1 to 1)")
+    for axis in axes:
+        axis.set_xlabel("rounds done")
+    return drawn
+
+
+if __name__ == "__main__":
+    main(TITLE, CLAIM, judge)
