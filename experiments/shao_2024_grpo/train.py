@@ -2,14 +2,18 @@
 
 import random
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, DatasetDict
+from torch import Tensor
 
 from trimtab_common.config import parse_config
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
+from trimtab_lm.grpo.rollout import Rollout, RolloutBackend
 
 # The file is run by its path, from anywhere; the experiments are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -60,12 +64,20 @@ def question(first: int, second: int) -> str:
 
 
 def sums(run: RunConfig, *, seed: int) -> DatasetDict:
-    """Splits train and test of the columns prompt and answer, no sum in both, shuffled."""
+    """Splits train and test of the columns prompt and answer, no sum in both, in either order, shuffled."""
     numbers = range(1, run.largest + 1)
-    rows = [{"prompt": question(a, b), "answer": a + b} for a in numbers for b in numbers if (a, b) not in SHOTS]
-    random.Random(seed).shuffle(rows)
-    cut = run.eval_prompts
-    return DatasetDict({"test": Dataset.from_list(rows[:cut]), "train": Dataset.from_list(rows[cut:])})
+    solved = {frozenset(shot) for shot in SHOTS}
+    pairs = [(a, b) for a in numbers for b in numbers if frozenset((a, b)) not in solved]
+    random.Random(seed).shuffle(pairs)
+    test = pairs[: run.eval_prompts]
+    asked = {frozenset(pair) for pair in test}
+    train = [pair for pair in pairs if frozenset(pair) not in asked]
+    return DatasetDict(
+        {
+            name: Dataset.from_list([{"prompt": question(a, b), "answer": a + b} for a, b in chosen])
+            for name, chosen in (("train", train), ("test", test))
+        }
+    )
 
 
 def right(completions: Sequence[str], answer: Sequence[int], **_: object) -> list[float]:
@@ -74,28 +86,50 @@ def right(completions: Sequence[str], answer: Sequence[int], **_: object) -> lis
     return [float(line == str(number)) for line, number in zip(lines, answer, strict=True)]
 
 
+class Clock:
+    """A sampler of completions that counts the calls of another, and the seconds that they take."""
+
+    def __init__(self, sampler: RolloutBackend):
+        self.sampler, self.calls, self.seconds = sampler, 0, 0.0
+
+    def sync(self, model: Any, version: int) -> None:
+        self.sampler.sync(model, version)
+
+    def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
+        start = time.perf_counter()
+        rollout = self.sampler.generate(prompts, num_generations=num_generations, version=version, seed=seed)
+        self.calls, self.seconds = self.calls + 1, self.seconds + time.perf_counter() - start
+        return rollout
+
+
+def share_right(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> float:
+    """The share of right answers to the sums that are never trained on; some answers are shown."""
+    accuracy, args = trainer.evaluate()["eval_reward"], trainer.args
+    shown, model = trainer.eval_dataset["prompt"][: run.samples], trainer.accelerator.unwrap_model(trainer.model)
+    answers = texts(model, trainer.tokenizer, shown, max_new_tokens=args.max_completion_length, seed=args.seed)
+    if trainer.is_world_process_zero():
+        show(f"{when} training", [prompt.splitlines()[-1] for prompt in shown], answers)
+    return accuracy
+
+
 def main(run: RunConfig, grpo: GRPOConfig) -> None:
     """Train, and print the share of right answers to sums never trained on, before and after."""
     history = begin(PAPER, run, grpo)
     name = str(smollm2_135m_instruct()) if run.model == "smollm2-135m-instruct" else run.model
     data = sums(run, seed=0)
     trainer = GRPOTrainer(name, right, grpo, data["train"], data["test"], callbacks=[history])
-    shown = data["test"]["prompt"][: run.samples]
-    accuracies, settings = [], {"max_new_tokens": grpo.max_completion_length, "seed": grpo.seed}
-    for stage in ("before", "after"):
-        if stage == "after":
-            trainer.train(resume_from_checkpoint=grpo.resume_from_checkpoint)
-        accuracies.append(trainer.evaluate()["eval_reward"])
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        answers = texts(model, trainer.tokenizer, shown, **settings)
-        if trainer.is_world_process_zero():
-            show(f"{stage} training", [prompt.splitlines()[-1] for prompt in shown], answers)
-    first, last = accuracies
+    before = share_right(trainer, run, when="before")
+    clock = trainer.backend = Clock(sampler := trainer.backend)
+    trainer.train(resume_from_checkpoint=grpo.resume_from_checkpoint)
+    trainer.backend = sampler  # what an evaluation asks is not counted
+    after = share_right(trainer, run, when="after")
     if trainer.is_world_process_zero():
         asked = len(data["test"]) * grpo.num_generations
-        print(f"right of {asked} answers to other sums: {first:.3f} -> {last:.3f}   ", end="")
-        print(f"higher: {'yes' if last > first else 'NO'}")
-    finish(trainer, f"GRPO: {run.model}, sums up to {run.largest}", PANELS, {"right_before": first, "right": last})
+        print(f"right of {asked} answers to other sums: {before:.3f} -> {after:.3f}   ", end="")
+        print(f"higher: {'yes' if after > before else 'NO'}")
+    found = {"right_before": before, "right": after}
+    found |= {"generation_calls": clock.calls, "generation_seconds": clock.seconds}
+    finish(trainer, f"GRPO: {run.model}, sums up to {run.largest}", PANELS, found)
 
 
 if __name__ == "__main__":
