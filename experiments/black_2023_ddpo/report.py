@@ -1,30 +1,36 @@
-"""The figure of this experiment, out of what its trainings wrote; `python report.py RUN_FOLDER` redraws it."""
+"""Whether DDPO's estimators rank as in the paper: `python report.py FOLDER ...`, with folders of finished runs."""
 
-import json
 import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import mean, median
 
-import matplotlib
 import numpy as np
+from matplotlib import pyplot as plt
 from PIL import Image
 from torch import Tensor
 
 # The file is run by its path, from anywhere; the experiments are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.figures import Verdict, exit_code, tiled, write_page
+from experiments.figures import Curve, Verdict, curves, tiled
+from experiments.reports import Report, main, spread
+from experiments.runs import Run, by
 
-matplotlib.use("Agg")  # files only: the machine may have no display
-
-from matplotlib import pyplot as plt
-
-BEFORE, AFTER, MEASURES = "before.png", "after.png", "measures.json"
+BEFORE, AFTER = "before.png", "after.png"
 TITLE = "Rewards for what a diffusion model draws, by DDPO"
 CLAIM = (
-    "Black et al. 2023, arXiv:2305.13301: denoising, seen as a decision process of several steps, can be trained by "
-    "policy gradients on any reward of the finished picture."
+    "Black et al. 2023, arXiv:2305.13301, figure 4: at an equal number of scored pictures, DDPO with importance "
+    "sampling (IS) reaches at least the reward of the score function (SF), and both more than reward-weighted "
+    "regression (RWR)."
 )
+NAMES = {"is": "IS", "sf": "SF", "rwr": "RWR", "rwr_sparse": "RWR-sparse"}
+REGRESSIONS = ("RWR", "RWR-sparse")
+CONTROL = "no reward"  # regression on all of the model's own pictures alike
+POINT = 256  # pictures of training that a point of a curve is the mean of, at least
+
+Estimators = Mapping[str, Sequence[Run]]
 
 
 def contact_sheet(images: Tensor) -> Image.Image:
@@ -32,49 +38,158 @@ def contact_sheet(images: Tensor) -> Image.Image:
     return tiled([image.clamp(0, 1) for image in images])
 
 
-def read_history(path: Path) -> list[dict[str, Any]]:
-    """One dict per epoch, in order; of an epoch that a resumed run did again, the later one."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    latest = {row["epoch"]: row for row in rows}
-    return [latest[epoch] for epoch in sorted(latest)]
+def judge(runs: Sequence[Run]) -> Report:
+    """Per reward: whether it rose, and how the estimators rank on pictures from the same noise."""
+    rewards = {reward: estimators(group) for reward, group in by(runs, "reward").items()}
+    verdicts: list[Verdict] = []
+    for reward, groups in rewards.items():
+        check_queries(reward, groups)
+        trained = [name for name in groups if name != CONTROL]
+        risen = [name for name in trained if name == "IS" or len(trained) == 1]
+        verdicts += [rises(reward, name, groups[name]) for name in risen]
+        verdicts += ranks(reward, groups)
+    drawn = {"figure": figure(rewards), "pictures": pictures(rewards), "others": others(rewards)}
+    return Report(verdicts, drawn)
 
 
-def verdict(run: Path) -> Verdict:
-    """Whether the reward of a training rose, on pictures from the same noise."""
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    before, after = json.loads((run / MEASURES).read_text(encoding="utf-8"))[config["reward"]]
-    return Verdict(f"{run.name} raises its reward", f"above {before:.3f}", f"{after:.3f}", after > before)
+def estimators(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs on one reward by what trained them, in the paper's order; a seed has one run of each."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(estimator(run), []).append(run)
+    for name, group in groups.items():
+        seed, count = Counter(run.config["seed"] for run in group).most_common(1)[0]
+        if count > 1:
+            raise ValueError(
+                f"{count} runs of {name} on {group[0].config['reward']} with seed {seed} came in; one for each seed is "
+                "needed. Give the folders of one sweep, or of one training."
+            )
+    order = [*NAMES.values(), CONTROL]
+    return dict(sorted(groups.items(), key=lambda item: (order.index(item[0].partition(",")[0]), item[0])))
 
 
-def write_report(folder: Path) -> tuple[Path, list[Verdict]]:
-    """Write report.html and report.png: a row for each training below `folder`, with its curves and its pictures."""
-    runs = sorted(path.parent for path in folder.glob("*/history.jsonl"))
-    figure, axes = plt.subplots(len(runs), 4, figsize=(15, 3.6 * len(runs)), layout="constrained", squeeze=False)
-    for row, run in zip(axes, runs, strict=True):
-        history = read_history(run / "history.jsonl")
-        queries = [epoch["queries"] for epoch in history]
-        row[0].plot(queries, [epoch["reward_mean"] for epoch in history], color="tab:blue")
-        row[0].set_title(f"{run.name}: mean reward", fontsize=10)
-        for name in [name for name in history[-1] if name.startswith("other/")]:
-            row[1].plot(queries, [epoch[name] for epoch in history], label=name.removeprefix("other/"))
-        row[1].set_title("measures that were not trained on", fontsize=10)
-        row[1].legend(frameon=False, fontsize=8)
-        for axis in row[:2]:
-            axis.set_xlabel("pictures that were scored")
-            axis.grid(alpha=0.3)
-        for axis, sheet in zip(row[2:], (BEFORE, AFTER), strict=True):
-            with Image.open(run / sheet) as picture:
+def estimator(run: Run) -> str:
+    """Its name; of a regression, with its inverse temperature."""
+    if run.config["estimator"] != "rwr":
+        return NAMES[run.config["estimator"]]
+    return f"RWR, beta {run.config['rwr_beta']:g}" if run.config["rwr_beta"] else CONTROL
+
+
+def check_queries(reward: str, groups: Estimators) -> None:
+    """Refuse to compare estimators that saw unequal numbers of rewards."""
+    counts = {f"{queries(run)} by {name}" for name, group in groups.items() for run in group}
+    if len({queries(run) for group in groups.values() for run in group}) > 1:
+        raise ValueError(
+            f"{reward} was asked for unequal numbers of pictures: {', '.join(sorted(counts))}; an equal number is "
+            "needed. Give the folders of one sweep, or of one training."
+        )
+
+
+def queries(run: Run) -> int:
+    """Pictures that were scored in training."""
+    return int(run.history[-1]["queries"])
+
+
+# Verdicts --------------------------------------------------------------------------------------------------------
+
+
+def rises(reward: str, name: str, runs: Sequence[Run]) -> Verdict:
+    """Higher than before the training, in each seed."""
+    before, after = ([run.summary[key] for run in runs] for key in (f"{reward}_before", reward))
+    passed = all(last > first for first, last in zip(before, after, strict=True))
+    return Verdict(f"{reward}: {name} raises it", f"above {spread(before)}", spread(after), passed)
+
+
+def ranks(reward: str, groups: Estimators) -> Iterator[Verdict]:
+    """IS at least SF, and SF (without it, IS) above the better regression; paired by seed."""
+    if "IS" in groups and "SF" in groups:
+        first, second = paired(reward, groups["IS"], groups["SF"])
+        if first:
+            gaps = [high - low for high, low in zip(first, second, strict=True)]
+            obtained = f"IS {spread(first)}, SF {spread(second)}"
+            yield Verdict(f"{reward}: IS is at least SF", "median gap of seeds >= 0", obtained, median(gaps) >= 0)
+    regressions = [name for name in groups if name.startswith(REGRESSIONS)]
+    ours = next((name for name in ("SF", "IS") if name in groups), None)
+    if regressions and ours:
+        best = max(regressions, key=lambda name: median(run.summary[reward] for run in groups[name]))
+        first, second = paired(reward, groups[ours], groups[best])
+        if first:
+            obtained = f"{ours} {spread(first)}, {best.replace(',', '')} {spread(second)}"
+            if CONTROL in groups:
+                obtained += f", {CONTROL} {spread(run.summary[reward] for run in groups[CONTROL])}"
+            passed = all(high > low for high, low in zip(first, second, strict=True))
+            yield Verdict(f"{reward}: {ours} beats RWR", "in every seed", obtained, passed)
+
+
+def paired(reward: str, runs: Sequence[Run], others: Sequence[Run]) -> tuple[list[float], list[float]]:
+    """The reward after training of the seeds that both have."""
+    first, second = ({run.config["seed"]: run.summary[reward] for run in group} for group in (runs, others))
+    seeds = [seed for seed in first if seed in second]
+    return [first[seed] for seed in seeds], [second[seed] for seed in seeds]
+
+
+# Figures ---------------------------------------------------------------------------------------------------------
+
+
+def curve(run: Run, key: str, measure: str) -> Curve:
+    """`measure` over the pictures that were scored: before and after training, and between them means of training.
+
+    key: what training logged it as. A mean is over POINT pictures or more, at the middle of these.
+    """
+    total, seen = run.curve("queries", key)
+    size = -(-POINT * len(total) // int(total[-1]))
+    blocks = [slice(start, start + size) for start in range(0, len(total), size)]
+    xs = [mean([total[block][0] - total[0], total[block][-1]]) for block in blocks]
+    ys = [mean(seen[block]) for block in blocks]
+    return [0, *xs, total[-1]], [run.summary[f"{measure}_before"], *ys, run.summary[measure]]
+
+
+def figure(rewards: Mapping[str, Estimators]) -> plt.Figure:
+    """The paper's: a panel for each reward, a curve for each estimator."""
+    drawn, axes = panels(len(rewards))
+    for axis, (reward, groups) in zip(axes, rewards.items(), strict=True):
+        curves(axis, {name: [curve(run, "reward_mean", reward) for run in group] for name, group in groups.items()})
+        axis.set_title(reward, fontsize=10)
+        axis.set_ylabel("mean reward")
+    return drawn
+
+
+def others(rewards: Mapping[str, Estimators]) -> plt.Figure:
+    """What the first estimator did to measures that were not trained on."""
+    drawn, axes = panels(len(rewards))
+    for axis, (reward, groups) in zip(axes, rewards.items(), strict=True):
+        name, group = next(iter(groups.items()))
+        logged = [key for key in group[0].history[-1] if key.startswith("other/")]
+        known = {key.removeprefix("other/"): key for key in logged}
+        curves(axis, {short: [curve(run, key, short) for run in group] for short, key in known.items()})
+        axis.set_title(f"not trained on, with {reward} by {name}", fontsize=10)
+    return drawn
+
+
+def panels(count: int) -> tuple[plt.Figure, Sequence[plt.Axes]]:
+    drawn, axes = plt.subplots(1, count, figsize=(4.8 * count, 3.8), layout="constrained", squeeze=False)
+    for axis in axes.flat:
+        axis.set_xlabel("pictures that were scored")
+    return drawn, list(axes.flat)
+
+
+def pictures(rewards: Mapping[str, Estimators]) -> plt.Figure:
+    """A row for each reward: pictures from the same noise before and after, of each estimator's first seed."""
+    columns = 1 + max(len(groups) for groups in rewards.values())
+    shape = (2.6 * columns, 2.9 * len(rewards))
+    drawn, axes = plt.subplots(len(rewards), columns, figsize=shape, layout="constrained", squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for row, (reward, groups) in zip(axes, rewards.items(), strict=True):
+        firsts = {name: min(group, key=lambda run: run.config["seed"]) for name, group in groups.items()}
+        sheets = [("before", next(iter(firsts.values())).folder / BEFORE)]
+        sheets += [(name, run.folder / AFTER) for name, run in firsts.items()]
+        for axis, (name, sheet) in zip(row, sheets, strict=False):  # another reward may have more estimators
+            with Image.open(sheet) as picture:
                 axis.imshow(np.asarray(picture), interpolation="nearest")
-            axis.set_title(f"{Path(sheet).stem} training, the same noise", fontsize=10)
-            axis.axis("off")
-    verdicts = [verdict(run) for run in runs]
-    config = json.loads((runs[0] / "config.json").read_text(encoding="utf-8"))
-    return write_page(folder, TITLE, CLAIM, verdicts, {"report": figure}, {}, config), verdicts
+            axis.set_title(f"{reward}: {name}", fontsize=8)
+    return drawn
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python report.py RUN_FOLDER   (the folder of the trainings' folders)")
-    page, found = write_report(Path(sys.argv[1]))
-    print(*found, f"page: {page}", sep="\n")
-    sys.exit(exit_code(found))
+    main(TITLE, CLAIM, judge)

@@ -1,6 +1,5 @@
 """DDPO: rewards for what a diffusion model draws (Black et al. 2023, arXiv:2305.13301). The numbers: README.md."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -30,9 +29,10 @@ from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_compre
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
-from experiments.black_2023_ddpo.report import AFTER, BEFORE, MEASURES, contact_sheet, write_report
+from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, TITLE, contact_sheet, judge
 from experiments.black_2023_ddpo.shapes import CAPTIONS, colour_match, rgb_alignment, shape_match
-from experiments.runs import CONFIG, HISTORY, changed, run_folder
+from experiments.reports import write_report
+from experiments.runs import append, changed, close_folder, finished_runs, open_folder, run_folder
 
 PAPER = "black_2023_ddpo"
 OF_SHAPES = {"rgb_alignment": rgb_alignment, "colour_match": colour_match, "shape_match": shape_match}
@@ -148,19 +148,15 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
     asking = prompt_set(run)
     trainer = DDPOTrainer(ddpo, function, asking, pipeline, other_rewards=others)
     is_main = trainer.accelerator.is_main_process
-    history = folder / HISTORY
     if is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(json.dumps(to_flat_dict(run, ddpo) | {"reward": reward}, indent=2) + "\n")
-        if not ddpo.resume_from:
-            history.unlink(missing_ok=True)
+        open_folder(folder, to_flat_dict(run, ddpo) | {"reward": reward}, goes_on=bool(ddpo.resume_from))
     known = zip(asking.prompts, asking.metadata, strict=True)
     asked, metadata = zip(*islice(cycle(known), run.eval_pictures), strict=True)
     found: dict[str, list[float]] = {}
     with trainer.tracker as tracker:
         for sheet in (BEFORE, AFTER):
             if sheet == AFTER:
-                learn(trainer, history if is_main else None)
+                learn(trainer, folder if is_main else None)
             images = pictures(pipeline, asked, ddpo)
             tracker.images(Path(sheet).stem, list(images[:16]), asked[:16], trainer.global_step)
             for measure, by in {reward: function, **others}.items():
@@ -170,22 +166,22 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
         final = {f"final/{measure}": values[1] for measure, values in found.items()}
         tracker.finish(final | {"final/reward": found[reward][1]})
     if is_main:
-        (folder / MEASURES).write_text(json.dumps(found) + "\n", encoding="utf-8")
         trainer.save_pretrained(folder / "pipeline")
+        befores = {f"{measure}_before": before for measure, (before, _) in found.items()}
+        close_folder(folder, befores | {measure: after for measure, (_, after) in found.items()})
     return {measure: (before, after) for measure, (before, after) in found.items()}
 
 
-def learn(trainer: DDPOTrainer, history: Path | None) -> None:
-    """Run the epochs, and write what each logged to `history` as it is done."""
+def learn(trainer: DDPOTrainer, folder: Path | None) -> None:
+    """Run the epochs, and write what each logged to the history in `folder` as it is done."""
     config = trainer.config
     for epoch in progress(range(trainer.first_epoch, config.num_epochs), "DDPO epochs"):
         trainer.step(epoch, trainer.global_step)
         if (epoch + 1) % config.save_freq == 0:
             trainer.save_checkpoint()
-        if history is None:
+        if folder is None:
             continue
-        with history.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": trainer.global_step, **trainer.last_stats}) + "\n")
+        append(folder, {"step": trainer.global_step, **trainer.last_stats})
         if epoch % 5 == 0 or epoch + 1 == config.num_epochs:
             watched = [f"{name} {value:.3f}" for name, value in trainer.last_stats.items() if name.startswith("other/")]
             reward = f"{config.run_name}: epoch {epoch:3d}   reward {trainer.last_stats['reward_mean']:.3f}"
@@ -210,7 +206,7 @@ def one(reward: str, run: RunConfig, ddpo: DDPOConfig) -> dict[str, tuple[float,
 
 
 def main(run: RunConfig, ddpo: DDPOConfig) -> None:
-    """Train on each reward, and draw the figure of all trainings in the run's folder."""
+    """Train on each reward, and report on all trainings in the run's folder."""
     if len(run.reward) > 1 and os.environ.get("WANDB_SWEEP_ID"):
         raise SystemExit(
             f"--reward {' '.join(run.reward)} asks for {len(run.reward)} trainings, and a sweep's run is one. Name one "
@@ -232,8 +228,11 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
         print(f"\n{name}\n{'-' * len(name)}")
         for measure, (before, after) in found.items():
             print(f"{measure}: {before:.3f} -> {after:.3f}")
-    page, verdicts = write_report(folder)
-    print("", *verdicts, f"page: {page}", sep="\n")
+    if os.environ.get("RANK", "0") == "0":  # the others have left nothing to report on
+        finished = finished_runs(*(Path(config.logdir) for config in own))
+        report = judge(finished)
+        page = write_report(folder, TITLE, CLAIM, report, finished)
+        print("", *report.verdicts, f"page: {page}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from experiments.black_2023_ddpo import pretrain, train
-from experiments.black_2023_ddpo.report import contact_sheet, read_history, write_report
+from experiments.black_2023_ddpo.report import contact_sheet, curve, judge
 from experiments.black_2023_ddpo.shapes import (
     CAPTIONS,
     COLOURS,
@@ -16,6 +15,8 @@ from experiments.black_2023_ddpo.shapes import (
     shape_match,
 )
 from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
+from experiments.runs import Run, finished_runs
+from matplotlib import pyplot as plt
 
 from trimtab_common.config import parse_config
 
@@ -217,38 +218,113 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
     sizes = {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2}
     sizes["sample_num_batches_per_epoch"] = 1
     train.main(run, train.ShapesDDPOConfig(**sizes, log_with=None, logdir=str(tmp_path)))
-    for reward in run.reward:
-        history = read_history(tmp_path / reward / "history.jsonl")
-        assert [row["queries"] for row in history] == [4, 8]
-        assert "other/shape_match" in history[0]
-        assert f"other/{reward}" not in history[0]
-        assert json.loads((tmp_path / reward / "config.json").read_text())["reward"] == reward
-        before, after = ((tmp_path / reward / sheet).read_bytes() for sheet in ("before.png", "after.png"))
+    for found in finished_runs(tmp_path):
+        reward = found.config["reward"]
+        assert found.folder == tmp_path / reward
+        assert found.curve("step", "queries") == ([2, 4], [4, 8])
+        assert "other/shape_match" in found.history[0]
+        assert f"other/{reward}" not in found.history[0]
+        assert set(found.summary) >= {reward, f"{reward}_before", "shape_match", "shape_match_before"}
+        before, after = ((found.folder / sheet).read_bytes() for sheet in ("before.png", "after.png"))
         assert before != after
-        trained = StableDiffusionPipeline.from_pretrained(tmp_path / reward / "pipeline")
+        trained = StableDiffusionPipeline.from_pretrained(found.folder / "pipeline")
         base = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-2")
         assert not torch.equal(trained.unet.conv_out.weight, base.unet.conv_out.weight)
         assert torch.equal(trained.text_encoder.state_dict()["embeddings.token_embedding.weight"],
                            base.text_encoder.state_dict()["embeddings.token_embedding.weight"])  # fmt: skip
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.count("raises its reward") == 2
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("IS raises it") == 2
 
 
-def test_report_is_drawn_again_from_the_files_alone(tmp_path: Path):
-    folder = tmp_path / "colour"
-    folder.mkdir()
-    rows = [{"epoch": i, "queries": 4 * i, "reward_mean": 0.1 * i, "other/x": 1.0} for i in (0, 1, 1)]
-    (folder / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.json").write_text(json.dumps({"reward": "colour"}))
+def made_up(folder: Path, after: float, *, epochs: int = 4, reward: str = "colour", **config: object) -> Run:
+    """A run that is over, from 0.2 to `after`, with epochs of 128 pictures whose mean rewards are 0, 1, 2, ..."""
+    known = {"reward": reward, "estimator": "is", "seed": 0, "rwr_beta": 0.2} | config
+    place = folder / "-".join(map(str, known.values()))
+    place.mkdir(parents=True)
     for sheet in ("before.png", "after.png"):
-        contact_sheet(torch.rand(5, 3, 8, 8)).save(folder / sheet)
-    assert len(read_history(folder / "history.jsonl")) == 2
-    for after, passed in ((0.5, True), (0.1, False)):
-        (folder / "measures.json").write_text(json.dumps({"colour": [0.2, after], "x": [1.0, 1.0]}))
-        page, verdicts = write_report(tmp_path)
-        assert [verdict.passed for verdict in verdicts] == [passed]
-    assert page == tmp_path / "report.html"
-    assert (tmp_path / "report.png").stat().st_size > 1000
+        contact_sheet(torch.rand(5, 3, 8, 8)).save(place / sheet)
+    rows = [{"step": i, "queries": 128.0 * (i + 1), "reward_mean": float(i), "other/x": 1.0} for i in range(epochs)]
+    return Run(place, known, rows, {f"{reward}_before": 0.2, reward: after, "x_before": 1.0, "x": 1.0})
+
+
+def of_all(folder: Path, rewards: dict[str, list[float]]) -> list[Run]:
+    """Runs of each estimator, one for each reward of its list, with the seeds from 0 on."""
+    return [made_up(folder, after, estimator=name, seed=seed, rwr_beta=10.0)
+            for name, values in rewards.items() for seed, after in enumerate(values)]  # fmt: skip
+
+
+def verdicts(runs: list[Run]) -> dict[str, bool]:
+    found = judge(runs).verdicts
+    plt.close("all")
+    return {verdict.claim.removeprefix("colour: "): verdict.passed for verdict in found}
+
+
+def test_estimators_that_rank_as_in_the_paper_pass(tmp_path: Path):
+    runs = of_all(tmp_path, {"rwr": [0.25, 0.1, 0.3], "sf": [0.3, 0.3, 0.4], "is": [0.35, 0.25, 0.4]})
+    report = judge(runs)
+    assert [verdict.passed for verdict in report.verdicts] == [True] * 3
+    assert report.verdicts[1].obtained == "IS 0.350 (0.250 to 0.400), SF 0.300 (0.300 to 0.400)"
+    assert list(report.figures) == ["figure", "pictures", "others"]
+    (panel,) = report.figures["figure"].axes
+    assert [line.get_label() for line in panel.lines] == ["IS (3 seeds)", "SF (3 seeds)", "RWR, beta 10 (3 seeds)"]
+    titles = [axis.get_title() for axis in report.figures["pictures"].axes]
+    assert titles == ["colour: before", "colour: IS", "colour: SF", "colour: RWR, beta 10"]
+
+
+def test_each_way_to_miss_the_claim_fails(tmp_path: Path):
+    is_falls, is_behind, regression_ahead = "IS raises it", "IS is at least SF", "SF beats RWR"
+    high = {"is": [0.5, 0.5, 0.5], "sf": [0.4, 0.4, 0.4], "rwr": [0.3, 0.3, 0.3]}
+    assert all(verdicts(of_all(tmp_path / "a", high)).values())
+    for number, (name, values, failed) in enumerate(
+        [
+            ("is", [0.5, 0.5, 0.2], {is_falls}),  # one seed that did not rise
+            ("is", [0.5, 0.3, 0.3], {is_behind}),  # the median seed is behind
+            ("rwr", [0.3, 0.3, 0.4], {regression_ahead}),  # one seed that is not behind
+        ]
+    ):
+        found = verdicts(of_all(tmp_path / str(number), high | {name: values}))
+        assert {claim for claim, passed in found.items() if not passed} == failed
+
+
+def test_the_better_regression_is_the_one_to_beat_and_the_control_is_none(tmp_path: Path):
+    runs = of_all(tmp_path, {"sf": [0.5]})
+    runs += [made_up(tmp_path, after, estimator="rwr", rwr_beta=beta) for beta, after in ((10, 0.3), (100, 0.4))]
+    runs += [made_up(tmp_path, 0.9, estimator="rwr", rwr_beta=0), made_up(tmp_path, 0.1, estimator="rwr_sparse")]
+    (verdict,) = judge(runs).verdicts
+    assert verdict.passed
+    assert verdict.obtained == "SF 0.500, RWR beta 100 0.400, no reward 0.900"
+
+
+def test_only_what_is_there_is_judged(tmp_path: Path):
+    assert verdicts([made_up(tmp_path, 0.3, estimator="sf")]) == {"SF raises it": True}
+    assert verdicts([made_up(tmp_path, 0.1, estimator="rwr", rwr_beta=1)]) == {"RWR, beta 1 raises it": False}
+    assert verdicts([made_up(tmp_path, 0.3, estimator="rwr", rwr_beta=0)]) == {}
+    runs = [made_up(tmp_path, 0.3, seed=1), made_up(tmp_path, 0.4, estimator="sf", seed=2)]
+    assert verdicts(runs) == {"IS raises it": True}  # no seed in common
+    runs.append(made_up(tmp_path, 0.2, estimator="rwr_sparse", seed=1))
+    assert verdicts([run for run in runs if run.config["estimator"] != "sf"])["IS beats RWR"]
+
+
+def test_rewards_are_judged_apart(tmp_path: Path):
+    runs = [made_up(tmp_path, after, reward=name) for name, after in (("a", 0.3), ("b", 0.1))]
+    assert [(verdict.claim, verdict.passed) for verdict in judge(runs).verdicts] == [
+        ("a: IS raises it", True),
+        ("b: IS raises it", False),
+    ]
+
+
+def test_runs_that_do_not_compare_are_refused(tmp_path: Path):
+    short = made_up(tmp_path, 0.3, epochs=2, estimator="sf")
+    with pytest.raises(ValueError, match="256 by SF, 512 by IS"):
+        judge([made_up(tmp_path, 0.3), short])
+    with pytest.raises(ValueError, match="2 runs of IS on colour with seed 0"):
+        judge([made_up(tmp_path / "a", 0.3), made_up(tmp_path / "b", 0.3)])
+
+
+def test_a_curve_goes_from_before_to_after_by_means_of_256_pictures(tmp_path: Path):
+    xs, ys = curve(made_up(tmp_path, 0.9), "reward_mean", "colour")
+    assert xs == [0, 128, 384, 512]
+    assert ys == [0.2, 0.5, 2.5, 0.9]
 
 
 def test_contact_sheet_has_four_in_a_row():
