@@ -11,6 +11,7 @@ from datasets import Dataset, load_dataset
 
 from trimtab_common.config import parse_config
 from trimtab_lm.sft import SFTConfig, SFTTrainer
+from trimtab_lm.training import Tables
 
 # The file is run by its path, from anywhere; the experiments are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -95,11 +96,13 @@ def main(run: RunConfig, sft: SFTConfig) -> None:
 
     prompts = [" ".join(text.split()[:8]) for text in test["text"][: run.samples]]
     losses, settings = [], {"max_new_tokens": run.max_new_tokens, "seed": sft.seed}
+    tables = Tables()
     for stage in ("before", "after"):
         if stage == "after":
             trainer.train(resume_from_checkpoint=sft.resume_from_checkpoint)
         losses.append(trainer.evaluate()["eval_loss"])
         answers = texts(trainer.model, trainer.tokenizer, prompts, **settings)
+        tables.add(trainer, "samples", ["prompt", "answer"], zip(prompts, answers, strict=True))
         if trainer.is_world_process_zero():
             show(f"{stage} training", prompts, answers)
     first, last = losses

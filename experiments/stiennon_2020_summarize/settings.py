@@ -1,0 +1,87 @@
+"""The settings of the pipeline's program, train.py."""
+
+from dataclasses import dataclass, field
+
+from experiments.runs import changed, run_folder
+
+from trimtab_lm import PPOConfig
+
+PAPER = "stiennon_2020_summarize"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The stages before and around PPO; the fields of PPOConfig are those of PPO."""
+
+    model: str = field(
+        default="stories15m",
+        metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."},
+    )
+    dataset: str | None = field(
+        default=None,
+        metadata={"help": "Hub id or folder of posts and summaries: texts prompt and completion, splits train and "
+                  "test (or validation). None: openings of film reviews, and how their writers went on."},
+    )  # fmt: skip
+    preferences: str | None = field(
+        default=None,
+        metadata={"help": "Hub id or folder of comparisons that people made: texts prompt, chosen and rejected, splits "
+                  "train and test (or validation). None: the fine-tuned model's own answers, compared by gold."},
+    )  # fmt: skip
+    gold: str = field(
+        default="vader",
+        metadata={"help": "Who compares and who judges at the end. vader: how positive an answer sounds; or the hub id "
+                  "or folder of a reward model."},
+    )  # fmt: skip
+    label_temperature: float = field(
+        default=0.1, metadata={"help": "Noise of the labels, in units of the gold score. 0: none."}
+    )
+    reviews: int = field(default=12000, metadata={"help": "Film reviews that are read, where dataset is None."})
+    words: int = field(default=20, metadata={"help": "Words of a review's opening and its continuation at most."})
+    prompt_words: int = field(default=6, metadata={"help": "Words of the opening."})
+    max_length: int = field(default=256, metadata={"help": "Tokens of a prompt with an answer at most."})
+    max_new_tokens: int = field(default=20, metadata={"help": "Tokens of an answer at most."})
+    sft_steps: int = field(default=50, metadata={"help": "Optimizer steps of fine-tuning."})
+    sft_batch_size: int = field(default=2, metadata={"help": "Rows of max_length tokens in each of them."})
+    sft_learning_rate: float = field(default=5e-4, metadata={"help": "Its highest learning rate, of a cosine."})
+    comparisons: tuple[int, ...] = field(
+        default=(40, 160, 640),
+        metadata={"help": "Comparisons that each reward model learns from; PPO has the one of the most."},
+    )
+    eval_comparisons: int = field(default=192, metadata={"help": "Other comparisons, for the accuracy."})
+    reward_epochs: float = field(default=1.0, metadata={"help": "Passes over the comparisons."})
+    reward_batch_size: int = field(default=4, metadata={"help": "Comparisons in an optimizer step."})
+    reward_learning_rate: float = field(default=3e-4, metadata={"help": "Highest learning rate of reward models."})
+    best_of: tuple[int, ...] = field(default=(4, 16), metadata={"help": "n of best-of-n, the baseline."})
+    eval_prompts: int = field(default=64, metadata={"help": "Held-out prompts of the evaluation."})
+    samples: int = field(default=6, metadata={"help": "Of them, how many are shown."})
+    resume: bool = field(default=False, metadata={"help": "Go on in output_dir behind the last stage that is done."})
+    keep_models: bool = field(default=False, metadata={"help": "Leave the stages' models and data in output_dir."})
+
+    def __post_init__(self) -> None:
+        if not self.comparisons or min(self.comparisons) < 1:
+            raise ValueError(f"comparisons={self.comparisons} has to be one number, 1 or more, or several.")
+        if not self.best_of or min(self.best_of) < 1:
+            raise ValueError(f"best_of={self.best_of} has to be one number, 1 or more, or several.")
+        if self.preferences is not None and self.gold == "vader":
+            raise ValueError(
+                f"preferences={self.preferences!r} are people's, and gold='vader' would judge by something else at the "
+                "end. Set gold to the hub id or folder of a reward model of such preferences."
+            )
+
+
+@dataclass(frozen=True)
+class PolicyPPOConfig(PPOConfig):
+    """PPO with this experiment's defaults; the coefficient of the KL is fixed, as in the paper."""
+
+    exp_name: str = changed(PPOConfig, "exp_name", PAPER)
+    tracker_project_name: str = changed(PPOConfig, "tracker_project_name", PAPER)
+    log_with: str | None = changed(PPOConfig, "log_with", "wandb")
+    output_dir: str | None = run_folder(PAPER)
+    steps: int = changed(PPOConfig, "steps", 16)
+    batch_size: int = changed(PPOConfig, "batch_size", 32)
+    mini_batch_size: int = changed(PPOConfig, "mini_batch_size", 16)
+    ppo_epochs: int = changed(PPOConfig, "ppo_epochs", 1)
+    learning_rate: float = changed(PPOConfig, "learning_rate", 2e-5)
+    max_grad_norm: float | None = changed(PPOConfig, "max_grad_norm", 1.0)
+    adap_kl_ctrl: bool = changed(PPOConfig, "adap_kl_ctrl", False)
+    init_kl_coef: float | None = changed(PPOConfig, "init_kl_coef", 0.05)

@@ -1,0 +1,341 @@
+"""The stages of the pipeline, each of which leaves a folder: sft, comparisons, reward, ppo; then the evaluation."""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, repeat
+from math import log
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, DatasetDict, load_from_disk
+from experiments.assets import imdb_reviews
+from experiments.evaluation import continued, kl_of_samples
+from experiments.runs import append, read_history
+from experiments.stiennon_2020_summarize.comparisons import (
+    Gold,
+    compared,
+    expected_best_of,
+    review_starts,
+    splits,
+)
+from experiments.stiennon_2020_summarize.reward import PairRewardConfig
+from experiments.stiennon_2020_summarize.settings import RunConfig
+from experiments.stiennon_2020_summarize.sft import SpeechSFTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+)
+
+from trimtab_common.checkpoint import latest_checkpoint
+from trimtab_common.tracking import Tracker
+from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from trimtab_lm.iterative_sft import BestOfNSampler
+from trimtab_lm.reward import RewardTrainer
+from trimtab_lm.rewards import RewardModel
+from trimtab_lm.sft import SFTTrainer
+
+REFERENCES = 256  # human answers whose mean score becomes 0
+LOOKS = 4  # answers of PPO's policy to each prompt of the evaluation
+RESULT = "result.json"
+Proxy = Callable[[Sequence[str]], list[float]]
+"""proxy(texts of prompt and answer) -> the reward model's scores, 0 for human answers on average."""
+
+
+class Record:
+    """history.jsonl and the tracker of the whole pipeline; each row that is logged is a step."""
+
+    def __init__(self, folder: Path, tracker: Tracker, *, goes_on: bool):
+        self.folder, self.tracker = folder, tracker
+        self.step = max((row["step"] for row in read_history(folder)), default=0) if goes_on else 0
+
+    def log(self, row: Mapping[str, float]) -> None:
+        self.step += 1
+        append(self.folder, {"step": self.step, **row})
+        self.tracker.log(row, self.step)
+
+    def table(self, name: str, columns: Mapping[str, Sequence[Any]]) -> None:
+        """columns: heading -> cells [N]."""
+        self.tracker.table(name, list(columns), zip(*columns.values(), strict=True), self.step)
+
+
+class Logged(TrainerCallback):
+    """Passes what a stage's trainer logs on to the record, the stage's name before it."""
+
+    def __init__(self, record: Record, stage: str):
+        self.record, self.stage = record, stage
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        self.record.log({f"{self.stage}/{name}": value for name, value in logs.items()})
+
+
+@dataclass(frozen=True)
+class Data:
+    """Columns prompt and completion: what is fine-tuned on, what comparisons and PPO begin with, what is held out."""
+
+    sft: Dataset
+    policy: Dataset
+    held_out: Dataset
+
+
+def read_data(run: RunConfig, seed: int) -> Data:
+    """Texts whose halves are apart: the answers that are compared continue prompts that SFT has not seen."""
+    if run.dataset is None:
+        reviews = imdb_reviews()
+        known = reviews.select(range(min(run.reviews, len(reviews))))["text"]
+        starts = review_starts(known, words=run.words, prompt_words=run.prompt_words)
+        parts = starts.train_test_split(test_size=0.1, shuffle=False)
+        train, held_out = parts["train"], parts["test"]
+    else:
+        train, held_out = splits(run.dataset, ["prompt", "completion"])
+    halves = train.shuffle(seed=seed).train_test_split(test_size=0.5, shuffle=False)
+    return Data(halves["train"], halves["test"], held_out)
+
+
+def fine_tune(name: str, run: RunConfig, data: Data, record: Record, *, seed: int, folder: Path) -> None:
+    """Stage 1: the human completions, by their likelihood."""
+    args = SpeechSFTConfig(
+        output_dir=str(folder),
+        report_to="none",
+        seed=seed,
+        max_steps=run.sft_steps,
+        max_length=run.max_length,
+        per_device_train_batch_size=run.sft_batch_size,
+        learning_rate=run.sft_learning_rate,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    held_out = data.held_out.select(range(min(run.eval_prompts, len(data.held_out))))
+    callbacks = [Logged(record, "sft")]
+    trainer = SFTTrainer(
+        name, args=args, train_dataset=data.sft, eval_dataset=held_out, processing_class=tokenizer, callbacks=callbacks
+    )
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    trainer.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def compare(sft: Path, run: RunConfig, data: Data, gold: Gold, record: Record, *, seed: int, folder: Path) -> None:
+    """Stage 2: comparisons to learn from, with the labeller's noise, and others, as gold itself would have them."""
+    if run.preferences is not None:
+        train, test = splits(run.preferences, ["prompt", "chosen", "rejected"])
+        train = train.shuffle(seed=seed)
+    else:
+        model, tokenizer = load(sft)
+        most = max(run.comparisons)
+        # A few more: pairs of which nothing can be learnt are left out.
+        prompts = data.policy["prompt"][: most + most // 8 + 8]
+        train = own_pairs(model, tokenizer, prompts, run, gold, run.label_temperature, seed)
+        others = data.held_out["prompt"][run.eval_prompts :][: run.eval_comparisons]
+        test = own_pairs(model, tokenizer, others, run, gold, 0.0, seed)
+        test = test.filter(lambda row: row["gold_chosen"] != row["gold_rejected"])
+        right = [
+            row["gold_chosen"] > row["gold_rejected"] for row in train if row["gold_chosen"] != row["gold_rejected"]
+        ]
+        record.log({"comparisons/agreement": fmean(right), "comparisons/told_apart": len(right) / len(train)})
+    if len(train) < max(run.comparisons) or not len(test):
+        raise ValueError(
+            f"comparisons={run.comparisons} and eval_comparisons={run.eval_comparisons} were asked, and there are "
+            f"{len(train)} to learn from and {len(test)} others. Lower them, or give more prompts (reviews, dataset)."
+        )
+    test = test.select(range(min(run.eval_comparisons, len(test))))
+    record.table("comparisons", train.select(range(min(run.samples, len(train)))).to_dict())
+    DatasetDict({"train": train, "test": test}).save_to_disk(folder)
+
+
+def own_pairs(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    run: RunConfig,
+    gold: Gold,
+    temperature: float,
+    seed: int,
+) -> Dataset:
+    """Two answers of the model to each prompt, and which of them the labeller prefers."""
+    twice = [*prompts, *prompts]
+    _, answers = continued(model, tokenizer, twice, max_new_tokens=run.max_new_tokens, seed=seed)
+    golds = list(gold(twice, answers))
+    pairs, scores = (list(zip(each[: len(prompts)], each[len(prompts) :], strict=True)) for each in (answers, golds))
+    return compared(prompts, pairs, scores, temperature=temperature, seed=seed)
+
+
+def learn_rewards(
+    sft: Path, pairs: Path, run: RunConfig, data: Data, record: Record, *, seed: int, folder: Path
+) -> None:
+    """Stage 3: a reward model from the fine-tuned one for each number of comparisons; the last and largest is kept.
+
+    Its scores are then shifted so that human answers score 0 on average, as in the paper.
+    """
+    known = load_from_disk(pairs)
+    accuracies = {}
+    for count in sorted(run.comparisons):
+        args = PairRewardConfig(
+            output_dir=str(folder),
+            report_to="none",
+            seed=seed,
+            max_steps=-1,
+            num_train_epochs=run.reward_epochs,
+            per_device_train_batch_size=run.reward_batch_size,
+            per_device_eval_batch_size=run.reward_batch_size,
+            learning_rate=run.reward_learning_rate,
+            warmup_steps=0.1,  # of the steps: the fewest comparisons are a handful of them
+            init_reward_head=False,  # transformers' own start is smaller: first scores near each other
+            max_length=run.max_length,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(sft)
+        train = known["train"].select_columns(["prompt", "chosen", "rejected"]).select(range(count))
+        test = known["test"].select_columns(["prompt", "chosen", "rejected"])
+        callbacks = [Logged(record, f"reward_{count}")]
+        trainer = RewardTrainer(
+            str(sft), args, train_dataset=train, eval_dataset=test, processing_class=tokenizer, callbacks=callbacks
+        )
+        trainer.train()
+        accuracies[count] = trainer.evaluate()["eval_accuracy"]
+        record.log({"reward/comparisons": count, "reward/accuracy": accuracies[count]})
+    trainer.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    references = data.policy.select(range(min(REFERENCES, len(data.policy))))
+    texts = [row["prompt"] + row["completion"] for row in references]
+    found = {f"accuracy_{count}": accuracy for count, accuracy in accuracies.items()}
+    found["shift"] = fmean(raw_proxy(folder)(texts))
+    (folder / RESULT).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def raw_proxy(reward: Path) -> Proxy:
+    """Scores of texts by the reward model of a folder, read at the end token, as RewardTrainer has it."""
+    model = AutoModelForSequenceClassification.from_pretrained(reward)
+    tokenizer = AutoTokenizer.from_pretrained(reward)
+    scorer = RewardModel(model, tokenizer, batch_size=64, device=PartialState().device)
+    return lambda texts: scorer(texts, [tokenizer.eos_token] * len(texts))
+
+
+def normalised_proxy(reward: Path) -> Proxy:
+    """The same, less the mean score of human answers."""
+    raw, shift = raw_proxy(reward), reward_result(reward)["shift"]
+    return lambda texts: [score - shift for score in raw(texts)]
+
+
+def reward_result(reward: Path) -> dict[str, float]:
+    """accuracy_<comparisons>, and the shift."""
+    return json.loads((reward / RESULT).read_text(encoding="utf-8"))
+
+
+def load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Causal model, on the device and not in training, and tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(folder).to(PartialState().device).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def optimise(
+    sft: Path, reward: Path, run: RunConfig, ppo: PPOConfig, data: Data, gold: Gold, record: Record, *, folder: Path
+) -> None:
+    """Stage 4: PPO from the fine-tuned model against the reward model, which the value function starts from."""
+    tokenizer = AutoTokenizer.from_pretrained(sft)
+    proxy = normalised_proxy(reward)
+    queries = data.policy["prompt"][:]
+    prompts = [{"query": prompt, "input_ids": ids}
+               for prompt, ids in zip(queries, tokenizer(queries)["input_ids"], strict=True)
+               if len(ids) + run.max_new_tokens <= run.max_length]  # fmt: skip
+    trainer = PPOTrainer(
+        replace(ppo, log_with=None),  # the pipeline's tracker is the only one
+        AutoModelForCausalLMWithValueHead.from_pretrained(sft),
+        tokenizer=tokenizer,
+        dataset=Dataset.from_list(prompts),
+        value_model=AutoModelForSequenceClassification.from_pretrained(reward),
+    )
+    head = trainer.accelerator.unwrap_model(trainer.actor_critic).critic.v_head
+    torch.nn.init.constant_(head.summary.bias, -reward_result(reward)["shift"])  # values of normalised scores
+    checkpoints = folder.parent / "ppo-checkpoints"
+    if run.resume and (found := latest_checkpoint(checkpoints)):
+        trainer.load_checkpoint(found)
+    batches = chain.from_iterable(repeat(trainer.dataloader))
+    for batch in islice(batches, ppo.steps - trainer.steps_done):
+        queries = batch["input_ids"]
+        settings = {"batch_size": ppo.batch_size, "max_new_tokens": run.max_new_tokens, "do_sample": True}
+        responses = trainer.generate(queries, return_prompt=False, **settings)
+        # Whole texts: of an answer alone, some tokenizers lose the space before its first word.
+        texts = tokenizer.batch_decode([torch.cat(row) for row in zip(queries, responses, strict=True)],
+                                       skip_special_tokens=True)  # fmt: skip
+        answers = [text.removeprefix(query) for query, text in zip(batch["query"], texts, strict=True)]
+        stats = trainer.step(queries, responses, proxy(texts))
+        numbers = {name: value for name, value in stats.items() if isinstance(value, int | float)}
+        numbers |= {"ppo/step": trainer.steps_done, "ppo/gold": fmean(gold(batch["query"], answers))}
+        record.log(numbers)
+        if trainer.steps_done in (1, ppo.steps) or trainer.steps_done % 5 == 0:
+            print(
+                f"PPO step {trainer.steps_done:4d}/{ppo.steps}   reward {stats['ppo/mean_scores']:+.3f}   "
+                f"gold {numbers['ppo/gold']:+.3f}   KL {stats['objective/kl']:6.2f} nats",
+                flush=True,
+            )
+        if ppo.save_steps and trainer.steps_done % ppo.save_steps == 0:
+            trainer.save_checkpoint(checkpoints)
+    trainer.model.pretrained_model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def ranked_samples(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], proxy: Proxy, run: RunConfig, *, seed: int
+) -> tuple[list[list[str]], list[list[float]]]:
+    """For each prompt the answers of max(best_of) draws, those first that the proxy likes best; and its scores."""
+    scores: dict[str, float] = {}
+
+    def remembered(texts: Sequence[str]) -> list[float]:
+        found = proxy(texts)
+        scores.update(zip(texts, found, strict=True))
+        return found
+
+    most = max(run.best_of)
+    sampler = BestOfNSampler(
+        model, tokenizer, remembered, lambda: run.max_new_tokens, sample_size=most, seed=seed, n_candidates=most
+    )
+    texts = sampler.generate([torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts])
+    answers = [[text.removeprefix(prompt) for text in row] for prompt, row in zip(prompts, texts, strict=True)]
+    return answers, [[scores[text] for text in row] for row in texts]
+
+
+def evaluate(
+    sft: Path, reward: Path, ppo: Path, run: RunConfig, data: Data, gold: Gold, *, seed: int
+) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    """Gold and proxy scores of held-out prompts by each policy, with their KL; and samples, heading -> cells."""
+    proxy = normalised_proxy(reward)
+    (before, tokenizer), (after, _) = load(sft), load(ppo)
+    held_out = data.held_out.select(range(min(run.eval_prompts, len(data.held_out))))
+    prompts, written = held_out["prompt"][:], held_out["completion"][:]
+    found = {name: value for name, value in reward_result(reward).items() if name.startswith("accuracy")}
+    found["gold_reference"] = fmean(gold(prompts, written))
+
+    ranked, proxies = ranked_samples(before, tokenizer, prompts, proxy, run, seed=seed)
+    golds = [list(gold([prompt] * len(row), row)) for prompt, row in zip(prompts, ranked, strict=True)]
+    for n in sorted({1, *run.best_of}):
+        name = "sft" if n == 1 else f"best_of_{n}"
+        found[f"gold_{name}"] = fmean(expected_best_of(row, n) for row in golds)
+        found[f"proxy_{name}"] = fmean(expected_best_of(row, n) for row in proxies)
+        found[f"kl_{name}"] = log(n) - (n - 1) / n  # Stiennon et al. 2020, appendix G.3
+
+    asked = prompts * LOOKS
+    rows, answers = continued(after, tokenizer, asked, max_new_tokens=run.max_new_tokens, seed=seed)
+    ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in asked]
+    found["gold_ppo"] = fmean(gold(asked, answers))
+    found["proxy_ppo"] = fmean(proxy([prompt + answer for prompt, answer in zip(asked, answers, strict=True)]))
+    found["kl_ppo"] = kl_of_samples(after, before, ids, rows)
+
+    drawn = random.Random(seed)
+    samples = {
+        "prompt": prompts,
+        "its writer": written,
+        "fine-tuned": [drawn.choice(row) for row in ranked],
+        f"best of {max(run.best_of)}": [row[0] for row in ranked],
+        "PPO": answers,
+    }
+    return found, {heading: cells[: run.samples] for heading, cells in samples.items()}

@@ -1,0 +1,104 @@
+"""SFT, reward model, PPO and best-of-n (Stiennon et al. 2020, arXiv:2009.01325). Claim, cost, numbers: README.md."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import transformers
+from accelerate import PartialState
+
+from trimtab_common.config import parse_config, to_flat_dict
+from trimtab_common.tracking import start_tracking
+from trimtab_lm import PPOConfig, set_seed
+
+# The file is run by its path, from anywhere; the experiments are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.assets import stories15m
+from experiments.assets.registry import scratch
+from experiments.reports import report_on
+from experiments.runs import close_folder, open_folder
+from experiments.stiennon_2020_summarize.comparisons import gold_score
+from experiments.stiennon_2020_summarize.report import CLAIM, SAMPLES, TITLE, judge
+from experiments.stiennon_2020_summarize.settings import PolicyPPOConfig, RunConfig
+from experiments.stiennon_2020_summarize.stages import (
+    Record,
+    compare,
+    evaluate,
+    fine_tune,
+    learn_rewards,
+    optimise,
+    read_data,
+)
+
+STAGES = ("sft", "comparisons", "reward", "ppo")
+
+
+def main(run: RunConfig, ppo: PPOConfig) -> None:
+    """Run the stages that are not done yet, evaluate, and write the report of this run into its folder."""
+    if PartialState().num_processes > 1:
+        raise SystemExit("The pipeline runs in one process. Start it with python, not with torchrun or accelerate.")
+    transformers.logging.set_verbosity_error()
+    root = Path(ppo.output_dir or Path("runs", ppo.exp_name))
+    config = to_flat_dict(run, ppo)
+    open_folder(root, config, goes_on=run.resume)
+    if not run.resume:
+        clean(root)
+    given = ppo.tracker_kwargs
+    tracking = start_tracking(
+        ppo.log_with,
+        project=ppo.tracker_project_name,
+        config=config,
+        name=ppo.exp_name,
+        tags=[ppo.task_name] if ppo.task_name else [],
+        folder=ppo.project_kwargs.get("logging_dir", "."),
+        init_kwargs=given.get(ppo.log_with or "", given),
+    )
+    with tracking as tracker:
+        record = Record(root, tracker, goes_on=run.resume)
+        summary = pipeline(root, run, ppo, record)
+        final = {f"final/{name}": value for name, value in summary.items()}
+        record.log(final)
+        tracker.finish(final)
+    close_folder(root, summary)
+    if not run.keep_models:
+        clean(root)
+    report_on(TITLE, CLAIM, judge, [root])
+
+
+def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict[str, float]:
+    """The numbers of the evaluation, behind all stages. What a stage leaves appears whole or not at all."""
+    name = str(stories15m()) if run.model == "stories15m" else run.model
+    data, gold, seed = read_data(run, ppo.seed), gold_score(run.gold), ppo.seed
+    sft, pairs, reward, policy = (root / stage for stage in STAGES)
+    common = {"record": record, "seed": seed}
+    stages = {
+        sft: lambda folder: fine_tune(name, run, data, folder=folder, **common),
+        pairs: lambda folder: compare(sft, run, data, gold, folder=folder, **common),
+        reward: lambda folder: learn_rewards(sft, pairs, run, data, folder=folder, **common),
+        policy: lambda folder: optimise(sft, reward, run, ppo, data, gold, record, folder=folder),
+    }
+    for folder, build in stages.items():
+        if folder.exists():
+            print(f"{folder.name}: done before")
+            continue
+        print(f"{folder.name} ...", flush=True)
+        set_seed(seed)  # the same whether the stages before it ran now or earlier
+        with scratch(root) as part:
+            build(part)
+            part.rename(folder)
+    summary, samples = evaluate(sft, reward, policy, run, data, gold, seed=seed)
+    record.table("samples", samples)
+    (root / SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def clean(root: Path) -> None:
+    """Remove the stages' models and data."""
+    for name in (*STAGES, "ppo-checkpoints"):
+        shutil.rmtree(root / name, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*parse_config(RunConfig, PolicyPPOConfig))

@@ -1,0 +1,347 @@
+"""The pipeline of Stiennon et al.: its pieces by hand, all of it on a tiny model, and what its report concludes."""
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import combinations
+from math import log
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+import wandb
+from datasets import Dataset, DatasetDict
+from experiments.runs import Run, read_history
+from experiments.stiennon_2020_summarize import comparisons, stages, train
+from experiments.stiennon_2020_summarize.report import judge
+from tests.lm import tiny
+from tools.sweeper.records import RunFile
+from transformers import AutoModelForSequenceClassification
+
+from trimtab_common.config import parse_config
+from trimtab_lm.ppo.policy import token_batch
+
+SIZES = {
+    "words": 12, "prompt_words": 2, "max_length": 64, "max_new_tokens": 5, "sft_steps": 2, "sft_batch_size": 2,
+    "comparisons": (2, 4), "eval_comparisons": 4, "reward_batch_size": 2, "best_of": (2, 3), "eval_prompts": 4,
+    "samples": 2,
+}  # fmt: skip
+PPO = {"steps": 2, "batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-3, "accelerator_kwargs": {"cpu": True}}
+
+
+# Pieces ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_review_is_cut_behind_its_prompt_and_behind_its_last_sentence_that_fits():
+    reviews = [
+        "I saw it.  Twice, no less. And then\nnever again in my whole life.",
+        "Dull. Bad.",
+        "One two three four five.",
+    ]
+    rows = comparisons.review_starts(reviews, words=8, prompt_words=2).to_list()
+    assert rows == [
+        {"prompt": "I saw", "completion": " it. Twice, no less."},
+        {"prompt": "One two", "completion": " three four five."},
+    ]
+    assert comparisons.review_starts(reviews, words=4, prompt_words=2).num_rows == 0
+
+
+@pytest.mark.parametrize(("gap", "chance"), [(0.0, 0.5), (log(3), 0.75), (-log(3), 0.25), (-5000.0, 0.0)])
+def test_a_labeller_prefers_by_bradley_and_terry(gap: float, chance: float):
+    rng = random.Random(0)
+    draws = [comparisons.preferred_first(0.2 * gap + 1, 1.0, temperature=0.2, rng=rng) for _ in range(4000)]
+    assert fmean(draws) == pytest.approx(chance, abs=0.025)
+
+
+def test_without_noise_the_better_answer_is_preferred_and_a_tie_is_a_toss():
+    rng = random.Random(0)
+    assert all(comparisons.preferred_first(0.1, 0.0, temperature=0, rng=rng) for _ in range(50))
+    assert not any(comparisons.preferred_first(0.0, 0.1, temperature=0, rng=rng) for _ in range(50))
+    assert 0.4 < fmean(comparisons.preferred_first(1.0, 1.0, temperature=0, rng=rng) for _ in range(1000)) < 0.6
+
+
+def test_pairs_of_which_nothing_can_be_learnt_are_left_out():
+    pairs = [(" good", " bad"), (" same", "same "), ("", " x"), (" bad", " good")]
+    rows = comparisons.compared(list("abcd"), pairs, [(1, -1), (0, 0), (0, 1), (-1, 1)], temperature=0, seed=0)
+    assert rows.to_list() == [
+        {"prompt": prompt, "chosen": " good", "rejected": " bad", "gold_chosen": 1, "gold_rejected": -1}
+        for prompt in "ad"
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_best_of_n_is_the_mean_over_all_draws_of_n(n: int):
+    golds, proxies = [0.3, -1.0, 2.0, 0.7], [4.0, 1.0, 3.0, 2.0]
+    every = [max(draw, key=lambda i: proxies[i]) for draw in combinations(range(4), n)]
+    ranked = [golds[i] for i in sorted(range(4), key=lambda i: -proxies[i])]
+    assert comparisons.expected_best_of(ranked, n) == pytest.approx(fmean(golds[i] for i in every))
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_best_of_more_than_there_are_is_refused(n: int):
+    with pytest.raises(ValueError, match="of 4 samples"):
+        comparisons.expected_best_of([1.0] * 4, n)
+
+
+def rows_of(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"p {i}", "completion": " c"} for i in range(count)]
+
+
+def test_splits_are_found_in_files_and_in_what_was_saved(tmp_path: Path):
+    for name, count in (("train", 3), ("validation", 2)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({**row, "id": 0}) for row in rows_of(count)))
+    train_part, held_out = comparisons.splits(str(tmp_path), ["prompt", "completion"])
+    assert (train_part.to_list(), held_out.to_list()) == (rows_of(3), rows_of(2))
+    saved = DatasetDict({"train": train_part, "test": held_out})
+    saved.save_to_disk(tmp_path / "saved")
+    assert comparisons.splits(str(tmp_path / "saved"), ["prompt"])[1].to_list() == [
+        {"prompt": f"p {i}"} for i in (0, 1)
+    ]
+    with pytest.raises(ValueError, match=r"lacks.*chosen"):
+        comparisons.splits(str(tmp_path / "saved"), ["prompt", "chosen"])
+    DatasetDict({"train": train_part}).save_to_disk(tmp_path / "alone")
+    with pytest.raises(ValueError, match="test or validation"):
+        comparisons.splits(str(tmp_path / "alone"), ["prompt"])
+
+
+# The pipeline ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """Folder of a tiny Llama and its tokenizer."""
+    folder = tmp_path / "model"
+    tiny.llama(max_position_embeddings=256).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def reviews(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    texts = [f"the film {a}{b} was so good to me." for a in letters for b in letters[:10]]
+    monkeypatch.setattr(stages, "imdb_reviews", lambda: Dataset.from_dict({"text": texts}))
+    # A gold score without ties, which letters can earn: VADER knows no word of these.
+    monkeypatch.setattr(comparisons, "sentiment", lambda texts: [text.count("e") + len(text) / 100 for text in texts])
+
+
+def run_of(tmp_path: Path, model: str, ppo: dict[str, Any] | None = None, **run: Any) -> Path:
+    folder = tmp_path / "run"
+    config = train.PolicyPPOConfig(**{"log_with": None, "output_dir": str(folder), **PPO, **(ppo or {})})
+    train.main(train.RunConfig(model=model, **{**SIZES, **run}), config)
+    return folder
+
+
+def test_two_steps_of_each_stage_leave_numbers_samples_and_a_report(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = run_of(tmp_path, model)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {"accuracy_2", "accuracy_4", "gold_reference", "gold_sft", "gold_best_of_2", "gold_best_of_3"} < set(summary)
+    assert summary["kl_best_of_3"] == pytest.approx(log(3) - 2 / 3)
+    assert summary["kl_ppo"] != 0
+    assert summary["proxy_sft"] < summary["proxy_best_of_2"] < summary["proxy_best_of_3"]
+    history = read_history(folder)
+    assert [row["ppo/step"] for row in history if "ppo/step" in row] == [1, 2]
+    assert [row["reward/comparisons"] for row in history if "reward/comparisons" in row] == [2, 4]
+    assert len([row for row in history if "sft/eval_loss" in row]) == 2
+    assert history[-1]["final/gold_ppo"] == summary["gold_ppo"]
+    samples = json.loads((folder / "samples.json").read_text())
+    assert {len(cells) for cells in samples.values()} == {2}
+    assert not [name for name in ("sft", "comparisons", "reward", "ppo") if (folder / name).exists()]
+    assert (folder / "report.html").exists()
+    assert "PPO at coefficient 0.05 beats fine-tuning" in capsys.readouterr().out
+
+
+def test_stages_that_are_done_are_not_done_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("killed")
+
+    folder = run_of(tmp_path, model)
+    expected = json.loads((folder / "summary.json").read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "optimise", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            run_of(tmp_path, model)
+    assert not (folder / "summary.json").exists()
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"sft", "comparisons", "reward"}
+    before = read_history(folder)
+    with monkeypatch.context() as patch:
+        for name in ("fine_tune", "compare", "learn_rewards"):
+            patch.setattr(train, name, killed)
+        run_of(tmp_path, model, resume=True, keep_models=True)
+    assert json.loads((folder / "summary.json").read_text()) == pytest.approx(expected)
+    assert read_history(folder)[: len(before)] == before
+    assert (folder / "ppo" / "config.json").exists()
+
+
+def test_ppo_goes_on_from_its_checkpoint(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    expected = json.loads((run_of(tmp_path, model, {"save_steps": 1}) / "summary.json").read_text())
+    save = stages.PPOTrainer.save_checkpoint
+
+    def killed(self: Any, folder: Any) -> None:
+        save(self, folder)
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages.PPOTrainer, "save_checkpoint", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            run_of(tmp_path, model, {"save_steps": 1})
+    folder = run_of(tmp_path, model, {"save_steps": 1}, resume=True)
+    assert json.loads((folder / "summary.json").read_text()) == pytest.approx(expected)
+    assert [row["ppo/step"] for row in read_history(folder) if "ppo/step" in row] == [1, 2]
+
+
+def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_human_answers(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: dict[str, Any] = {}
+
+    class Spied(stages.PPOTrainer):
+        def step(self, queries: Any, responses: Any, scores: Any) -> Any:
+            if not seen:
+                seen["text"] = "the film was good"
+                ids = torch.tensor([*self.tokenizer(seen["text"])["input_ids"], self.tokenizer.eos_token_id])
+                row = torch.cat([ids, ids[:1]])[None]  # values stand where a next token is predicted
+                inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+                with torch.no_grad():
+                    seen["value"] = self.actor_critic.critic(token_batch(inputs, [ids], [ids[:1]]))
+            return super().step(queries, responses, scores)
+
+    monkeypatch.setattr(stages, "PPOTrainer", Spied)
+    folder = run_of(tmp_path, model, keep_models=True)
+    proxy = stages.normalised_proxy(folder / "reward")
+    assert seen["value"].item() == pytest.approx(proxy([seen["text"]])[0], rel=1e-4)
+    run = train.RunConfig(model=model, **SIZES)
+    references = [row["prompt"] + row["completion"] for row in stages.read_data(run, 0).policy]
+    assert fmean(proxy(references)) == pytest.approx(0, abs=1e-5)
+    assert fmean(stages.raw_proxy(folder / "reward")(references)) != pytest.approx(0, abs=1e-3)
+    start, learnt = (
+        AutoModelForSequenceClassification.from_pretrained(folder / name, num_labels=1) for name in ("sft", "reward")
+    )
+    gaps = [
+        (a - b).detach().abs().max().item()
+        for a, b in zip(start.model.parameters(), learnt.model.parameters(), strict=True)
+    ]
+    assert 0 < max(gaps) < 0.05  # the reward model went on from the fine-tuned one
+
+
+def test_posts_and_preferences_of_files_are_taken(model: str, tmp_path: Path):
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    posts = [{"prompt": f"post {a}", "completion": f" says {a}."} for a in letters]
+    pairs = [{"prompt": f"post {a}", "chosen": " good one", "rejected": " bad"} for a in letters]
+    for kind, rows in (("posts", posts), ("pairs", pairs)):
+        (tmp_path / kind).mkdir()
+        for part, chosen in (("train", rows[:18]), ("validation", rows[18:])):
+            (tmp_path / kind / f"{part}.jsonl").write_text("\n".join(map(json.dumps, chosen)))
+    scorer = tiny.scorer()
+    scorer.save_pretrained(tmp_path / "gold")
+    tiny.tokenizer().save_pretrained(tmp_path / "gold")
+    names = {name: str(tmp_path / name) for name in ("posts", "pairs", "gold")}
+    folder = run_of(
+        tmp_path, model, dataset=names["posts"], preferences=names["pairs"], gold=names["gold"], keep_models=True
+    )
+    assert set(json.loads((folder / "samples.json").read_text())["prompt"]) == {"post s", "post t"}
+    known = DatasetDict.load_from_disk(folder / "comparisons")
+    assert set(known["train"]["chosen"]) == {" good one"}
+    assert len(known["test"]) == 4
+    gold = comparisons.gold_score(names["gold"])(["post s"], [" says s."])
+    assert gold == comparisons.RewardModel(scorer, tiny.tokenizer())(["post s"], [" says s."])
+
+
+def test_too_few_comparisons_are_refused(model: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"comparisons=.*Lower them"):
+        run_of(tmp_path, model, comparisons=(4, 4000))
+
+
+@pytest.mark.parametrize("given", [{"comparisons": ()}, {"best_of": (0, 4)}, {"preferences": "x"}])
+def test_settings_that_mean_nothing_are_refused(given: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"1 or more|Set gold"):
+        train.RunConfig(**given)
+
+
+def test_flags_and_help(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse_config(train.RunConfig, train.PolicyPPOConfig, argv=["--help"])
+    assert "--sft_learning_rate" in capsys.readouterr().out
+    run, ppo = parse_config(train.RunConfig, train.PolicyPPOConfig, argv=["--comparisons=[3, 5]", "--steps=7"])
+    assert (run.comparisons, ppo.steps) == ((3, 5), 7)
+
+
+@pytest.fixture
+def tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield
+    wandb.finish()
+
+
+def test_the_pipeline_is_one_run_of_wandb(model: str, tmp_path: Path, tracked: None):
+    run_of(tmp_path, model, {"log_with": "wandb"})
+    wandb.teardown()
+    (found,) = tmp_path.rglob("run-*.wandb")
+    record = RunFile(found).update()
+    assert record.exit_code == 0
+    assert record.summary["final/gold_ppo"] == json.loads((tmp_path / "run" / "summary.json").read_text())["gold_ppo"]
+    assert record.config["sft_steps"] == record.config["steps"] == 2
+    assert {"samples._type", "comparisons._type"} <= set(record.summary)
+
+
+# The report ------------------------------------------------------------------------------------------------------
+
+
+def finished(seed: int, **changes: float) -> Run:
+    summary = {
+        "gold_reference": 0.1, "gold_sft": 0.1, "kl_sft": 0.0, "gold_best_of_4": 0.3, "kl_best_of_4": 0.64,
+        "gold_best_of_16": 0.4, "kl_best_of_16": 1.84, "gold_ppo": 0.5 + seed / 100, "kl_ppo": 4.0,
+        "accuracy_8": 0.6, "accuracy_32": 0.65, "accuracy_128": 0.7,
+    }  # fmt: skip
+    history = [{"step": i, "ppo/step": i, "ppo/mean_scores": i, "ppo/gold": i, "objective/kl": i} for i in (1, 2)]
+    return Run(Path("nowhere"), {"seed": seed, "init_kl_coef": 0.05}, history, {**summary, **changes})
+
+
+def outcomes(runs: list[Run]) -> dict[str, bool]:
+    return {verdict.claim: verdict.passed for verdict in judge(runs).verdicts}
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_a_report_passes_what_holds_in_each_seed(seeds: int):
+    report = judge([finished(seed) for seed in range(seeds)])
+    assert len(report.verdicts) == 5
+    assert all(verdict.passed for verdict in report.verdicts)
+    assert list(report.figures) == ["figure", "training"]
+    assert all("|" not in str(verdict) for verdict in report.verdicts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "failed"),
+    [
+        ({"gold_ppo": 0.09}, "PPO at coefficient 0.05"),
+        ({"gold_best_of_4": 0.1}, "best of 4"),
+        ({"gold_best_of_16": 0.0}, "best of 16"),
+        ({"accuracy_128": 0.6}, "128 comparisons is more accurate"),
+    ],
+)
+def test_a_claim_that_one_seed_of_three_misses_fails(changes: dict[str, float], failed: str):
+    found = outcomes([finished(0), finished(1), finished(2, **changes)])
+    assert [failed in claim for claim, passed in found.items() if not passed] == [True]
+
+
+def test_accuracy_has_to_grow_in_the_median():
+    dips = {"accuracy_32": 0.59}
+    once, twice = ([finished(seed, **(dips if seed < bad else {})) for seed in range(3)] for bad in (1, 2))
+    assert all(outcomes(once).values())
+    assert [claim for claim, passed in outcomes(twice).items() if not passed] == [
+        "accuracy grows at 8, 32, 128 comparisons"
+    ]
+
+
+def test_what_is_missing_is_not_judged_or_named():
+    run = finished(0)
+    for prefix, left in (("accuracy", 3), ("gold_best_of", 3)):
+        part = {name: value for name, value in run.summary.items() if not name.startswith(prefix)}
+        assert len(judge([Run(run.folder, run.config, [], part)]).verdicts) == left
+    with pytest.raises(ValueError, match=r"gold_ppo.*run of train\.py"):
+        judge([Run(run.folder, run.config, [], {"accuracy": 0.8})])
