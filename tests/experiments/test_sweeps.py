@@ -19,23 +19,28 @@ from datasets import Dataset
 from experiments.assets.data import GUTENBERG
 from experiments.black_2023_ddpo import train as ddpo
 from experiments.dong_2023_raft import train as raft
+from experiments.huang_2024_details import train as details
+from experiments.rafailov_2023_dpo_frontier import ppo as frontier_ppo
+from experiments.rafailov_2023_dpo_frontier import sft as frontier_sft
 from experiments.rafailov_2023_dpo_frontier import train as dpo
 from experiments.shao_2024_grpo import train as grpo
 from experiments.stiennon_2020_summarize import reward, sft
+from experiments.stiennon_2020_summarize import train as pipeline
 from experiments.ziegler_2019_sentiment import train as ppo
+from PIL import Image
 from tests.lm import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tools.sweeper.launch import fill_command
 from tools.sweeper.records import RunFile, is_finite
 from tools.sweeper.search import suggest
 from tools.sweeper.spec import Sweep, read_sweep
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.integrations.integration_utils import rewrite_logs
 
 from trimtab_common.config import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "experiments").glob("*/sweep*.yaml"))
+FILES = sorted(file for kind in ("sweep", "reproduce") for file in (ROOT / "experiments").glob(f"*/{kind}*.yaml"))
 PROSE = "the cat was so happy and good but a sad bad dog hated it then he loved her and they cried in a terrible storm"
 COMMANDS = {
     "args": ["${env}", "${interpreter}", "${program}", "${args}"],
@@ -43,14 +48,20 @@ COMMANDS = {
     "args_json_file": ["${env}", "${interpreter}", "${program}", "--config", "${args_json_file}"],
 }
 SHORT = {"max_new_tokens": 4, "samples": 1}
+STEPS = {"steps": 2, "batch_size": 4, "mini_batch_size": 2}
 BATCH = {"logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True}
 # What agents pass: a float that Python writes with an e, none, true and false, a mapping; lists and nested names below.
 AWKWARD = {
     "learning_rate": 1e-05, "resume_from_checkpoint": None, "eval_on_start": False, "disable_tqdm": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
 }  # fmt: skip
+AWKWARD_STEPS = {
+    "learning_rate": 1e-05, "max_grad_norm": None, "adap_kl_ctrl": True, "use_score_scaling": False,
+    "tracker_kwargs": {"tags": ["a", "b"]},
+}  # fmt: skip
 SECTIONS = {  # classes, as a parameter names them
     "run", "sentiment_ppo", "speech_sft", "pair_reward", "sentiment_raft", "sentiment_dpo", "sums_grpo", "shapes_ddpo",
+    "stories_run", "chosen_sft", "details_ppo", "policy_ppo",
 }  # fmt: skip
 
 
@@ -68,21 +79,40 @@ class Program:
         return str(Path(str(self.module.__file__)).relative_to(ROOT))
 
     @property
+    def run_config(self) -> type:
+        """The class of its other settings."""
+        return getattr(self.module, "RunConfig", None) or self.module.StoriesRun
+
+    @property
+    def is_own_loop(self) -> bool:
+        """Whether our tracker logs, and not transformers' callbacks."""
+        return not issubclass(self.config, TrainingArguments)
+
+    @property
     def takes_model(self) -> bool:
         return self.module is not ddpo
 
     def parse(self, words: list[str]) -> tuple[Any, ...]:
-        return parse_config(self.module.RunConfig, self.config, argv=words)
+        return parse_config(self.run_config, self.config, argv=words)
 
 
 PROGRAMS = [
     Program(ppo, ppo.SentimentPPOConfig,
-            {"max_new_tokens": 4, "steps": 2, "batch_size": 4, "mini_batch_size": 2},
-            {"learning_rate": 1e-05, "max_grad_norm": None, "adap_kl_ctrl": True, "use_score_scaling": False,
-             "tracker_kwargs": {"tags": ["a", "b"]}, "run": {"samples": 2}}),
+            {**SHORT, **STEPS, "eval_prompts": 2},
+            {**AWKWARD_STEPS, "stories_run": {"sampling_temperature": 0.9}}),
+    Program(details, details.DetailsPPOConfig,
+            {**SHORT, **STEPS, "eval_prompts": 2, "stops": []},
+            {**AWKWARD_STEPS, "logprob_temperature": None, "details_ppo": {"missing_eos_penalty": None},
+             "run": {"sampling_temperature": 0.9}}),
     Program(sft, sft.SpeechSFTConfig,
             {**BATCH, **SHORT, "max_steps": 2, "max_length": 64, "words": 12, "eval_documents": 2},
             {**AWKWARD, "held_out": ["Cid"], "speech_sft": {"weight_decay": 0.1}}),
+    Program(pipeline, pipeline.PolicyPPOConfig,
+            {**SHORT, **STEPS, "max_new_tokens": 5, "words": 12, "prompt_words": 1, "max_length": 64, "sft_steps": 2,
+             "comparisons": [2, 4], "eval_comparisons": 8, "reward_batch_size": 2, "best_of": [2, 3],
+             "eval_prompts": 2},
+            {"learning_rate": 1e-05, "max_grad_norm": None, "tracker_kwargs": {"tags": ["a", "b"]}, "resume": False,
+             "run": {"label_temperature": 0}}),
     Program(reward, reward.PairRewardConfig,
             {**BATCH, "max_steps": 2, "eval_pairs": 2, "train_pairs": 6},
             {**AWKWARD, "run": {"words": 4}, "pair_reward": {"weight_decay": 0.1}}),
@@ -92,6 +122,12 @@ PROGRAMS = [
     Program(dpo, dpo.SentimentDPOConfig,
             {**BATCH, **SHORT, "max_steps": 2, "prompts": 8, "eval_prompts": 2},
             {**AWKWARD, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "run": {"per_prompt": 5}}),
+    Program(frontier_sft, frontier_sft.ChosenSFTConfig,
+            {**BATCH, **SHORT, "max_steps": 2, "prompts": 8, "eval_prompts": 2, "look_every": 1},
+            {**AWKWARD, "max_length": 64, "chosen_sft": {"weight_decay": 0.1}, "run": {"per_prompt": 5}}),
+    Program(frontier_ppo, frontier_ppo.SentimentPPOConfig,
+            {**SHORT, **STEPS, "eval_prompts": 2, "look_every": 1},
+            {**AWKWARD_STEPS, "run": {"sampling_temperature": 0.9}}),
     Program(grpo, grpo.SumsGRPOConfig,
             {**BATCH, "samples": 1, "max_steps": 2, "largest": 10, "eval_prompts": 2},
             {**AWKWARD, "scale_rewards": "none", "epsilon_high": None, "reward_weights": [0.5],
@@ -164,7 +200,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for member in GUTENBERG.members:
         (books / member).parent.mkdir(parents=True, exist_ok=True)
         (books / member).write_text("\n\n".join([f"{PROSE[0].upper()}{PROSE[1:]}.", "He cried and hated a dog."] * 50))
-    reviews = [{"text": f"the {'good' if i % 2 else 'bad'} film {i}", "label": i % 2} for i in range(60)]
+    words = PROSE.split()
+    reviews = [{"text": f"the {'good' if i % 2 else 'bad'} film {words[i % len(words)]} {i}", "label": i % 2}
+               for i in range(200)]  # fmt: skip
     speeches = [{"year": i, "president": name, "text": f"{PROSE}. {PROSE}."} for i, name in enumerate(("Ann", "Cid"))]
     speeches += [{"year": 3, "president": "George Washington", "text": f"{PROSE}."}] * 2
     for name, rows in (("imdb-1", reviews), ("sotu-1", speeches)):
@@ -204,7 +242,7 @@ def run(program: Program, words: list[str]) -> tuple[dict[str, Any], list[dict[s
 
 def reported(program: Program, history: list[dict[str, Any]]) -> set[str]:
     """Names in W&B of what was logged: transformers puts `eval/` or `train/` before them, our tracker nothing."""
-    rows = history if program.module in (ppo, ddpo) else [rewrite_logs(row) for row in history]
+    rows = history if program.is_own_loop else [rewrite_logs(row) for row in history]
     return {name for row in rows for name in row}
 
 
@@ -253,7 +291,7 @@ def test_what_an_agent_passes_is_understood_whichever_way_it_is_written(
 @pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
 def test_a_program_runs_with_an_agents_arguments_and_its_config_has_them(program: Program, here: Path, place: Path):
     parameters = {**tiny_run(program, place), **program.awkward}
-    nowhere = {"log_with": "none"} if program.module in (ppo, ddpo) else {"report_to": "none"}
+    nowhere = {"log_with": "none"} if program.is_own_loop else {"report_to": "none"}
     config, history = run(program, words_of(parameters | nowhere, "args", here))
     assert_holds(config, parameters)
     assert len(history) >= 2
@@ -272,9 +310,32 @@ def test_the_metric_is_in_the_summary_under_its_name(file: Path, here: Path, pla
     assert file_of_run.exit_code == 0
     assert sweep.metric is not None
     assert is_finite(file_of_run.summary[sweep.metric.name])
-    if program.module is not ddpo:  # its summary is not part of its history
+    if not sweep.metric.name.startswith("final/"):  # those are no part of the history
         assert sweep.metric.name in reported(program, history)
     assert file_of_run.config["seed"] == parameters["seed"]
+    assert_samples_can_be_read(found, file_of_run.summary)
+
+
+def assert_samples_can_be_read(run_file: Path, summary: Mapping[str, Any]) -> None:
+    """The files that the run's summary names are there: tables with rows, as W&B reads them, or pictures with captions.
+
+    An incremental table's last file alone is named; the ones before it lie beside it.
+    """
+    files = run_file.parent / "files"
+    kinds = {name.removesuffix("._type"): kind for name, kind in summary.items() if name.endswith("._type")}
+    tables = [name for name, kind in kinds.items() if kind in ("table-file", "incremental-table-file")]
+    pictures = [name for name, kind in kinds.items() if kind == "images/separated"]
+    assert tables or pictures
+    for name in tables:
+        table = wandb.Table.from_json(json.loads((files / summary[f"{name}.path"]).read_text()), None)
+        assert table.data
+        assert all(len(row) == len(table.columns) for row in table.data)
+    for name in pictures:
+        names = summary[f"{name}.filenames"]
+        assert len(names) == len(summary[f"{name}.captions"]) > 0
+        for file in names:
+            with Image.open(files / file) as picture:
+                assert picture.size > (0, 0)
 
 
 @pytest.mark.parametrize("program", [raft, reward, dpo], ids=lambda module: module.__name__.split(".")[-2])
