@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from datasets import Dataset
 from experiments.assets.data import GUTENBERG
 from experiments.black_2023_ddpo import train as ddpo
 from experiments.dong_2023_raft import train as raft
+from experiments.gao_2022_overoptimization import train as gao
 from experiments.huang_2024_details import train as details
 from experiments.rafailov_2023_dpo_frontier import ppo as frontier_ppo
 from experiments.rafailov_2023_dpo_frontier import sft as frontier_sft
@@ -61,7 +62,7 @@ AWKWARD_STEPS = {
 }  # fmt: skip
 SECTIONS = {  # classes, as a parameter names them
     "run", "sentiment_ppo", "speech_sft", "pair_reward", "sentiment_raft", "sentiment_dpo", "sums_grpo", "shapes_ddpo",
-    "stories_run", "chosen_sft", "details_ppo", "policy_ppo",
+    "stories_run", "chosen_sft", "details_ppo", "policy_ppo", "proxy_ppo",
 }  # fmt: skip
 
 
@@ -104,6 +105,9 @@ PROGRAMS = [
             {**SHORT, **STEPS, "eval_prompts": 2, "stops": []},
             {**AWKWARD_STEPS, "logprob_temperature": None, "details_ppo": {"missing_eos_penalty": None},
              "run": {"sampling_temperature": 0.9}}),
+    Program(gao, gao.ProxyPPOConfig,
+            {**SHORT, **STEPS, "eval_prompts": 2, "labels": 4, "baseline": 8},
+            {**AWKWARD_STEPS, "penalty": 10.0, "run": {"sampling_temperature": 0.9}}),
     Program(sft, sft.SpeechSFTConfig,
             {**BATCH, **SHORT, "max_steps": 2, "max_length": 64, "words": 12, "eval_documents": 2},
             {**AWKWARD, "held_out": ["Cid"], "speech_sft": {"weight_decay": 0.1}}),
@@ -229,7 +233,8 @@ def end_wandb() -> None:
 
 
 def tiny_run(program: Program, place: Path) -> dict[str, Any]:
-    return {**program.sizes, **({"model": str(place / "model")} if program.takes_model else {})}
+    names = [name for name in ("model", "encoder") if name in {field.name for field in fields(program.run_config)}]
+    return {**program.sizes, **({name: str(place / "model") for name in names} if program.takes_model else {})}
 
 
 def run(program: Program, words: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
