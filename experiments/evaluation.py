@@ -7,7 +7,7 @@ import torch
 from experiments.runs import sampled
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.generation import pad
+from trimtab_lm.generation import pad, response_texts
 from trimtab_lm.logprobs import score_logits
 
 
@@ -16,10 +16,8 @@ def continued(
 ) -> tuple[list[torch.Tensor], list[str]]:
     """Continuations as token ids, and as texts with the space that stands before them."""
     rows = sampled(model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=seed)
-    whole = [torch.cat([torch.tensor(tokenizer(prompt)["input_ids"]), row.cpu()])
-             for prompt, row in zip(prompts, rows, strict=True)]  # fmt: skip
-    decoded = tokenizer.batch_decode(whole, skip_special_tokens=True)
-    return rows, [text.removeprefix(prompt) for prompt, text in zip(prompts, decoded, strict=True)]
+    queries = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    return rows, response_texts(tokenizer, queries, rows)
 
 
 @torch.no_grad()

@@ -178,8 +178,11 @@ def test_policy_and_critic_do_not_share_a_loss():
     assert all(torch.equal(without[name], heavy[name]) for name in without)
 
 
-def test_a_sequence_classifier_goes_on_as_critic():
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_sequence_classifier_goes_on_as_critic(has_bias: bool):
     scorer = tiny.scorer(1, DOUBLE).eval()
+    if has_bias:
+        scorer.score = torch.nn.Linear(scorer.score.in_features, 1, dtype=DOUBLE)
     trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), given={"value_model": scorer})
     queries, responses, scores = tiny.batch()
     inputs = trainer.prepare_model_inputs(queries, responses)

@@ -137,6 +137,28 @@ def cut_at_eos(response: Tensor, eos_ids: Sequence[int], padding: int | None) ->
     return response[: int(real[-1]) + 1] if len(real) else response[:1]
 
 
+def response_texts(
+    tokenizer: Any, queries: Sequence[Tensor], responses: Sequence[Tensor], *, is_encoder_decoder: bool = False
+) -> list[str]:
+    """What each response [R] adds to the text of its query [Q], special tokens left out; a decoder's stands alone.
+
+    Decoded by itself, a response would lose the space before its first word with tokenizers of SentencePiece's kind
+    (Llama), and query + response would run two words into one.
+    """
+    if is_encoder_decoder:
+        return list(tokenizer.batch_decode(list(responses), skip_special_tokens=True))
+    starts = tokenizer.batch_decode(list(queries), skip_special_tokens=True)
+    rows = [torch.cat([query, response.to(query.device)]) for query, response in zip(queries, responses, strict=True)]
+    texts = []
+    for start, whole, response in zip(
+        starts, tokenizer.batch_decode(rows, skip_special_tokens=True), responses, strict=True
+    ):
+        # A character of several tokens may begin in the query and end in the response.
+        is_continued = whole.startswith(start)
+        texts.append(whole[len(start) :] if is_continued else tokenizer.decode(response, skip_special_tokens=True))
+    return texts
+
+
 def pad(rows: Sequence[Tensor], value: int, *, side: str = "right") -> tuple[Tensor, Tensor]:
     """Rows [T_i] as one tensor [B, max T] and its mask, padded on a side. The mask tells padding, not the value."""
     width = max(len(row) for row in rows)

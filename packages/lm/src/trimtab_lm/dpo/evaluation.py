@@ -13,7 +13,7 @@ from torch import Tensor
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_lm.dropout import without_dropout
-from trimtab_lm.generation import eos_token_ids, generate, sampling_config
+from trimtab_lm.generation import eos_token_ids, generate, response_texts, sampling_config
 
 from .setup import placed
 
@@ -81,4 +81,4 @@ def _texts(trainer: Any, model: Any, prompts: Sequence[Tensor]) -> list[str]:
             model, prompts, config, eos_ids=eos_token_ids(model, tokenizer.eos_token_id, config),
             batch_size=args.per_device_eval_batch_size, return_prompt=False, **rest,
         )  # fmt: skip
-    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    return response_texts(tokenizer, prompts, answers, is_encoder_decoder=model.config.is_encoder_decoder)

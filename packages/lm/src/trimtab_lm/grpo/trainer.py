@@ -18,6 +18,7 @@ from trimtab_common.kl import k3
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.dropout import without_dropout
+from trimtab_lm.generation import response_texts
 from trimtab_lm.legacy import takes_constructor_of_2024
 from trimtab_lm.packing import token_columns
 from trimtab_lm.reference import Reference
@@ -228,7 +229,11 @@ class GRPOTrainer(Trainer):
             rollout = self.backend.generate(
                 prompts, num_generations=args.num_generations, version=self.version, seed=seed
             )
-            texts = self.tokenizer.batch_decode(rollout.completions, skip_special_tokens=True)
+            each = [prompt for prompt in prompts for _ in range(args.num_generations)]
+            texts = response_texts(
+                self.tokenizer, each, rollout.completions,
+                is_encoder_decoder=self.model.config.is_encoder_decoder,
+            )  # fmt: skip
             scored = self._score(rows, texts, [ids.tolist() for ids in rollout.completions])
         shape = (len(rows), args.num_generations)
         counted = torch.tensor(rollout.ended).view(shape) | (not args.mask_truncated_completions)

@@ -141,6 +141,8 @@ class Critic(nn.Module):
             self.v_head.init_weights("zero", 0.0)
             if is_scorer:
                 self.v_head.summary.weight.data.copy_(score.weight.data)
+                if score.bias is not None:
+                    self.v_head.summary.bias.data.copy_(score.bias.data)
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values of the counted positions, [N]."""

@@ -598,7 +598,9 @@ class PPOTrainer:
             batch = next(batches)
             queries = batch["input_ids"]
             responses = self.generate(queries, **{**options, "return_prompt": False})
-            batch["response"] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+            batch["response"] = generation.response_texts(
+                self.tokenizer, queries, responses, is_encoder_decoder=self.is_encoder_decoder
+            )
             if "query" not in batch:
                 batch["query"] = self.tokenizer.batch_decode(queries, skip_special_tokens=True)
             columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
