@@ -122,6 +122,8 @@ class GRPOTrainer(Trainer):
                 "for each (accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)."
             )
         base = base_of(self.model)
+        is_encoder_decoder = bool(base.config.is_encoder_decoder)
+        self.texts_of = partial(response_texts, self.tokenizer, is_encoder_decoder=is_encoder_decoder)
         self.lay_out = partial(
             micro_batch,
             layout=best_layout(self.model, share_prefix=True),
@@ -139,7 +141,7 @@ class GRPOTrainer(Trainer):
         self.tokenized = partial(
             tokenize_prompts,
             tokenizer=self.tokenizer,
-            is_encoder_decoder=bool(base.config.is_encoder_decoder),
+            is_encoder_decoder=is_encoder_decoder,
             max_length=args.max_prompt_length,
             chat_template_kwargs=args.chat_template_kwargs,
             num_proc=args.dataset_num_proc,
@@ -230,10 +232,7 @@ class GRPOTrainer(Trainer):
                 prompts, num_generations=args.num_generations, version=self.version, seed=seed
             )
             each = [prompt for prompt in prompts for _ in range(args.num_generations)]
-            texts = response_texts(
-                self.tokenizer, each, rollout.completions,
-                is_encoder_decoder=self.model.config.is_encoder_decoder,
-            )  # fmt: skip
+            texts = self.texts_of(each, rollout.completions)
             scored = self._score(rows, texts, [ids.tolist() for ids in rollout.completions])
         shape = (len(rows), args.num_generations)
         counted = torch.tensor(rollout.ended).view(shape) | (not args.mask_truncated_completions)
