@@ -34,7 +34,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from trimtab_common.checkpoint import latest_checkpoint
+from trimtab_common.sealing import latest_checkpoint
 from trimtab_common.tracking import Tracker
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from trimtab_lm.iterative_sft import BestOfNSampler

@@ -14,7 +14,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trimtab_common.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
+from trimtab_common.checkpoint import load_checkpoint, save_checkpoint
+from trimtab_common.sealing import CheckpointError, latest_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +235,8 @@ def test_sigkill_in_the_middle_of_saving_always_leaves_one_that_loads(tmp_path, 
 TWO_PROCESSES = """
 import sys, torch
 from accelerate import Accelerator
-from trimtab_common.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
+from trimtab_common.checkpoint import load_checkpoint, save_checkpoint
+from trimtab_common.sealing import CheckpointError, latest_checkpoint
 from trimtab_common.seeding import set_seed
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index

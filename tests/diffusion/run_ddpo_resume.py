@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from tests.diffusion import tiny
 
-from trimtab_common import checkpoint, set_seed
+from trimtab_common import checkpoint, sealing, set_seed
+from trimtab_common.sealing import latest_checkpoint
 from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
 
 EPOCHS, SAVE_EVERY = 5, 2
@@ -63,7 +64,7 @@ class Session:
         self.at, self.operations = int(at or 0), 0
         self.asked: list[str] = []
         set_seed(os.getpid())  # a resumed session must not depend on how its process began
-        if not checkpoint.latest_checkpoint(self.folder / "checkpoints"):
+        if not latest_checkpoint(self.folder / "checkpoints"):
             set_seed(11)
         self.trainer = self.make(tracker)
         self.trainer.optimizer.optimizer.register_step_post_hook(lambda *_: self.reached("update"))
@@ -113,7 +114,7 @@ class Session:
 
         rmtree = shutil.rmtree
         for module, name in (
-            (shutil, "rmtree"), (os, "rename"), (torch, "save"), (checkpoint, "save_file"), (checkpoint, "_fsync"),
+            (shutil, "rmtree"), (os, "rename"), (torch, "save"), (checkpoint, "save_file"), (sealing, "_fsync"),
         ):  # fmt: skip
             setattr(module, name, dying(getattr(module, name)))
 

@@ -13,7 +13,7 @@ import torch
 from tests.diffusion import tiny
 from tests.diffusion.run_ddpo_resume import EPOCHS
 
-from trimtab_common.checkpoint import CheckpointError
+from trimtab_common.sealing import CheckpointError
 from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -199,6 +199,6 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path, saved):
     folder, _ = saved
     where = str(folder / "checkpoints")
-    for other in ({"use_lora": False}, {"rank": 2}, {"per_prompt_stat_tracking": True}):
+    for other in ({"use_lora": False}, {"rank": 2}, {"per_prompt_stat_tracking": True, "resume_with_changes": True}):
         with pytest.raises(CheckpointError, match="saved by another trainer"):
             trainer(tmp_path, resume_from=where, **other)

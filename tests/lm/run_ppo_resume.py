@@ -18,7 +18,8 @@ import torch
 from datasets import Dataset
 from tests.lm import tiny
 
-from trimtab_common import checkpoint, set_seed
+from trimtab_common import checkpoint, sealing, set_seed
+from trimtab_common.sealing import latest_checkpoint
 from trimtab_lm import LengthSampler, PPOConfig, PPOTrainer
 
 STEPS, SAVE_EVERY, RESPONSES = 7, 2, 4
@@ -42,7 +43,7 @@ class Session:
         self.place, _, at = kill.partition(":")
         self.at, self.operations = int(at or 0), 0
         set_seed(os.getpid())  # a resumed session must not depend on how its process began
-        if not self.folder.exists() or not checkpoint.latest_checkpoint(self.folder):
+        if not self.folder.exists() or not latest_checkpoint(self.folder):
             set_seed(11)
         self.trainer = self.make(tracker)
         self.trainer.optimizer.optimizer.register_step_post_hook(lambda *_: self.reached("update", last=False))
@@ -83,7 +84,7 @@ class Session:
 
         rmtree = shutil.rmtree
         for module, name in (
-            (shutil, "rmtree"), (os, "rename"), (torch, "save"), (checkpoint, "save_file"), (checkpoint, "_fsync"),
+            (shutil, "rmtree"), (os, "rename"), (torch, "save"), (checkpoint, "save_file"), (sealing, "_fsync"),
         ):  # fmt: skip
             setattr(module, name, dying(getattr(module, name)))
 
@@ -125,7 +126,7 @@ class Session:
 
     def run_own(self) -> None:
         trainer, lengths = self.trainer, LengthSampler(2, 9)
-        if newest := checkpoint.latest_checkpoint(self.folder):
+        if newest := latest_checkpoint(self.folder):
             trainer.load_checkpoint(newest)
         while trainer.steps_done < STEPS:
             for batch in trainer.dataloader:

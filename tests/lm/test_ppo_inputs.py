@@ -9,8 +9,8 @@ from datasets import Dataset
 from tests.lm import tiny
 from transformers import AutoModelForSequenceClassification
 
-from trimtab_common.checkpoint import CheckpointError
 from trimtab_common.health import TrainingDivergedError
+from trimtab_common.sealing import CheckpointError
 from trimtab_lm import PPOConfig, PPOTrainer
 
 
@@ -304,7 +304,8 @@ def test_a_checkpoint_of_other_weights_or_parts_is_refused(tmp_path):
     deeper = tiny.ppo(tiny.policy(n_layer=3))
     with pytest.raises(CheckpointError, match=r"holds other weights than this trainer: .*h\.2\."):
         deeper.load_checkpoint(folder)
-    with_data = tiny.ppo(given={"dataset": Dataset.from_dict({"input_ids": [[5]] * 4})})
+    data = Dataset.from_dict({"input_ids": [[5]] * 4})
+    with_data = tiny.ppo(given={"dataset": data}, resume_with_changes=True)
     with pytest.raises(CheckpointError, match="holds other parts than this trainer: batches"):
         with_data.load_checkpoint(folder)
 

@@ -12,7 +12,7 @@ import torch
 from tests.lm.run_ppo_resume import STEPS
 
 ROOT = Path(__file__).parents[2]
-FILE_OPERATIONS = 13
+FILE_OPERATIONS = 15
 
 
 def launch(*sessions: str, processes: int = 1) -> subprocess.CompletedProcess[str]:

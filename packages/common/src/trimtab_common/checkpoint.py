@@ -1,7 +1,7 @@
 """Checkpoints that survive a kill at any moment.
 
     root/checkpoint-<step>/
-        manifest.json        format, step, number of processes, tied names, size and SHA-256 of every other file
+        manifest.json        see `trimtab_common.sealing`; also number of processes, tied names, the run
         weights.safetensors  the caller's weights, each storage once
         state.pt             optimizer, scheduler, controllers, moments, plain numbers (read with weights_only)
         rank-<index>.pt      what differs between processes, the state of every random generator included
@@ -13,13 +13,8 @@ checkpoint-<step> is complete. One run writes to one root, on a file system that
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-import os
 import pickle
-import re
-import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,24 +26,29 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trimtab_common.runs import RunRecord
+from trimtab_common.sealing import (
+    MANIFEST,
+    CheckpointError,
+    clean,
+    instead,
+    publish,
+    read_manifest,
+    rotate,
+    seal,
+    verify,
+)
 from trimtab_common.seeding import load_rng_state, rng_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-FORMAT = 1
-MANIFEST, WEIGHTS, STATE = "manifest.json", "weights.safetensors", "state.pt"
-_COMPLETE = re.compile(r"checkpoint-(\d+)")
+WEIGHTS, STATE = "weights.safetensors", "state.pt"
 _UNSAFE = (
     pickle.PickleError,
     AttributeError,
     TypeError,
 )  # pickle answers a lambda with either of the last two
-_SET_ASIDE = re.compile(r"\.checkpoint-(\d+)\.replaced")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read: names the file, what was found, and how to mend it."""
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Checkpoint:
     weights: dict[str, Tensor]  # on the CPU; names that were tied when saved share one tensor
     state: dict[str, Any]
     rank_state: dict[str, Any]
+    run: RunRecord | None  # None: saved without one
     _rng: dict[str, Any] = field(repr=False)
 
     def restore_rng(self) -> None:
@@ -75,6 +76,7 @@ def save_checkpoint(
     weights: Mapping[str, Tensor],
     state: Mapping[str, Any],
     rank_state: Mapping[str, Any] | None = None,
+    run: RunRecord | None = None,
     keep: int | None = None,
     extra_files: Callable[[Path], None] | None = None,
 ) -> Path:
@@ -83,21 +85,25 @@ def save_checkpoint(
     weights: full tensors by name, of any layout, on any device; tied ones are stored once. Read from the main process.
     state: trees of tensors, numbers, strings, lists and dicts, as `state_dict` returns. Read from the main process.
     rank_state: the same, for what differs between processes (a rollout buffer, a shard). Random states are added.
+    run: which run this is of, and with which settings; its folder holds no other run's checkpoints.
     keep: how many complete checkpoints stay, this one included; None keeps all.
     extra_files: called on the main process with the unfinished folder, to add files of its own.
 
-    Raises CheckpointError if `state` or `rank_state` holds what cannot be read back without running code from disk.
+    Raises CheckpointError if `state` or `rank_state` holds what cannot be read back without running code from disk, and
+    if `root` holds checkpoints of another run.
     """
     if step < 0:
         raise ValueError(f"step={step}: a checkpoint is named after the steps done so far, from 0.")
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep} would remove the checkpoint just written. Use 1 or more, or None to keep all.")
     root = Path(root)
+    if run is not None:
+        run.claim(root)
     final, partial = root / f"checkpoint-{step}", root / f".checkpoint-{step}.partial"
     generators, tied = rng_state(), {}
     if accelerator.is_main_process:
         root.mkdir(parents=True, exist_ok=True)
-        _clean(root)
+        clean(root)
         partial.mkdir()
     accelerator.wait_for_everyone()
 
@@ -116,24 +122,15 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
 
     if accelerator.is_main_process:
-        manifest = {"format": FORMAT, "step": step, "processes": accelerator.num_processes, "tied": tied}
-        _seal(partial, manifest)
-        _publish(partial, final)
+        facts = {"step": step, "processes": accelerator.num_processes, "tied": tied}
+        if run is not None:
+            facts["run"] = run.as_dict()
+        seal(partial, facts, required=[_rank_file(index) for index in range(accelerator.num_processes)])
+        publish(partial, final)
         if keep is not None:
-            _rotate(root, final, keep)
+            rotate(root, final, keep)
     accelerator.wait_for_everyone()
     return final
-
-
-def latest_checkpoint(root: str | Path) -> Path | None:
-    """The checkpoint with the most steps under `root`, or None; unfinished folders do not count."""
-    steps: dict[int, Path] = {}
-    for folder in Path(root).glob("*checkpoint-*"):
-        if (match := _COMPLETE.fullmatch(folder.name)) and folder.is_dir():
-            steps[int(match[1])] = folder
-        elif match := _SET_ASIDE.fullmatch(folder.name):  # killed between the two renames of `_publish`
-            steps.setdefault(int(match[1]), folder)
-    return steps[max(steps)] if steps else None
 
 
 def load_checkpoint(path: str | Path, *, accelerator: Accelerator) -> Checkpoint:
@@ -143,7 +140,7 @@ def load_checkpoint(path: str | Path, *, accelerator: Accelerator) -> Checkpoint
     checkpoint was written by another number of processes.
     """
     path = Path(path)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     if manifest["processes"] != accelerator.num_processes:
         raise CheckpointError(
             f"{path / MANIFEST}: written by {manifest['processes']} process(es), this run has "
@@ -151,17 +148,16 @@ def load_checkpoint(path: str | Path, *, accelerator: Accelerator) -> Checkpoint
             f"--num_processes {manifest['processes']}, or start a new run from the weights in {path / WEIGHTS}."
         )
     mine = _rank_file(accelerator.process_index)
-    for name, facts in manifest["files"].items():
-        others = name.startswith("rank-") and name != mine
-        _verify(path, name, facts["bytes"], None if others else facts["sha256"])
+    verify(path, unread=[name for name in manifest["files"] if name.startswith("rank-") and name != mine])
     rank_tree = _load_tree(path / mine)
     try:
         weights = load_file(path / WEIGHTS)
     except SafetensorError as error:
-        raise CheckpointError(f"{path / WEIGHTS}: not readable as safetensors ({error}). {_instead(path)}") from error
+        raise CheckpointError(f"{path / WEIGHTS}: not readable as safetensors ({error}). {instead(path)}") from error
     weights |= {name: weights[owner] for name, owner in manifest["tied"].items()}
     state = _load_tree(path / STATE)
-    return Checkpoint(path, manifest["step"], weights, state, rank_tree["state"], rank_tree["rng"])
+    run = RunRecord(**manifest["run"]) if "run" in manifest else None
+    return Checkpoint(path, manifest["step"], weights, state, rank_tree["state"], run, rank_tree["rng"])
 
 
 def _rank_file(index: int) -> str:
@@ -225,134 +221,4 @@ def _load_tree(file: Path) -> dict[str, Any]:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(
-            f"{file}: not readable ({str(error).splitlines()[0]}). {_instead(file.parent)}"
-        ) from error
-
-
-def _seal(folder: Path, manifest: dict[str, Any]) -> None:
-    """Add the manifest, written last, and flush every file and folder to the disk."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    missing = {_rank_file(index) for index in range(manifest["processes"])} - {file.name for file in files}
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {', '.join(sorted(missing))} did not arrive from the other processes. "
-            "Save to a file system that all processes share."
-        )
-    manifest["files"] = {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files
-    }
-    manifest["sha256"] = _sha256_of(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    folders = [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]
-    for entry in [*files, folder / MANIFEST, *folders]:
-        _fsync(entry)
-
-
-def _publish(partial: Path, final: Path) -> None:
-    """Give a sealed folder its name; one that had it is set aside until then."""
-    aside = final.with_name(f".{final.name}.replaced")
-    if final.exists():
-        os.rename(final, aside)
-    os.rename(partial, final)
-    _fsync(final.parent)
-    if aside.exists():
-        _remove(aside)
-
-
-def _rotate(root: Path, newest: Path, keep: int) -> None:
-    """Remove the older checkpoints beyond `keep`; incomplete ones neither count nor go."""
-    older = [
-        (int(match[1]), folder)
-        for folder in root.iterdir()
-        if (match := _COMPLETE.fullmatch(folder.name)) and folder != newest and _is_complete(folder)
-    ]
-    older.sort()
-    for _, folder in older[: max(0, len(older) - (keep - 1))]:
-        _remove(folder)
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        for name, facts in _read_manifest(folder)["files"].items():
-            _verify(folder, name, facts["bytes"], None)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _remove(folder: Path) -> None:
-    # Renamed first, so that a kill while files go one by one leaves no folder that looks complete.
-    doomed = folder.with_name(f".{folder.name.lstrip('.')}.removed")
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed)
-
-
-def _clean(root: Path) -> None:
-    """Finish what a killed run left: remove unfinished folders, put back one whose replacement never came."""
-    for folder in root.glob(".checkpoint-*"):
-        if folder.name.endswith((".partial", ".removed")):
-            shutil.rmtree(folder)
-        elif match := _SET_ASIDE.fullmatch(folder.name):
-            final = root / f"checkpoint-{match[1]}"
-            if final.exists():
-                shutil.rmtree(folder)
-            else:
-                os.rename(folder, final)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_text())
-    except OSError as error:
-        raise CheckpointError(
-            f"{file}: {error.strerror}. A checkpoint of trimtab has this file; give the folder named checkpoint-<step> "
-            f"itself. {_instead(path)}"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not readable as JSON ({error}). {_instead(path)}") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise CheckpointError(
-            f"{file}: format {found!r}, this version of trimtab reads format {FORMAT}. "
-            "Resume with the version that wrote it."
-        )
-    if manifest.pop("sha256", None) != _sha256_of(manifest):
-        raise CheckpointError(f"{file}: changed since it was saved (SHA-256 differs). {_instead(path)}")
-    return manifest
-
-
-def _verify(folder: Path, name: str, size: int, digest: str | None) -> None:
-    file = folder / name
-    if not file.is_file():
-        raise CheckpointError(f"{file}: missing, {size} bytes are needed. {_instead(folder)}")
-    found = file.stat().st_size
-    if found != size:
-        raise CheckpointError(f"{file}: {found} bytes found, {size} were written. {_instead(folder)}")
-    if digest is not None and _sha256(file) != digest:
-        raise CheckpointError(f"{file}: changed since it was saved (SHA-256 differs). {_instead(folder)}")
-
-
-def _instead(path: Path) -> str:
-    others = [other for other in path.parent.glob("checkpoint-*") if other != path and (other / MANIFEST).is_file()]
-    others.sort(key=lambda other: int(match[1]) if (match := _COMPLETE.fullmatch(other.name)) else -1)
-    other = f"resume from {others[-1]}" if others else "start anew, as no other checkpoint lies beside it"
-    return f"Restore it from a copy, or remove {path} and {other}."
-
-
-def _sha256_of(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        raise CheckpointError(f"{file}: not readable ({str(error).splitlines()[0]}). {instead(file.parent)}") from error

@@ -122,6 +122,10 @@ class DDPOConfig:
         default=None,
     )
     trajectory_on_cpu: bool = _help("Keep trajectories in the host's memory.", default=False)
+    resume_with_changes: bool = _help(
+        "Resume although settings differ from the checkpoint's, with a warning that lists them; else an error.",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         check_tracker_name(self.log_with)

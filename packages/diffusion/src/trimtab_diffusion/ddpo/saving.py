@@ -3,12 +3,27 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab_common.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
+from trimtab_common.checkpoint import load_checkpoint, save_checkpoint
+from trimtab_common.runs import RunRecord, result_settings
+from trimtab_common.sealing import CheckpointError, latest_checkpoint
 
 if TYPE_CHECKING:
     from .trainer import DDPOTrainer
 
 COUNTERS = ("first_epoch", "global_step", "queries", "run_id")
+WITHOUT_EFFECT = (
+    "exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq",
+    "num_checkpoint_limit", "resume_*", "max_workers", "async_reward_computation", "train_gradient_checkpointing",
+    "trajectory_on_cpu",
+)  # fmt: skip
+"""Fields of DDPOConfig that change no result."""
+HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
+"""Fields of DDPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
+
+
+def record_of(trainer: "DDPOTrainer") -> RunRecord:
+    """What this trainer runs with, under a new id. Collective."""
+    return RunRecord.new(result_settings(trainer.config, without=WITHOUT_EFFECT))
 
 
 def save(trainer: "DDPOTrainer") -> Path:
@@ -27,13 +42,19 @@ def save(trainer: "DDPOTrainer") -> Path:
             **{name: getattr(trainer, name) for name in COUNTERS},
         },
         rank_state={"prompt_function": state},
+        run=trainer.run,
         keep=trainer.config.project_kwargs.get("total_limit") or trainer.config.num_checkpoint_limit,
     )
 
 
 def load(trainer: "DDPOTrainer", path: str | Path) -> None:
-    """Put a trainer where `save` found one. CheckpointError if the two do not train the same weights and parts."""
+    """Put a trainer where `save` found one.
+
+    Raises CheckpointError if the two do not train the same weights and parts, or with other settings.
+    """
     checkpoint = load_checkpoint(path, accelerator=trainer.accelerator)
+    accepts_changes = trainer.config.resume_with_changes
+    run = trainer.run.continued(checkpoint.path, checkpoint.run, accepts_changes=accepts_changes, held=HELD)
     parts, weights = stateful(trainer), trainable(trainer)
     shapes = {name: list(weight.shape) for name, weight in weights.items()}
     found = {name: list(weight.shape) for name, weight in checkpoint.weights.items()}
@@ -55,6 +76,7 @@ def load(trainer: "DDPOTrainer", path: str | Path) -> None:
     if checkpoint.rank_state["prompt_function"] is not None:
         trainer.prompt_function.load_state_dict(checkpoint.rank_state["prompt_function"])  # type: ignore[attr-defined]
     checkpoint.restore_rng()
+    trainer.run = run
 
 
 def resume(trainer: "DDPOTrainer", where: str) -> None:

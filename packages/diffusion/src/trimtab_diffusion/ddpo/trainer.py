@@ -31,7 +31,7 @@ from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 from .config import DDPOConfig
 from .loss import denoising_loss, rwr_weights, score_function_loss, sparse_weights
 from .sampling import Pictures, PromptFunction, RewardFunction, Rewards, draw_prompts
-from .saving import resume, save
+from .saving import record_of, resume, save
 from .selfcheck import check_replay
 from .setup import HookTracker, accelerator_of, kl_controller, optimizer_of, place, start_run, warmup
 
@@ -106,6 +106,7 @@ class DDPOTrainer:
         self._drawn: Trajectories | None = None  # the last, whose schedule and guidance `calculate_loss` replays
         self._is_checked = False
         self._parts: list[dict[str, Mean]] = []  # statistics of losses, until they are logged
+        self.run = record_of(self)
         if config.resume_from:
             resume(self, config.resume_from)
 
@@ -129,6 +130,8 @@ class DDPOTrainer:
         Returns the numbers that each epoch logged. The tracker stays open for what you log yourself;
         `with trainer.tracker:` around the call closes it.
         """
+        if self.first_epoch == 0:
+            self.run.claim(self.checkpoint_folder)
         history = []
         total = self.config.num_epochs if epochs is None else epochs
         for epoch in progress(range(self.first_epoch, total), "DDPO epochs"):

@@ -111,6 +111,10 @@ class PPOConfig:
     output_dir: str | None = _help("Folder of checkpoints.", default=None)
     save_steps: int | None = _help("`train` saves a checkpoint every so many steps (needs output_dir).", default=None)
     save_total_limit: int | None = _help("Checkpoints kept; older ones are removed. None: all.", default=None)
+    resume_with_changes: bool = _help(
+        "Resume although settings or data differ from the checkpoint's, with a warning that lists them; else an error.",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         self._take_deprecated("forward_batch_size", "mini_batch_size")

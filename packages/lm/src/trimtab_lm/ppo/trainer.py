@@ -50,7 +50,7 @@ from .config import PPOConfig
 from .loss import ppo_loss
 from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, in_minibatches, model_inputs, token_batch
 from .returns import gae, per_token_rewards
-from .saving import load, resume, save
+from .saving import load, record_of, resume, save
 from .selfcheck import check_ratio, check_reference, check_sampler, tolerance
 from .setup import (
     decoder_start,
@@ -149,6 +149,7 @@ class PPOTrainer:
             self.dataloader = self.prepare_dataloader(self.dataset, data_collator)
             if isinstance(self.dataloader.batch_sampler, ShuffledBatches):
                 self.batches = self.dataloader.batch_sampler
+        self.run = record_of(self)
 
     @property
     def current_device(self) -> torch.device:
@@ -589,8 +590,7 @@ class PPOTrainer:
         reward_function = self._reward_function(reward)
         if self.dataloader is None:
             raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
-        if resume_from is not None:
-            resume(self, resume_from)
+        resume(self, resume_from)
         options = {"batch_size": self.config.batch_size, "do_sample": True, **(generation_kwargs or {})}
         total, history = steps or self.config.steps, []
         batches = _endless(self.dataloader)

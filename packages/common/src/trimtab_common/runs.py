@@ -1,0 +1,140 @@
+"""Which run a checkpoint belongs to, and what that run was made with."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import secrets
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab_common.config import to_flat_dict
+from trimtab_common.sealing import CheckpointError, checkpoints, is_complete, read_manifest
+from trimtab_common.stats import gather_over_ranks
+
+FINGERPRINT_ROWS = 256
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The identity of a run: stored in each of its checkpoints, compared when it is resumed.
+
+    Args:
+        id: random, equal on all processes; empty for a run whose checkpoints do not name it.
+        settings: what the result depends on, by name; values that JSON can hold.
+        data: fingerprint of the dataset; None where it is not known, as for a stream.
+        model: fingerprint of the model's layout; None where the checkpoint's own weights tell.
+    """
+
+    id: str
+    settings: Mapping[str, Any]
+    data: str | None = None
+    model: str | None = None
+
+    @classmethod
+    def new(cls, settings: Mapping[str, Any], *, data: str | None = None, model: str | None = None) -> RunRecord:
+        """A record under a new id. Collective: every process gets the same."""
+        return cls(gather_over_ranks(secrets.token_hex(4))[0], settings, data, model)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def claim(self, root: str | Path) -> None:
+        """Raises CheckpointError if the folder holds checkpoints of another run, which this run would mix with."""
+        others = [folder for folder in checkpoints(root).values()
+                  if is_complete(folder) and _run_id(folder) != self.id]  # fmt: skip
+        if others:
+            raise CheckpointError(
+                f"{root} holds {', '.join(folder.name for folder in others[:4])} of another run, whose checkpoints "
+                "would mix with those of this one. Resume that run, choose another folder for this one, or move the "
+                "old checkpoints away."
+            )
+
+    def continued(
+        self, path: str | Path, saved: RunRecord | None, *, accepts_changes: bool, held: Collection[str] = ()
+    ) -> RunRecord:
+        """The record of a run that resumes from a checkpoint: this one, under the id of the saved one.
+
+        Args:
+            path: the checkpoint, for messages.
+            saved: what the checkpoint says of its run; None for a checkpoint that says nothing, which is not compared,
+                and whose run has the empty id.
+            accepts_changes: warn of differences instead of raising.
+            held: names of settings, or patterns, whose values a checkpoint's state brings along: those stay in effect.
+
+        Raises:
+            CheckpointError: settings, data or model differ.
+        """
+        if saved is None:
+            return dataclasses.replace(self, id="")
+        if differences := _differences(saved, self):
+            listed = "; ".join(f"{name} was {before!r}, is {after!r}" for name, before, after in differences)
+            if not accepts_changes:
+                raise CheckpointError(
+                    f"{path} was saved by a run that differs: {listed}. Resume with what it was saved with; or start a "
+                    "new run from its weights in another folder; or set resume_with_changes=True to go on with what "
+                    "this run has."
+                )
+            kept = [name for name, _, _ in differences if any(fnmatchcase(name, pattern) for pattern in held)]
+            stays = f" The checkpoint's state holds {', '.join(kept)}: its values stay in effect." if kept else ""
+            warnings.warn(f"Resuming {path} with changes: {listed}.{stays}", stacklevel=3)
+        return dataclasses.replace(self, id=saved.id)
+
+
+def result_settings(config: Any, *, without: Collection[str], **facts: Any) -> dict[str, Any]:
+    """The settings of a configuration that a result depends on, as JSON has them.
+
+    Args:
+        config: a dataclass.
+        without: names of fields that change no result (where files go, what is logged), and prefixes that end in `*`.
+        facts: more settings, such as the number of processes.
+    """
+    settings = {
+        name: value for name, value in to_flat_dict(config).items()
+        if not any(fnmatchcase(name.partition(".")[0], pattern) for pattern in without)
+    }  # fmt: skip
+    return json.loads(json.dumps(settings | facts, default=str))
+
+
+def rows_fingerprint(rows: Sequence[Any]) -> str:
+    """A hash of a dataset's length and of up to 256 of its rows, evenly spaced, the first and last among them."""
+    count = len(rows)
+    places = sorted({round(i * (count - 1) / (FINGERPRINT_ROWS - 1)) for i in range(FINGERPRINT_ROWS)}) if count else []
+    return _hash([count, *(rows[place] for place in places)])
+
+
+def layout_fingerprint(model: nn.Module) -> str:
+    """A hash of the names and shapes of a model's parameters, and of which of them train."""
+    return _hash([[name, list(weight.shape), weight.requires_grad] for name, weight in model.named_parameters()])
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_as_json).encode()).hexdigest()[:16]
+
+
+def _as_json(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _run_id(folder: Path) -> str:
+    return read_manifest(folder).get("run", {"id": ""})["id"]
+
+
+def _differences(saved: RunRecord, current: RunRecord) -> list[tuple[str, Any, Any]]:
+    names = sorted({*saved.settings, *current.settings})
+    pairs = [(name, saved.settings.get(name), current.settings.get(name)) for name in names]
+    pairs += [("training data", saved.data, current.data), ("model", saved.model, current.model)]
+    return [pair for pair in pairs if pair[1] != pair[2] and not (_is_address(pair[1]) or _is_address(pair[2]))]
+
+
+def _is_address(value: Any) -> bool:
+    """Whether a setting was written as the address of an object, which no two processes share."""
+    return isinstance(value, str) and " at 0x" in value

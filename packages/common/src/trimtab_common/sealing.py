@@ -1,0 +1,259 @@
+"""Folders of checkpoints in which a checkpoint is complete or does not count.
+
+    root/checkpoint-<step>/
+        manifest.json   written last: format, step, run, and size and SHA-256 of every other file
+        ...             the files of the checkpoint
+
+A checkpoint with a manifest is sealed. `latest_checkpoint` returns sealed checkpoints only, and `verify` proves that a
+sealed checkpoint is the one that was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished"
+"""The file that marks a folder as a save that has not ended, where the folder has its final name from the start."""
+
+_COMPLETE = re.compile(r"checkpoint-(\d+)")
+_SET_ASIDE = re.compile(r"\.checkpoint-(\d+)\.replaced")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read or used: names the file, what is wrong with it, and the remedy."""
+
+
+def checkpoints(root: str | Path) -> dict[int, Path]:
+    """The folders named checkpoint-<step> under `root` by their step, in ascending order, sealed or not."""
+    steps = {int(match[1]): folder for folder in Path(root).glob("checkpoint-*")
+             if (match := _COMPLETE.fullmatch(folder.name)) and folder.is_dir()}  # fmt: skip
+    return dict(sorted(steps.items()))
+
+
+def latest_checkpoint(root: str | Path) -> Path | None:
+    """Returns the sealed checkpoint with the most steps under `root`, or None.
+
+    A folder without a manifest, or with a missing or truncated file, does not count; a warning names it. Contents are
+    not read: `verify` does that.
+    """
+    candidates = checkpoints(root)
+    for folder in Path(root).glob(".checkpoint-*.replaced"):
+        if match := _SET_ASIDE.fullmatch(folder.name):  # killed between the two renames of `publish`
+            step = int(match[1])
+            if step not in candidates or not is_complete(candidates[step]):
+                candidates[step] = folder
+    for step in sorted(candidates, reverse=True):
+        if is_complete(candidates[step]):
+            return candidates[step]
+        warnings.warn(f"Passing over {candidates[step]}: {_damage(candidates[step])}", stacklevel=2)
+    return None
+
+
+def seal(folder: Path, facts: Mapping[str, Any], *, required: Collection[str] = ()) -> None:
+    """Adds the manifest, written last, and flushes every file and folder to the disk.
+
+    Args:
+        folder: the checkpoint, with all its files.
+        facts: `step`, and whatever else the manifest is to say; values that JSON can hold.
+        required: names of files that must be there.
+
+    Raises:
+        CheckpointError: a required file is missing.
+    """
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in (MANIFEST, UNFINISHED))
+    if missing := set(required) - {file.name for file in files}:
+        raise CheckpointError(
+            f"{folder}: {', '.join(sorted(missing))} did not arrive from the other processes. "
+            "Save to a file system that all processes share."
+        )
+    manifest: dict[str, Any] = {"format": FORMAT, **facts}
+    manifest["files"] = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files
+    }
+    manifest["sha256"] = _sha256_of(manifest)
+    partial = folder / f".{MANIFEST}.tmp"
+    partial.write_text(json.dumps(manifest, indent=1))
+    folders = [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]
+    for entry in [*files, partial, *folders]:
+        _fsync(entry)
+    os.rename(partial, folder / MANIFEST)
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    _fsync(folder)
+
+
+def verify(path: str | Path, *, unread: Collection[str] = ()) -> dict[str, Any]:
+    """Proves that a checkpoint holds what was sealed, and returns its manifest.
+
+    Args:
+        path: a folder named checkpoint-<step>.
+        unread: names of files of which only the size is checked.
+
+    Raises:
+        CheckpointError: the manifest is missing or of another format, or a file is missing, truncated or changed.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    for name, facts in manifest["files"].items():
+        _verify_file(path, name, facts["bytes"], None if name in unread else facts["sha256"])
+    return manifest
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Whether a folder is sealed and every file of it has its size."""
+    return _damage(Path(folder)) is None
+
+
+def _damage(folder: Path) -> str | None:
+    try:
+        for name, facts in read_manifest(folder)["files"].items():
+            _verify_file(folder, name, facts["bytes"], None)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Gives a sealed folder its name; a folder that has the name is set aside until then."""
+    aside = set_aside(final)
+    os.rename(partial, final)
+    _fsync(final.parent)
+    if aside is not None:
+        remove(aside)
+
+
+def set_aside(final: Path) -> Path | None:
+    """Renames a checkpoint that is about to be replaced, and returns its hidden name; None if there is none."""
+    if not final.exists():
+        return None
+    aside = final.with_name(f".{final.name}.replaced")
+    os.rename(final, aside)
+    return aside
+
+
+def keep_under_other_name(folder: Path) -> Path:
+    """Renames checkpoint-<step> to replaced-<number>-checkpoint-<step>, the first free one, and returns that."""
+    names = (folder.with_name(f"replaced-{number}-{folder.name}") for number in itertools.count(1))
+    return folder.rename(next(name for name in names if not name.exists()))
+
+
+def rotate(root: Path, newest: Path, keep: int, protected: Collection[Path] = ()) -> None:
+    """Removes the oldest complete checkpoints until `keep` are left; `newest` and protected ones count and stay.
+
+    Incomplete checkpoints neither count nor are removed.
+    """
+    staying = {folder.resolve() for folder in (newest, *protected)}
+    complete = [folder for folder in checkpoints(root).values() if is_complete(folder)]
+    removable = [folder for folder in complete if folder.resolve() not in staying]
+    for folder in removable[: max(0, len(complete) - keep)]:
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint; a kill meanwhile leaves no folder that looks complete."""
+    doomed = folder.with_name(f".{folder.name.lstrip('.')}.removed")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def clean(root: Path) -> None:
+    """Finishes what a killed run left: removes unfinished folders, puts back one whose replacement never came."""
+    for folder in checkpoints(root).values():
+        is_empty = next(folder.iterdir(), None) is None  # killed before the mark was set
+        if is_empty or ((folder / UNFINISHED).exists() and not (folder / MANIFEST).exists()):
+            shutil.rmtree(folder)
+    for folder in root.glob(".checkpoint-*"):
+        if folder.name.endswith((".partial", ".removed")):
+            shutil.rmtree(folder)
+        elif match := _SET_ASIDE.fullmatch(folder.name):
+            final = root / f"checkpoint-{match[1]}"
+            if final.exists():
+                shutil.rmtree(folder)
+            else:
+                os.rename(folder, final)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; CheckpointError if it is missing, changed or of another format."""
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(
+            f"{file}: {error.strerror}. Either the save was cut short, or this is not a checkpoint of trimtab: give "
+            f"the folder named checkpoint-<step> itself. {instead(path)} If you know that it is whole (downloaded, or "
+            f"written by another program), seal it: python -m trimtab_common.sealing {path}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not readable as JSON ({error}). {instead(path)}") from error
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{file}: format {version!r}, this version of trimtab reads format {FORMAT}. "
+            "Resume with the version that wrote it."
+        )
+    if manifest.pop("sha256", None) != _sha256_of(manifest):
+        raise CheckpointError(f"{file}: changed since it was saved (SHA-256 differs). {instead(path)}")
+    return manifest
+
+
+def _verify_file(folder: Path, name: str, size: int, digest: str | None) -> None:
+    file = folder / name
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing, {size} bytes are needed. {instead(folder)}")
+    present = file.stat().st_size
+    if present != size:
+        raise CheckpointError(f"{file}: has {present} bytes, {size} were written. {instead(folder)}")
+    if digest is not None and sha256(file) != digest:
+        raise CheckpointError(f"{file}: changed since it was saved (SHA-256 differs). {instead(folder)}")
+
+
+def instead(path: Path) -> str:
+    """The remedy for a damaged checkpoint: the sealed one with the most steps beside it, if there is one."""
+    others = [
+        folder for folder in checkpoints(path.parent).values() if folder != path and (folder / MANIFEST).is_file()
+    ]
+    other = f"resume from {others[-1]}" if others else "start anew, as no other checkpoint lies beside it"
+    return f"Restore it from a copy, or remove {path} and {other}."
+
+
+def sha256(file: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sha256_of(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def main(paths: Sequence[str]) -> None:
+    """Seals folders that their owner vouches for: checkpoints that were downloaded, or written by other software."""
+    for path in map(Path, paths):
+        if not (match := _COMPLETE.fullmatch(path.name)):
+            raise CheckpointError(f"{path}: a checkpoint's folder is named checkpoint-<step>. Rename it first.")
+        seal(path, {"step": int(match[1])})
+        print(f"sealed {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,84 @@
+"""Which run a checkpoint belongs to, and in what two runs differ."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
+from trimtab_common.sealing import CheckpointError, seal
+
+
+@dataclass
+class Config:
+    learning_rate: float = 1e-3
+    save_steps: int = 5
+    folder: str = "a"
+    extra: dict[str, object] = field(default_factory=dict)
+
+
+def checkpoint(root: Path, step: int, record: RunRecord | None) -> None:
+    folder = root / f"checkpoint-{step}"
+    folder.mkdir()
+    (folder / "weights").write_text("w")
+    seal(folder, {"step": step} | ({"run": record.as_dict()} if record else {}))
+
+
+def test_a_run_claims_a_folder_with_its_own_checkpoints_alone(tmp_path):
+    first, second = RunRecord.new({}), RunRecord.new({})
+    first.claim(tmp_path / "nowhere")
+    checkpoint(tmp_path, 1, first)
+    first.claim(tmp_path)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 of another run.*choose another folder"):
+        second.claim(tmp_path)
+
+
+def test_checkpoints_that_name_no_run_are_claimed_by_the_run_that_resumes_them(tmp_path):
+    checkpoint(tmp_path, 1, None)
+    with pytest.raises(CheckpointError, match="of another run"):
+        RunRecord.new({}).claim(tmp_path)
+    RunRecord.new({"lr": 1}).continued(tmp_path, None, accepts_changes=False).claim(tmp_path)
+
+
+def test_a_folder_without_a_seal_is_nobodys(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    RunRecord.new({}).claim(tmp_path)
+
+
+def test_every_difference_is_listed_with_both_values(tmp_path):
+    saved = RunRecord("1", {"lr": 0.1, "seed": 0, "same": [1]}, data="x", model="m")
+    current = RunRecord("2", {"lr": 0.2, "new": True, "same": [1]}, data="y", model="m")
+    with pytest.raises(CheckpointError) as caught:
+        current.continued(tmp_path, saved, accepts_changes=False)
+    for part in ("lr was 0.1, is 0.2", "seed was 0, is None", "new was None, is True", "training data was 'x', is 'y'"):
+        assert part in str(caught.value)
+    assert "same" not in str(caught.value)
+    with pytest.warns(UserWarning, match=r"with changes: lr was 0\.1, is 0\.2.* state holds lr: its values stay"):
+        record = current.continued(tmp_path, saved, accepts_changes=True, held=("l*",))
+    assert (record.id, record.settings) == ("1", current.settings)
+
+
+def test_settings_without_effect_are_left_out_and_addresses_are_not_compared(tmp_path):
+    settings = result_settings(Config(extra={"a": 1}), without=("save_*", "folder"), processes=2)
+    assert settings == {"learning_rate": 1e-3, "extra.a": 1, "processes": 2}
+    one, other = (RunRecord("1", {"f": f"<function f at 0x{i}>"}) for i in (1, 2))
+    assert one.continued(tmp_path, other, accepts_changes=False).id == "1"
+
+
+def test_the_fingerprint_of_rows_sees_order_length_first_and_last():
+    rows = [{"ids": [i]} for i in range(1000)]
+    kept = rows_fingerprint(rows)
+    assert kept == rows_fingerprint([dict(row) for row in rows])
+    others = [rows[:-1], rows[::-1], [{"ids": [-1]}, *rows[1:]], [*rows[:-1], {"ids": [-1]}], []]
+    assert len({kept, *map(rows_fingerprint, others)}) == 6
+    assert rows_fingerprint([{"x": torch.ones(2)}]) == rows_fingerprint([{"x": [1.0, 1.0]}])
+
+
+def test_the_fingerprint_of_a_model_sees_shapes_and_what_trains_and_not_values():
+    kept = layout_fingerprint(nn.Linear(2, 3))
+    assert kept == layout_fingerprint(nn.Linear(2, 3))
+    frozen = nn.Linear(2, 3)
+    frozen.bias.requires_grad_(False)
+    assert len({kept, layout_fingerprint(nn.Linear(3, 2)), layout_fingerprint(frozen)}) == 3
