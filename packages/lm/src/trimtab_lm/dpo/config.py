@@ -99,6 +99,11 @@ class DPOConfig(TrainingArguments):
         "Settings of generation for that table, such as temperature. None: samples of the model's own distribution.",
         default=None,
     )
+    resume_with_changes: bool = _help(
+        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
+        "error.",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,9 +11,10 @@ from datasets import IterableDataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
 
 from trimtab_common.stats import Mean
+from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
 from trimtab_lm.dpo_collator import REFERENCE_COLUMNS, PreferencePairCollator
 from trimtab_lm.dropout import without_dropout
 from trimtab_lm.legacy import DPO, takes_constructor_of_2024
@@ -39,7 +40,7 @@ from .precompute import ReferenceCache
 from .setup import check_kind, decoder_start, load_reference, make_reference, make_trainable, padding_of, placed
 
 
-class DPOTrainer(Trainer):
+class DPOTrainer(CheckpointedTrainer):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and the losses of its family.
 
     model: a causal or encoder-decoder model, with adapters or without, or the name of one; or model_init, which makes
@@ -153,6 +154,11 @@ class DPOTrainer(Trainer):
         if self.has_reference_model and not self.cache.reference.is_policy:
             placed(self.cache.reference.model, "cpu")  # it leaves its memory to training
         return dataset
+
+    def data_of_run(self) -> Any:
+        """The pairs without what the reference says of them, which is computed anew where its cache is gone."""
+        rows: Any = self.train_dataset
+        return rows.remove_columns([*REFERENCE_COLUMNS]) if self.cache is not None and rows is not None else rows
 
     # Rows and batches -------------------------------------------------------------------------------------------------
 

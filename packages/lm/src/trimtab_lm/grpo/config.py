@@ -98,6 +98,11 @@ class GRPOConfig(TrainingArguments):
     dataset_num_proc: int | None = _help("Processes that tokenize the prompts.", default=None)
     log_completions: bool = _help("Print some completions at every log.", default=False)
     num_completions_to_print: int | None = _help("How many of them. None: all of the last rollout.", default=None)
+    resume_with_changes: bool = _help(
+        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
+        "error.",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,12 +12,13 @@ from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
 
 from trimtab_common.kl import k3
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
+from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
 from trimtab_lm.dropout import without_dropout
 from trimtab_lm.generation import response_texts
 from trimtab_lm.legacy import takes_constructor_of_2024
@@ -61,7 +63,7 @@ from .statistics import Journal, mismatch_stats
 EVALUATION = 2**31  # draws of evaluation begin here: steps of training, which number its draws, never get so far
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(CheckpointedTrainer):
     """Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300).
 
     model: a causal or encoder-decoder model, with adapters or without, or the name of one. With beta > 0 the reference
@@ -381,21 +383,26 @@ class GRPOTrainer(Trainer):
 
     # Saving and resuming ---------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
         """Train; from a checkpoint in the middle of a rollout, with what is left of that."""
         self._begin()
         self.version += 1
-        is_last = resume_from_checkpoint and isinstance(resume_from_checkpoint, bool)
-        folder = get_last_checkpoint(str(self.args.output_dir)) if is_last else resume_from_checkpoint
-        if folder:
+        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        self.version += 1  # the best model may have been loaded
+        return output
+
+    def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Any = None) -> str | None:
+        """Begin a run, or take one up, with the rollout that its checkpoint was in. Collective."""
+        checkpoint = super().open_run(resume_from_checkpoint, trial)
+        if checkpoint is not None:
             self._is_checked = True  # policy and reference have parted
-            if (state := load_state(str(folder), self.args.process_index)) is not None:
+            if (state := load_state(checkpoint, self.args.process_index)) is not None:
                 self.buffer.load_state_dict(state["buffer"])
                 self.journal.health.load_state_dict(state["health"])
                 self.num_tokens = state["num_tokens"]
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
-        self.version += 1  # the best model may have been loaded
-        return output
+        return checkpoint
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; into a checkpoint the rollout that is in use too, of each process its own."""

@@ -14,12 +14,13 @@ from accelerate.utils.memory import clear_device_cache
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.integrations.neftune import activate_neftune
-from transformers.trainer_utils import SchedulerType, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import SchedulerType, TrainOutput
 
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
+from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
 from trimtab_lm.collators import DocumentCollator
 from trimtab_lm.legacy import ITERATIVE_SFT, takes_constructor_of_2024
 from trimtab_lm.packing import from_labels, token_columns
@@ -49,7 +50,7 @@ PROGRESS = "iterative_sft.json"
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
 
 
-class IterativeSFTTrainer(Trainer):
+class IterativeSFTTrainer(CheckpointedTrainer):
     """Fine-tuning by `step(...)` on rows that the caller chooses, for instance the best of what the model generated.
 
     model: a causal or encoder-decoder model, or the name of one. processing_class: its tokenizer, by default the one
@@ -112,6 +113,8 @@ class IterativeSFTTrainer(Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         prepare_trackers(args)
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which make it over the sharded parameters
+            self.create_optimizer()
         self._is_begun = False
         self._calls = self._updates = 0  # calls of `step` that are done, and optimizer steps of the one that is not
         self._call = Recorder()
@@ -147,7 +150,8 @@ class IterativeSFTTrainer(Trainer):
             rows = rows_of_tensors(
                 input_ids, attention_mask, labels, self._config, is_encoder_decoder=self.is_encoder_decoder
             )
-        self._begin(None)
+        if not self._is_begun:
+            self._begin(self.open_run(None))
         self._check_step(len(rows))
         batches = self._shuffled_batches(rows)
         size = self.args.gradient_accumulation_steps
@@ -326,17 +330,11 @@ class IterativeSFTTrainer(Trainer):
             )
         if self._is_begun:
             raise ValueError("Steps were taken already. Resume before the first call of step, in a new trainer.")
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir))
-            if resume_from_checkpoint is None:
-                raise ValueError(f"There is no checkpoint in {self.args.output_dir}.")
-        self._begin(str(resume_from_checkpoint))
+        self._begin(self.open_run(resume_from_checkpoint))
         return TrainOutput(self.state.global_step, float("nan"), {})
 
     def _begin(self, checkpoint: str | None) -> None:
         """What `Trainer.train` does before its first step: wrap the model, make the optimizer, load the checkpoint."""
-        if self._is_begun:
-            return
         args: Any = self.args
         self.is_in_train = True
         if args.activation_checkpointing:

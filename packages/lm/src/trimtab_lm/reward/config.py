@@ -73,6 +73,11 @@ class RewardConfig(TrainingArguments):
     include_num_input_tokens_seen: str | bool = _help(
         "Count the tokens seen in training: all, non_padding, or no.", default=False
     )
+    resume_with_changes: bool = _help(
+        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
+        "error.",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,8 +10,9 @@ from datasets import IterableDataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EvalPrediction, Trainer, TrainerCallback
+from transformers import EvalPrediction, TrainerCallback
 
+from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
 from trimtab_lm.legacy import REWARD, takes_constructor_of_2024
 from trimtab_lm.packing import token_columns
 from trimtab_lm.reward_collator import PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
@@ -44,7 +45,7 @@ from .model import (
 )
 
 
-class RewardTrainer(Trainer):
+class RewardTrainer(CheckpointedTrainer):
     """Trains a sequence classifier with one label to score the chosen answer of each pair above the rejected one.
 
     model: an `AutoModelForSequenceClassification` with num_labels=1, with adapters or without, or the name of one; a

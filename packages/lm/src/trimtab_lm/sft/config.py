@@ -58,6 +58,11 @@ class SFTConfig(TrainingArguments):
         "Arguments of from_pretrained, for a model given by name.", default=None
     )
     chat_template_kwargs: dict[str, Any] | None = _help("Arguments of the chat template.", default=None)
+    resume_with_changes: bool = _help(
+        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
+        "error.",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

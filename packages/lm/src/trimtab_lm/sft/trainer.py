@@ -10,9 +10,10 @@ from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from trimtab_common.stats import Mean
+from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
 from trimtab_lm.collators import DocumentCollator
 from trimtab_lm.legacy import SFT, takes_constructor_of_2024
 from trimtab_lm.packing import from_labels, token_columns
@@ -40,7 +41,7 @@ from .data import Formatting, pack, text_of, tokenize_rows
 from .loss import token_nll
 
 
-class SFTTrainer(Trainer):
+class SFTTrainer(CheckpointedTrainer):
     """Supervised fine-tuning: minimizes the mean of -log p over the tokens that count, of the whole optimizer step.
 
     model: a causal or encoder-decoder model, with adapters or without, or the name of one.

@@ -1,0 +1,219 @@
+"""transformers.Trainer whose checkpoints are sealed, belong to one run, and are verified before they are resumed."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
+from trimtab_common.sealing import (
+    MANIFEST,
+    UNFINISHED,
+    CheckpointError,
+    clean,
+    keep_under_other_name,
+    latest_checkpoint,
+    rotate,
+    seal,
+    set_aside,
+    verify,
+)
+from trimtab_common.stats import gather_over_ranks
+
+WITHOUT_EFFECT = (
+    "output_dir", "overwrite_output_dir", "resume_*", "run_name", "project", "trackio_*", "report_to", "log_*",
+    "logging_*", "disable_tqdm", "do_*", "eval_*", "per_device_eval_batch_size", "prediction_loss_only",
+    "include_for_metrics", "include_num_input_tokens_seen", "batch_eval_metrics", "save_*", "enable_jit_checkpoint",
+    "restore_callback_states_from_checkpoint", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "push_to_hub*", "hub_*", "local_rank", "ddp_*", "debug", "skip_memory_metrics", "torch_empty_cache_steps",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context", "dataset_num_proc", "num_train_epochs", "max_steps", "num_eval_samples",
+    "generate_during_eval", "max_new_tokens", "generation_kwargs.*", "ref_log_probs_cache", "log_completions",
+    "num_completions_to_print", "optimize_device_cache", "model_init_kwargs", "ref_model_init_kwargs",
+)  # fmt: skip
+"""Settings that a resumed run may change. A longer run (`max_steps`, `num_train_epochs`) is one of them."""
+
+
+HELD = ("learning_rate", "weight_decay", "adam_*")
+"""Settings whose values the optimizer brings along from a checkpoint."""
+SIGTERM_MARK = "checkpoint-is-incomplete.txt"
+"""What transformers puts into a folder that it opens itself, when a signal makes it save (enable_jit_checkpoint)."""
+
+
+class CheckpointedTrainer(Trainer):
+    """Adds to `transformers.Trainer` what its checkpoints lack; knows no algorithm.
+
+    A checkpoint counts once its manifest is written, after all other files. `resume_from_checkpoint=True` resumes the
+    last one that counts. A resumed checkpoint is verified file by file, and must be of a run with the same settings,
+    data and model (or `resume_with_changes=True`). A folder holds the checkpoints of one run. `save_total_limit`
+    removes an old checkpoint after the new one counts, never before. A finished run that is resumed trains nothing.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.checkpoints = Checkpoints(self.accelerator)
+        self.add_callback(self.checkpoints)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """Train as `Trainer.train` does; see the class for what is asked of a checkpoint.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the last complete one in output_dir.
+            trial: of a hyperparameter search.
+            ignore_keys_for_eval: as in transformers.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or of another run; or a new run would save beside the
+                checkpoints of another.
+        """
+        checkpoint = self.open_run(resume_from_checkpoint, trial)
+        return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Any = None) -> str | None:
+        """Begin a run, or take one up: the folder of its verified checkpoint. Collective; raises as `train` does."""
+        args: Any = self.args
+        data = self.data_of_run()
+        record = RunRecord.new(
+            result_settings(args, without=WITHOUT_EFFECT, processes=args.world_size),
+            data=rows_fingerprint(data) if isinstance(data, Dataset) else None,
+            model=layout_fingerprint(cast(nn.Module, self.model)),
+        )
+        if resume_from_checkpoint:
+            return self.checkpoints.resume(args, record, resume_from_checkpoint)
+        self.checkpoints.begin_run(args, record, is_trial=trial is not None)
+        return None
+
+    def data_of_run(self) -> Any:
+        """The dataset by which a run is told from another."""
+        return self.train_dataset
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model so that `from_pretrained` loads it; for a checkpoint, open its folder first."""
+        if _internal_call and output_dir is not None:
+            self.checkpoints.begin_save(self.args, Path(output_dir))
+        super().save_model(output_dir, _internal_call)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The micro-batches of an optimizer step; none where all steps are done already, as in a finished run."""
+        if 0 < self.state.max_steps <= self.state.global_step:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+
+class Checkpoints(TrainerCallback):
+    """The checkpoints of a run: begun when the Trainer starts to save, sealed and rotated when it has saved."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.run: RunRecord | None = None
+        self.keep: int | None = None
+        self._saving: Path | None = None
+        self._is_finished = False
+
+    def begin_run(self, args: Any, record: RunRecord, *, is_trial: bool) -> None:
+        """Start a run under a new id; CheckpointError if its folder holds the checkpoints of another."""
+        self.run = record
+        saves_here = args.save_strategy != "no" and not is_trial  # a trial has a folder of its own
+        if saves_here and not args.overwrite_output_dir:
+            record.claim(args.output_dir)
+
+    def resume(self, args: Any, record: RunRecord, where: str | Path | bool) -> str:
+        """Take up the run of a checkpoint, which is verified; returns its folder."""
+        problem, folder = None, ""
+        if args.should_save or args.local_process_index == 0:  # one process a machine reads the files
+            try:
+                self.run, folder = self._verified(args, record, where)
+            except CheckpointError as error:
+                problem = str(error)
+        answers = gather_over_ranks((problem, self.run, folder))
+        if problems := [answer[0] for answer in answers if answer[0] is not None]:
+            raise CheckpointError(problems[0])
+        _, self.run, folder = answers[0]
+        return folder
+
+    def _verified(self, args: Any, record: RunRecord, where: Any) -> tuple[RunRecord, str]:
+        if where is True:
+            clean(Path(args.output_dir))
+            newest = latest_checkpoint(args.output_dir)
+            if newest is None:
+                raise CheckpointError(
+                    f"There is no complete checkpoint in {args.output_dir}. Start without resume_from_checkpoint, or "
+                    "name the checkpoint's folder."
+                )
+            where = newest
+        folder = Path(where)
+        manifest = verify(folder)
+        if not manifest.get("resumable", True):
+            raise CheckpointError(
+                f"{folder} was saved with save_only_model=True: it holds the model, and neither optimizer nor random "
+                "states. Load the model from it to start a new run."
+            )
+        saved = RunRecord(**manifest["run"]) if "run" in manifest else None
+        return record.continued(folder, saved, accepts_changes=args.resume_with_changes, held=HELD), str(folder)
+
+    def begin_save(self, args: TrainingArguments, folder: Path) -> None:
+        """Open the folder of a checkpoint, marked as unfinished; one of the same name is set aside. Collective."""
+        assert self.run is not None
+        self.run.claim(folder.parent)
+        self.accelerator.wait_for_everyone()  # no process reads the folder while another changes it
+        if args.should_save:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            clean(folder.parent)
+            if (folder / MANIFEST).exists():
+                set_aside(folder)
+            elif folder.exists() and not (folder / SIGTERM_MARK).exists():  # somebody else's
+                keep_under_other_name(folder)
+            folder.mkdir(exist_ok=True)
+            (folder / UNFINISHED).touch()
+        self.accelerator.wait_for_everyone()
+        self._saving = folder
+
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Seal the checkpoint, then remove what save_total_limit leaves no room for. Collective."""
+        assert self.run is not None
+        assert self._saving is not None
+        folder, self._saving = self._saving, None
+        self.accelerator.wait_for_everyone()
+        if args.should_save:
+            resumable = not args.save_only_model
+            step = int(folder.name.rpartition("-")[2])
+            seal(folder, {"step": step, "resumable": resumable, "run": self.run.as_dict()})
+            clean(folder.parent)
+            if self.keep is not None and self.keep > 0:
+                best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
+                rotate(folder.parent, folder, self.keep, protected=best)
+        self.accelerator.wait_for_everyone()
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take over save_total_limit, by which the Trainer would remove checkpoints before the new one is sealed."""
+        if args.save_total_limit is not None:
+            self.keep, args.save_total_limit = args.save_total_limit, None
+        self._is_finished = bool(state.max_steps) and state.global_step >= state.max_steps
+        if self._is_finished:
+            warnings.warn(
+                f"The run is finished: {state.global_step} of {state.max_steps} steps are done. Nothing is trained. "
+                "Raise max_steps or num_train_epochs to train on.",
+                stacklevel=2,
+            )
+
+    def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """A finished run has logged, evaluated and saved its last epoch already."""
+        if self._is_finished:
+            control.should_log = control.should_evaluate = control.should_save = False
+
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Seal a checkpoint that a signal asked for, which has no `on_save`; give save_total_limit back. Collective."""
+        if self._saving is not None:
+            self.on_save(args, state, control)
+        args.save_total_limit, self.keep = self.keep, None
