@@ -37,16 +37,18 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy
 
 Config = TypeVar("Config", bound=TrainingArguments)
+CHECKED = "_is_checked"
+"""The attribute of a config that has been translated and checked once; later assignments are translated one by one."""
 Constructor = Callable[..., None]
 
 
 def takes_arguments_of_2024(cls: type[Config]) -> type[Config]:
     """Class decorator, below @dataclass: adds `ARGUMENTS` and `overwrite_output_dir` to a TrainingArguments class.
 
-    A value other than the documented default is translated before `__post_init__`, and its field then holds the
-    default again, so that `dataclasses.replace` and a rebuild out of `to_dict` keep the setting and do not warn. Who
-    repeats an old default cannot be told from who left it out. Documented values that transformers 5 refuses
-    (`report_to=None`, `bf16=None`, `fsdp=""`) mean what they meant: none.
+    A value other than the documented default is translated before `__post_init__`, or when it is assigned to a config
+    that exists. Its field then holds the default again, so that `dataclasses.replace` and a rebuild out of `to_dict`
+    keep the setting and do not warn. An old default that is written out looks like one that was left out. Documented
+    values that transformers 5 refuses (`report_to=None`, `bf16=None`, `fsdp=""`) mean what they meant: none.
     """
     own_init, own_to_dict = cls.__post_init__, cls.to_dict
 
@@ -55,13 +57,21 @@ def takes_arguments_of_2024(cls: type[Config]) -> type[Config]:
         _translate_names(self)
         _translate_values(self)
         own_init(self)
+        vars(self)[CHECKED] = True
+
+    def __setattr__(self: Config, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in ARGUMENTS and CHECKED in vars(self) and value not in (None, ARGUMENTS[name].default):
+            _translate_late(self, name)
 
     @functools.wraps(own_to_dict)
     def to_dict(self: Config) -> dict[str, Any]:
         return {name: value for name, value in own_to_dict(self).items() if name not in ARGUMENTS}
 
     shown = TrainingArguments.__repr__  # @dataclass would write one that shows tokens
-    members: dict[str, Any] = {"__post_init__": __post_init__, "to_dict": to_dict, "__repr__": shown}
+    members: dict[str, Any] = {
+        "__post_init__": __post_init__, "__setattr__": __setattr__, "to_dict": to_dict, "__repr__": shown
+    }  # fmt: skip
     members["overwrite_output_dir"] = dataclasses.field(default=False, metadata={"help": SetCheckpointsAside.help})
     for name, old in ARGUMENTS.items():
         members[name] = dataclasses.field(default=old.default, metadata={"help": f"Deprecated: {old.advice}."})
@@ -83,6 +93,18 @@ def _translate_names(config: TrainingArguments) -> None:
         _warn(f"{name} is an argument of 2024: {old.advice}.")
     for name, old in ARGUMENTS.items():
         setattr(config, name, old.default)
+
+
+def _translate_late(config: TrainingArguments, name: str) -> None:
+    """What is assigned to a config that is made already."""
+    if name in ("no_cuda", "use_mps_device", "dispatch_batches", "split_batches") or name.startswith("fsdp_"):
+        raise ValueError(
+            f"{name}={getattr(config, name)!r} was set on a {type(config).__name__} that has chosen its device and "
+            f"engine already. Give it to the constructor, where it would say: {ARGUMENTS[name].advice}."
+        )
+    _translate_names(config)
+    if config.eval_strategy == IntervalStrategy.STEPS and not config.eval_steps:
+        config.eval_steps = config.logging_steps
 
 
 def _translate_values(config: TrainingArguments) -> None:
@@ -252,6 +274,7 @@ def _settings(args: TrainingArguments | None, kind: type[TrainingArguments]) -> 
         raise TypeError(f"args is a {type(args).__name__}; a {kind.__name__} or None is needed.")
     unset, wanted = _defaults(type(args)), _defaults(kind)
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+    values |= {name: value for name, value in vars(args).items() if name in ARGUMENTS}  # assigned to a plain one
     if lost := ", ".join(name for name in values if name not in wanted and values[name] != unset[name]):
         raise ValueError(f"args is a {type(args).__name__} that sets {lost}, which {kind.__name__} does not have.")
     return {name: copy.copy(value) if isinstance(value, (dict, list)) else value
