@@ -43,6 +43,21 @@ def test_adaptive_controller_moves_by_at_most_a_fifth_of_the_batch_over_the_hori
     assert kl.value == pytest.approx(0.20402 * (1 - 0.2 * 0.1))
 
 
+def test_adaptive_controller_keeps_its_rule_over_several_horizons():
+    kl = AdaptiveKLController(0.2, target=6, horizon=100)
+    kl.update(0.0, 400)
+    assert kl.value == pytest.approx(0.2 * (1 - 0.2 * 4))
+    kl.update(60.0, 1000)
+    assert kl.value == pytest.approx(0.04 * (1 + 0.2 * 10))
+
+
+def test_adaptive_controller_divides_by_ten_at_most_and_stays_positive():
+    for n_steps in (500, 1067, 10**9):  # the plain rule multiplies by 0, -1.134 and -2e6
+        kl = AdaptiveKLController(0.2, target=6, horizon=100)
+        kl.update(0.0, n_steps)
+        assert kl.value == pytest.approx(0.02)
+
+
 def test_controllers_restore_their_coefficient():
     kl = AdaptiveKLController(0.2, target=6, horizon=100)
     kl.update(0.0, 50)
