@@ -40,8 +40,13 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def full(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p, q) = sum p (log p - log q) over the vocabulary. Both [..., V], normalised; returns [...], in nats."""
-    return torch.linalg.vecdot(log_p.exp(), log_p - log_q)
+    """KL(p, q) = sum p (log p - log q) over the vocabulary. Both [..., V], normalised; returns [...], in nats.
+
+    A token with p = 0, also by underflow, adds 0 to the value and to the gradient. A token with q = 0 and p > 0 makes
+    the KL infinite.
+    """
+    p = log_p.exp()
+    return torch.linalg.vecdot(p, (log_p - log_q).masked_fill(p == 0, 0.0))
 
 
 SAMPLED_KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
