@@ -81,7 +81,7 @@ class ShapesDDPOConfig(DDPOConfig):
     logdir: str = run_folder(PAPER)
     num_epochs: int = changed(DDPOConfig, "num_epochs", 30)
     save_freq: int = changed(DDPOConfig, "save_freq", 50)
-    mixed_precision: str = changed(DDPOConfig, "mixed_precision", "no")
+    mixed_precision: str | None = changed(DDPOConfig, "mixed_precision", "no")
     sample_num_steps: int = changed(DDPOConfig, "sample_num_steps", 10)
     sample_guidance_scale: float = changed(DDPOConfig, "sample_guidance_scale", 1.0)
     sample_batch_size: int = changed(DDPOConfig, "sample_batch_size", 64)

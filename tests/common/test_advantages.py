@@ -14,6 +14,15 @@ def test_whitening_divides_by_the_sample_deviation_and_equal_scores_give_zero():
     torch.testing.assert_close(group_whitened(SCORES, GROUPS), torch.tensor([-1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
 
 
+def test_whitening_by_the_population_deviation_gives_a_group_variance_one():
+    # Squared distances from the mean: 4, 4, 0 of 1, 5, 3; the deviation is sqrt(8 / 3).
+    edge = 2 / (8 / 3) ** 0.5
+    expected = torch.tensor([-edge, edge, 0.0, 0.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(group_whitened(SCORES, GROUPS, correction=0), expected)
+    lone = torch.tensor([1.0, 3.0]), torch.tensor([0, 1])
+    assert group_whitened(*lone, correction=0).tolist() == [0.0, 0.0]
+
+
 def test_integer_scores_do_not_round():
     torch.testing.assert_close(group_centred(torch.tensor([0, 1]), torch.tensor([3, 3])), torch.tensor([-0.5, 0.5]))
 

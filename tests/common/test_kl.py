@@ -18,6 +18,23 @@ def test_full_is_the_textbook_sum():
     assert full(P, Q).item() == pytest.approx(EXACT, rel=1e-12)
 
 
+def test_full_counts_a_token_of_probability_zero_as_zero():
+    # Three tokens, the third forbidden in both: the KL of the first two, in value and gradient.
+    p, q = (torch.cat([x, torch.tensor([-torch.inf])]).requires_grad_() for x in (P, Q))
+    pair_p, pair_q = P.clone().requires_grad_(), Q.clone().requires_grad_()
+    full(p.log_softmax(-1), q.log_softmax(-1)).backward()
+    full(pair_p.log_softmax(-1), pair_q.log_softmax(-1)).backward()
+    assert full(p, q).item() == pytest.approx(EXACT, rel=1e-12)
+    assert full(p, torch.cat([Q, torch.zeros(1)])).item() == pytest.approx(EXACT, rel=1e-12)
+    for logits, pair in ((p, pair_p), (q, pair_q)):
+        assert logits.grad[2] == 0
+        torch.testing.assert_close(logits.grad[:2], pair.grad)
+
+
+def test_full_is_infinite_where_the_reference_forbids_what_the_policy_does():
+    assert full(P, torch.tensor([0.0, -torch.inf], dtype=torch.float64)).item() == math.inf
+
+
 @pytest.mark.parametrize("estimator", [k1, k3])
 def test_k1_and_k3_are_unbiased(estimator):
     assert (P.exp() * estimator(P, Q)).sum().item() == pytest.approx(EXACT, rel=1e-12)
@@ -41,6 +58,21 @@ def test_adaptive_controller_moves_by_at_most_a_fifth_of_the_batch_over_the_hori
     assert kl.value == pytest.approx(0.202 * (1 + 0.1 * 0.1))
     kl.update(-3.0, 1000)
     assert kl.value == pytest.approx(0.20402 * (1 - 0.2 * 0.1))
+
+
+def test_adaptive_controller_keeps_its_rule_over_several_horizons():
+    kl = AdaptiveKLController(0.2, target=6, horizon=100)
+    kl.update(0.0, 400)
+    assert kl.value == pytest.approx(0.2 * (1 - 0.2 * 4))
+    kl.update(60.0, 1000)
+    assert kl.value == pytest.approx(0.04 * (1 + 0.2 * 10))
+
+
+def test_adaptive_controller_divides_by_ten_at_most_and_stays_positive():
+    for n_steps in (500, 1067, 10**9):  # the plain rule multiplies by 0, -1.134 and -2e6
+        kl = AdaptiveKLController(0.2, target=6, horizon=100)
+        kl.update(0.0, n_steps)
+        assert kl.value == pytest.approx(0.02)
 
 
 def test_controllers_restore_their_coefficient():

@@ -17,10 +17,14 @@ def test_whiten_gives_mean_zero_variance_one_and_zero_outside():
     assert (white[~MASK.bool()] == 0).all()
 
 
-def test_rescale_keeps_the_sign_and_ratio_of_numbers():
+def test_rescale_gives_variance_one_keeps_the_mean_and_zero_outside():
     scaled = rescale(X, MASK)
-    torch.testing.assert_close(scaled[MASK.bool()], torch.tensor([1.0, 2.0, 6.0]) / (14 / 3) ** 0.5)
+    torch.testing.assert_close(scaled[MASK.bool()], 3 + torch.tensor([-2.0, -1.0, 3.0]) / (14 / 3) ** 0.5)
     assert (scaled[~MASK.bool()] == 0).all()
+
+
+def test_rescale_leaves_a_constant_as_it_is():
+    assert rescale(torch.full((1, 3), 7.0), torch.ones(1, 3)).tolist() == [[7.0, 7.0, 7.0]]
 
 
 def test_a_single_number_whitens_to_zero_and_not_to_nan():

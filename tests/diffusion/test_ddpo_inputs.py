@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
@@ -211,6 +212,20 @@ def test_rewards_in_any_form_train_alike(form, dtype):
 def test_a_prompt_function_returns_a_pair(answer):
     with pytest.raises(TypeError, match=r"returned .*; a tuple of a text and its metadata is needed"):
         trainer(prompts=lambda: answer).step(0, 0)
+
+
+def test_prompts_drawn_by_numpy_are_saved_and_resumed_as_texts(tmp_path):
+    animals, settings = ["a cat", "a dog"], {"num_epochs": 1, "logdir": str(tmp_path), "resume_from": "latest"}
+
+    def build() -> DDPOTrainer:
+        return trainer(prompts=lambda: (np.random.choice(animals), {}), per_prompt_stat_tracking=True, **settings)
+
+    one = build()
+    one.train()
+    statistics = build().prompt_stats.state_dict()
+    assert statistics == one.prompt_stats.state_dict()
+    assert {type(prompt) for prompt in statistics} == {str}
+    assert sum(len(rewards) for rewards in statistics.values()) == 4
 
 
 def test_a_schedule_without_noise_trains_nothing_and_says_so():

@@ -64,8 +64,7 @@ def test_group_advantages_are_against_the_group(tmp_path: Path):
     made = trainer(str(tmp_path), group_size=2)
     rewards = torch.tensor([1.0, 3.0, 100.0, 100.0, 8.0, 5.0, 0.0, 0.1])
     found = made.advantages(["a", "a", "b", "b", "a", "a", "c", "c"], rewards)
-    half = 0.5**0.5
-    torch.testing.assert_close(found, torch.tensor([-half, half, 0, 0, half, -half, -half, half]))
+    torch.testing.assert_close(found, torch.tensor([-1.0, 1, 0, 0, 1, -1, -1, 1]))
 
 
 def test_advantages_against_the_epoch_and_their_limit(tmp_path: Path):
@@ -73,7 +72,15 @@ def test_advantages_against_the_epoch_and_their_limit(tmp_path: Path):
     rewards = torch.tensor([0.0] * 7 + [80.0])
     found = made.advantages(["a"] * 8, rewards)
     assert float(found[-1]) == 1.5
-    torch.testing.assert_close(found[:7], torch.full((7,), -10 / (800**0.5)))  # mean 10, variance 5600 / 7
+    torch.testing.assert_close(found[:7], torch.full((7,), -10 / (700**0.5)))  # mean 10, variance 5600 / 8
+
+
+def test_one_rule_of_deviation_with_and_without_statistics_per_prompt(tmp_path: Path):
+    tracking = {"per_prompt_stat_tracking": True, "per_prompt_stat_tracking_min_count": 2}
+    rewards = torch.tensor([0.0, 3.0])  # two pictures of one prompt: mean 1.5, deviation 1.5
+    for settings in ({}, tracking, {"group_size": 2}):
+        found = trainer(str(tmp_path), **settings).advantages(["a", "a"], rewards)
+        torch.testing.assert_close(found, torch.tensor([-1.0, 1.0]))
 
 
 def test_advantages_of_a_prompt_are_against_its_past(tmp_path: Path):
@@ -164,7 +171,8 @@ def by_hand(kind: str, trained: DDPOTrainer, old: Any, new: Any, rewards: Tensor
     pipe, drawn = trained.sd_pipeline.sd_pipeline, trained._drawn
     way = torch.cat([drawn.first[:, None], drawn.latents], 1)
     # The trainer hands advantages on in float32.
-    advantages = ((rewards.double() - rewards.double().mean()) / rewards.double().std()).float().double()
+    exact = rewards.double()
+    advantages = ((exact - exact.mean()) / exact.std(correction=0)).float().double()
     losses, kls, stopped = [], [], 0
     for i in range(PICTURES):
         for step in range(STEPS):
@@ -270,7 +278,7 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
         assert isinstance(pipe.scheduler, scheduler)
         way = torch.cat([drawn.first[:, None], drawn.latents], 1)
         rewards = torch.cat([batch[3] for batch in batches]).double()
-        advantages = ((rewards - rewards.mean()) / rewards.std()).float()
+        advantages = ((rewards - rewards.mean()) / rewards.std(correction=0)).float()
         guided = scale > 1
         if kind == "stable_diffusion":
             states, negative = pipe.encode_prompt(PROMPT, "cpu", 1, guided, negative_prompt="")

@@ -318,6 +318,32 @@ def test_bf16_trains(tmp_path: Path, kind: str, use_lora: bool, kl: float):
     assert made.last_stats.get("objective/kl", 0.0) == pytest.approx(0, abs=1e-6)  # the reference computes alike
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize(("variable", "precision"), [("bf16", "bf16"), ("no", "no"), (None, "no")])
+def test_no_mixed_precision_of_the_config_means_that_of_the_launcher(tmp_path, monkeypatch, variable, precision):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
+    made = trainer(str(tmp_path), mixed_precision=None)
+    assert made.accelerator.mixed_precision == precision
+    assert made.sd_pipeline.vae.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_fp16_of_the_launcher_needs_a_gpu_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.warns(UserWarning, match="fp16.*float32"):
+        made = trainer(str(tmp_path), mixed_precision=None, accelerator_kwargs={"cpu": True})
+    assert made.accelerator.mixed_precision == "no"
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_a_precision_of_the_launcher_that_ddpo_does_not_have_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ValueError, match=r"ACCELERATE_MIXED_PRECISION='fp8' is none of no, fp16, bf16.*Set mixed"):
+        trainer(str(tmp_path), mixed_precision=None)
+
+
 # ------------------------------------------------------------ does it learn?
 
 

@@ -194,6 +194,24 @@ def test_a_forbidden_token_is_no_nan():
     assert torch.isfinite(logits.grad).all()
 
 
+@pytest.mark.parametrize("low", [-200.0, -1e30, float("-inf")])
+@pytest.mark.parametrize("weight", [0.01, 1e3, -1e6])
+def test_a_probability_that_underflows_adds_nothing_to_the_entropy_or_its_gradient(low, weight):
+    logits = torch.tensor([[math.log(3.0), low, 0.0]], requires_grad=True)
+    scores = score_logits(logits, torch.tensor([0]))
+    (weight * scores.entropy).sum().backward()
+    assert scores.entropy.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+    slope = 0.75 * 0.25 * math.log(3.0)  # dH/dz of a coin with log-odds z is -p (1 - p) z
+    torch.testing.assert_close(logits.grad, weight * torch.tensor([[-slope, 0.0, slope]]))
+
+
+@pytest.mark.parametrize("low", [-200.0, float("-inf")])
+def test_exact_kl_of_a_forbidden_token_is_finite(low):
+    p, q = (torch.tensor([[z, 0.0, low]]) for z in (math.log(3.0), 0.0))
+    kl = exact_kl(lambda read: read.hidden, HeadInputs(p), lambda read: read.hidden, HeadInputs(q), vocab_size=3)
+    assert kl.item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+
+
 def test_bfloat16_logits_are_summed_in_float32():
     logits = torch.zeros(1, 2**15, dtype=torch.bfloat16)
     assert score_logits(logits, torch.tensor([7])).logprobs.item() == pytest.approx(-15 * math.log(2), rel=1e-6)

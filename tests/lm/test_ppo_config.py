@@ -354,8 +354,8 @@ def test_whiten_rewards_scales_to_variance_one_keeps_the_mean_and_the_outside(is
     trainer = tiny.ppo(gamma=0.0, whiten_rewards=is_whitened)  # the return is the reward then
     rewards, mask = torch.tensor([[1.0, 3.0, 0.0], [5.0, 0.0, 0.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     _, _, returns = trainer.compute_advantages(torch.zeros(2, 3), rewards, mask)
-    deviation = (8 / 3) ** 0.5 if is_whitened else 1.0  # of 1, 3, 5
-    torch.testing.assert_close(returns, rewards / deviation)
+    deviation = (8 / 3) ** 0.5 if is_whitened else 1.0  # of 1, 3, 5, whose mean is 3
+    torch.testing.assert_close(returns, torch.where(mask.bool(), (rewards - 3) / deviation + 3, 0.0))
 
 
 @pytest.mark.parametrize("is_whitened", [False, True])

@@ -15,17 +15,17 @@ def group_centred(scores: Tensor, groups: Tensor) -> Tensor:
     return scores - (sums / index.bincount())[index]
 
 
-def group_whitened(scores: Tensor, groups: Tensor) -> Tensor:
+def group_whitened(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Tensor:
     """Score minus the mean of its group, over the group's deviation (Shao et al. 2024, arXiv:2402.03300: GRPO).
 
-    scores, groups: [B], as for `group_centred`. Returns [B]; 0 in a group whose scores are all equal. The deviation
-    is the sample's (n - 1).
+    scores, groups: [B], as for `group_centred`. correction: the variance divides by n - correction: 1 for the sample's
+    deviation (GRPO), 0 for the population's (DDPO). Returns [B]; 0 in a group whose scores are all equal.
     """
     centred = group_centred(scores, groups)
     _, index = groups.unique(return_inverse=True)
     sizes = index.bincount()
     squares = torch.zeros(len(sizes), dtype=centred.dtype, device=centred.device).index_add_(0, index, centred**2)
-    std = (squares / (sizes - 1).clamp(min=1)).sqrt()
+    std = (squares / (sizes - correction).clamp(min=1)).sqrt()
     return _over_deviation(centred, std[index], scores)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_CLAMP = 20.0  # exp(20) is already 5e8: beyond, k3 would only overflow
+LEAST_FACTOR = 0.1  # of one update of the adaptive coefficient
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -39,8 +40,13 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def full(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p, q) = sum p (log p - log q) over the vocabulary. Both [..., V], normalised; returns [...], in nats."""
-    return torch.linalg.vecdot(log_p.exp(), log_p - log_q)
+    """KL(p, q) = sum p (log p - log q) over the vocabulary. Both [..., V], normalised; returns [...], in nats.
+
+    A token with p = 0, also by underflow, adds 0 to the value and to the gradient. A token with q = 0 and p > 0 makes
+    the KL infinite.
+    """
+    p = log_p.exp()
+    return torch.linalg.vecdot(p, (log_p - log_q).masked_fill(p == 0, 0.0))
 
 
 SAMPLED_KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -75,6 +81,10 @@ class AdaptiveKLController(FixedKLController):
 
     init_kl_coef: the coefficient at the start. target: KL in nats per response. horizon: episodes over which an
     error of 20% or more multiplies or divides the coefficient by about e^0.2.
+
+    The rule multiplies the coefficient by 1 + error * n_steps / horizon. This is 0 or negative when one update spans
+    five horizons or more, and a negative coefficient would reward KL. The factor is therefore at least 0.1, which
+    changes only updates of more than 4.5 horizons.
     """
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float):
@@ -85,4 +95,4 @@ class AdaptiveKLController(FixedKLController):
     def update(self, current: float, n_steps: int) -> None:
         """`current`: KL in nats per response, mean over all processes; `n_steps`: responses since the last update."""
         error = min(max(current / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
+        self.value *= max(1 + error * n_steps / self.horizon, LEAST_FACTOR)

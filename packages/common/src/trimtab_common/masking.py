@@ -33,18 +33,19 @@ def global_var(x: Tensor, mask: Tensor) -> Tensor:
     return global_mean((x - global_mean(x, mask)) ** 2, mask)
 
 
-def rescale(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` divided by its standard deviation over the mask of every process; the mean is scaled along.
-
-    Shape and dtype of `x`; exactly 0 outside the mask. Collective. The population variance is used, as by OpenAI
-    (Ziegler et al. 2019); a constant `x` is divided by 1e-4, never by 0.
-    """
-    return torch.where(mask.bool(), x * torch.rsqrt(global_var(x, mask) + VARIANCE_FLOOR), 0.0)
-
-
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with mean 0 and variance 1 over the mask of every process; exactly 0 outside. Collective."""
-    return rescale(x - global_mean(x, mask), mask)
+    """`x` with mean 0 and variance 1 over the mask of every process; exactly 0 outside. Collective.
+
+    Shape and dtype of `x`. The variance is the population's, as in OpenAI's code (Ziegler et al. 2019). A constant `x`
+    gives 0.
+    """
+    scale = torch.rsqrt(global_var(x, mask) + VARIANCE_FLOOR)
+    return torch.where(mask.bool(), (x - global_mean(x, mask)) * scale, 0.0)
+
+
+def rescale(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` with variance 1 and the mean that it has: (x - mean) / deviation + mean; exactly 0 outside. Collective."""
+    return torch.where(mask.bool(), whiten(x, mask) + global_mean(x, mask), 0.0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

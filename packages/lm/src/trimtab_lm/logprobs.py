@@ -51,7 +51,8 @@ def _grad_logits(p: Tensor, entropy: Tensor, targets: Tensor, of_logprobs: Any, 
     if of_entropy is None:
         grad = p * -of_logprobs[:, None]
     else:  # dH/dz_j = -p_j (log p_j + H)
-        grad = p.log().clamp_(min=torch.finfo(p.dtype).min).add_(entropy[:, None]).mul_(of_entropy[:, None])
+        # log p is finite where p = 0, and its product with any gradient too: p then makes the term 0.
+        grad = p.clamp(min=torch.finfo(p.dtype).tiny).log_().add_(entropy[:, None]).mul_(of_entropy[:, None])
         grad = (grad if of_logprobs is None else grad.add_(of_logprobs[:, None])).mul_(p).neg_()
     if of_logprobs is not None:  # dlog p_t/dz_j = [j = t] - p_j
         grad.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
@@ -283,6 +284,7 @@ def exact_kl(
 ) -> Tensor:
     """KL(policy, ref) in nats at N positions, summed over the whole vocabulary, a chunk of positions at a time.
 
+    Infinite where the reference forbids (logit -inf) a token that the policy allows; see `trimtab_common.kl.full`.
     policy, ref: from head inputs of n positions to logits [n, V], such as `LanguageHead.logits`. Returns [N].
     """
 

@@ -9,7 +9,7 @@ from trimtab_common.tracking import check_tracker_name
 
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
 STORAGE = (None, "float32", "float16", "bfloat16")
-PRECISIONS = ("no", "fp16", "bf16")
+PRECISIONS = ("no", "fp16", "bf16", None)
 
 
 def _help(text: str, **default: Any) -> Any:
@@ -40,9 +40,9 @@ class DDPOConfig:
     num_epochs: int = _help("Epochs of `train`: each samples pictures and learns from them.", default=100)
     save_freq: int = _help("`train` saves a checkpoint every so many epochs.", default=1)
     num_checkpoint_limit: int = _help("Checkpoints kept; older ones are removed.", default=5)
-    mixed_precision: str = _help(
+    mixed_precision: str | None = _help(
         "fp16, bf16 or no: the frozen parts' dtype, and autocast of what trains, which stays float32. On a CPU fp16 "
-        "becomes no, with a warning.",
+        "becomes no, with a warning. None: what accelerate launch says, else no.",
         default="fp16",
     )
     allow_tf32: bool = _help("Let a GPU multiply float32 matrices in TF32.", default=True)

@@ -30,13 +30,16 @@ class Pictures:
 
 
 def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int, seed: int) -> list[tuple[str, Any]]:
-    """`count` prompts with their metadata, each `group_size` times in a row; whatever it draws with is seeded."""
+    """`count` prompts with their metadata, each `group_size` times in a row; whatever it draws with is seeded.
+
+    Prompts are plain `str` from here on, as checkpoints need them: `np.random.choice` returns a subclass.
+    """
     with private_rngs(seed):
         drawn = [prompt_function() for _ in range(count // group_size)]
     for prompt in drawn:
         if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)):
             raise TypeError(f"prompt_function returned {prompt!r}; a tuple of a text and its metadata is needed.")
-    return [prompt for prompt in drawn for _ in range(group_size)]
+    return [(str(prompt), metadata) for prompt, metadata in drawn for _ in range(group_size)]
 
 
 class Rewards:

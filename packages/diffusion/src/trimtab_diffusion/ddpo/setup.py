@@ -1,5 +1,6 @@
 """What a DDPOTrainer is given, made ready."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,10 +21,20 @@ DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def accelerator_of(config: DDPOConfig) -> Accelerator:
-    """The accelerator that the config asks for; without a GPU fp16 becomes float32, with a warning."""
+    """The accelerator that the config asks for; without a GPU fp16 becomes float32, with a warning.
+
+    Raises:
+        ValueError: if the config leaves the precision to the launcher, and the launcher's is not in `DTYPES`.
+    """
     precision = config.mixed_precision
+    effective = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() if precision is None else precision
+    if effective not in DTYPES:
+        raise ValueError(
+            f"mixed_precision=None takes the launcher's, and ACCELERATE_MIXED_PRECISION={effective!r} is none of "
+            f"{', '.join(DTYPES)}. Set mixed_precision to one of them."
+        )
     has_gpu = torch.accelerator.is_available() and not config.accelerator_kwargs.get("cpu")
-    if precision == "fp16" and not has_gpu:
+    if effective == "fp16" and not has_gpu:
         warnings.warn("mixed_precision='fp16' needs a GPU: this run is in float32.", stacklevel=3)
         precision = "no"
     if config.allow_tf32 and has_gpu:

@@ -197,7 +197,7 @@ class DDPOTrainer:
         """What each of this process's pictures is better than expected, or its weight for RWR; [B], float32.
 
         The measure is taken over all processes: the prompt's earlier rewards (section 4.2), the group of pictures of
-        one draw of the prompt (GRPO), or the epoch. Collective.
+        one draw of the prompt (GRPO), or the epoch. Deviations are the population's (Black et al. 2023). Collective.
         """
         config, rank = self.config, self.accelerator.process_index
         gathered = gather_over_ranks((prompts, rewards))
@@ -213,7 +213,7 @@ class DDPOTrainer:
             found = self.prompt_stats.update(everyone, whole)
         else:
             groups = torch.arange(len(whole)) // config.group_size if config.group_size > 1 else torch.zeros(len(whole))
-            found = group_whitened(whole, groups.long())
+            found = group_whitened(whole, groups.long(), correction=0)
         if not config.estimator.startswith("rwr"):
             found = found.clamp(-config.train_adv_clip_max, config.train_adv_clip_max)
         return found.split([len(part) for part, _ in gathered])[rank].float()
