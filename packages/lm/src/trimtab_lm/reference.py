@@ -14,6 +14,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trimtab_lm.heads import lm_head_of
 from trimtab_lm.value_head import PreTrainedModelWrapper
 
 LAYER_PATTERNS = (
@@ -199,7 +200,7 @@ def _tensors_below(model: PreTrainedModel, num_layers: int, pattern: str | None)
     modules: list[nn.Module] = list(layers[:num_layers])
     if model.config.is_encoder_decoder:
         modules.append(model.get_encoder())
-    apart = {*layers.modules(), model.get_output_embeddings()}
+    apart = {*layers.modules(), lm_head_of(model)}
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         # "emb" finds norms of embeddings and rotary tables; project_in is OPT's step from embedding to hidden size.

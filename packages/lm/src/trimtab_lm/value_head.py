@@ -9,8 +9,7 @@ import os
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -24,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndByt
 from transformers.utils import cached_file, find_adapter_config_file
 
 from trimtab_common.hub import push_folder
+from trimtab_lm.heads import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 WEIGHT_FILES = tuple(n + s for n in ("model.safetensors", "pytorch_model.bin") for s in ("", ".index.json"))
@@ -36,7 +36,7 @@ StoredHead = tuple[str, dict[str, Tensor]]
 
 
 class ValueHead(nn.Module):
-    """A linear map from the vector that the LM head reads to a scalar value.
+    """A linear map from the decoder's last hidden state to a scalar value.
 
     It computes in its own dtype, float32 unless told otherwise, over a model in bfloat16 and under autocast too: values
     are regression targets, and three digits are not enough for them. factory: device and dtype, as for nn.Linear.
@@ -65,8 +65,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., hidden_size], any dtype and device. Returns values [...], in the head's dtype."""
-        with torch.autocast(self.summary.weight.device.type, enabled=False):
-            return self.summary(self.dropout(hidden.to(self.summary.weight))).squeeze(-1)
+        return linear_in_own_dtype(self.summary, self.dropout(hidden.to(self.summary.weight))).squeeze(-1)
 
 
 class PreTrainedModelWrapper(nn.Module):
@@ -97,7 +96,7 @@ class PreTrainedModelWrapper(nn.Module):
                 f"{type(pretrained_model).__name__}; from_pretrained also takes a hub id or folder."
             )
         self.pretrained_model: Any = pretrained_model
-        lm_head = self.pretrained_model.get_output_embeddings()
+        lm_head = lm_head_of(self.pretrained_model)
         if lm_head is None:
             raise ValueError(
                 f"{type(pretrained_model).__name__} has no LM head, so there is no policy to put a value head on; load "
@@ -107,7 +106,7 @@ class PreTrainedModelWrapper(nn.Module):
             fitting = "Seq2SeqLM" if self.is_encoder_decoder else "CausalLM"
             raise ValueError(f"{type(pretrained_model).__name__} needs AutoModelFor{fitting}WithValueHead.")
         self.v_head = ValueHead(
-            lm_head.in_features,
+            state_width(self.pretrained_model),
             summary_dropout_prob=summary_dropout_prob,
             device=_execution_device(lm_head, self.pretrained_model),
             dtype=torch.promote_types(self.pretrained_model.dtype, torch.float32),
@@ -226,7 +225,7 @@ class PreTrainedModelWrapper(nn.Module):
         """Logits, loss and values of one forward pass of the model.
 
         input_ids, attention_mask: [B, T] (of the encoder, where there is one). kwargs go to the model: position_ids,
-        labels, decoder_input_ids, decoder_attention_mask, logits_to_keep, ...
+        labels, decoder_input_ids, decoder_attention_mask, ...
         Returns (logits [B, T, V] in float32 or more, loss or None without labels, values [B, T]), and the cache as
         fourth where `return_past_key_values`. T is the decoder's with an encoder-decoder model.
         """
@@ -234,15 +233,16 @@ class PreTrainedModelWrapper(nn.Module):
             kwargs["past_key_values"] = past_key_values
         kwargs.setdefault("use_cache", return_past_key_values)
         kwargs["return_dict"] = True
-        with _head_inputs(self.pretrained_model) as hidden:
-            output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        if len(hidden) != 1:
+        kwargs["output_hidden_states"] = True
+        output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        if output.logits is None:
             raise RuntimeError(
-                f"{type(self.pretrained_model).__name__} called its LM head {len(hidden)} times in one forward pass; "
-                "the value head reads the input of one call. Switch fused losses (Liger) off, or pass no labels."
+                f"{type(self.pretrained_model).__name__} returned no logits. Switch fused losses (Liger) off, or pass "
+                "no labels."
             )
+        values = self.v_head(last_hidden_state(self.pretrained_model, output))
         logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
-        result = (logits, output.loss, self.v_head(hidden[0]).to(logits.device))
+        result = (logits, output.loss, values.to(logits.device))
         return (*result, output.past_key_values) if return_past_key_values else result
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -312,18 +312,6 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
     transformers_parent_class = AutoModelForSeq2SeqLM
     wraps_encoder_decoder = True
-
-
-@contextmanager
-def _head_inputs(model: Any) -> Iterator[list[Tensor]]:
-    """Collect what the LM head reads inside the block: right under LoRA, T5's scaling and OPT's projection alike."""
-    hidden: list[Tensor] = []
-    # Registered for each pass, as resize_token_embeddings and PEFT put other modules into the head's place.
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
-    try:
-        yield hidden
-    finally:
-        handle.remove()
 
 
 def _execution_device(lm_head: nn.Module, model: nn.Module) -> torch.device:

@@ -167,9 +167,9 @@ class ActorCritic(nn.Module):
 
     def forward(self, batch: TokenBatch, temperature: float = 1.0) -> PolicyOutputs:
         """Scores and values of the response tokens that count, at a temperature."""
-        read = self.head.read(batch.where, **batch.inputs)
+        read = (self.head.read_with_state if self.critic is None else self.head.read)(batch.where, **batch.inputs)
         scores = self.head.score(read, batch.targets[batch.mask.bool()], temperature=temperature)
-        values = self.policy.v_head(read.hidden) if self.critic is None else self.critic(batch)
+        values = self.policy.v_head(read.state) if self.critic is None else self.critic(batch)
         return PolicyOutputs(batch.spread(scores.logprobs), batch.spread(scores.entropy), batch.spread(values))
 
 

@@ -1,0 +1,145 @@
+"""The value head reads the decoder's last hidden state, whatever the model does between that state and its logits."""
+
+import pytest
+import torch
+from tests.lm import tiny
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    EncoderDecoderConfig,
+    GPT2Config,
+    LongT5Config,
+    MiniCPM3Config,
+    ModernBertDecoderConfig,
+    MT5Config,
+    ProphetNetConfig,
+    SwitchTransformersConfig,
+    T5Config,
+    UMT5Config,
+)
+
+from trimtab_lm.ppo.policy import ActorCritic, model_inputs, token_batch
+
+QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]
+RESPONSES = [torch.tensor(row) for row in ([11, 12], [13, 14, 15, 16, 1], [17, 3, 1])]
+T5_SIZES = {
+    "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0, **tiny.TOKENS,
+}  # fmt: skip
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, **tiny.TOKENS,
+}  # fmt: skip
+ENCODER_DECODER = {
+    "t5": T5Config(**T5_SIZES),
+    "t5 untied": T5Config(**T5_SIZES, tie_word_embeddings=False),
+    "mt5": MT5Config(**T5_SIZES),
+    "umt5": UMT5Config(**T5_SIZES),
+    "longt5": LongT5Config(**T5_SIZES),
+    "switch": SwitchTransformersConfig(
+        **T5_SIZES, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1
+    ),
+}
+"""T5 and its kin scale the state by d_model^-0.5 before a tied LM head."""
+PROJECTED = {
+    "bert": BertConfig(**SIZES, is_decoder=True),
+    "modernbert": ModernBertDecoderConfig(**SIZES),
+    "minicpm3": MiniCPM3Config(
+        **SIZES, dim_model_base=4, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8
+    ),
+}
+"""A layer (BERT) or a division (MiniCPM) stands between the last hidden state and the projection to the vocabulary."""
+
+
+def module_of(config) -> ActorCritic:
+    torch.manual_seed(0)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = tiny.with_value_head(auto.from_config(config), v_head_init_strategy="normal")
+    return ActorCritic(tiny.exact(model).eval())
+
+
+def batch_of(module: ActorCritic):
+    start = 0 if module.head.is_encoder_decoder else None
+    inputs = model_inputs(QUERIES, RESPONSES, pad_token_id=0, decoder_start=start)
+    return token_batch(inputs, QUERIES, RESPONSES)
+
+
+def last_hidden_state(model, inputs) -> torch.Tensor:
+    """By the model's parts: encoder and decoder stack, or the trunk without LM head."""
+    if not model.config.is_encoder_decoder:
+        return model.base_model(**inputs).last_hidden_state
+    mask = inputs["attention_mask"]
+    encoded = model.encoder(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state
+    return model.decoder(
+        input_ids=inputs["decoder_input_ids"],
+        attention_mask=inputs["decoder_attention_mask"],
+        encoder_hidden_states=encoded,
+        encoder_attention_mask=mask,
+    ).last_hidden_state
+
+
+@pytest.mark.parametrize("config", [pytest.param(c, id=name) for name, c in (ENCODER_DECODER | PROJECTED).items()])
+@pytest.mark.parametrize("path", ["forward", "scoring"])
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+def test_values_and_gradients_are_those_of_the_last_hidden_state(config, path):
+    module = module_of(config)
+    batch = batch_of(module)
+    wrapper, counted = module.policy, batch.mask.bool()
+    if path == "forward":
+        values = wrapper(**batch.inputs)[2][batch.where]
+    else:
+        values = module(batch).values[counted]
+    values.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in wrapper.named_parameters() if p.grad is not None}
+    wrapper.zero_grad()
+
+    hidden = last_hidden_state(wrapper.pretrained_model, batch.inputs)[batch.where]
+    summary = wrapper.v_head.summary
+    expected = hidden @ summary.weight[0] + summary.bias
+    torch.testing.assert_close(values, expected)
+    expected.sum().backward()
+    for name, parameter in wrapper.named_parameters():
+        if parameter.grad is not None and parameter.grad.abs().max() > 0:
+            torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+    torch.testing.assert_close(gradients["v_head.summary.weight"][0], hidden.detach().sum(0))
+
+
+def test_a_tied_t5_gives_the_values_of_its_old_head():
+    """The head weighs the first unit alone with 1, so the value is that unit of the state, not a quarter of it."""
+    module = module_of(ENCODER_DECODER["t5"])
+    batch = batch_of(module)
+    summary = module.policy.v_head.summary
+    with torch.no_grad():
+        summary.weight.copy_(torch.eye(1, 16))
+        summary.bias.zero_()
+        logits, _, values = module.policy(**batch.inputs)
+    states = last_hidden_state(module.policy.pretrained_model, batch.inputs)
+    torch.testing.assert_close(values, states[..., 0])
+    scaled = states * 16**-0.5
+    torch.testing.assert_close(logits, scaled @ module.policy.pretrained_model.lm_head.weight.T)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ProphetNetConfig(
+            hidden_size=16, encoder_ffn_dim=24, decoder_ffn_dim=24, num_encoder_layers=2, num_decoder_layers=2,
+            num_encoder_attention_heads=2, num_decoder_attention_heads=2, decoder_start_token_id=0, **tiny.TOKENS,
+        ),
+        EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**SIZES), BertConfig(**SIZES)),
+        EncoderDecoderConfig.from_encoder_decoder_configs(
+            BertConfig(**SIZES), GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, **tiny.TOKENS)
+        ),
+    ],
+    ids=["prophetnet", "bert to bert", "bert to gpt2"],
+)  # fmt: skip
+def test_composed_models_give_a_value_per_position(config):
+    torch.manual_seed(0)
+    model = tiny.with_value_head(AutoModelForSeq2SeqLM.from_config(config)).eval()
+    states = []
+    decoder = model.pretrained_model.get_decoder()
+    trunk = decoder if decoder.get_output_embeddings() is None else decoder.base_model
+    trunk.register_forward_hook(lambda *passed: states.append(passed[2][0]))
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    _, _, values = model(ids, attention_mask=torch.ones_like(ids), decoder_input_ids=ids[:, :3])
+    assert values.shape == (2, 3)
+    torch.testing.assert_close(values, model.v_head(states[0]))
