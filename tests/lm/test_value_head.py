@@ -163,8 +163,15 @@ def test_summary_dropout_acts_in_training_mode_only():
     assert not torch.equal(head(hidden), head(hidden))
     head.eval()
     torch.testing.assert_close(head(hidden), hidden @ head.summary.weight[0] + head.summary.bias)
-    assert wrapped(causal(), summary_dropout_prob=0.25).v_head.dropout.p == 0.25
-    assert wrapped(causal()).v_head.dropout.p == 0.1
+
+
+def test_summary_dropout_is_the_arguments_then_the_configurations_then_a_tenth():
+    base = causal()
+    assert wrapped(base).v_head.dropout.p == 0.1
+    base.config.summary_dropout_prob = 0.5
+    assert wrapped(base).v_head.dropout.p == 0.5
+    assert wrapped(base, summary_dropout_prob=None).v_head.dropout.p == 0.5
+    assert wrapped(base, summary_dropout_prob=0.0).v_head.dropout.p == 0.0
 
 
 def test_initialisation_strategies():

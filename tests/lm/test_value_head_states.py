@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BertConfig,
     EncoderDecoderConfig,
+    FSMTConfig,
     GPT2Config,
     LongT5Config,
     MiniCPM3Config,
@@ -19,6 +20,7 @@ from transformers import (
     UMT5Config,
 )
 
+from trimtab_lm.heads import lm_head_of
 from trimtab_lm.ppo.policy import ActorCritic, model_inputs, token_batch
 
 QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]
@@ -143,3 +145,52 @@ def test_composed_models_give_a_value_per_position(config):
     _, _, values = model(ids, attention_mask=torch.ones_like(ids), decoder_input_ids=ids[:, :3])
     assert values.shape == (2, 3)
     torch.testing.assert_close(values, model.v_head(states[0]))
+
+
+def fsmt(**settings):
+    """FSMT in float32: its causal mask cannot be made in float64. Its output embeddings are the decoder's table."""
+    sizes = {
+        "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "langs": ["en", "de"],
+        "src_vocab_size": tiny.TOKENS["vocab_size"], "tgt_vocab_size": tiny.TOKENS["vocab_size"],
+        "forced_eos_token_id": None, "decoder_start_token_id": tiny.EOS, "init_std": 0.3, "num_beams": 1,
+    }  # fmt: skip
+    tokens = {name: value for name, value in tiny.TOKENS.items() if name != "vocab_size"}
+    return tiny.seeded(AutoModelForSeq2SeqLM.from_config, FSMTConfig(**sizes | tokens | settings))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fsmt_has_values_and_logprobs(tied):
+    model = fsmt(tie_word_embeddings=tied)
+    module = ActorCritic(tiny.with_value_head(model).eval())
+    assert module.head.separable
+    assert lm_head_of(model) is model.model.decoder.output_projection
+    inputs = model_inputs(QUERIES, RESPONSES, pad_token_id=0, decoder_start=tiny.EOS)
+    batch = token_batch(inputs, QUERIES, RESPONSES)
+    states = []
+    projection = model.model.decoder.output_projection
+    handle = projection.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    logits, _, values = module.policy(**batch.inputs)
+    handle.remove()
+    torch.testing.assert_close(values, module.policy.v_head(states[0]))
+    scored = module(batch)
+    torch.testing.assert_close(scored.values, batch.spread(values[batch.where]))
+    targets = batch.targets[batch.mask.bool()]
+    logprobs = logits[batch.where].log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(scored.logprobs, batch.spread(logprobs))
+
+
+def test_ppo_trains_fsmt():
+    model = tiny.with_value_head(fsmt())
+    trainer = tiny.ppo(model)
+    before = tiny.weights(model)
+    trainer.step(*tiny.batch())
+    moved = tiny.moved(before, model)
+    assert {"v_head.summary.weight", "pretrained_model.model.decoder.output_projection.weight"} <= moved.keys()
+
+
+def test_a_model_whose_lm_head_is_unknown_says_how_to_name_it():
+    model = fsmt()
+    model.model.decoder.output_projection = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"0 of its linear layers have that shape.*get_output_embeddings"):
+        tiny.with_value_head(model)

@@ -72,7 +72,8 @@ class PreTrainedModelWrapper(nn.Module):
     """A transformers or PEFT model with a value head; build one through its two subclasses.
 
     pretrained_model: PreTrainedModel or PeftModel with an LM head; kept as it is, under `.pretrained_model`.
-    summary_dropout_prob: dropout on the head's input, in training mode.
+    summary_dropout_prob: dropout on the head's input, in training mode; default: the model configuration's field of
+        that name, or 0.1 where it has none.
     v_head_init_strategy, v_head_initializer_range: see `ValueHead.init_weights`.
 
     `state_dict` is nn.Module's own (`pretrained_model.*`, `v_head.*`). A model without an LM head is a ValueError.
@@ -85,7 +86,7 @@ class PreTrainedModelWrapper(nn.Module):
         self,
         pretrained_model: PreTrainedModel | PeftModel,
         *,
-        summary_dropout_prob: float = 0.1,
+        summary_dropout_prob: float | None = None,
         v_head_init_strategy: InitStrategy | None = None,
         v_head_initializer_range: float = 0.2,
     ):
@@ -105,6 +106,8 @@ class PreTrainedModelWrapper(nn.Module):
         if self.wraps_encoder_decoder is not None and self.wraps_encoder_decoder != self.is_encoder_decoder:
             fitting = "Seq2SeqLM" if self.is_encoder_decoder else "CausalLM"
             raise ValueError(f"{type(pretrained_model).__name__} needs AutoModelFor{fitting}WithValueHead.")
+        if summary_dropout_prob is None:
+            summary_dropout_prob = getattr(self.config, "summary_dropout_prob", 0.1)
         self.v_head = ValueHead(
             state_width(self.pretrained_model),
             summary_dropout_prob=summary_dropout_prob,
