@@ -25,12 +25,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from trimtab_common import hub
 from trimtab_lm import value_head
 from trimtab_lm.value_head import (
-    VALUE_HEAD_FILE,
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
     ValueHead,
 )
+from trimtab_lm.value_head_files import VALUE_HEAD_FILE
 
 TOKENS = {"vocab_size": 23, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CAUSAL = {

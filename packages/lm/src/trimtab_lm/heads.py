@@ -1,5 +1,7 @@
 """What the heads of a language model read: the LM head, and the decoder's last hidden state for every other head."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +47,16 @@ def last_hidden_state(model: Any, output: Any) -> Tensor:
             "value head or reward head has nothing to read. Use a model that returns them."
         )
     return states[-1]
+
+
+@contextmanager
+def without_logits(model: Any) -> Iterator[None]:
+    """Inside the block the LM head reads no positions, so the model's logits are [B, 0, V] and cost nothing."""
+    handle = lm_head_of(model).register_forward_pre_hook(lambda _, args: (args[0][:, :0], *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def state_width(model: Any) -> int:
