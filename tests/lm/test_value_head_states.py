@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from transformers import (
     AutoModelForCausalLM,
@@ -194,3 +195,31 @@ def test_a_model_whose_lm_head_is_unknown_says_how_to_name_it():
     model.model.decoder.output_projection = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"0 of its linear layers have that shape.*get_output_embeddings"):
         tiny.with_value_head(model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("build", [tiny.t5, fsmt])
+def test_an_encoder_decoder_critic_gives_the_values_of_its_wrapper(build, tied):
+    wrapper = tiny.with_value_head(build(tie_word_embeddings=tied), v_head_init_strategy="normal").eval()
+    module = ActorCritic(tiny.with_value_head(tiny.t5()).eval(), wrapper)
+    inputs = model_inputs(QUERIES, RESPONSES, pad_token_id=0, decoder_start=0)
+    batch = token_batch(inputs, QUERIES, RESPONSES)
+    expected = wrapper(**batch.inputs)[2][batch.where]
+    values = module(batch).values
+    torch.testing.assert_close(values, batch.spread(expected))
+    values.sum().backward()
+    waiting = [name for name, p in module.critic.named_parameters() if p.requires_grad and p.grad is None]
+    assert waiting == []
+
+
+def test_an_adapter_of_a_sequence_classifier_goes_on_as_critic_with_its_trained_head():
+    config = LoraConfig(target_modules=["c_attn"], task_type="SEQ_CLS", init_lora_weights=False, fan_in_fan_out=True)
+    classifier = get_peft_model(tiny.scorer(), config).eval()
+    module = ActorCritic(tiny.policy().eval(), classifier)
+    inputs = model_inputs(QUERIES[:1], RESPONSES[:1], pad_token_id=0, decoder_start=None)
+    values = module(token_batch(inputs, QUERIES[:1], RESPONSES[:1])).values
+    last_read = torch.cat([QUERIES[0], RESPONSES[0]])[None, :-1]
+    torch.testing.assert_close(values[0, -1], classifier(last_read).logits[0, 0])
+    values.sum().backward()
+    waiting = [name for name, p in module.critic.named_parameters() if p.requires_grad and p.grad is None]
+    assert waiting == []

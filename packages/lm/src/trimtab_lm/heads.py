@@ -51,8 +51,15 @@ def last_hidden_state(model: Any, output: Any) -> Tensor:
 
 @contextmanager
 def without_logits(model: Any) -> Iterator[None]:
-    """Inside the block the LM head reads no positions, so the model's logits are [B, 0, V] and cost nothing."""
-    handle = lm_head_of(model).register_forward_pre_hook(lambda _, args: (args[0][:, :0], *args[1:]))
+    """Inside the block the LM head reads no positions, so the model's logits are [B, 0, V] and cost nothing.
+
+    A model without LM head runs as it is.
+    """
+    head = lm_head_of(model)
+    if head is None:
+        yield
+        return
+    handle = head.register_forward_pre_hook(lambda _, args: (args[0][:, :0], *args[1:]))
     try:
         yield
     finally:
