@@ -131,7 +131,7 @@ class Critic(nn.Module):
         score: Any = getattr(model, "score", None)
         if isinstance(score, ModulesToSaveWrapper):  # PEFT's trained copy of the head
             score.requires_grad_(False)
-            score = score.modules_to_save[score.active_adapter]
+            score = score.modules_to_save[score.active_adapters[0]]
         if isinstance(model, PreTrainedModelWrapper):
             base = model.pretrained_model
             self.trunk = (base.get_base_model() if model.is_peft_model else base).base_model
