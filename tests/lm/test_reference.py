@@ -16,7 +16,8 @@ from transformers import (
     T5Config,
 )
 
-from trimtab_lm.reference import Reference, adapters_off, create_reference_model
+from trimtab_lm.adapters import adapters_off
+from trimtab_lm.reference import Reference, create_reference_model
 from trimtab_lm.value_head import AutoModelForCausalLMWithValueHead
 
 TOKENS = {"vocab_size": 23, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

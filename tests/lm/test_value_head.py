@@ -20,16 +20,17 @@ from transformers import (
     OPTConfig,
     T5Config,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trimtab_common import hub
 from trimtab_lm import value_head
 from trimtab_lm.value_head import (
-    VALUE_HEAD_FILE,
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
     ValueHead,
 )
+from trimtab_lm.value_head_files import VALUE_HEAD_FILE
 
 TOKENS = {"vocab_size": 23, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CAUSAL = {
@@ -99,7 +100,8 @@ def assert_same(first: PreTrainedModelWrapper, second: PreTrainedModelWrapper) -
 def test_a_head_that_copies_a_row_of_the_lm_head_gives_that_logit(name):
     model = wrapped(causal(name) if name in CAUSAL else seq2seq(name))
     with torch.no_grad():
-        model.v_head.summary.weight.copy_(model.pretrained_model.get_output_embeddings().weight[7:8])
+        row = model.pretrained_model.get_output_embeddings().weight[7:8]
+        model.v_head.summary.weight.copy_(row * 16**-0.5 if name == "t5" else row)  # as T5 scales tied logits
         model.v_head.summary.bias.zero_()
     logits, values = run(model)
     assert values.shape == logits.shape[:2] == ((2, 4) if model.is_encoder_decoder else (2, 5))
@@ -161,8 +163,15 @@ def test_summary_dropout_acts_in_training_mode_only():
     assert not torch.equal(head(hidden), head(hidden))
     head.eval()
     torch.testing.assert_close(head(hidden), hidden @ head.summary.weight[0] + head.summary.bias)
-    assert wrapped(causal(), summary_dropout_prob=0.25).v_head.dropout.p == 0.25
-    assert wrapped(causal()).v_head.dropout.p == 0.1
+
+
+def test_summary_dropout_is_the_arguments_then_the_configurations_then_a_tenth():
+    base = causal()
+    assert wrapped(base).v_head.dropout.p == 0.1
+    base.config.summary_dropout_prob = 0.5
+    assert wrapped(base).v_head.dropout.p == 0.5
+    assert wrapped(base, summary_dropout_prob=None).v_head.dropout.p == 0.5
+    assert wrapped(base, summary_dropout_prob=0.0).v_head.dropout.p == 0.0
 
 
 def test_initialisation_strategies():
@@ -295,9 +304,8 @@ def test_gradient_checkpointing_keeps_the_gradients(peft_config):
 def test_fused_losses_that_bypass_the_head_are_named():
     base = causal("llama")
     model = wrapped(base)
-    base.lm_head.forward = None
-    base.forward = lambda **_: base.model(IDS)
-    with pytest.raises(RuntimeError, match=r"LM head 0 times.*Liger"):
+    base.forward = lambda **_: CausalLMOutputWithPast(loss=torch.zeros(()))
+    with pytest.raises(RuntimeError, match=r"returned no logits.*Liger"):
         model(IDS)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab_common.kl import full
+from trimtab_lm.heads import last_hidden_state, lm_head_of
 
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk: 64 MiB in float32; two such buffers are alive at a time, three with an entropy's gradient.
@@ -156,10 +157,15 @@ def positioned(forward: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[s
 
 
 class HeadInputs(NamedTuple):
-    """What the LM head reads at N positions: [N, hidden]; `logits` [N, V] only where the head cannot be split off."""
+    """What the heads read at N positions.
+
+    hidden: [N, H], what the LM head reads. logits: [N, V], only where the LM head cannot be split off. state: [N,
+    hidden], the decoder's last hidden state, only where it was asked for.
+    """
 
     hidden: Tensor
     logits: Tensor | None = None
+    state: Tensor | None = None
 
 
 class LanguageHead:
@@ -169,8 +175,8 @@ class LanguageHead:
     What happens to the logits behind the head is read off the model's configuration and compared with the model's own
     logits at construction; where they differ the model is run whole, with a warning, at `[N, vocab]` memory.
 
-    model: a PreTrainedModel, or a PeftModel around one, whose `get_output_embeddings()` is its LM head. run: what runs
-    it, the model itself unless something stands in its forward's place.
+    model: a PreTrainedModel, or a PeftModel around one, with an LM head. run: what runs it, the model itself unless
+    something stands in its forward's place.
     """
 
     def __init__(self, model: Any, run: Callable[..., Any] | None = None):
@@ -191,7 +197,7 @@ class LanguageHead:
 
     @property
     def head(self) -> Any:
-        return self.model.get_output_embeddings()
+        return lm_head_of(self.model)
 
     def read(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
         """Run the trunk and keep what the head reads where `where` [B, T] is True, row by row: N positions.
@@ -200,6 +206,13 @@ class LanguageHead:
         inputs: `input_ids`, `attention_mask`, and for encoder-decoder models `decoder_input_ids`,
         `decoder_attention_mask` [B, T]. Padding may stand on either side.
         """
+        return self._read(where, inputs, needs_state=False)
+
+    def read_with_state(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
+        """`read`, with the decoder's last hidden state, which value heads read."""
+        return self._read(where, inputs, needs_state=True)
+
+    def _read(self, where: Tensor, inputs: dict[str, Tensor], *, needs_state: bool) -> HeadInputs:
         captured: list[Tensor] = []
 
         def capture(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -208,10 +221,19 @@ class LanguageHead:
 
         handle = self.head.register_forward_pre_hook(capture)
         try:
-            logits = self.run(**positioned(self._forward_of, inputs), use_cache=False, return_dict=True).logits
+            output = self.run(
+                **positioned(self._forward_of, inputs),
+                use_cache=False,
+                return_dict=True,
+                output_hidden_states=needs_state,
+            )
         finally:
             handle.remove()
-        return HeadInputs(_chosen(captured[0], where), None if self.separable else _chosen(logits, where))
+        return HeadInputs(
+            _chosen(captured[0], where),
+            None if self.separable else _chosen(output.logits, where),
+            _chosen(last_hidden_state(self.model, output), where) if needs_state else None,
+        )
 
     def logits(self, inputs: HeadInputs) -> Tensor:
         """[N, V] of a few positions, as the model itself would give them."""

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trimtab_lm.adapters import adapter_on, adapters_off
+from trimtab_lm.heads import lm_head_of
 from trimtab_lm.value_head import PreTrainedModelWrapper
 
 LAYER_PATTERNS = (
@@ -136,40 +136,6 @@ class Reference:
         return adapters_off(self.model) if self.is_adapter_off else nullcontext()
 
 
-@contextmanager
-def adapter_on(model: PeftModel, name: str) -> Iterator[None]:
-    """Run a PEFT model with another of its adapters inside the block; what trains is as before afterwards."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    before = model.active_adapter
-    try:
-        model.set_adapter(name)
-        yield
-    finally:
-        model.set_adapter(before)
-        for parameter, flag in flags:
-            parameter.requires_grad = flag
-
-
-@contextmanager
-def adapters_off(model: PeftModel) -> Iterator[None]:
-    """Run a PEFT model as its base model inside the block, `modules_to_save` included; blocks may nest.
-
-    Afterwards each layer's adapter is on or off as before, and each parameter requires gradients as before (PEFT by
-    itself switches all of them on).
-    """
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-    already_off = [layer for layer in layers if layer.disable_adapters]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        with model.disable_adapter():
-            yield
-    finally:
-        for layer in already_off:
-            layer.enable_adapters(False)
-        for parameter, flag in flags:
-            parameter.requires_grad = flag
-
-
 def _unwrap(model: Any) -> Any:
     return model.pretrained_model if isinstance(model, PreTrainedModelWrapper) else model
 
@@ -199,7 +165,7 @@ def _tensors_below(model: PreTrainedModel, num_layers: int, pattern: str | None)
     modules: list[nn.Module] = list(layers[:num_layers])
     if model.config.is_encoder_decoder:
         modules.append(model.get_encoder())
-    apart = {*layers.modules(), model.get_output_embeddings()}
+    apart = {*layers.modules(), lm_head_of(model)}
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         # "emb" finds norms of embeddings and rotary tables; project_in is OPT's step from embedding to hidden size.

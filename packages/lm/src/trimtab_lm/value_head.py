@@ -8,35 +8,34 @@ import json
 import os
 import tempfile
 import warnings
-import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel
-from transformers.utils import cached_file, find_adapter_config_file
+from transformers.utils import find_adapter_config_file
 
 from trimtab_common.hub import push_folder
+from trimtab_lm.adapters import adapter_on
+from trimtab_lm.dropout import without_dropout
+from trimtab_lm.heads import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width, without_logits
+from trimtab_lm.logprobs import positioned
+from trimtab_lm.reward_adapter import load_reward_adapter
+from trimtab_lm.value_head_files import VALUE_HEAD_FILE, StoredHead, find_value_head, write_beside
 
-VALUE_HEAD_FILE = "value_head.safetensors"
-WEIGHT_FILES = tuple(n + s for n in ("model.safetensors", "pytorch_model.bin") for s in ("", ".index.json"))
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 UPLOAD_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
 InitStrategy = Literal["random", "normal", "zero"]
-StoredHead = tuple[str, dict[str, Tensor]]
 
 
 class ValueHead(nn.Module):
-    """A linear map from the vector that the LM head reads to a scalar value.
+    """A linear map from the decoder's last hidden state to a scalar value.
 
     It computes in its own dtype, float32 unless told otherwise, over a model in bfloat16 and under autocast too: values
     are regression targets, and three digits are not enough for them. factory: device and dtype, as for nn.Linear.
@@ -65,15 +64,15 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., hidden_size], any dtype and device. Returns values [...], in the head's dtype."""
-        with torch.autocast(self.summary.weight.device.type, enabled=False):
-            return self.summary(self.dropout(hidden.to(self.summary.weight))).squeeze(-1)
+        return linear_in_own_dtype(self.summary, self.dropout(hidden.to(self.summary.weight))).squeeze(-1)
 
 
 class PreTrainedModelWrapper(nn.Module):
     """A transformers or PEFT model with a value head; build one through its two subclasses.
 
     pretrained_model: PreTrainedModel or PeftModel with an LM head; kept as it is, under `.pretrained_model`.
-    summary_dropout_prob: dropout on the head's input, in training mode.
+    summary_dropout_prob: dropout on the head's input, in training mode; default: the model configuration's field of
+        that name, or 0.1 where it has none.
     v_head_init_strategy, v_head_initializer_range: see `ValueHead.init_weights`.
 
     `state_dict` is nn.Module's own (`pretrained_model.*`, `v_head.*`). A model without an LM head is a ValueError.
@@ -86,7 +85,7 @@ class PreTrainedModelWrapper(nn.Module):
         self,
         pretrained_model: PreTrainedModel | PeftModel,
         *,
-        summary_dropout_prob: float = 0.1,
+        summary_dropout_prob: float | None = None,
         v_head_init_strategy: InitStrategy | None = None,
         v_head_initializer_range: float = 0.2,
     ):
@@ -97,7 +96,7 @@ class PreTrainedModelWrapper(nn.Module):
                 f"{type(pretrained_model).__name__}; from_pretrained also takes a hub id or folder."
             )
         self.pretrained_model: Any = pretrained_model
-        lm_head = self.pretrained_model.get_output_embeddings()
+        lm_head = lm_head_of(self.pretrained_model)
         if lm_head is None:
             raise ValueError(
                 f"{type(pretrained_model).__name__} has no LM head, so there is no policy to put a value head on; load "
@@ -106,13 +105,17 @@ class PreTrainedModelWrapper(nn.Module):
         if self.wraps_encoder_decoder is not None and self.wraps_encoder_decoder != self.is_encoder_decoder:
             fitting = "Seq2SeqLM" if self.is_encoder_decoder else "CausalLM"
             raise ValueError(f"{type(pretrained_model).__name__} needs AutoModelFor{fitting}WithValueHead.")
+        if summary_dropout_prob is None:
+            summary_dropout_prob = getattr(self.config, "summary_dropout_prob", 0.1)
         self.v_head = ValueHead(
-            lm_head.in_features,
+            state_width(self.pretrained_model),
             summary_dropout_prob=summary_dropout_prob,
             device=_execution_device(lm_head, self.pretrained_model),
             dtype=torch.promote_types(self.pretrained_model.dtype, torch.float32),
         )
         self.v_head.init_weights(v_head_init_strategy, v_head_initializer_range)
+        self.score: nn.Linear | None = None
+        self.rm_adapter_name: str | None = None
 
     @classmethod
     def from_pretrained(
@@ -121,6 +124,8 @@ class PreTrainedModelWrapper(nn.Module):
         *model_args: Any,
         peft_config: PeftConfig | None = None,
         is_trainable: bool = True,
+        reward_adapter: str | os.PathLike[str] | None = None,
+        reward_adapter_name: str = "reward_adapter",
         **kwargs: Any,
     ) -> Self:
         """Load or wrap a model, with its value head where it has one and a fresh one where it has none.
@@ -129,6 +134,9 @@ class PreTrainedModelWrapper(nn.Module):
             is loaded with it), or a model in memory.
         peft_config: put a new adapter on the model (a quantized one is prepared for training first).
         is_trainable: whether an adapter that is loaded goes on training.
+        reward_adapter: hub id or folder of a reward model's adapter with its score head, trained on the same base
+            model, for `compute_reward_score`. It is frozen, and `save_pretrained` leaves it out.
+        reward_adapter_name: its name among the model's adapters.
         kwargs: the constructor's options are taken out; all else (dtype, device_map, quantization_config, revision,
             token, gguf_file, ...) goes to transformers, which refuses what it does not know.
         A stored value head that does not fit the model is a ValueError.
@@ -137,12 +145,13 @@ class PreTrainedModelWrapper(nn.Module):
             raise TypeError("Use AutoModelForCausalLMWithValueHead or AutoModelForSeq2SeqLMWithValueHead.")
         options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
         source = pretrained_model_name_or_path
+        hub: dict[str, Any] = {}
         stored: StoredHead | None = None
         if isinstance(source, str | os.PathLike):
             kwargs = _with_quantization_config(kwargs)
             hub = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
             model = cls._load_model(str(source), model_args, is_trainable, hub, kwargs)
-            stored = _find_value_head(str(source), isinstance(model, PeftModel), hub)
+            stored = find_value_head(str(source), isinstance(model, PeftModel), hub)
         elif model_args or kwargs:
             unused = [*map(repr, model_args), *kwargs]
             raise TypeError(f"A model in memory takes no loading arguments; drop {', '.join(unused)}.")
@@ -155,6 +164,11 @@ class PreTrainedModelWrapper(nn.Module):
         wrapper = cls(model, **options)
         if stored is not None:
             wrapper._load_value_head(*stored)
+        if reward_adapter is not None:
+            # revision and subfolder say where the policy is.
+            access = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
+            wrapper.score = load_reward_adapter(model, os.fspath(reward_adapter), reward_adapter_name, **access)
+            wrapper.rm_adapter_name = reward_adapter_name
         return wrapper
 
     @classmethod
@@ -208,6 +222,11 @@ class PreTrainedModelWrapper(nn.Module):
         return isinstance(self.pretrained_model, PeftModel)
 
     @property
+    def _policy_adapters(self) -> list[str]:
+        names = self.pretrained_model.peft_config if self.is_peft_model else []
+        return [name for name in names if name != self.rm_adapter_name]
+
+    @property
     def is_encoder_decoder(self) -> bool:
         return bool(self.config.is_encoder_decoder)
 
@@ -226,7 +245,7 @@ class PreTrainedModelWrapper(nn.Module):
         """Logits, loss and values of one forward pass of the model.
 
         input_ids, attention_mask: [B, T] (of the encoder, where there is one). kwargs go to the model: position_ids,
-        labels, decoder_input_ids, decoder_attention_mask, logits_to_keep, ...
+        labels, decoder_input_ids, decoder_attention_mask, ...
         Returns (logits [B, T, V] in float32 or more, loss or None without labels, values [B, T]), and the cache as
         fourth where `return_past_key_values`. T is the decoder's with an encoder-decoder model.
         """
@@ -234,16 +253,52 @@ class PreTrainedModelWrapper(nn.Module):
             kwargs["past_key_values"] = past_key_values
         kwargs.setdefault("use_cache", return_past_key_values)
         kwargs["return_dict"] = True
-        with _head_inputs(self.pretrained_model) as hidden:
-            output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        if len(hidden) != 1:
+        kwargs["output_hidden_states"] = True
+        output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        if output.logits is None:
             raise RuntimeError(
-                f"{type(self.pretrained_model).__name__} called its LM head {len(hidden)} times in one forward pass; "
-                "the value head reads the input of one call. Switch fused losses (Liger) off, or pass no labels."
+                f"{type(self.pretrained_model).__name__} returned no logits. Switch fused losses (Liger) off, or pass "
+                "no labels."
             )
+        values = self.v_head(last_hidden_state(self.pretrained_model, output))
         logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
-        result = (logits, output.loss, self.v_head(hidden[0]).to(logits.device))
+        result = (logits, output.loss, values.to(logits.device))
         return (*result, output.past_key_values) if return_past_key_values else result
+
+    def compute_reward_score(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ppo_adapter_name: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Scores [B, T, labels] of the reward adapter after each token, without gradients and dropout.
+
+        The score of a text is the one after its last token: `[:, -1]` only where no row is padded on the right.
+
+        Args:
+            input_ids: [B, T], query and response.
+            attention_mask: [B, T], 0 at padding on either side; default: no padding.
+            ppo_adapter_name: the adapter that is active afterwards; default: the one that is active before.
+            kwargs: for the model's forward pass.
+
+        Raises:
+            ValueError: the model was loaded without reward_adapter, or has no adapter ppo_adapter_name.
+        """
+        if self.score is None or self.rm_adapter_name is None:
+            raise ValueError("The model has no reward model; pass from_pretrained(..., reward_adapter=folder).")
+        model = self.pretrained_model
+        if ppo_adapter_name is not None and ppo_adapter_name not in model.peft_config:
+            raise ValueError(f"ppo_adapter_name={ppo_adapter_name!r}, but the adapters are {list(model.peft_config)}.")
+        inputs = {"input_ids": input_ids, **kwargs}
+        if attention_mask is not None:
+            inputs = positioned(model.get_base_model().forward, {**inputs, "attention_mask": attention_mask})
+        with torch.no_grad(), without_dropout(model), adapter_on(model, self.rm_adapter_name), without_logits(model):
+            output = model(**inputs, use_cache=False, return_dict=True, output_hidden_states=True)
+            scores = linear_in_own_dtype(self.score, last_hidden_state(model, output))
+        if ppo_adapter_name is not None:
+            model.set_adapter(ppo_adapter_name)
+        return scores
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` of the model; see transformers.GenerationMixin."""
@@ -282,16 +337,18 @@ class PreTrainedModelWrapper(nn.Module):
         weights = self.state_dict() if state_dict is None else state_dict
         head = {key: value for key, value in weights.items() if key.startswith("v_head.")}
         if state_dict is not None:
-            trunk = weights.keys() - head.keys()
+            trunk = [key for key in weights if key.startswith("pretrained_model.")]
             kwargs["state_dict"] = {key.removeprefix("pretrained_model."): weights[key] for key in trunk}
+        if self.rm_adapter_name is not None:
+            kwargs.setdefault("selected_adapters", self._policy_adapters)
         self.pretrained_model.save_pretrained(str(save_directory), is_main_process=is_main_process, **kwargs)
         if not is_main_process:
             return None
         folder = Path(save_directory)
         # PEFT puts an adapter with a name of its own into a folder of that name, loadable alone: head and all.
-        adapters = [folder / name for name in self.pretrained_model.peft_config] if self.is_peft_model else []
+        adapters = [folder / name for name in self._policy_adapters]
         for target in [folder, *(path for path in adapters if path.is_dir())]:
-            _write_beside(head, target / VALUE_HEAD_FILE)
+            write_beside(head, target / VALUE_HEAD_FILE)
         return push_folder(folder, **{"repo_id": folder.resolve().name, **upload}) if push_to_hub else None
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
@@ -312,18 +369,6 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
     transformers_parent_class = AutoModelForSeq2SeqLM
     wraps_encoder_decoder = True
-
-
-@contextmanager
-def _head_inputs(model: Any) -> Iterator[list[Tensor]]:
-    """Collect what the LM head reads inside the block: right under LoRA, T5's scaling and OPT's projection alike."""
-    hidden: list[Tensor] = []
-    # Registered for each pass, as resize_token_embeddings and PEFT put other modules into the head's place.
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
-    try:
-        yield hidden
-    finally:
-        handle.remove()
 
 
 def _execution_device(lm_head: nn.Module, model: nn.Module) -> torch.device:
@@ -349,45 +394,3 @@ def _with_quantization_config(kwargs: dict[str, Any]) -> dict[str, Any]:
         warnings.warn(message, FutureWarning, stacklevel=4)
         kwargs["quantization_config"] = BitsAndBytesConfig(**old)
     return kwargs
-
-
-def _find_value_head(source: str, is_adapter: bool, hub: dict[str, Any]) -> StoredHead | None:
-    """The file that holds a value head, in a folder or hub repository, and its `v_head.*` tensors; None without one."""
-
-    def locate(name: str, **options: Any) -> str | None:
-        return cached_file(source, name, **(hub | options), _raise_exceptions_for_missing_entries=False)
-
-    if file := locate(VALUE_HEAD_FILE):
-        return file, _read_tensors(file, prefix="")
-    # The base model was just loaded from one of these, so it is in the cache; do not download its twins to look inside.
-    known = {} if is_adapter else {"local_files_only": True, "force_download": False}
-    for name in WEIGHT_FILES:
-        file = locate(name, **known)
-        if file is None:
-            continue
-        files = [file]
-        if name.endswith(".json"):
-            places = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
-            shards = {shard for key, shard in places.items() if key.startswith("v_head.")}
-            files = [str(cached_file(source, shard, **hub)) for shard in sorted(shards)]
-        found = {key: value for part in files for key, value in _read_tensors(part, "v_head.").items()}
-        if found:
-            return file, found
-    return None
-
-
-def _read_tensors(file: str, prefix: str) -> dict[str, Tensor]:
-    if file.endswith(".safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            return {key: tensors.get_tensor(key) for key in tensors.keys() if key.startswith(prefix)}  # noqa: SIM118
-    state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    return {key: value.clone() for key, value in state.items() if key.startswith(prefix)}
-
-
-def _write_beside(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write under another name, then rename: a crash leaves the old file or the new one."""
-    part = file.with_name(file.name + ".part")
-    save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, part)
-    with part.open("rb+") as written:
-        os.fsync(written.fileno())
-    os.replace(part, file)

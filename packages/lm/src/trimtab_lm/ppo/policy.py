@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trimtab_lm.generation import pad
+from trimtab_lm.heads import last_hidden_state, lm_head_of, state_width, without_logits
 from trimtab_lm.logprobs import HeadInputs, LanguageHead, exact_kl, positioned
 from trimtab_lm.reference import Reference
 from trimtab_lm.value_head import PreTrainedModelWrapper, ValueHead
@@ -127,6 +129,9 @@ class Critic(nn.Module):
                 f"value_model must be a transformers model, with or without value head, got {type(model).__name__}."
             )
         score: Any = getattr(model, "score", None)
+        if isinstance(score, ModulesToSaveWrapper):  # PEFT's trained copy of the head
+            score.requires_grad_(False)
+            score = score.modules_to_save[score.active_adapters[0]]
         if isinstance(model, PreTrainedModelWrapper):
             base = model.pretrained_model
             self.trunk = (base.get_base_model() if model.is_peft_model else base).base_model
@@ -134,7 +139,7 @@ class Critic(nn.Module):
         else:
             self.trunk = model.base_model  # a PEFT model's adapters sit inside it
             is_scorer = isinstance(score, nn.Linear) and score.out_features == 1
-            width = score.in_features if is_scorer else model.config.get_text_config(decoder=True).hidden_size
+            width = score.in_features if is_scorer else state_width(model)
             weight = next(self.trunk.parameters())
             dtype = torch.promote_types(weight.dtype, torch.float32)
             self.v_head = ValueHead(width, summary_dropout_prob=0.0, device=weight.device, dtype=dtype)
@@ -143,12 +148,18 @@ class Critic(nn.Module):
                 self.v_head.summary.weight.data.copy_(score.weight.data)
                 if score.bias is not None:
                     self.v_head.summary.bias.data.copy_(score.bias.data)
+        # T5's trunk is the model with its LM head. A head that is tied to nothing would wait for gradients.
+        if (head := lm_head_of(self.trunk)) is not None:
+            tensors = [weight for _, weight in self.trunk.named_parameters(remove_duplicate=False)]
+            if sum(weight is head.weight for weight in tensors) == 1:
+                head.requires_grad_(False)
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values of the counted positions, [N]."""
         inputs = positioned(self.trunk.forward, batch.inputs)
-        hidden = self.trunk(**inputs, use_cache=False, return_dict=True).last_hidden_state
-        return self.v_head(hidden[batch.where])
+        with without_logits(self.trunk):
+            output = self.trunk(**inputs, use_cache=False, return_dict=True, output_hidden_states=True)
+        return self.v_head(last_hidden_state(self.trunk, output)[batch.where])
 
 
 class ActorCritic(nn.Module):
@@ -167,9 +178,9 @@ class ActorCritic(nn.Module):
 
     def forward(self, batch: TokenBatch, temperature: float = 1.0) -> PolicyOutputs:
         """Scores and values of the response tokens that count, at a temperature."""
-        read = self.head.read(batch.where, **batch.inputs)
+        read = (self.head.read_with_state if self.critic is None else self.head.read)(batch.where, **batch.inputs)
         scores = self.head.score(read, batch.targets[batch.mask.bool()], temperature=temperature)
-        values = self.policy.v_head(read.hidden) if self.critic is None else self.critic(batch)
+        values = self.policy.v_head(read.state) if self.critic is None else self.critic(batch)
         return PolicyOutputs(batch.spread(scores.logprobs), batch.spread(scores.entropy), batch.spread(values))
 
 
