@@ -56,8 +56,8 @@ def trainer_of(name: str, folder: str) -> Any:
     if name == "dpo":
         return DPOTrainer(model, args=DPOConfig(folder, **settings), **data)
     rollout = {"num_generations": 4, "max_completion_length": 6, "steps_per_generation": 2, "beta": 0.1}
-    return GRPOTrainer(model, count_a, GRPOConfig(folder, **settings | rollout),
-                       **data | {"train_dataset": PAIRS.select_columns("prompt")})  # fmt: skip
+    prompts = Dataset.from_dict({"prompt": [text[:2] for text in TEXTS * 2]})
+    return GRPOTrainer(model, count_a, GRPOConfig(folder, **settings | rollout), **data | {"train_dataset": prompts})
 
 
 def trained(name: str) -> Curve:
