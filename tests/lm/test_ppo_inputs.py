@@ -237,7 +237,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(broken):
         name: torch.zeros(1, 2) + reach * (float("nan") if name == broken else 0) for name in ("vpreds", "logprobs")
     }
     with pytest.raises(TrainingDivergedError, match=r"loss of step 1 is nan. No update was made. Lower learning_rate"):
-        trainer.train_minibatch(**column, **outputs, logits=torch.zeros(1, 2), mask=torch.ones(1, 2))
+        trainer.train_minibatch(**column, **outputs, logits=None, mask=torch.ones(1, 2))
     assert tiny.moved(before, trainer.model) == {}
     assert trainer.model.v_head.summary.bias.grad is None
 
