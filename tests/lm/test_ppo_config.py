@@ -119,10 +119,8 @@ def test_a_bad_setting_is_named(settings, message):
         PPOConfig(**settings)
 
 
-def test_config_is_fixed_and_copies_are_checked():
+def test_changed_copies_are_checked():
     config = PPOConfig(batch_size=8, mini_batch_size=2)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.learning_rate = 1.0
     assert dataclasses.replace(config, learning_rate=0.5).learning_rate == 0.5
     with pytest.raises(ValueError, match="learning_rate"):
         dataclasses.replace(config, learning_rate=-1.0)

@@ -1,7 +1,6 @@
 """What a PPOTrainer is given, checked and completed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -83,7 +82,7 @@ def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) ->
             raise ValueError(
                 f"PPOConfig.{name}={getattr(config, name)}, but it is {value}. Leave it out: it is filled in."
             )
-    return replace(config, **facts)
+    return config.taken(**facts)
 
 
 def optimizer_of(

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -97,7 +98,7 @@ class PPOTrainer:
         *,
         value_model: nn.Module | None = None,
     ):
-        config = config or PPOConfig()
+        config = replace(config or PPOConfig())  # checked again: fields may have been assigned
         self.model = model = policy_of(config, model)
         self.tokenizer = tokenizer_of(config, tokenizer)
         self.is_encoder_decoder = model.is_encoder_decoder
@@ -110,6 +111,7 @@ class PPOTrainer:
         settings = {"cpu": not torch.accelerator.is_available(), **config.accelerator_kwargs}
         self.accelerator = Accelerator(project_config=ProjectConfiguration(**config.project_kwargs), **settings)
         self.config = filled(config, model, self.accelerator.num_processes)
+        self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.scorer = Scorer(self.actor_critic, actor_critic.head, self.reference, self.accelerator)
@@ -146,7 +148,12 @@ class PPOTrainer:
 
     @property
     def current_device(self) -> torch.device:
-        return self.accelerator.device
+        """Where batches and rewards are: accelerate's device, until another one is assigned."""
+        return self._device
+
+    @current_device.setter
+    def current_device(self, device: torch.device | str | int) -> None:
+        self._device = torch.device(device)
 
     # ------------------------------------------------------------------ data
 
