@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trimtab_common.kl import k3
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
+from trimtab_lm.data import PROMPT_IDS, tokenize_prompts
 from trimtab_lm.dropout import without_dropout
 from trimtab_lm.generation import response_texts
 from trimtab_lm.legacy import takes_constructor_of_2024
@@ -36,7 +37,6 @@ from trimtab_lm.training import (
 )
 
 from .batches import (
-    PROMPT_IDS,
     Group,
     PromptBatches,
     PromptLoader,
@@ -46,7 +46,6 @@ from .batches import (
     column,
     everyones_advantages,
     micro_batch,
-    tokenize_prompts,
     window_of,
 )
 from .config import GRPOConfig
@@ -142,6 +141,7 @@ class GRPOTrainer(Trainer):
             tokenize_prompts,
             tokenizer=self.tokenizer,
             is_encoder_decoder=is_encoder_decoder,
+            needed_for="GRPO",
             max_length=args.max_prompt_length,
             chat_template_kwargs=args.chat_template_kwargs,
             num_proc=args.dataset_num_proc,

@@ -30,9 +30,9 @@ from trimtab_lm import generation
 from trimtab_lm.data import (
     RewardFunction,
     ShuffledBatches,
+    as_queries,
     collate_columns,
     open_dataset,
-    tokenize_prompts,
     used_columns,
 )
 from trimtab_lm.dropout import without_dropout
@@ -140,7 +140,7 @@ class PPOTrainer:
         if dataset is None and config.query_dataset:
             self.dataset = open_dataset(config.query_dataset)
         if isinstance(self.dataset, Dataset) and data_collator is None and "input_ids" not in self.dataset.column_names:
-            self.dataset = tokenize_prompts(self.dataset, self.tokenizer)
+            self.dataset = as_queries(self.dataset, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
         if self.dataset is not None:
             self.dataloader = self.prepare_dataloader(self.dataset, data_collator)
             if isinstance(self.dataloader.batch_sampler, ShuffledBatches):
