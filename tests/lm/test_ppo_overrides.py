@@ -131,7 +131,7 @@ class MinibatchOf2024(PPOTrainer):
         )
         self.accelerator.backward(policy_loss + value_loss)
         if self.config.max_grad_norm is not None and self.accelerator.sync_gradients:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+            self.accelerator.clip_grad_norm_(self.model_params, self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return train_stats

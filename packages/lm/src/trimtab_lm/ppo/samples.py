@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Samples:
     model_inputs: dict[str, Tensor]
     response_masks: list[Tensor] | None = None
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """[B], tokens of query and response."""
         pairs = zip(self.queries, self.responses, strict=True)

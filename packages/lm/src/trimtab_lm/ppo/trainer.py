@@ -80,8 +80,9 @@ class PPOTrainer:
     as a reward model (see `Critic`).
 
     What may be overridden: `batched_forward_pass`, `compute_rewards`, `compute_advantages`, `loss`, `train_minibatch`,
-    `record_step_stats`, `gather_stats`, `prepare_dataloader`, `log_stats`. `trainer.config` is the config with the
-    fields that are filled at run time.
+    `record_step_stats`, `gather_stats`, `prepare_dataloader`, `log_stats`. Logits of the whole vocabulary are computed
+    only for a subclass that replaces `loss`, `train_minibatch` or `batched_forward_pass`. `trainer.config` is a copy of
+    the config with the fields that are filled at run time.
     """
 
     def __init__(
@@ -145,6 +146,11 @@ class PPOTrainer:
             self.dataloader = self.prepare_dataloader(self.dataset, data_collator)
             if isinstance(self.dataloader.batch_sampler, ShuffledBatches):
                 self.batches = self.dataloader.batch_sampler
+
+    @property
+    def model_params(self) -> list[nn.Parameter]:
+        """What trains: of the policy, and of the critic where there is one."""
+        return [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
 
     @property
     def current_device(self) -> torch.device:
@@ -327,7 +333,7 @@ class PPOTrainer:
         if policy.logits is None or ref.logits is None:
             return [*columns, self.scorer.exact_kl(self._tokens(samples), temperature=temperature)]
         pair = [full_logprobs(logits, temperature=temperature) for logits in (policy.logits, ref.logits)]
-        return [*columns, full(*pair) * policy.mask, *(pair if reads_distributions else [])]
+        return [*columns, full(*pair), *(pair if reads_distributions else [])]
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
         """What the model reads, padded on the right: see `policy.model_inputs`."""
