@@ -43,7 +43,7 @@ class RunConfig(StoriesRun):
     eval_prompts: int = changed(StoriesRun, "eval_prompts", 32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProxyPPOConfig(PPOConfig):
     """PPO with this experiment's defaults: no KL penalty, and two minutes on two cores."""
 

@@ -23,7 +23,7 @@ class RunConfig(StoriesRun):
     sampling_temperature: float = changed(StoriesRun, "sampling_temperature", 0.7)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DetailsPPOConfig(PPOConfig):
     """The recipe: every default is the paper's choice, where the size of the experiment leaves one."""
 

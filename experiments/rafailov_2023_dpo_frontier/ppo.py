@@ -23,7 +23,7 @@ class RunConfig(StoriesRun):
     look_every: int = field(default=4, metadata={"help": "PPO steps from one look at reward and KL to the next."})
 
 
-@dataclass(frozen=True)
+@dataclass
 class SentimentPPOConfig(PPOConfig):
     """PPO with this experiment's defaults: a few minutes on two cores."""
 

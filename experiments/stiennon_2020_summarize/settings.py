@@ -69,7 +69,7 @@ class RunConfig:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class PolicyPPOConfig(PPOConfig):
     """PPO with this experiment's defaults; the coefficient of the KL is fixed, as in the paper."""
 

@@ -21,7 +21,7 @@ from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, judge
 PAPER = "ziegler_2019_sentiment"
 
 
-@dataclass(frozen=True)
+@dataclass
 class SentimentPPOConfig(PPOConfig):
     """PPO with this experiment's defaults: a few minutes on two cores."""
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from tests.lm.test_ppo_overrides import ForwardOf2024
 from transformers import BartConfig, BartForConditionalGeneration
 
 from trimtab_lm import PPOTrainer
@@ -28,6 +29,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     doubles_accumulation: bool = False
     lr: float = 3e-3
+    trainer: type[PPOTrainer] = PPOTrainer
 
 
 SKIPPING = {"ppo_epochs": 2}
@@ -43,6 +45,7 @@ CASES = {
         "target": 0.5, "horizon": 100, "init_kl_coef": 0.5, "max_grad_norm": 0.1, "missing_eos_penalty": 0.5,
     }),
     "full": Case(2, 2, has_masks=True, config={"kl_penalty": "full"}),
+    "forward of 2024": Case(2, 2, has_masks=True, trainer=ForwardOf2024),
     "stopped early": Case(2, 2, config={"early_stopping": True, "target_kl": 0.002}, lr=1e-1),
     "one process skips": Case(4, config={**SKIPPING, "ratio_threshold": 1.003}, doubles_accumulation=True, lr=1e-2),
     "both processes skip": Case(4, config={**SKIPPING, "ratio_threshold": 0.5}, doubles_accumulation=True),
@@ -88,7 +91,7 @@ def make(case: Case, *, minibatch: int, accumulation: int, world_size: int) -> P
         "gradient_accumulation_steps": accumulation,
     }
     fixed = {"ppo_epochs": 3, "ratio_threshold": 1e9}
-    return tiny.ppo(model, given={"optimizer": optimizer}, **fixed | sizes | case.config)
+    return tiny.ppo(model, case.trainer, given={"optimizer": optimizer}, **fixed | sizes | case.config)
 
 
 def steps(case: Case, *, minibatch: int, accumulation: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:

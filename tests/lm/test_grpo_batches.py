@@ -5,8 +5,8 @@ import torch
 from datasets import Dataset, IterableDataset
 from tests.lm import tiny
 
+from trimtab_lm.data import PROMPT_IDS, tokenize_prompts
 from trimtab_lm.grpo.batches import (
-    PROMPT_IDS,
     Group,
     PromptBatches,
     PromptLoader,
@@ -15,10 +15,11 @@ from trimtab_lm.grpo.batches import (
     column,
     everyones_advantages,
     micro_batch,
-    tokenize_prompts,
     window_of,
 )
 from trimtab_lm.grpo.rollout import Rollout
+
+DECODER = {"is_encoder_decoder": False, "needed_for": "GRPO"}
 
 
 def batches(rows=23, steps=2, prompts_per_step=4, repeats=3, **options):
@@ -67,9 +68,27 @@ def test_epochs_and_seeds_have_orders_of_their_own_that_come_again():
     assert next(iter(batches(shuffle=False))) == list(range(8))
 
 
-def test_too_few_prompts_are_refused_with_the_numbers():
-    with pytest.raises(ValueError, match=r"takes 16 prompts \(4 for a step of each process, x 2 processes x steps_per"):
-        batches(rows=15, world_size=2)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_call_of_more_prompts_than_there_are_goes_on_with_the_next_pass(shuffle):
+    """Three calls of 8 prompts, shared by two processes, are eight passes over 3 prompts."""
+    drawn = [batches(rows=3, prompts_per_step=2, world_size=2, rank=rank, shuffle=shuffle) for rank in (0, 1)]
+    calls = []
+    for epoch in range(3):
+        for one in drawn:
+            one.set_epoch(epoch)
+        mine, yours = (list(one) for one in drawn)
+        assert len(mine) == len(yours) == len(drawn[0]) == 3
+        assert all(batch == mine[0] for batch in mine)
+        steps = [mine[0][i : i + 2] + yours[0][i : i + 2] for i in (0, 2)]
+        calls += [row for step in steps for row in step]
+    passes = [calls[i : i + 3] for i in range(0, 24, 3)]
+    assert all(sorted(one) == [0, 1, 2] for one in passes)
+    assert (len({tuple(one) for one in passes}) > 1) == shuffle
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match="The dataset has no prompts"):
+        batches(rows=0)
 
 
 def test_the_loader_gives_whole_rows_and_leaves_the_random_numbers_alone():
@@ -85,14 +104,14 @@ def test_the_loader_gives_whole_rows_and_leaves_the_random_numbers_alone():
 
 
 def tokenized(rows, **options):
-    return tokenize_prompts(Dataset.from_dict(rows), tiny.tokenizer(), **{"is_encoder_decoder": False, **options})
+    return tokenize_prompts(Dataset.from_dict(rows), tiny.tokenizer(), **DECODER | options)
 
 
 def test_prompts_become_tokens_and_other_columns_stay():
     rows = tokenized({"prompt": ["ab", "c"], "answer": [1, 2]})
     assert rows.column_names == ["prompt", "answer", PROMPT_IDS]
     assert rows[PROMPT_IDS][0] == tiny.tokenizer()("ab")["input_ids"]
-    assert tokenize_prompts(rows, tiny.tokenizer(), is_encoder_decoder=False) is rows
+    assert tokenize_prompts(rows, tiny.tokenizer(), **DECODER) is rows
     assert tokenized({"prompt": ["ab"]}, is_encoder_decoder=True)[PROMPT_IDS][0][-1] == tiny.EOS
 
 
@@ -103,9 +122,9 @@ def test_a_conversation_is_written_by_the_template_with_the_header_of_the_answer
         "{% if add_generation_prompt %}a {% endif %}{% if shout %}x{% endif %}"
     )
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "hi"}]}])
-    ids = tokenize_prompts(rows, tokenizer, is_encoder_decoder=False)[PROMPT_IDS][0]
+    ids = tokenize_prompts(rows, tokenizer, **DECODER)[PROMPT_IDS][0]
     assert tokenizer.decode(ids) == "u hi.a "
-    options = {"is_encoder_decoder": False, "chat_template_kwargs": {"shout": True}}
+    options = {**DECODER, "chat_template_kwargs": {"shout": True}}
     assert tokenizer.decode(tokenize_prompts(rows, tokenizer, **options)[PROMPT_IDS][0]) == "u hi.a x"
 
 
@@ -122,7 +141,7 @@ def test_what_is_no_dataset_of_prompts_is_refused():
         tokenized({"prompt": ["a", ""]})
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": "a"}]))
     with pytest.raises(TypeError, match=r"not from a IterableDataset.*Dataset.from_list"):
-        tokenize_prompts(stream, tiny.tokenizer(), is_encoder_decoder=False)
+        tokenize_prompts(stream, tiny.tokenizer(), **DECODER)
 
 
 # Groups

@@ -11,6 +11,9 @@ from tests.lm import tiny
 from tests.lm.run_grpo_distributed import prompts, trainer
 from transformers import TrainerCallback
 
+from trimtab_common.sealing import CheckpointError
+from trimtab_lm.grpo.saving import load_state
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:health/")
 
 STEPS = 10
@@ -86,20 +89,21 @@ def test_evaluation_does_not_change_what_follows(tmp_path):
         assert torch.equal(weight, runs[1].model.state_dict()[key]), key
 
 
-def test_a_checkpoint_without_its_rollout_is_gone_on_from_with_a_warning(tmp_path):
+def test_a_checkpoint_that_lost_its_rollout_is_refused_and_one_of_fewer_processes_warned_of(tmp_path):
     settings = {"steps_per_generation": 4}
     quietly(make(tmp_path, settings, callbacks=[Stop(2)]).train)
-    (tmp_path / "checkpoint-2" / "rollout_0.pt").unlink()
-    resumed = make(tmp_path, settings)
-    with pytest.warns(UserWarning, match=r"no rollout_0.pt .* training goes on with a new rollout"):
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.state.global_step == STEPS
+    checkpoint = tmp_path / "checkpoint-2"
+    with pytest.warns(UserWarning, match=r"no rollout_1.pt .* training goes on with a new rollout"):
+        assert load_state(str(checkpoint), 1) is None
+    (checkpoint / "rollout_0.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"rollout_0\.pt: missing"):
+        make(tmp_path, settings).train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_other_settings_in_the_middle_of_a_rollout_are_refused(tmp_path):
     quietly(make(tmp_path, {"steps_per_generation": 4}, callbacks=[Stop(2)]).train)
     with pytest.raises(ValueError, match="Resume with the settings of the checkpoint"):
-        make(tmp_path, {"steps_per_generation": 2}).train(resume_from_checkpoint=True)
+        make(tmp_path, {"steps_per_generation": 2, "resume_with_changes": True}).train(resume_from_checkpoint=True)
 
 
 def test_a_save_of_the_model_alone_holds_no_rollout(tmp_path):

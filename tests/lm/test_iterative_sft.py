@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from tests.lm import tiny
 
+from trimtab_common.sealing import CheckpointError
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
 
 ROWS = tiny.rows(5, 3, 7)
@@ -196,7 +197,7 @@ def test_train_without_data_only_resumes(tmp_path):
     own = trainer(tmp_path=tmp_path)
     with pytest.raises(ValueError, match="train_dataset"):
         own.train()
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         own.train(resume_from_checkpoint=True)
     own.step(ROWS)
     with pytest.raises(ValueError, match="already"):

@@ -82,7 +82,7 @@ def test_padding_on_either_side_changes_nothing(build, side):
     together = module(batch_of(module, [0, 1, 2], side), 0.7)
     for i in range(3):
         alone = module(batch_of(module, [i]), 0.7)
-        for whole, own in zip(together, alone, strict=True):
+        for whole, own in zip(together[:3], alone[:3], strict=True):
             torch.testing.assert_close(whole[i, : len(RESPONSES[i])], own[0], **EXACT)
             assert (whole[i, len(RESPONSES[i]) :] == 0).all()
 
@@ -118,8 +118,9 @@ def test_they_and_their_gradients_are_those_of_plain_logits(build):
     logits, _, values = module.policy(**batch.inputs)
     log_p = (logits[batch.where] / 0.7).log_softmax(-1)
     flat = log_p.gather(-1, batch.targets[batch.mask.bool()][:, None])[:, 0]
-    plain = type(ours)(*(batch.spread(x) for x in (flat, -(log_p.exp() * log_p).sum(-1), values[batch.where])))
-    for a, b in zip(ours, plain, strict=True):
+    columns = (batch.spread(x) for x in (flat, -(log_p.exp() * log_p).sum(-1), values[batch.where]))
+    plain = type(ours)(*columns, batch.mask)
+    for a, b in zip(ours[:3], plain[:3], strict=True):
         torch.testing.assert_close(a, b, **EXACT)
     objective(plain).backward()
     for gradient, p in zip(gradients, trained, strict=True):

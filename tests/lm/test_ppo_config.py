@@ -119,10 +119,8 @@ def test_a_bad_setting_is_named(settings, message):
         PPOConfig(**settings)
 
 
-def test_config_is_fixed_and_copies_are_checked():
+def test_changed_copies_are_checked():
     config = PPOConfig(batch_size=8, mini_batch_size=2)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.learning_rate = 1.0
     assert dataclasses.replace(config, learning_rate=0.5).learning_rate == 0.5
     with pytest.raises(ValueError, match="learning_rate"):
         dataclasses.replace(config, learning_rate=-1.0)
@@ -447,7 +445,7 @@ def direct_minibatch(trainer, logratio):
     column = {"values": torch.zeros(1, 2), "mask": torch.ones(1, 2), "advantages": torch.tensor([[-1.0, 1.0]])}
     return trainer.train_minibatch(
         old_logprobs=torch.full((1, 2), -3.0), logprobs=torch.full((1, 2), -3.0 + logratio) + 0.0 * reach,
-        logits=torch.ones(1, 2), vpreds=torch.zeros(1, 2) + reach, returns=torch.ones(1, 2), **column,
+        logits=None, vpreds=torch.zeros(1, 2) + reach, returns=torch.ones(1, 2), **column,
     )  # fmt: skip
 
 
@@ -456,10 +454,10 @@ def test_early_stopping_sees_moves_in_both_directions(logratio):
     """The signed KL of log-ratio +2 is -2 nats, far below any target."""
     trainer = tiny.ppo(early_stopping=True, target_kl=1.3)  # 2^2 / 2 = 2 nats are above 1.5 x 1.3
     before = tiny.weights(trainer.model)
-    assert direct_minibatch(trainer, logratio)["ppo/policy/early_stopped"].value == 1
+    assert direct_minibatch(trainer, logratio)["policy/early_stopped"].value == 1
     assert tiny.moved(before, trainer.model) == {}
     trainer = tiny.ppo(early_stopping=True, target_kl=1.4)  # and below 1.5 x 1.4
-    assert direct_minibatch(trainer, logratio)["ppo/policy/early_stopped"].value == 0
+    assert direct_minibatch(trainer, logratio)["policy/early_stopped"].value == 0
     assert "v_head.summary.bias" in tiny.moved(before, trainer.model)
 
 
@@ -469,9 +467,9 @@ def test_a_ratio_above_the_threshold_leaves_the_weights_alone_momentum_included(
     before = tiny.weights(trainer.model)
     with pytest.warns(UserWarning, match=r"above ratio_threshold=5.0: it is left out"):
         stats = direct_minibatch(trainer, 2.0)
-    assert stats["ppo/policy/skipped"].value == 1
+    assert stats["policy/skipped"].value == 1
     assert tiny.moved(before, trainer.model) == {}
-    assert direct_minibatch(trainer, 1.0)["ppo/policy/skipped"].value == 0
+    assert direct_minibatch(trainer, 1.0)["policy/skipped"].value == 0
     assert "v_head.summary.bias" in tiny.moved(before, trainer.model)
 
 
@@ -527,7 +525,7 @@ def test_an_infinite_ratio_is_skipped_like_any_that_is_too_large():
     new, values = torch.zeros(2, 3, requires_grad=True), torch.zeros(2, 3, requires_grad=True)
     ones = torch.ones(2, 3)
     with pytest.warns(UserWarning, match="left out"):
-        trainer.train_minibatch(old, ones, new, ones, values, ones, ones, ones)
+        trainer.train_minibatch(old, ones, new, None, values, ones, ones, ones)
     assert not tiny.moved(before, trainer.model)
 
 

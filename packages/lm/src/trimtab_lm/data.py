@@ -2,33 +2,58 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset, load_from_disk
 from torch import nn
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, default_collate
 from transformers import PreTrainedTokenizerBase
+
+from trimtab_lm.rows import RowFormat, prepare_dataset, row_format
+from trimtab_lm.tokenization import encode_prompt
+from trimtab_lm.truncation import report_truncation, truncate_columns
 
 PROMPT_COLUMNS = ("query", "prompt")
 KEPT_COLUMNS = (*PROMPT_COLUMNS, "label", "response")
+PROMPT_IDS = "prompt_ids"
+"""The column of token ids that `tokenize_prompts` adds by default."""
+
+
+def epoch_order(rows: int, per_batch: int, epoch: int, permutation: Callable[[int], list[int]]) -> list[int]:
+    """Row numbers of an epoch: its permutation, or one batch of a stream of permutations if that has fewer rows.
+
+    Args:
+        rows: of the dataset, 1 or more.
+        per_batch: rows of a batch, over all processes.
+        epoch: from 0.
+        permutation: the order of all rows in a pass, by the number of the pass.
+    """
+    if rows >= per_batch:
+        return permutation(epoch)
+    first = epoch * per_batch
+    passes = range(first // rows, (first + per_batch - 1) // rows + 1)
+    stream = [row for number in passes for row in permutation(number)]
+    return stream[first % rows : first % rows + per_batch]
 
 
 class ShuffledBatches(Sampler[list[int]]):
     """Index batches of one process: every epoch a new permutation, made from (seed, epoch), without a remainder.
 
-    Each process takes its own `batch_size` rows of every global batch. `state_dict` says how far the epoch has come;
+    Each process takes its own `batch_size` rows of every global batch. Where there are fewer rows than a global batch,
+    an epoch is one batch, filled from as many permutations as it takes. `state_dict` says how far the epoch has come;
     after `load_state_dict` the next iteration goes on from there. Iterating again otherwise begins a new epoch.
     """
 
     def __init__(self, rows: int, batch_size: int, *, seed: int, rank: int, world_size: int):
-        self.per_epoch = rows // (batch_size * world_size)
-        if self.per_epoch == 0:
+        if rows == 0:
             raise ValueError(
-                f"The dataset has {rows} rows, fewer than one batch of {batch_size} on each of {world_size} processes. "
-                "Add rows, or lower batch_size."
+                "The dataset has no rows: there is nothing to sample from. Check its filters and its split."
             )
+        self.per_batch = batch_size * world_size
+        self.per_epoch = max(rows // self.per_batch, 1)
         self.rows, self.batch_size, self.seed, self.rank, self.world_size = (
             rows,
             batch_size,
@@ -47,13 +72,16 @@ class ShuffledBatches(Sampler[list[int]]):
             self._is_resumed = False
         else:
             self.epoch, self.taken = self.epoch + 1, 0
-        # Seeds that differ by 1 would give the permutations of neighbouring epochs to neighbouring runs.
-        generator = torch.Generator().manual_seed((self.seed << 20) + self.epoch)
-        order = torch.randperm(self.rows, generator=generator).tolist()
+        order = epoch_order(self.rows, self.per_batch, self.epoch, self._permutation)
         while self.taken < self.per_epoch:
             start = (self.taken * self.world_size + self.rank) * self.batch_size
             self.taken += 1
             yield order[start : start + self.batch_size]
+
+    def _permutation(self, number: int) -> list[int]:
+        # Seeds that differ by 1 would give the permutations of neighbouring epochs to neighbouring runs.
+        generator = torch.Generator().manual_seed((self.seed << 20) + number)
+        return torch.randperm(self.rows, generator=generator).tolist()
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "taken": self.taken}
@@ -63,8 +91,13 @@ class ShuffledBatches(Sampler[list[int]]):
         self._is_resumed = self.epoch >= 0
 
 
-def collate_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Rows to columns, each a list; `input_ids` become 1-D tensors of their own lengths."""
+def collate_columns(rows: Sequence[Any]) -> Any:
+    """Rows to columns, each a list; `input_ids` become 1-D tensors of their own lengths.
+
+    Rows without names, such as tuples, are collated as torch's DataLoader does by default.
+    """
+    if not isinstance(rows[0], Mapping):
+        return default_collate(list(rows))
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     if "input_ids" in columns:
         columns["input_ids"] = [torch.as_tensor(ids, dtype=torch.long) for ids in columns["input_ids"]]
@@ -90,32 +123,100 @@ def open_dataset(name: str) -> Dataset:
     return load_dataset(name, split="train")
 
 
-def tokenize_prompts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def tokenize_prompts(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_encoder_decoder: bool,
+    needed_for: str,
+    column: str = "prompt",
+    into: str = PROMPT_IDS,
+    max_length: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+) -> Any:
+    """The dataset with its prompts' tokens in one more column; all others stay, for the reward functions.
+
+    A dict gives a dict; None, and a dataset that has the column, are returned as they are. A prompt has no EOS that the
+    tokenizer adds, but an encoder's prompt ends in EOS.
+
+    Args:
+        dataset: with a column of texts or conversations.
+        tokenizer: the policy's.
+        is_encoder_decoder: whether an encoder reads the prompts.
+        needed_for: the trainer that asks, such as "GRPO", for messages.
+        column: where the prompts are.
+        into: the column of token ids that is added.
+        max_length: prompts that are longer lose their beginning, but not their BOS.
+        chat_template_kwargs: arguments of the chat template.
+        num_proc: processes that tokenize.
+
+    Raises:
+        TypeError: for what is no datasets.Dataset.
+        ValueError: without the column, or with an empty prompt.
+    """
+    options: dict[str, Any] = {"max_length": max_length, "chat_template_kwargs": chat_template_kwargs}
+    options |= {"is_encoder_decoder": is_encoder_decoder, "column": column, "into": into}
+    if isinstance(dataset, dict):
+        options |= {"needed_for": needed_for, "num_proc": num_proc}
+        return {name: tokenize_prompts(one, tokenizer, **options) for name, one in dataset.items()}
+    if dataset is None or (isinstance(dataset, Dataset) and into in dataset.column_names):
+        return dataset
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"{needed_for} takes its prompts from a datasets.Dataset, not from a {type(dataset).__name__}: one call of "
+            "generation serves several steps and processes, whose prompts are chosen by number, shuffled, and found "
+            "again when training resumes. Read a stream's rows into one: Dataset.from_list(list(stream.take(n)))."
+        )
+    if column == "prompt":
+        row_format(dataset.column_names, [RowFormat.PROMPT], needed_for=needed_for)
+    encode = partial(_encode, tokenizer=tokenizer, **options)
+    rows = prepare_dataset(dataset, encode, keep=dataset.column_names, num_proc=num_proc, desc="tokenizing prompts")
+    return report_truncation(rows, limit=f"max_prompt_length={max_length}")
+
+
+def _encode(
+    row: Mapping[str, Any],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    is_encoder_decoder: bool,
+    column: str,
+    into: str,
+    max_length: int | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    ids = encode_prompt(tokenizer, row[column], tools=row.get("tools"), chat_template_kwargs=chat_template_kwargs)[
+        "input_ids"
+    ]
+    if not ids:
+        raise ValueError("The prompt is empty, and there is no token to continue from. Fill it or drop the row.")
+    stops = [tokenizer.eos_token_id] if is_encoder_decoder else []
+    return truncate_columns(
+        {into: [*ids, *stops]}, {into: max_length}, mode="keep_end", bos_token_id=tokenizer.bos_token_id
+    )
+
+
+def as_queries(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool) -> Dataset:
     """The dataset with `input_ids` and `query` (text), from a `query` or `prompt` column of texts or conversations.
 
-    A dataset that has `input_ids` already is only given its `query` texts, if it has none. A conversation goes through
-    the tokenizer's chat template, with the mark of an answer to come.
+    A conversation goes through the tokenizer's chat template, with the mark of an answer to come. See
+    `tokenize_prompts`.
     """
-    if "input_ids" in dataset.column_names:
-        if "query" in dataset.column_names:
-            return dataset
-        return dataset.map(lambda row: {"query": tokenizer.decode(row["input_ids"])}, desc="decoding queries")
     column = next((name for name in PROMPT_COLUMNS if name in dataset.column_names), None)
     if column is None:
         raise ValueError(
             f"The dataset has the columns {dataset.column_names}, and none of input_ids, query or prompt. "
             "Rename the column with the prompts to 'query'."
         )
+    options: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "needed_for": "PPO"}
+    rows = tokenize_prompts(dataset, tokenizer, column=column, into="input_ids", **options)
 
-    def encode(row: dict[str, Any]) -> dict[str, Any]:
-        prompt = row[column]
-        if isinstance(prompt, str):
-            return {"query": prompt, "input_ids": tokenizer(prompt)["input_ids"]}
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        # The template writes its own special tokens: adding them again would double the BOS.
-        return {"query": text, "input_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+    def add_text(row: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(row[column], str):
+            return {"query": row[column]}
+        return {"query": tokenizer.apply_chat_template(row[column], tokenize=False, add_generation_prompt=True)}
 
-    return dataset.map(encode, remove_columns=[column], desc="tokenizing prompts")
+    return rows.map(add_text, remove_columns=[column], desc="writing queries")
 
 
 RewardFunction = Callable[..., Sequence[float]]

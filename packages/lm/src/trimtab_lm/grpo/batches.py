@@ -2,88 +2,29 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
-from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
+from trimtab_lm.data import epoch_order
 from trimtab_lm.packing import Layout, TokenGroup, lay_out
-from trimtab_lm.rows import RowFormat, prepare_dataset, row_format
-from trimtab_lm.tokenization import encode_prompt
-from trimtab_lm.truncation import report_truncation, truncate_columns
 
 from .loss import Window, advantages
 from .rollout import Rollout
 
-PROMPT_IDS = "prompt_ids"
-"""The column of token ids that `tokenize_prompts` adds."""
-
 # Prompts -------------------------------------------------------------------------------------------------------------
-
-
-def tokenize_prompts(
-    dataset: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    is_encoder_decoder: bool,
-    max_length: int | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    num_proc: int | None = None,
-) -> Any:
-    """The dataset with its prompts' tokens in one more column; all others stay, for the reward functions.
-
-    A dict gives a dict; None, and a dataset that has the column, are returned as they are.
-
-    Prompts longer than max_length lose their beginning, but not their BOS. An encoder's prompt ends in EOS. Raises
-    TypeError for what is no datasets.Dataset, and ValueError without a `prompt` column or with an empty prompt.
-    """
-    options: dict[str, Any] = {"max_length": max_length, "chat_template_kwargs": chat_template_kwargs}
-    options |= {"tokenizer": tokenizer, "is_encoder_decoder": is_encoder_decoder}
-    if isinstance(dataset, dict):
-        return {name: tokenize_prompts(one, num_proc=num_proc, **options) for name, one in dataset.items()}
-    if dataset is None or (isinstance(dataset, Dataset) and PROMPT_IDS in dataset.column_names):
-        return dataset
-    if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"GRPO takes its prompts from a datasets.Dataset, not from a {type(dataset).__name__}: one call of "
-            "generation serves several steps and processes, whose prompts are chosen by number, shuffled, and found "
-            "again when training resumes. Read a stream's rows into one: Dataset.from_list(list(stream.take(n)))."
-        )
-    row_format(dataset.column_names, [RowFormat.PROMPT], needed_for="GRPO")
-    encode = partial(_encode, **options)
-    rows = prepare_dataset(dataset, encode, keep=dataset.column_names, num_proc=num_proc, desc="tokenizing prompts")
-    return report_truncation(rows, limit=f"max_prompt_length={max_length}")
-
-
-def _encode(
-    row: Mapping[str, Any],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    is_encoder_decoder: bool,
-    max_length: int | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    ids = encode_prompt(tokenizer, row["prompt"], tools=row.get("tools"), chat_template_kwargs=chat_template_kwargs)[
-        "input_ids"
-    ]
-    if not ids:
-        raise ValueError("The prompt is empty, and there is no token to continue from. Fill it or drop the row.")
-    stops = [tokenizer.eos_token_id] if is_encoder_decoder else []
-    return truncate_columns(
-        {PROMPT_IDS: [*ids, *stops]}, {PROMPT_IDS: max_length}, mode="keep_end", bos_token_id=tokenizer.bos_token_id
-    )
 
 
 class PromptBatches(Sampler[list[int]]):
     """Row numbers of the prompts of each call of generation, on one process: every batch `repeats` times in a row.
 
-    rows: of the dataset; what is left of it after the last whole call is another epoch's. prompts_per_step: of an
+    rows: of the dataset; what is left of it after the last whole call is another epoch's. With fewer rows than a call
+    takes, an epoch is one call, which goes through the rows as often as it must. prompts_per_step: of an
     optimizer step, on each process. steps: of optimizer, that a call serves. repeats: micro-batches that a call serves,
     as often as transformers' Trainer asks for one. The order is fixed by (seed, epoch): `set_epoch`.
 
@@ -104,11 +45,9 @@ class PromptBatches(Sampler[list[int]]):
     ):
         self.shape = (steps, world_size, prompts_per_step)
         self.per_call = steps * world_size * prompts_per_step
-        if rows < self.per_call:
+        if rows == 0:
             raise ValueError(
-                f"One call of generation takes {self.per_call} prompts ({prompts_per_step} for a step of each process, "
-                f"x {world_size} processes x steps_per_generation={steps}), but the dataset has {rows}. Add prompts, "
-                "or lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
+                "The dataset has no prompts: there is nothing to sample from. Check its filters and split."
             )
         self.rows, self.repeats, self.seed, self.rank, self.shuffle = rows, repeats, seed, rank, shuffle
         self.epoch = 0
@@ -117,18 +56,21 @@ class PromptBatches(Sampler[list[int]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.rows // self.per_call * self.repeats
+        return max(self.rows // self.per_call, 1) * self.repeats
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.arange(self.rows)
-        if self.shuffle:
-            # The same on all processes, and unlike the order of any other (seed, epoch).
-            generator = torch.Generator().manual_seed(sampling_seed(self.seed, rank=0, draw=self.epoch))
-            order = torch.randperm(self.rows, generator=generator)
-        for call in order[: self.rows - self.rows % self.per_call].view(-1, *self.shape):
+        order = torch.tensor(epoch_order(self.rows, self.per_call, self.epoch, self._permutation))
+        for call in order[: len(order) - len(order) % self.per_call].view(-1, *self.shape):
             own = call[:, self.rank].flatten().tolist()
             for _ in range(self.repeats):
                 yield own
+
+    def _permutation(self, number: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.rows))
+        # The same on all processes, and unlike the order of any other (seed, epoch).
+        generator = torch.Generator().manual_seed(sampling_seed(self.seed, rank=0, draw=number))
+        return torch.randperm(self.rows, generator=generator).tolist()
 
 
 class PromptLoader(DataLoader):

@@ -19,6 +19,7 @@ from trimtab_common.kl import k3
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
+from trimtab_lm.data import PROMPT_IDS, tokenize_prompts
 from trimtab_lm.dropout import without_dropout
 from trimtab_lm.generation import response_texts
 from trimtab_lm.legacy import takes_constructor_of_2024
@@ -38,7 +39,6 @@ from trimtab_lm.training import (
 )
 
 from .batches import (
-    PROMPT_IDS,
     Group,
     PromptBatches,
     PromptLoader,
@@ -48,7 +48,6 @@ from .batches import (
     column,
     everyones_advantages,
     micro_batch,
-    tokenize_prompts,
     window_of,
 )
 from .config import GRPOConfig
@@ -144,6 +143,7 @@ class GRPOTrainer(CheckpointedTrainer):
             tokenize_prompts,
             tokenizer=self.tokenizer,
             is_encoder_decoder=is_encoder_decoder,
+            needed_for="GRPO",
             max_length=args.max_prompt_length,
             chat_template_kwargs=args.chat_template_kwargs,
             num_proc=args.dataset_num_proc,

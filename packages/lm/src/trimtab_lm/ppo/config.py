@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from typing import Any, Literal
 
 from trimtab_common.config import script_name
@@ -18,12 +18,20 @@ class _Computed(int):
     """A size that follows from others: a changed copy of the config computes it again."""
 
 
-@dataclass(frozen=True)
-class PPOConfig:
-    """PPO with a value head (Ziegler et al. 2019, arXiv:1909.08593). Checked when it is made, and fixed from then on.
+class _Taken:
+    """Holds the mark of a config that a trainer took, in a slot: `vars` of a config are its fields alone."""
 
-    To change a field, make a changed copy: `dataclasses.replace(config, learning_rate=1e-6)`. Sizes count responses
-    on one process.
+    __slots__ = ("_is_taken",)
+    _is_taken: bool
+
+
+@dataclass
+class PPOConfig(_Taken):
+    """PPO with a value head (Ziegler et al. 2019, arXiv:1909.08593). Sizes count responses on one process.
+
+    A config is checked when it is constructed. Its fields may be assigned until a trainer takes it: the trainer checks
+    them again, computes the sizes that follow from others again, and keeps a copy that is fixed. To change a field of
+    that, make a changed copy: `dataclasses.replace(trainer.config, learning_rate=1e-6)`.
     """
 
     exp_name: str = _help("Name of the run in the tracker.", default_factory=script_name)
@@ -102,6 +110,9 @@ class PPOConfig:
     backward_batch_size: int | None = _help("Responses per optimizer step on one process; computed.", default=None)
     global_backward_batch_size: int | None = _help("The same over all processes; computed.", default=None)
     global_batch_size: int | None = _help("Responses per step over all processes; computed.", default=None)
+    total_ppo_epochs: int | None = _help(
+        "Deprecated: steps / batch_size, rounded up; computed, and read by loops of 2024 alone.", default=None
+    )
     temperature: float | None = _help(
         "Temperature that the responses were sampled at. None: that of the last `generate`.", default=None
     )
@@ -115,6 +126,20 @@ class PPOConfig:
         "Resume although settings or data differ from the checkpoint's, with a warning that lists them; else an error.",
         default=False,
     )
+
+    def taken(self, **facts: Any) -> "PPOConfig":
+        """A checked copy for a trainer, with what is known at run time filled in. Its fields cannot be assigned."""
+        config = replace(self, **facts)
+        config._is_taken = True
+        return config
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_is_taken", False):
+            raise FrozenInstanceError(
+                f"A trainer has taken this PPOConfig: {name} cannot be assigned any more. Assign it before the trainer "
+                f"is constructed, or construct a trainer with dataclasses.replace(config, {name}=...)."
+            )
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         self._take_deprecated("forward_batch_size", "mini_batch_size")
@@ -130,6 +155,7 @@ class PPOConfig:
                 f"{self.backward_batch_size} responses; a short last one would weigh its samples more. "
                 "Choose sizes whose product divides batch_size."
             )
+        self._count_epochs()
         if self.world_size is not None:
             self._compute("global_backward_batch_size", self.backward_batch_size * self.world_size)  # type: ignore[operator]
             self._compute("global_batch_size", self.batch_size * self.world_size)
@@ -138,8 +164,19 @@ class PPOConfig:
         value = getattr(self, old)
         if value is not None:
             warnings.warn(f"PPOConfig({old}=...) is now {new}=...", FutureWarning, stacklevel=4)
-            object.__setattr__(self, new, value)
-            object.__setattr__(self, old, None)
+            setattr(self, new, value)
+            setattr(self, old, None)
+
+    def _count_epochs(self) -> None:
+        epochs = math.ceil(self.steps / self.batch_size)
+        if self.total_ppo_epochs not in (None, epochs) and not isinstance(self.total_ppo_epochs, _Computed):
+            warnings.warn(
+                f"PPOConfig(total_ppo_epochs={self.total_ppo_epochs}) has no effect: it is steps / batch_size = "
+                f"{epochs}. Set steps.",
+                FutureWarning,
+                stacklevel=4,
+            )
+        self.total_ppo_epochs = _Computed(epochs)
 
     def _compute(self, name: str, value: int) -> None:
         given = getattr(self, name)
@@ -147,7 +184,7 @@ class PPOConfig:
             raise ValueError(
                 f"{name}={given} contradicts the other sizes, which make {value}. Leave it out: it is computed."
             )
-        object.__setattr__(self, name, _Computed(value))
+        setattr(self, name, _Computed(value))
 
     def _check_numbers(self) -> None:
         whole = [

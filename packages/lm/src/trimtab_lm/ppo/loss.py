@@ -18,10 +18,17 @@ def clipped_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, *, clip:
     return 0.5 * torch.maximum((vpreds - returns) ** 2, (clipped - returns) ** 2)
 
 
+def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log pi - log pi_old of the tokens, 0 where the mask is 0; all [b, R].
+
+    A log-ratio beyond +-20 is taken as that, and gives no gradient.
+    """
+    return ((logprobs - old_logprobs) * mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
 def ppo_loss(
     *,
     log_ratio: Tensor,
-    entropy: Tensor,
     advantages: Tensor,
     values: Tensor,
     vpreds: Tensor,
@@ -33,10 +40,9 @@ def ppo_loss(
 ) -> tuple[Tensor, Tensor, dict[str, Mean]]:
     """Policy loss and weighted value loss, means over the tokens that count (Schulman et al. 2017, Eq. 9, no bonus).
 
-    log_ratio: log pi - log pi_old of the tokens; values: of the rollout; all [b, R], mask 1 where a token counts.
-    Returns two scalars, and statistics of the tokens. A log-ratio beyond +-20 is taken as that, and gives no gradient.
+    log_ratio: of `policy_log_ratio`; values: of the rollout; all [b, R], mask 1 where a token counts. Returns two
+    scalars, and statistics of the tokens.
     """
-    log_ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     policy_losses = clipped_surrogate(log_ratio, advantages, clip_low=clip, clip_high=clip)
     value_losses = clipped_value_loss(vpreds, values, returns, clip=value_clip)
     moves = surrogate_stats(log_ratio, advantages, mask, clip_low=clip, clip_high=clip)
@@ -44,7 +50,6 @@ def ppo_loss(
         "loss/policy": Mean.of(policy_losses, mask),
         "loss/value": Mean.of(value_losses, mask),
         "loss/total": Mean.of(policy_losses + value_weight * value_losses, mask),
-        "policy/entropy": Mean.of(entropy, mask),
         **{f"policy/{name}": mean for name, mean in moves.items()},
         "val/vpred": Mean.of(vpreds, mask),
         "val/error": Mean.of((vpreds - returns) ** 2, mask),

@@ -1,7 +1,7 @@
 """Batches of queries and responses, and the module that scores and values them in one pass."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,26 +33,21 @@ class TokenBatch:
     targets: Tensor
     mask: Tensor
 
-    @property
-    def lengths(self) -> Tensor:
-        """[B], tokens that the model reads of each row."""
-        return sum(value.sum(1) for name, value in self.inputs.items() if name.endswith("mask"))  # type: ignore[return-value]
-
-    def rows(self, index: Tensor) -> "TokenBatch":
-        """The chosen rows, without the columns that are padding in all of them."""
-        columns = {name: value[index].any(0) for name, value in self.inputs.items() if name.endswith("mask")}
+    def trimmed(self) -> "TokenBatch":
+        """The same rows without the columns that are padding in all of them."""
+        columns = {name: value.any(0) for name, value in self.inputs.items() if name.endswith("mask")}
         inputs = {
-            name: value[index][:, columns[name if name.endswith("mask") else _mask_name(name)]]
+            name: value[:, columns[name if name.endswith("mask") else _mask_name(name)]]
             for name, value in self.inputs.items()
         }
         read = columns["decoder_attention_mask" if "decoder_attention_mask" in columns else "attention_mask"]
-        width = int(self.mask[index].any(0).nonzero().max()) + 1
+        width = int(self.mask.any(0).nonzero().max()) + 1
         return replace(
             self,
             inputs=inputs,
-            where=self.where[index][:, read],
-            targets=self.targets[index][:, :width],
-            mask=self.mask[index][:, :width],
+            where=self.where[:, read],
+            targets=self.targets[:, :width],
+            mask=self.mask[:, :width],
         )
 
     def spread(self, flat: Tensor) -> Tensor:
@@ -108,11 +103,17 @@ def _mask_name(name: str) -> str:
 
 
 class PolicyOutputs(NamedTuple):
-    """Per counted token, [B, R], 0 elsewhere: log-probability and entropy in nats, value (None for a plain model)."""
+    """What a model says about the tokens of B responses. Each [B, R], 0 where the mask is 0.
+
+    logprobs: in nats. entropy: of the distributions that the tokens come from, in nats; None if nobody knows it.
+    values: None for a reference. mask: 1 where a token counts. logits: [B, R, V], where they were asked for.
+    """
 
     logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
     values: Any
+    mask: Tensor
+    logits: Tensor | None = None
 
 
 class Critic(nn.Module):
@@ -156,10 +157,17 @@ class Critic(nn.Module):
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values of the counted positions, [N]."""
-        inputs = positioned(self.trunk.forward, batch.inputs)
+        return self.v_head(self._hidden(batch.inputs)[batch.where])
+
+    def values(self, **inputs: Tensor) -> Tensor:
+        """Values of all positions, [B, T], from a model's inputs."""
+        return self.v_head(self._hidden(inputs))
+
+    def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        inputs = positioned(self.trunk.forward, inputs)
         with without_logits(self.trunk):
             output = self.trunk(**inputs, use_cache=False, return_dict=True, output_hidden_states=True)
-        return self.v_head(last_hidden_state(self.trunk, output)[batch.where])
+        return last_hidden_state(self.trunk, output)
 
 
 class ActorCritic(nn.Module):
@@ -176,12 +184,45 @@ class ActorCritic(nn.Module):
         if self.critic is not None:  # else an unused head would wait for gradients that never come
             policy.v_head.requires_grad_(False)
 
-    def forward(self, batch: TokenBatch, temperature: float = 1.0) -> PolicyOutputs:
-        """Scores and values of the response tokens that count, at a temperature."""
+    @property
+    def pretrained_model(self) -> Any:
+        return self.policy.pretrained_model
+
+    @property
+    def config(self) -> Any:
+        return self.policy.config
+
+    def forward(
+        self,
+        batch: TokenBatch | Tensor | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        **inputs: Any,
+    ) -> Any:
+        """Two calls, because a strategy such as DDP sees this method alone.
+
+        A TokenBatch gives the PolicyOutputs of its tokens, at a temperature. Model inputs, by name or with `input_ids`
+        in the first place, give (logits [B, T, V], loss, values [B, T]) as a model with a value head does.
+        """
+        if not isinstance(batch, TokenBatch):
+            return self._logits_and_values(**inputs if batch is None else {"input_ids": batch, **inputs})
         read = (self.head.read_with_state if self.critic is None else self.head.read)(batch.where, **batch.inputs)
         scores = self.head.score(read, batch.targets[batch.mask.bool()], temperature=temperature)
         values = self.policy.v_head(read.state) if self.critic is None else self.critic(batch)
-        return PolicyOutputs(batch.spread(scores.logprobs), batch.spread(scores.entropy), batch.spread(values))
+        return PolicyOutputs(
+            batch.spread(scores.logprobs),
+            batch.spread(scores.entropy),
+            batch.spread(values),
+            batch.mask,
+            batch.spread(self.head.logits(read)) if return_logits else None,
+        )
+
+    def _logits_and_values(self, **inputs: Any) -> tuple[Any, ...]:
+        logits, loss, values, *cache = self.policy(**inputs)
+        if self.critic is not None:
+            names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+            values = self.critic.values(**{name: inputs[name] for name in names if name in inputs})
+        return logits, loss, values, *cache
 
 
 class Scorer:
@@ -197,21 +238,21 @@ class Scorer:
             self.ref_head = LanguageHead(reference.model)
             accelerator.prepare_model(reference.model, evaluation_mode=True)
 
-    def policy(self, batch: TokenBatch, *, temperature: float) -> PolicyOutputs:
-        return self.actor_critic(batch, temperature)
+    def policy(self, batch: TokenBatch, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
+        return self.actor_critic(batch, temperature, return_logits)
 
-    def ref(self, batch: TokenBatch, *, temperature: float) -> PolicyOutputs:
-        targets = batch.targets[batch.mask.bool()]
+    @contextmanager
+    def of_reference(self) -> Iterator[None]:
+        """Run the reference inside the block: without its adapters, without gradients, in the policy's precision."""
         with self.reference.active(), self.accelerator.autocast():
-            read = self.ref_head.read(batch.where, **batch.inputs)
-            scores = self.ref_head.score(read, targets, temperature=temperature)
-        return PolicyOutputs(batch.spread(scores.logprobs), batch.spread(scores.entropy), None)
+            yield
 
-    def logits(self, batch: TokenBatch, *, of_policy: bool) -> Tensor:
-        """Logits of the tokens that count, [B, R, V] and 0 elsewhere: for a closer look, training needs none."""
-        head, context = (self.head, nullcontext()) if of_policy else (self.ref_head, self.reference.active())
-        with context, self.accelerator.autocast():
-            return batch.spread(head.logits(head.read(batch.where, **batch.inputs)))
+    def ref(self, batch: TokenBatch, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
+        with self.of_reference():
+            read = self.ref_head.read(batch.where, **batch.inputs)
+            scores = self.ref_head.score(read, batch.targets[batch.mask.bool()], temperature=temperature)
+            logits = batch.spread(self.ref_head.logits(read)) if return_logits else None
+        return PolicyOutputs(batch.spread(scores.logprobs), batch.spread(scores.entropy), None, batch.mask, logits)
 
     @torch.no_grad()
     def exact_kl(self, batch: TokenBatch, *, temperature: float) -> Tensor:
@@ -228,20 +269,3 @@ class Scorer:
             size = self.head.config.vocab_size
             flat = exact_kl(self.head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=temperature)
         return batch.spread(flat)
-
-
-def in_minibatches(forward: Callable[[TokenBatch], Sequence[Tensor | None]], batch: TokenBatch, size: int) -> list[Any]:
-    """`forward` over `size` rows of like length at a time, without gradients; what it gives [b, r, ...] as [B, R, ...].
-
-    None stays None.
-    """
-    columns: list[Any] = []
-    for rows in batch.lengths.argsort(stable=True).split(size):
-        with torch.no_grad():
-            parts = forward(batch.rows(rows))
-        if not columns:
-            columns = [None if x is None else x.new_zeros(*batch.mask.shape, *x.shape[2:]) for x in parts]
-        for column, part in zip(columns, parts, strict=True):
-            if part is not None:
-                column[rows, : part.shape[1]] = part
-    return columns

@@ -24,7 +24,7 @@ def tolerance(model: Any, mixed_precision: str) -> float:
 
 def check_reference(rollout: Rollout, *, most: float) -> None:
     """Policy and reference are the same model, unless the caller gave another reference."""
-    gap = float(((rollout.logprobs - rollout.ref_logprobs) * rollout.batch.mask).abs().max())
+    gap = float(((rollout.logprobs - rollout.ref_logprobs) * rollout.mask).abs().max())
     if gap > most:
         warnings.warn(
             f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token (at most {most:g} "

@@ -1,7 +1,6 @@
 """What a PPOTrainer is given, checked and completed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trimtab_common.config import to_flat_dict
 from trimtab_common.kl import AdaptiveKLController, FixedKLController
 from trimtab_common.tracking import Tracker, start_tracking
+from trimtab_lm.reference import Reference, create_reference_model
 from trimtab_lm.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
@@ -35,6 +35,26 @@ def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
             "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
         )
     return model
+
+
+def reference_of(
+    model: PreTrainedModelWrapper, ref_model: Any, num_shared_layers: int | None
+) -> tuple[Reference, PreTrainedModelWrapper | None]:
+    """The reference of a policy, and the same as a model with a value head; None where the adapters are switched off.
+
+    Nobody reads the values. See `Reference.of` for the arguments.
+    """
+    if ref_model is None and not model.is_peft_model:
+        ref_model, num_shared_layers = create_reference_model(model, num_shared_layers), None
+    reference = Reference.of(model, ref_model, num_shared_layers)
+    if reference.is_adapter_off:
+        return reference, None
+    if isinstance(ref_model, PreTrainedModelWrapper):
+        return reference, ref_model.eval()
+    device = reference.model.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # nn.Linear draws its first weights
+        wrapper = PreTrainedModelWrapper(reference.model, v_head_init_strategy="zero")
+    return reference, wrapper.requires_grad_(False).eval()
 
 
 def tokenizer_of(config: PPOConfig, tokenizer: Any) -> PreTrainedTokenizerBase:
@@ -62,7 +82,7 @@ def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) ->
             raise ValueError(
                 f"PPOConfig.{name}={getattr(config, name)}, but it is {value}. Leave it out: it is filled in."
             )
-    return replace(config, **facts)
+    return config.taken(**facts)
 
 
 def optimizer_of(

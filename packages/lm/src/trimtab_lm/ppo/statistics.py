@@ -1,66 +1,148 @@
 """The documented statistics of a PPO step. Every mean, variance and distribution is of the positions that count."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trimtab_common.kl import k3
 from trimtab_common.masking import explained_variance
-from trimtab_common.stats import Deviation, Mean, Variance
+from trimtab_common.stats import Deviation, Mean, Variance, gather_stats, merge_stats
 
-from .policy import TokenBatch
+from .samples import Samples
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A scored batch, before the first update. [B] per response; [B, R] per token, 0 outside `batch.mask`."""
+    """A scored batch, before the first update. [B] per response; [B, R] per token, 0 where `mask` is 0."""
 
-    batch: TokenBatch
-    query_lengths: Tensor  # [B]
-    response_lengths: Tensor  # [B]
+    samples: Samples
+    mask: Tensor  # [B, R], 1 where a token counts
     scores: Tensor  # [B], as given
     logprobs: Tensor  # [B, R] and so on, in nats
     ref_logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None  # None if nobody knows it
     values: Tensor
     kl: Tensor
     non_score_rewards: Tensor
     advantages: Tensor
     returns: Tensor
 
+    def step_data(self) -> dict[str, Any]:
+        """The columns under the names that `PPOTrainer.record_step_stats` takes."""
+        return {
+            "queries": self.samples.queries, "responses": self.samples.responses, "scores": self.scores,
+            "masks": self.mask, "logprobs": self.logprobs, "ref_logprobs": self.ref_logprobs, "kls": self.kl,
+            "non_score_reward": self.non_score_rewards, "values": self.values, "advantages": self.advantages,
+            "returns": self.returns, "entropy": self.entropy,
+        }  # fmt: skip
+
+
+def training_stats(rollout: Rollout, recorded: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Statistics of the updates, and of what they learnt from, as `record_step_stats` takes them. Collective.
+
+    Each is a tensor whose mean over its first axis is the statistic. Means and variances cover the tokens of all
+    processes; `policy/advantages` [1, N] are those of this process.
+    """
+    mask = rollout.mask
+    numbers = gather_stats({
+        **merge_stats(recorded),
+        "policy/advantages_mean": Mean.of(rollout.advantages, mask),
+        "returns/mean": Mean.of(rollout.returns, mask),
+        "returns/var": Variance.of(rollout.returns, mask),
+        "val/mean": Mean.of(rollout.values, mask),
+        "val/var": Variance.of(rollout.values, mask),
+    })  # fmt: skip
+    stats = {name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}
+    return {**stats, "policy/advantages": rollout.advantages[mask.bool()][None]}
+
 
 @torch.no_grad()
-def rollout_stats(rollout: Rollout, *, kl_coef: float) -> dict[str, Any]:
+def rollout_stats(
+    *,
+    kl_coef: float,
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    scores: Tensor,
+    masks: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kls: Tensor,
+    non_score_reward: Tensor,
+    values: Tensor,
+    advantages: Tensor,
+    returns: Tensor,
+    entropy: Tensor | None,
+) -> dict[str, Any]:
     """Statistics of this process's part of the batch, to be gathered; `objective/kl` is the KL of the penalty."""
-    mask = rollout.batch.mask.bool()
-    kl_per_response = rollout.kl.sum(1)
+    mask = masks.bool()
+    kl_per_response = kls.sum(1)
     stats: dict[str, Any] = {
         "objective/kl": Mean.of(kl_per_response),
         "objective/kl_dist": kl_per_response,
-        "objective/kl_k3": Mean.of((k3(rollout.logprobs, rollout.ref_logprobs) * mask).sum(1)),
-        "objective/logprobs": rollout.logprobs[mask],
-        "objective/ref_logprobs": rollout.ref_logprobs[mask],
+        "objective/kl_k3": Mean.of((k3(logprobs, ref_logprobs) * mask).sum(1)),
+        "objective/logprobs": logprobs[mask],
+        "objective/ref_logprobs": ref_logprobs[mask],
         "objective/kl_coef": kl_coef,
-        "objective/entropy": Mean.of(rollout.entropy.sum(1)),
-        "ppo/mean_non_score_reward": Mean.of(rollout.non_score_rewards, mask),
-        "ppo/mean_scores": Mean.of(rollout.scores),
-        "ppo/std_scores": Deviation.of(rollout.scores),
-        "ppo/policy/advantages": rollout.advantages[mask],
-        "ppo/policy/advantages_mean": Mean.of(rollout.advantages, mask),
-        "ppo/returns/mean": Mean.of(rollout.returns, mask),
-        "ppo/returns/var": Variance.of(rollout.returns, mask),
-        "ppo/val/mean": Mean.of(rollout.values, mask),
-        "ppo/val/var": Variance.of(rollout.values, mask),
-        "ppo/val/var_explained": float(explained_variance(rollout.values, rollout.returns, mask)),
+        "ppo/mean_non_score_reward": Mean.of(non_score_reward, mask),
+        "ppo/mean_scores": Mean.of(scores),
+        "ppo/std_scores": Deviation.of(scores),
+        "ppo/val/var_explained": float(explained_variance(values, returns, mask)),
     }
-    for name, lengths in (("queries", rollout.query_lengths), ("responses", rollout.response_lengths)):
-        stats[f"tokens/{name}_len_mean"] = Mean.of(lengths.float())
-        stats[f"tokens/{name}_len_std"] = Deviation.of(lengths.float())
-        stats[f"tokens/{name}_dist"] = lengths.float()
+    if entropy is not None:
+        stats["objective/entropy"] = Mean.of(entropy.sum(1))
+    for name, rows in (("queries", queries), ("responses", responses)):
+        lengths = torch.tensor([float(len(row)) for row in rows])
+        stats[f"tokens/{name}_len_mean"] = Mean.of(lengths)
+        stats[f"tokens/{name}_len_std"] = Deviation.of(lengths)
+        stats[f"tokens/{name}_dist"] = lengths
     return stats
+
+
+def flattened(stats: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested statistics under joined names, `policy/ratio`; NumPy's arrays become tensors."""
+    flat: dict[str, Any] = {}
+    for name, value in stats.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{name}/")
+        else:
+            flat[prefix + name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return flat
+
+
+def token_means(stats: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
+    """Statistics of a minibatch with mask [b, R], each weighed by its tokens, so that minibatches add up.
+
+    A tensor of the mask's shape becomes its mean over the tokens that count; a number, and the mean of any other
+    tensor, weigh as much as the minibatch has tokens.
+    """
+    weighed: dict[str, Any] = {}
+    for name, value in flattened(stats).items():
+        if isinstance(value, Mean | Variance):
+            weighed[name] = value
+        elif isinstance(value, Tensor) and value.shape == mask.shape:
+            weighed[name] = Mean.of(value, mask)
+        else:
+            number = float(torch.as_tensor(value, dtype=torch.float64).mean())
+            weighed[name] = Mean(number * float(mask.sum()), float(mask.sum()))
+    return weighed
+
+
+def one_dimensional(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Statistics that `gather_stats` can merge: tensors of more axes are flattened."""
+    return {name: value.flatten() if isinstance(value, Tensor) and value.dim() > 1 else value
+            for name, value in flattened(stats).items()}  # fmt: skip
+
+
+def as_numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Statistics with means, variances and tensors without axes as floats."""
+    numbers = {name: value.value if isinstance(value, Mean | Variance) else value for name, value in stats.items()}
+    return {name: float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
+            for name, value in numbers.items()}  # fmt: skip
 
 
 class Clock:

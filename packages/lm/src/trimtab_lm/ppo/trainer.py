@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,36 +20,31 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor, TrainingDivergedError
 from trimtab_common.hub import push_folder, write_model_card
-from trimtab_common.kl import SAMPLED_KL
+from trimtab_common.kl import SAMPLED_KL, full
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import (
-    Mean,
-    RunningMoments,
-    gather_over_ranks,
-    gather_stats,
-    merge_stats,
-)
+from trimtab_common.stats import Mean, RunningMoments, gather_over_ranks, gather_stats
+from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import Tracker, progress
 from trimtab_lm import generation
 from trimtab_lm.data import (
     RewardFunction,
     ShuffledBatches,
+    as_queries,
     collate_columns,
     open_dataset,
-    tokenize_prompts,
     used_columns,
 )
 from trimtab_lm.dropout import without_dropout
-from trimtab_lm.reference import Reference
 from trimtab_lm.rewards import RewardModel
 from trimtab_lm.value_head import PreTrainedModelWrapper
 
 from .checks import check_logged, check_step
 from .config import PPOConfig
-from .loss import ppo_loss
-from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, in_minibatches, model_inputs, token_batch
+from .loss import policy_log_ratio, ppo_loss
+from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, model_inputs, token_batch
 from .returns import gae, per_token_rewards
+from .samples import Samples, carry, check_same_tokens, full_logprobs, in_minibatches, token_entropy
 from .saving import load, record_of, resume, save
 from .selfcheck import check_ratio, check_reference, check_sampler, tolerance
 from .setup import (
@@ -58,12 +53,13 @@ from .setup import (
     kl_controller,
     optimizer_of,
     policy_of,
+    reference_of,
     start_run,
     tokenizer_of,
     without_start,
 )
-from .statistics import Clock, Rollout, rollout_stats
-from .update import UpdateWindow, count, take_step
+from .statistics import Clock, Rollout, as_numbers, one_dimensional, rollout_stats, token_means, training_stats
+from .update import UpdateWindow, accumulation, count, decide, take_step
 
 USAGE = """from transformers import AutoTokenizer
 from trimtab_lm import {model}
@@ -84,8 +80,9 @@ class PPOTrainer:
     as a reward model (see `Critic`).
 
     What may be overridden: `batched_forward_pass`, `compute_rewards`, `compute_advantages`, `loss`, `train_minibatch`,
-    `record_step_stats`, `gather_stats`, `prepare_dataloader`, `log_stats`. `trainer.config` is the config with the
-    fields that are filled at run time.
+    `record_step_stats`, `gather_stats`, `prepare_dataloader`, `log_stats`. Logits of the whole vocabulary are computed
+    only for a subclass that replaces `loss`, `train_minibatch` or `batched_forward_pass`. `trainer.config` is a copy of
+    the config with the fields that are filled at run time.
     """
 
     def __init__(
@@ -102,12 +99,11 @@ class PPOTrainer:
         *,
         value_model: nn.Module | None = None,
     ):
-        config = config or PPOConfig()
+        config = replace(config or PPOConfig())  # checked again: fields may have been assigned
         self.model = model = policy_of(config, model)
         self.tokenizer = tokenizer_of(config, tokenizer)
         self.is_encoder_decoder = model.is_encoder_decoder
-        self.reference = Reference.of(model, ref_model, num_shared_layers)
-        self.ref_model = None if self.reference.is_adapter_off else self.reference.model
+        self.reference, self.ref_model = reference_of(model, ref_model, num_shared_layers)
         actor_critic = ActorCritic(model, value_model)
         trainable = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
         optimizer = optimizer_of(config, optimizer, trainable)
@@ -116,6 +112,7 @@ class PPOTrainer:
         settings = {"cpu": not torch.accelerator.is_available(), **config.accelerator_kwargs}
         self.accelerator = Accelerator(project_config=ProjectConfiguration(**config.project_kwargs), **settings)
         self.config = filled(config, model, self.accelerator.num_processes)
+        self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.scorer = Scorer(self.actor_critic, actor_critic.head, self.reference, self.accelerator)
@@ -144,7 +141,7 @@ class PPOTrainer:
         if dataset is None and config.query_dataset:
             self.dataset = open_dataset(config.query_dataset)
         if isinstance(self.dataset, Dataset) and data_collator is None and "input_ids" not in self.dataset.column_names:
-            self.dataset = tokenize_prompts(self.dataset, self.tokenizer)
+            self.dataset = as_queries(self.dataset, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
         if self.dataset is not None:
             self.dataloader = self.prepare_dataloader(self.dataset, data_collator)
             if isinstance(self.dataloader.batch_sampler, ShuffledBatches):
@@ -152,8 +149,18 @@ class PPOTrainer:
         self.run = record_of(self)
 
     @property
+    def model_params(self) -> list[nn.Parameter]:
+        """What trains: of the policy, and of the critic where there is one."""
+        return [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
+
+    @property
     def current_device(self) -> torch.device:
-        return self.accelerator.device
+        """Where batches and rewards are: accelerate's device, until another one is assigned."""
+        return self._device
+
+    @current_device.setter
+    def current_device(self, device: torch.device | str | int) -> None:
+        self._device = torch.device(device)
 
     # ------------------------------------------------------------------ data
 
@@ -253,9 +260,10 @@ class PPOTrainer:
                 check_reference(rollout, most=self._rounding)
             train_stats = self._optimize(rollout)
             clock.lap("optimize_step")
-        stats = self.record_step_stats(self.kl_ctl.value, rollout=rollout, train_stats=train_stats)
+        stats = self.record_step_stats(kl_coef=self.kl_ctl.value, **rollout.step_data(), train_stats=train_stats)
         clock.lap("calc_stats")
-        stats = self.gather_stats({**stats, **clock.stats()})
+        stats = one_dimensional({**stats, "ppo/learning_rate": self._lr, **clock.stats()})
+        stats = as_numbers(self.gather_stats(stats))
 
         self.kl_ctl.update(stats["objective/kl"], self.config.batch_size * self.accelerator.num_processes)
         if self.lr_scheduler is not None:
@@ -275,45 +283,64 @@ class PPOTrainer:
         clock: Clock,
     ) -> Rollout:
         """Log-probabilities, values, rewards and advantages of a batch under the policy as it is, without gradients."""
-        inputs = self.prepare_model_inputs(queries, responses)
-        arguments: dict[str, Any] = {
-            "queries": queries, "responses": responses, "model_inputs": inputs, "response_masks": response_masks
-        }  # fmt: skip
-        logprobs, entropy, values, mask = self.batched_forward_pass(self.model, **arguments)
-        ref_logprobs, _, _, _ = self.batched_forward_pass(self.ref_model, **arguments)
-        batch = token_batch(inputs, queries, responses, response_masks)
-        kl = None
-        if self.config.kl_penalty == "full":
-            exact = partial(self.scorer.exact_kl, temperature=self.sampler.temperature)
-            (kl,) = in_minibatches(lambda part: [exact(part)], batch, self.config.mini_batch_size)
-        clock.lap("forward_pass")
-        rewards, non_score_rewards, kl = self.compute_rewards(
-            self._shaped(raw_scores, responses), logprobs, ref_logprobs, mask, kl=kl
-        )
-        clock.lap("compute_rewards")
-        values, advantages, returns = self.compute_advantages(values, rewards, mask)
-        clock.lap("compute_advantages")
+        samples = Samples(queries, responses, self.prepare_model_inputs(queries, responses), response_masks)
+        with torch.no_grad():
+            columns: list[Any] = in_minibatches(self._compare, samples, self.config.mini_batch_size)
+            logprobs, ref_logprobs, values, entropy, mask, exact_kl, *distributions = columns
+            clock.lap("forward_pass")
+            pair = distributions or [logprobs, ref_logprobs]
+            known = {} if exact_kl is None or distributions else {"kl": exact_kl}
+            computed: Sequence[Tensor] = self.compute_rewards(
+                self._shaped(raw_scores, responses), pair[0], pair[1], mask, **known
+            )
+            rewards, non_score_rewards = computed[:2]
+            kl = computed[2] if len(computed) > 2 else self._kl_penalty(*pair)
+            clock.lap("compute_rewards")
+            values, advantages, returns = self.compute_advantages(values, rewards, mask)
+            clock.lap("compute_advantages")
+
+        def at_tokens(column: Tensor) -> Tensor:
+            return torch.where(mask.bool(), column, 0.0)
+
         return Rollout(
-            batch=batch,
-            query_lengths=torch.tensor([len(row) for row in queries]),
-            response_lengths=torch.tensor([len(row) for row in responses]),
+            samples=samples,
+            mask=mask,
             scores=raw_scores,
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,
             entropy=entropy,
-            values=values,
-            kl=kl,
-            non_score_rewards=non_score_rewards,
-            advantages=advantages,
-            returns=returns,
+            values=at_tokens(values),
+            kl=at_tokens(kl),
+            non_score_rewards=at_tokens(non_score_rewards),
+            advantages=at_tokens(advantages),
+            returns=at_tokens(returns),
         )
+
+    def _compare(self, samples: Samples) -> list[Tensor | None]:
+        """One minibatch under policy and reference: log-probabilities of both, values, entropy, mask and exact KL.
+
+        The exact KL is None unless `kl_penalty="full"` asks for it. A subclass's `compute_rewards` is then given the
+        log-probabilities of the whole vocabulary, as documented: they come last, both [b, R, V].
+        """
+        is_full = self.config.kl_penalty == "full"
+        reads_distributions = is_full and self._replaces("compute_rewards")
+        is_whole = is_full and self._replaces("compute_rewards", "batched_forward_pass")
+        policy = self._forward(samples, return_logits=is_whole)
+        ref = self._forward(samples, of_reference=True, return_logits=is_whole)
+        columns = [policy.logprobs, ref.logprobs, policy.values, policy.entropy, policy.mask]
+        temperature = self.sampler.temperature
+        if not is_full:
+            return [*columns, None]
+        if policy.logits is None or ref.logits is None:
+            return [*columns, self.scorer.exact_kl(self._tokens(samples), temperature=temperature)]
+        pair = [full_logprobs(logits, temperature=temperature) for logits in (policy.logits, ref.logits)]
+        return [*columns, full(*pair), *(pair if reads_distributions else [])]
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
         """What the model reads, padded on the right: see `policy.model_inputs`."""
         start = self._decoder_start if self.is_encoder_decoder else None
         return model_inputs(queries, responses, pad_token_id=self.tokenizer.pad_token_id, decoder_start=start)
 
-    @torch.no_grad()
     def batched_forward_pass(
         self,
         model: nn.Module | None,
@@ -322,32 +349,84 @@ class PPOTrainer:
         model_inputs: dict[str, Tensor],
         return_logits: bool = False,
         response_masks: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Any, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Any, Tensor]:
         """Log-probabilities, logits, values and mask of B responses, `mini_batch_size` rows of like length at a time.
 
-        model: `trainer.model` or `trainer.ref_model` (None where the adapters are switched off; its values are None).
-        model_inputs: as from `prepare_model_inputs`, padded on either side. Returns [B, R] each, 0 where a token does
-        not count, in nats at the sampling temperature. Logits are [B, R, V] with `return_logits`; without, what
-        training needs of them: their entropy [B, R].
+        A subclass's method may return columns of its own layout, such as [B, T - 1] over query and response: `step`
+        reads the positions where the mask is 1, and calls it for one minibatch at a time, with gradients in the
+        updates. `model` is then a module that gives (logits, loss, values) of the model inputs.
+
+        Args:
+            model: `trainer.model`, or `trainer.ref_model`, which is None where the adapters are switched off.
+            queries: B rows of token ids.
+            responses: B rows of token ids.
+            model_inputs: as from `prepare_model_inputs`, [B, T] each, padded on either side.
+            return_logits: whether to return logits as well.
+            response_masks: for each response, 1 where a token counts.
+
+        Returns:
+            Log-probabilities in nats at the sampling temperature, [B, R]; logits [B, R, V], or None; values [B, R], or
+            None for the reference; the mask [B, R]. All are 0 where a token does not count.
         """
-        if model is not self.model and model is not self.ref_model:
+        of_reference = model is None or model is self.ref_model
+        if not of_reference and model is not self.model and model is not self.actor_critic:
             raise ValueError(
                 "batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model."
             )
-        batch = token_batch(model_inputs, queries, responses, response_masks)
+        samples = Samples(queries, responses, model_inputs, response_masks)
 
-        def forward(part: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-            outputs = self._forward(model, part)
-            logits = self.scorer.logits(part, of_policy=model is self.model) if return_logits else outputs.entropy
-            return outputs.logprobs, logits, outputs.values
+        def forward(part: Samples) -> list[Tensor | None]:
+            outputs = self._score(part, of_reference=of_reference, return_logits=return_logits)
+            return [outputs.logprobs, outputs.logits, outputs.values, outputs.mask]
 
         with without_dropout(self.actor_critic):
-            logprobs, logits, values = in_minibatches(forward, batch, self.config.mini_batch_size)
-        return logprobs, logits, values, batch.mask
+            columns: list[Any] = in_minibatches(forward, samples, self.config.mini_batch_size)
+        logprobs, logits, values, mask = columns
+        return logprobs, logits, values, mask
 
-    def _forward(self, model: nn.Module | None, batch: TokenBatch) -> PolicyOutputs:
-        score = self.scorer.policy if model is self.model else self.scorer.ref
-        return score(batch, temperature=self.sampler.temperature)
+    def _tokens(self, samples: Samples) -> TokenBatch:
+        """The tokens of a minibatch, without columns of padding alone."""
+        batch = token_batch(samples.model_inputs, samples.queries, samples.responses, samples.response_masks)
+        return batch.trimmed()
+
+    def _score(self, samples: Samples, *, of_reference: bool, return_logits: bool) -> PolicyOutputs:
+        """A minibatch by the built-in pass, which needs no logits for log-probabilities and entropies."""
+        score = self.scorer.ref if of_reference else self.scorer.policy
+        return score(self._tokens(samples), temperature=self.sampler.temperature, return_logits=return_logits)
+
+    def _forward(self, samples: Samples, *, of_reference: bool = False, return_logits: bool = False) -> PolicyOutputs:
+        """A minibatch under the policy or the reference, by the built-in pass or by a subclass's.
+
+        A subclass's pass is asked for the policy's logits, from which the entropy comes.
+        """
+        if not self._replaces("batched_forward_pass"):
+            return self._score(samples, of_reference=of_reference, return_logits=return_logits)
+        model: Any = (self.ref_model or self.model) if of_reference else self.actor_critic
+        context = self.scorer.of_reference() if of_reference else nullcontext()
+        with context, without_dropout(self.actor_critic):
+            logprobs, logits, values, mask = self.batched_forward_pass(
+                model,
+                samples.queries,
+                samples.responses,
+                samples.model_inputs,
+                return_logits=return_logits or not of_reference,
+                response_masks=samples.response_masks,
+            )
+        counts = mask.bool()
+        return PolicyOutputs(
+            logprobs=torch.where(counts, logprobs, 0.0),
+            entropy=None if logits is None else token_entropy(logits, mask, temperature=self.sampler.temperature),
+            values=None if values is None else torch.where(counts, values, 0.0),
+            mask=mask,
+            logits=logits,
+        )
+
+    def _replaces(self, *names: str) -> bool:
+        """Whether a subclass, or an assignment to this trainer, replaces one of these methods.
+
+        What only a replaced method reads, such as logits, is computed for one alone.
+        """
+        return any(name in vars(self) or getattr(type(self), name) is not getattr(PPOTrainer, name) for name in names)
 
     def _shaped(self, scores: Tensor, responses: list[Tensor]) -> Tensor:
         """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
@@ -364,14 +443,28 @@ class PPOTrainer:
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor, kl: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rewards, their part that is not the score, and the KL, each [B, R], from scores [B].
+        """Rewards per token, their part that is not the score, and the KL, each [B, R].
 
-        kl: the exact KL [B, R], for `kl_penalty="full"`; otherwise it is estimated from the log-probabilities.
+        A subclass's method takes `kl_penalty="full"` from log-probabilities of the whole vocabulary, [B, R, V], and
+        may return the first two alone: the KL is then that of `kl_penalty`.
+
+        Args:
+            scores: [B], one per response.
+            logprobs: [B, R], in nats, of the policy.
+            ref_logprobs: [B, R], of the reference.
+            masks: [B, R], 1 where a token counts.
+            kl: the KL [B, R] where it is known; None: that of `kl_penalty`.
         """
         if kl is None:
-            kl = SAMPLED_KL[self.config.kl_penalty](logprobs, ref_logprobs) * masks
+            kl = self._kl_penalty(logprobs, ref_logprobs)
+        kl = torch.where(masks.bool(), kl, 0.0)
         rewards, non_score_rewards = per_token_rewards(scores, kl, masks, kl_coef=self.kl_ctl.value)
         return rewards, non_score_rewards, kl
+
+    def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+        """The KL per token, [...], that `config.kl_penalty` names; for "full" out of log-probabilities [..., V]."""
+        penalty = full if self.config.kl_penalty == "full" else SAMPLED_KL[self.config.kl_penalty]
+        return penalty(logprob, ref_logprob)
 
     def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values, advantages whitened over the tokens of all processes, and returns, each [B, R]."""
@@ -392,63 +485,98 @@ class PPOTrainer:
         shuffle = torch.Generator().manual_seed(seed)
         for _ in range(config.ppo_epochs):
             for rows in torch.randperm(config.batch_size, generator=shuffle).split(config.backward_batch_size):
-                window = self._update(rollout, rows.to(self.current_device), recorded)
-                if window.is_stopped:
-                    return merge_stats(recorded)
-        return merge_stats(recorded)
+                if self._update(rollout, rows, recorded).is_stopped:
+                    return training_stats(rollout, recorded)
+        return training_stats(rollout, recorded)
 
     def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> UpdateWindow:
         """One optimizer step over `rows`, minibatch by minibatch; the gradient is that of all their tokens at once."""
-        lengths = rollout.batch.lengths[rows]
+        lengths = rollout.samples.lengths[rows]
         parts = rows[lengths.argsort(stable=True)].split(self.config.mini_batch_size)
-        window = self._window = UpdateWindow(count(rollout.batch.mask[rows]), len(parts))
+        window = self._window = UpdateWindow(count(rollout.mask[rows]), len(parts))
         try:
-            for part in parts:
-                window.seen += 1
-                # Gradients are exchanged once a window, with its last minibatch.
-                exchange = nullcontext() if window.is_last else self.accelerator.no_sync(self.actor_critic)
-                with exchange:
-                    recorded.append(self._train_on(rollout, part, is_first=self.steps_done == 0 and not recorded))
+            with accumulation(self.accelerator, len(parts)):
+                for part in parts:
+                    window.seen += 1
+                    # Gradients are exchanged once a window, with its last minibatch.
+                    exchange = nullcontext() if window.is_last else self.accelerator.no_sync(self.actor_critic)
+                    self.accelerator.sync_gradients = window.is_last
+                    with exchange, self._unchanged_modes():
+                        is_first = self.steps_done == 0 and not recorded
+                        recorded.append(self._train_on(rollout, part, window, is_first=is_first))
+        except TrainingDivergedError:
+            self.optimizer.zero_grad()
+            raise
         finally:
             self._window = None
+        if window.is_stopped is None:  # a subclass's train_minibatch took the step by itself
+            decide(window, self.config, self.current_device)
         return window
 
-    def _train_on(self, rollout: Rollout, rows: Tensor, *, is_first: bool) -> dict[str, Any]:
+    def _train_on(self, rollout: Rollout, rows: Tensor, window: UpdateWindow, *, is_first: bool) -> dict[str, Any]:
         """Score a minibatch of a rollout under the policy as it is now, and train on it."""
-        batch = rollout.batch.rows(rows)
-        old, width = rollout.logprobs, batch.mask.shape[1]
-        outputs = self._forward(self.model, batch)
-        if is_first:
-            check_ratio(outputs.logprobs.detach(), old[rows, :width], batch.mask, most=self._rounding)
-        return self.train_minibatch(
-            old_logprobs=old[rows, :width],
-            values=rollout.values[rows, :width],
-            logprobs=outputs.logprobs,
-            logits=outputs.entropy,
-            vpreds=outputs.values,
-            mask=batch.mask,
-            advantages=rollout.advantages[rows, :width],
-            returns=rollout.returns[rows, :width],
+        outputs = self._forward(rollout.samples.rows(rows), return_logits=self._replaces("loss", "train_minibatch"))
+        mask, old_mask = outputs.mask, rollout.mask[rows]
+        check_same_tokens(mask, old_mask)
+        old_logprobs, values, advantages, returns = (
+            carry(column[rows], old_mask, mask)
+            for column in (rollout.logprobs, rollout.values, rollout.advantages, rollout.returns)
         )
+        if is_first:
+            check_ratio(outputs.logprobs.detach(), old_logprobs, mask, most=self._rounding)
+        window.divergence += self._moves(old_logprobs, outputs.logprobs, advantages, mask)["approxkl"]
+        stats = self.train_minibatch(
+            old_logprobs=old_logprobs,
+            values=values,
+            logprobs=outputs.logprobs,
+            logits=outputs.logits,
+            vpreds=outputs.values,
+            mask=mask,
+            advantages=advantages,
+            returns=returns,
+        )
+        entropy = {} if outputs.entropy is None else {"policy/entropy": Mean.of(outputs.entropy, mask)}
+        return {**entropy, **token_means(stats, mask)}
+
+    def _unchanged_modes(self) -> AbstractContextManager[None]:
+        """Undo what a subclass's `train_minibatch` does to modules by `model.train()`, which switches dropout on."""
+        return without_dropout(self.actor_critic) if self._replaces("train_minibatch") else nullcontext()
+
+    def _moves(self, old_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Mean]:
+        clip = self.config.cliprange
+        log_ratio = policy_log_ratio(logprobs, old_logprobs, mask)
+        return surrogate_stats(log_ratio, advantages, mask, clip_low=clip, clip_high=clip)
 
     def loss(
         self,
         old_logprobs: Tensor,
         values: Tensor,
-        logits: Tensor,
+        logits: Tensor | None,
         vpreds: Tensor,
         logprobs: Tensor,
         mask: Tensor,
         advantages: Tensor,
         returns: Tensor,
-    ) -> tuple[Tensor, Tensor, dict[str, Mean]]:
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Policy loss, weighted value loss, both means over the tokens of the minibatch, and its statistics.
 
-        All [b, R]; logits: [b, R, V], or their entropy [b, R], as the trainer passes it.
+        Args:
+            old_logprobs: [b, R], in nats, of the rollout.
+            values: [b, R], of the rollout.
+            logits: [b, R, V], or None: then there is no entropy among the statistics. `step` computes logits only if a
+                subclass replaces this method or `train_minibatch`.
+            vpreds: [b, R], values of the model as it is.
+            logprobs: [b, R], of the model as it is.
+            mask: [b, R], 1 where a token counts.
+            advantages: [b, R].
+            returns: [b, R].
+
+        Returns:
+            The two losses, and statistics: numbers, tensors with a number per token, or `Mean` objects, in a dict that
+            may be nested. Minibatches are averaged by their tokens.
         """
-        return ppo_loss(
-            log_ratio=(logprobs - old_logprobs) * mask,
-            entropy=logits if logits.dim() == 2 else torch.distributions.Categorical(logits=logits).entropy(),
+        policy_loss, value_loss, stats = ppo_loss(
+            log_ratio=policy_log_ratio(logprobs, old_logprobs, mask),
             advantages=advantages,
             values=values,
             vpreds=vpreds,
@@ -458,13 +586,16 @@ class PPOTrainer:
             value_clip=self.config.cliprange_value,
             value_weight=self.config.vf_coef,
         )
+        if logits is not None:
+            stats["policy/entropy"] = Mean.of(token_entropy(logits, mask), mask)
+        return policy_loss, value_loss, stats
 
     def train_minibatch(
         self,
         old_logprobs: Tensor,
         values: Tensor,
         logprobs: Tensor,
-        logits: Tensor,
+        logits: Tensor | None,
         vpreds: Tensor,
         mask: Tensor,
         advantages: Tensor,
@@ -472,15 +603,18 @@ class PPOTrainer:
     ) -> dict[str, Any]:
         """Backward for one minibatch, and the optimizer step if it ends a window; returns its statistics.
 
-        Called by itself, outside of `step`, the minibatch is its own window. Raises TrainingDivergedError, with the
-        weights untouched, if the loss or the gradient is not finite.
+        Called by itself, outside of `step`, the minibatch is its own window. Inside, accelerate divides the loss by the
+        window's minibatches, and `optimizer.step` waits for the last one. Arguments as of `loss`. Raises
+        TrainingDivergedError, with the weights untouched, if the loss or the gradient is not finite.
         """
-        window = self._window or UpdateWindow(count(mask), seen=1)
+        moves = self._moves(old_logprobs, logprobs, advantages, mask)
+        window = self._window or UpdateWindow(count(mask), seen=1, divergence=moves["approxkl"])
         policy_loss, value_loss, stats = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
         )
+        stats = token_means(stats, mask)
         loss = policy_loss + value_loss
-        ratio = stats["policy/ratio"].value
+        ratio = moves["ratio"].value
         is_skipped = ratio > self.config.ratio_threshold
         if not is_skipped and not torch.isfinite(loss):
             self.optimizer.zero_grad()
@@ -498,23 +632,28 @@ class PPOTrainer:
             loss = 0.0 * (logprobs.sum() + vpreds.sum())
         else:
             window.kept += 1
-            loss = loss * (mask.sum().to(loss.dtype) * self.accelerator.num_processes / window.tokens)
+            share = mask.sum().to(loss.dtype) * self.accelerator.num_processes / window.tokens
+            loss = loss * share * self.accelerator.gradient_accumulation_steps
         if not is_skipped or self.accelerator.num_processes > 1:
             self.accelerator.backward(loss)
-        window.divergence += stats["policy/approxkl"]
         stats["policy/skipped"] = Mean(float(is_skipped), 1.0)
         if window.is_last:
             stats |= take_step(self.accelerator, self.actor_critic, self.optimizer, self.config, window)
-        return {f"ppo/{key}": value for key, value in stats.items()}
+        return stats
 
     # ------------------------------------------------------------ statistics
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
-        """This process's statistics of a step, from its `rollout` (a Rollout) and `train_stats`."""
+        """This process's statistics of a step, under their documented names.
+
+        data: `queries`, `responses` and `scores` of the batch; `masks`, `logprobs`, `ref_logprobs`, `kls`,
+        `non_score_reward`, `values`, `advantages`, `returns` and `entropy` [B, R], 0 where the mask is 0; and
+        `train_stats`, of the updates: tensors whose mean over the first axis is the statistic.
+        """
+        train_stats = data.pop("train_stats")
         return {
-            **rollout_stats(data["rollout"], kl_coef=kl_coef),
-            **data["train_stats"],
-            "ppo/learning_rate": self._lr,
+            **rollout_stats(kl_coef=kl_coef, **data),
+            **{f"ppo/{name}": value.mean(0) for name, value in train_stats.items()},
         }
 
     def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
