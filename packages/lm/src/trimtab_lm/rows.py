@@ -42,6 +42,20 @@ COLUMN_SETS: dict[RowFormat, tuple[tuple[str, ...], ...]] = {
 }
 
 
+def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
+    """The names of a dataset's columns; a stream that does not know them is asked for its first row.
+
+    Raises ValueError for a dataset without rows. A stream that knows its columns is not read.
+    """
+    names = dataset.column_names or list(next(iter(dataset), ()))
+    if not names or (isinstance(dataset, Dataset) and len(dataset) == 0):
+        raise ValueError(
+            "The dataset is empty: there is no row to train or evaluate on. Check its split and its filters, or leave "
+            "the dataset out."
+        )
+    return list(names)
+
+
 def row_format(
     columns: Iterable[str], accepted: Sequence[RowFormat], *, needed_for: str, text_field: str = "text"
 ) -> RowFormat:
@@ -120,9 +134,7 @@ def prepare_dataset(
         encoded = [_numbered(encode, row, number) for row, number in zip(rows, numbers, strict=True)]
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
-    # A stream from a generator learns its columns from its first row.
-    names = dataset.column_names or list(next(iter(dataset)))
-    dropped = [name for name in names if name not in keep]
+    dropped = [name for name in columns_of(dataset) if name not in keep]
     batches: dict[str, Any] = {"batched": True, "batch_size": batch_size, "with_indices": True}
     if isinstance(dataset, IterableDataset):
         return dataset.map(encode_batch, remove_columns=dropped, **batches)

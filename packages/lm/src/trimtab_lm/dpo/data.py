@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.dpo_collator import REFERENCE_COLUMNS, SIDES
-from trimtab_lm.rows import Conversation, RowFormat, prepare_dataset, row_format
+from trimtab_lm.rows import Conversation, RowFormat, columns_of, prepare_dataset, row_format
 from trimtab_lm.tokenization import (
     encode_preference,
     encode_preference_seq2seq,
@@ -165,7 +165,7 @@ def tokenize_pairs(
             f"The data set is a {type(dataset).__name__}; datasets.Dataset or IterableDataset is needed. Make one: "
             "datasets.Dataset.from_list(rows)."
         )
-    columns = dataset.column_names or list(next(iter(dataset)))
+    columns = columns_of(dataset)
     if tokenized_columns(is_encoder_decoder=tokenize.is_encoder_decoder) <= set(columns):
         return dataset
     row_format(columns, (RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE), needed_for="DPO")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.packing import Layout, TokenGroup, lay_out
-from trimtab_lm.rows import RowFormat, prepare_dataset, row_format
+from trimtab_lm.rows import RowFormat, columns_of, prepare_dataset, row_format
 from trimtab_lm.tokenization import encode_prompt
 from trimtab_lm.truncation import report_truncation, truncate_columns
 
@@ -55,7 +55,7 @@ def tokenize_prompts(
             "generation serves several steps and processes, whose prompts are chosen by number, shuffled, and found "
             "again when training resumes. Read a stream's rows into one: Dataset.from_list(list(stream.take(n)))."
         )
-    row_format(dataset.column_names, [RowFormat.PROMPT], needed_for="GRPO")
+    row_format(columns_of(dataset), [RowFormat.PROMPT], needed_for="GRPO")
     encode = partial(_encode, **options)
     rows = prepare_dataset(dataset, encode, keep=dataset.column_names, num_proc=num_proc, desc="tokenizing prompts")
     return report_truncation(rows, limit=f"max_prompt_length={max_length}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.rows import RowFormat, prepare_dataset, row_format
+from trimtab_lm.rows import RowFormat, columns_of, prepare_dataset, row_format
 from trimtab_lm.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
 from trimtab_lm.truncation import truncate_row
 
@@ -81,7 +81,7 @@ def tokenize_dataset(
     """A data set as `input_ids` and `labels`; None stays None."""
     if dataset is None:
         return None
-    kind = row_format(dataset.column_names, FORMATS, needed_for="IterativeSFT")
+    kind = row_format(columns_of(dataset), FORMATS, needed_for="IterativeSFT")
 
     def encode(row: Mapping[str, Any]) -> dict[str, list[int]]:
         if kind == RowFormat.TOKENIZED:

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.reward_collator import SIDES, one_margin, real_tokens
-from trimtab_lm.rows import Row, RowFormat, common_length, preference_parts, prepare_dataset, row_format
+from trimtab_lm.rows import Row, RowFormat, columns_of, common_length, preference_parts, prepare_dataset, row_format
 from trimtab_lm.tokenization import encode_prompt_completion, stop_token_ids
 from trimtab_lm.truncation import IS_EMPTIED, report_truncation, truncate_pair
 
@@ -36,7 +36,7 @@ def prepare_pairs(
                 "datasets.Dataset, or leave max_length out and shorten the rows yourself."
             )
         return dataset
-    columns = dataset.column_names or list(next(iter(dataset)))
+    columns = columns_of(dataset)
     encode = partial(
         _encode,
         tokenizer=tokenizer,

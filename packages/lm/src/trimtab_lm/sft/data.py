@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.packing import best_fit
-from trimtab_lm.rows import RowFormat, as_messages, prepare_dataset, row_format
+from trimtab_lm.rows import RowFormat, as_messages, columns_of, prepare_dataset, row_format
 from trimtab_lm.tokenization import (
     encode_messages,
     encode_prompt_completion,
@@ -39,7 +39,7 @@ def tokenize_rows(
     labels are -100 where a token does not count; with_labels=False leaves them to a collator, where every token does.
     Rows are cut to max_length, and it is said how much was cut.
     """
-    columns = list(dataset.column_names or next(iter(dataset)))
+    columns = columns_of(dataset)
     kind = RowFormat.TEXT
     if formatting_func is None:
         kind = row_format(columns, FORMATS, needed_for="SFT", text_field=config.dataset_text_field)
