@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 from datasets import Dataset, IterableDataset
@@ -14,6 +14,8 @@ Conversation = Sequence[Mapping[str, Any]]
 """Messages of a role and a content."""
 
 Row = Mapping[str, Any]
+
+T = TypeVar("T")
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
@@ -131,7 +133,7 @@ def prepare_dataset(
 
     def encode_batch(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        encoded = [_numbered(encode, row, number) for row, number in zip(rows, numbers, strict=True)]
+        encoded = [numbered(encode, row, number) for row, number in zip(rows, numbers, strict=True)]
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
     dropped = [name for name in columns_of(dataset) if name not in keep]
@@ -155,9 +157,8 @@ def _bars_for_terminals() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _numbered(
-    encode: Callable[[dict[str, Any]], Mapping[str, Any]], row: dict[str, Any], number: int
-) -> Mapping[str, Any]:
+def numbered(encode: Callable[[dict[str, Any]], T], row: dict[str, Any], number: int) -> T:
+    """`encode(row)`; its ValueError is raised again with the number of the row."""
     try:
         return encode(row)
     except ValueError as error:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.packing import Layout, TokenGroup, lay_out
+from trimtab_lm.positions import Positions
 from trimtab_lm.rows import RowFormat, columns_of, prepare_dataset, row_format
 from trimtab_lm.tokenization import encode_prompt
 from trimtab_lm.truncation import report_truncation, truncate_columns
@@ -33,6 +34,8 @@ def tokenize_prompts(
     *,
     is_encoder_decoder: bool,
     max_length: int | None = None,
+    max_completion_length: int = 0,
+    positions: Positions | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
 ) -> Any:
@@ -41,9 +44,11 @@ def tokenize_prompts(
     A dict gives a dict; None, and a dataset that has the column, are returned as they are.
 
     Prompts longer than max_length lose their beginning, but not their BOS. An encoder's prompt ends in EOS. Raises
-    TypeError for what is no datasets.Dataset, and ValueError without a `prompt` column or with an empty prompt.
+    TypeError for what is no datasets.Dataset, and ValueError without a `prompt` column, with an empty prompt, or for
+    one that with a completion of max_completion_length has no room in the model's positions.
     """
-    options: dict[str, Any] = {"max_length": max_length, "chat_template_kwargs": chat_template_kwargs}
+    options: dict[str, Any] = {"max_length": max_length, "max_completion_length": max_completion_length}
+    options |= {"positions": positions, "chat_template_kwargs": chat_template_kwargs}
     options |= {"tokenizer": tokenizer, "is_encoder_decoder": is_encoder_decoder}
     if isinstance(dataset, dict):
         return {name: tokenize_prompts(one, num_proc=num_proc, **options) for name, one in dataset.items()}
@@ -67,6 +72,8 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
     is_encoder_decoder: bool,
     max_length: int | None,
+    max_completion_length: int,
+    positions: Positions | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     ids = encode_prompt(tokenizer, row["prompt"], tools=row.get("tools"), chat_template_kwargs=chat_template_kwargs)[
@@ -75,9 +82,15 @@ def _encode(
     if not ids:
         raise ValueError("The prompt is empty, and there is no token to continue from. Fill it or drop the row.")
     stops = [tokenizer.eos_token_id] if is_encoder_decoder else []
-    return truncate_columns(
+    prompt = truncate_columns(
         {PROMPT_IDS: [*ids, *stops]}, {PROMPT_IDS: max_length}, mode="keep_end", bos_token_id=tokenizer.bos_token_id
     )
+    if positions is not None:
+        positions.check_sample(
+            len(prompt[PROMPT_IDS]), max_completion_length, is_encoder_decoder=is_encoder_decoder,
+            remedy=f"Lower max_prompt_length ({max_length}) or max_completion_length ({max_completion_length}).",
+        )  # fmt: skip
+    return prompt
 
 
 class PromptBatches(Sampler[list[int]]):

@@ -21,6 +21,7 @@ from trimtab_lm.dropout import without_dropout
 from trimtab_lm.generation import response_texts
 from trimtab_lm.legacy import takes_constructor_of_2024
 from trimtab_lm.packing import token_columns
+from trimtab_lm.positions import Positions
 from trimtab_lm.reference import Reference
 from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
 from trimtab_lm.tokenization import require_eos
@@ -143,6 +144,8 @@ class GRPOTrainer(Trainer):
             tokenizer=self.tokenizer,
             is_encoder_decoder=is_encoder_decoder,
             max_length=args.max_prompt_length,
+            max_completion_length=args.max_completion_length,
+            positions=Positions.of(self.model),
             chat_template_kwargs=args.chat_template_kwargs,
             num_proc=args.dataset_num_proc,
         )

@@ -14,6 +14,7 @@ from transformers import EvalPrediction, Trainer, TrainerCallback
 
 from trimtab_lm.legacy import REWARD, takes_constructor_of_2024
 from trimtab_lm.packing import token_columns
+from trimtab_lm.positions import Positions
 from trimtab_lm.reward_collator import PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
 from trimtab_lm.scoring import base_of, best_layout, score_sequences_in_forward
 from trimtab_lm.training import (
@@ -239,11 +240,10 @@ class RewardTrainer(Trainer):
         return model
 
     def _prepared(self, dataset: Any) -> Any:
-        return (
-            None
-            if dataset is None
-            else prepare_pairs(dataset, self.tokenizer, self._config, keeps_columns=self._keeps_columns)
-        )
+        if dataset is None:
+            return None
+        options: dict[str, Any] = {"keeps_columns": self._keeps_columns, "positions": Positions.of(self.model)}
+        return prepare_pairs(dataset, self.tokenizer, self._config, **options)
 
     def _rows(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         pad, side = self.tokenizer.pad_token_id, self.tokenizer.padding_side

@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.packing import best_fit
+from trimtab_lm.positions import Positions
 from trimtab_lm.rows import RowFormat, as_messages, columns_of, prepare_dataset, row_format
 from trimtab_lm.tokenization import (
     encode_messages,
@@ -33,11 +34,13 @@ def tokenize_rows(
     formatting_func: Formatting | None = None,
     is_encoder_decoder: bool = False,
     with_labels: bool = True,
+    positions: Positions | None = None,
 ) -> Any:
     """A data set (or stream) of texts, conversations, prompts with completions or ids, as `input_ids` and `labels`.
 
     labels are -100 where a token does not count; with_labels=False leaves them to a collator, where every token does.
-    Rows are cut to max_length, and it is said how much was cut.
+    Rows are cut to max_length, and it is said how much was cut. positions: of the model; ValueError for a row that is
+    longer after the cut.
     """
     columns = columns_of(dataset)
     kind = RowFormat.TEXT
@@ -52,17 +55,24 @@ def tokenize_rows(
             "columns prompt and completion, or input_ids and labels."
         )
 
+    def check_length(**lengths: int) -> None:
+        if positions is not None:
+            positions.check("The row is too long", **lengths, remedy=f"Lower max_length ({config.max_length}).")
+
     def encode_row(row: dict[str, Any]) -> dict[str, Any]:
         encoded = encode(row)
         if is_encoder_decoder:
             limits = {"input_ids": config.max_length, "labels": config.max_length}
-            return truncate_columns(encoded, limits, mode=config.truncation_mode, stop_ids=stop_token_ids(tokenizer))  # type: ignore[arg-type]
+            short = truncate_columns(encoded, limits, mode=config.truncation_mode, stop_ids=stop_token_ids(tokenizer))  # type: ignore[arg-type]
+            check_length(encoder=len(short["input_ids"]), decoder=len(short["labels"]))
+            return short
         ids, mask = encoded["input_ids"], encoded["mask"]
         cut = truncate_row(ids, mask, max_length=config.max_length, mode=config.truncation_mode)  # type: ignore[arg-type]
         if not any(mask):
             raise ValueError(
                 "No token of it counts, so there is nothing to learn from it. Drop it, or check the labels."
             )
+        check_length(decoder=len(cut.input_ids))
         labels = [token if one else -100 for token, one in zip(cut.input_ids, cut.mask, strict=True)]
         is_plain = not with_labels and kind in (RowFormat.TEXT, RowFormat.MESSAGES) and not config.assistant_only_loss
         return {"input_ids": cut.input_ids, **({} if is_plain else {"labels": labels}), **cut.counts}

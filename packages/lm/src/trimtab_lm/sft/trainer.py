@@ -16,6 +16,7 @@ from trimtab_common.stats import Mean
 from trimtab_lm.collators import DocumentCollator
 from trimtab_lm.legacy import SFT, takes_constructor_of_2024
 from trimtab_lm.packing import from_labels, token_columns
+from trimtab_lm.positions import Positions
 from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
 from trimtab_lm.tokenization import require_eos
 from trimtab_lm.training import (
@@ -101,12 +102,14 @@ class SFTTrainer(Trainer):
         self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self.is_encoder_decoder = bool(base_of(self.model).config.is_encoder_decoder)
         self.has_own_collator = data_collator is not None
+        self.positions = Positions.of(self.model)
         if data_collator is None:
             eos, pad = require_eos(self.tokenizer), self.tokenizer.pad_token_id
             self.data_collator = DocumentCollator(
                 eos if pad is None else pad,  # what pads is masked by its place: it may be EOS
                 layout=best_layout(self.model, share_prefix=False),
                 decoder_start_token_id=getattr(base_of(self.model).config, "decoder_start_token_id", None),
+                positions=self.positions,
             )
         with args.main_process_first(desc="tokenizing"):
             self.train_dataset = self._prepared(train_dataset, packing=args.packing)
@@ -232,6 +235,7 @@ class SFTTrainer(Trainer):
             formatting_func=self.formatting_func,
             is_encoder_decoder=self.is_encoder_decoder,
             with_labels=not self.has_own_collator,
+            positions=self.positions,
         )
         return pack(rows, config) if packing else rows
 
