@@ -198,7 +198,8 @@ class IterativeSFTTrainer(Trainer):
         """The micro-batches of an optimizer step, and how many of their tokens count, over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         skipped = 0 if self.is_encoder_decoder else 1  # nothing predicts a row's first token
-        return batches, window_total(self, [(batch["labels"][:, skipped:] != -100).sum() for batch in batches])
+        total = window_total(self, [(batch["labels"][:, skipped:] != -100).sum() for batch in batches])
+        return batches, total.clamp(min=1)  # where no token counts the loss is 0, and not 0 / 0
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
