@@ -17,6 +17,7 @@ from trimtab_lm.collators import DocumentCollator
 from trimtab_lm.legacy import SFT, takes_constructor_of_2024
 from trimtab_lm.packing import from_labels, token_columns
 from trimtab_lm.positions import Positions
+from trimtab_lm.rows import RowFormat, columns_of
 from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
 from trimtab_lm.tokenization import require_eos
 from trimtab_lm.training import (
@@ -37,7 +38,7 @@ from trimtab_lm.training import (
 
 from .config import SFTConfig
 from .constant_length import ConstantLengthDataset
-from .data import Formatting, pack, text_of, tokenize_rows
+from .data import Formatting, format_of, pack, text_of, tokenize_rows
 from .loss import token_nll
 
 
@@ -244,10 +245,13 @@ class SFTTrainer(Trainer):
         options = {
             name: value for name, value in (config.dataset_kwargs or {}).items() if name != "skip_prepare_dataset"
         }
+        if format_of(columns_of(dataset), config, self.formatting_func) is RowFormat.TEXT:
+            options["formatting_func"] = text_of(dataset, config, self.formatting_func)
+        else:  # ids that a format's own rules give, with the tokens that count
+            dataset = tokenize_rows(dataset, self.tokenizer, config, is_cut=False)
         rows = ConstantLengthDataset(
             self.tokenizer,
             dataset,
-            formatting_func=text_of(dataset, config, self.formatting_func),
             infinite=bool(config.infinite),
             seq_length=config.max_length or 0,
             num_of_sequences=config.num_of_sequences,
