@@ -36,9 +36,9 @@ class DocumentCollator:
             ]
         else:
             groups = [document for row in rows for document in documents(row)]
-            for group in groups if self.positions is not None else ():
-                length = len(group.branches[0])
-                self.positions.check("A document is too long", decoder=length, remedy="Lower the length of rows.")
+            if self.positions is not None:
+                longest = max(len(group.branches[0]) for group in groups)
+                self.positions.check("A document is too long", decoder=longest, remedy="Lower the length of rows.")
         start = self.decoder_start_token_id
         batch = lay_out(groups, self.layout, pad_token_id=self.pad_token_id, decoder_start_token_id=start)
         read = batch.get("decoder_input_ids", batch["input_ids"])

@@ -86,7 +86,7 @@ def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], col
         raise ValueError(f"{found}: give one reward per row.")
 
 
-def _check_ids(name: str, column: Sequence[Tensor], vocab_size: int) -> None:
+def _check_ids(name: str, column: Sequence[Any], vocab_size: int) -> None:
     for i, row in enumerate(column):
         if isinstance(row, str):
             raise TypeError(
