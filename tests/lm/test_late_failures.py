@@ -20,6 +20,7 @@ from trimtab_lm import (
     SFTConfig,
     SFTTrainer,
 )
+from trimtab_lm.dpo.evaluation import sample_answers
 
 COLUMNS = {
     "sft": ["text"], "reward": ["prompt", "chosen", "rejected"], "dpo": ["prompt", "chosen", "rejected"],
@@ -110,6 +111,15 @@ def test_a_tokenized_dataset_of_pairs_is_measured_too(tmp_path):
     made = trainer("dpo", tmp_path, Dataset.from_dict(ROWS["dpo"]), tiny.llama())
     with pytest.raises(ValueError, match=r"Row 1: The rejected answer .*64 positions"):
         trainer("dpo", tmp_path, made.train_dataset)
+
+
+def test_a_table_of_samples_is_as_long_as_the_positions_allow(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["ab" * 25], "chosen": ["b"], "rejected": ["c"]})
+    made = trainer("dpo", tmp_path, rows, max_new_tokens=100)
+    policy, reference = sample_answers(made, made.model, [torch.full((50,), 9)])
+    assert len(policy) == len(reference) == 1
+    with pytest.raises(ValueError, match="64 positions"):
+        sample_answers(made, made.model, [torch.full((65,), 9)])
 
 
 def test_a_text_in_rows_of_constant_length_is_measured(tmp_path):

@@ -49,6 +49,10 @@ class Positions(NamedTuple):
             if limit is not None and count > limit:
                 raise ValueError(f"{what}: {count:,} tokens, and {self.model} has {limit:,} positions. {remedy}")
 
+    def room(self, prompt: int, *, is_encoder_decoder: bool) -> int | None:
+        """How many tokens can be sampled after a prompt of so many; None where there is no limit."""
+        return self.decoder if self.decoder is None or is_encoder_decoder else self.decoder - prompt
+
     def check_sample(self, prompt: int, new: int, *, is_encoder_decoder: bool, remedy: str) -> None:
         """Raise ValueError where a prompt of so many tokens leaves no room for so many new ones."""
         if is_encoder_decoder:
