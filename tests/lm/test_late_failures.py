@@ -21,6 +21,7 @@ from trimtab_lm import (
     SFTTrainer,
 )
 from trimtab_lm.dpo.evaluation import sample_answers
+from trimtab_lm.grpo.rollout import Rollout
 
 COLUMNS = {
     "sft": ["text"], "reward": ["prompt", "chosen", "rejected"], "dpo": ["prompt", "chosen", "rejected"],
@@ -113,6 +114,36 @@ def test_a_tokenized_dataset_of_pairs_is_measured_too(tmp_path):
         trainer("dpo", tmp_path, made.train_dataset)
 
 
+class Fixed:
+    """A sampler of the caller's: completions of a length that no setting of the trainer says."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def sync(self, model, version):
+        pass
+
+    def generate(self, prompts, *, num_generations, version, seed):
+        rows = [torch.full((self.length,), 9)] * (len(prompts) * num_generations)
+        return Rollout(rows, [False] * len(rows))
+
+
+def test_completions_of_a_sampler_of_the_callers_are_measured_as_they_come(tmp_path):
+    def made(length):
+        args = GRPOConfig(
+            output_dir=str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", max_steps=1,
+            per_device_train_batch_size=2, num_generations=2, disable_tqdm=True,
+        )  # fmt: skip
+        return GRPOTrainer(
+            tiny.gpt2(), lambda completions, **_: [0.0, 1.0] * (len(completions) // 2), args,
+            Dataset.from_dict({"prompt": ["ab", "cd"]}), processing_class=tiny.tokenizer(), rollout=Fixed(length),
+        )  # fmt: skip
+
+    made(62).train()
+    with pytest.raises(ValueError, match=r"A prompt of 2 tokens with 63 new ones is too long.*64 positions"):
+        made(63).train()
+
+
 def test_a_table_of_samples_is_as_long_as_the_positions_allow(tmp_path):
     rows = Dataset.from_dict({"prompt": ["ab" * 25], "chosen": ["b"], "rejected": ["c"]})
     made = trainer("dpo", tmp_path, rows, max_new_tokens=100)
@@ -140,7 +171,7 @@ def test_ppo_refuses_sequences_longer_than_the_positions_of_the_model():
     made = tiny.ppo()
     with pytest.raises(ValueError, match=r"queries\[0\] with responses\[0\]: 65 tokens.*64 positions"):
         made.step(long_rows(4, 60), long_rows(4, 5), [0.0] * 4)
-    with pytest.raises(ValueError, match=r"60 tokens and up to 5 new ones.*64 positions.*max_new_tokens"):
+    with pytest.raises(ValueError, match=r"60 tokens with 5 new ones.*64 positions.*max_new_tokens"):
         made.generate(long_rows(4, 60), max_new_tokens=5)
     for length in made.generate(long_rows(1, 60), max_new_tokens=4, return_prompt=False, do_sample=True):
         assert len(length) <= 4

@@ -59,7 +59,7 @@ class Positions(NamedTuple):
             self.check("The prompt is too long", encoder=prompt, remedy=remedy)
             self.check("The response may become too long", decoder=new, remedy=remedy)
         else:
-            what = f"A prompt of {prompt:,} tokens and up to {new:,} new ones are too long"
+            what = f"A prompt of {prompt:,} tokens with {new:,} new ones is too long"
             self.check(what, decoder=prompt + new, remedy=remedy)
 
 

@@ -135,6 +135,7 @@ class GRPOTrainer(Trainer):
             reward_funcs, args.reward_weights, reward_processing_classes, names=args.reward_names, device=args.device
         )
         self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
+        self.positions = Positions.of(self.model)
         self.version = 0  # of the weights, as backends count it
         self._evaluated = 0
         self._until_backward: ExitStack | None = None
@@ -144,8 +145,9 @@ class GRPOTrainer(Trainer):
             tokenizer=self.tokenizer,
             is_encoder_decoder=is_encoder_decoder,
             max_length=args.max_prompt_length,
-            max_completion_length=args.max_completion_length,
-            positions=Positions.of(self.model),
+            # A sampler of the caller's has a limit of its own, so that its completions are measured as they come.
+            max_completion_length=args.max_completion_length if rollout is None else 0,
+            positions=self.positions,
             chat_template_kwargs=args.chat_template_kwargs,
             num_proc=args.dataset_num_proc,
         )
@@ -235,6 +237,10 @@ class GRPOTrainer(Trainer):
                 prompts, num_generations=args.num_generations, version=self.version, seed=seed
             )
             each = [prompt for prompt in prompts for _ in range(args.num_generations)]
+            is_encoder_decoder = bool(base_of(self.model).config.is_encoder_decoder)
+            remedy = "Let the rollout sample fewer tokens, or lower max_prompt_length."
+            for prompt, ids in zip(each, rollout.completions, strict=True):
+                self.positions.check_sample(len(prompt), len(ids), is_encoder_decoder=is_encoder_decoder, remedy=remedy)
             texts = self.texts_of(each, rollout.completions)
             scored = self._score(rows, texts, [ids.tolist() for ids in rollout.completions])
         shape = (len(rows), args.num_generations)
