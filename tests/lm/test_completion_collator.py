@@ -190,16 +190,14 @@ def test_padding_of_the_rows_themselves_changes_nothing():
         torch.testing.assert_close(again[name], values)
 
 
-def test_rows_without_a_template_warn_once_and_a_batch_of_them_is_an_error():
+def test_rows_without_a_template_warn_once_and_are_ignored():
     tokenizer = byte_level()
     good, bad = tokenizer("### Response: cats.</s>"), tokenizer("Answer: cats.</s>")
     collator = DataCollatorForCompletionOnlyLM(RESPONSE, tokenizer=tokenizer)
     with pytest.warns(UserWarning, match=r"response_template='### Response:'.*begins with 'Answer: cats") as caught:
-        batches = [collator([good, bad]), collator([bad, good])]
+        batches = [collator([good, bad]), collator([bad, good]), collator([bad, bad])]
     assert len(caught) == 1
-    assert [sorted(learnt(tokenizer, batch)) for batch in batches] == [["", "cats.</s>"]] * 2
-    with pytest.raises(ValueError, match=r"No answer behind.*'### Response:'.*begins with 'Answer: cats"):
-        collator([bad, bad])
+    assert [sorted(learnt(tokenizer, batch)) for batch in batches] == [["", "cats.</s>"]] * 2 + [["", ""]]
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,6 @@ def test_model_init_makes_a_new_scorer_for_each_training(tmp_path):
 # Refused --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_needs_one_label(tmp_path):
-    with pytest.raises(ValueError, match=r"2 labels.*num_labels=1"):
-        trainer(scorer(num_labels=2), tmp_path)
-
-
 def test_a_model_is_needed(tmp_path):
     with pytest.raises(ValueError, match="needs a model, or model_init"):
         trainer(None, tmp_path)

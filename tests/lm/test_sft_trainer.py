@@ -109,6 +109,33 @@ def test_it_learns_and_a_flipped_or_unmasked_loss_does_not(tmp_path):
     assert losses[SFTTrainer] < 0.5 < min(losses[Flipped], losses[Unmasked])
 
 
+@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_step_whose_rows_have_no_answer_has_loss_0_and_moves_no_weight(build, smoothing, tmp_path):
+    collator = DataCollatorForCompletionOnlyLM("w", tokenizer=tiny.tokenizer())
+    options = {"given": {"data_collator": collator}, "per_device_train_batch_size": 1}
+    before = tiny.weights(build())
+    with pytest.warns(UserWarning, match="No answer"):
+        own, after = trained(build(), tmp_path, {"text": ["abc."]}, label_smoothing_factor=smoothing, **options)
+    assert own.state.log_history[0]["loss"] == 0.0
+    assert own.state.log_history[0]["grad_norm"] == 0.0
+    assert_equal_weights(before, after, rtol=0.0)
+
+
+def test_a_row_without_an_answer_changes_nothing_for_the_others(tmp_path):
+    collator = DataCollatorForCompletionOnlyLM("w", tokenizer=tiny.tokenizer())
+    options = {
+        "given": {"data_collator": collator},
+        "per_device_train_batch_size": 1,
+        "train_sampling_strategy": "sequential",
+    }
+    _, expected = trained(exact(tiny.gpt2), tmp_path, {"text": ["hello world."]}, **options)
+    rows = {"text": ["abc.", "hello world."]}
+    with pytest.warns(UserWarning, match="No answer"):
+        _, accumulated = trained(exact(tiny.gpt2), tmp_path, rows, gradient_accumulation_steps=2, **options)
+    assert_equal_weights(expected, accumulated)
+
+
 def test_the_loss_of_an_evaluation_weighs_tokens(tmp_path):
     model = exact(tiny.gpt2)
     columns = {"text": ["ab", "a longer text.", "x"]}

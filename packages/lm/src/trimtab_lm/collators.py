@@ -7,17 +7,27 @@ import torch
 from torch import Tensor
 
 from trimtab_lm.packing import Layout, TokenGroup, lay_out
+from trimtab_lm.positions import Positions
 
 
 class DocumentCollator:
     """Rows of `input_ids` and `labels` (-100 where a token does not count) as the model's inputs and labels.
 
     The documents of packed rows (`seq_lengths`, or `position_ids` that start again) are laid out one by one, those
-    without a token that counts left out. Without labels every token counts. layout: set by the trainer.
+    without a token that counts left out. Without labels every token counts. layout: set by the trainer. positions: of
+    the model; ValueError for a document that is longer.
     """
 
-    def __init__(self, pad_token_id: int, *, layout: Layout, decoder_start_token_id: int | None = None):
+    def __init__(
+        self,
+        pad_token_id: int,
+        *,
+        layout: Layout,
+        decoder_start_token_id: int | None = None,
+        positions: Positions | None = None,
+    ):
         self.pad_token_id, self.layout, self.decoder_start_token_id = pad_token_id, layout, decoder_start_token_id
+        self.positions = positions
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         if self.layout == "encoder-decoder":
@@ -26,6 +36,9 @@ class DocumentCollator:
             ]
         else:
             groups = [document for row in rows for document in documents(row)]
+            if self.positions is not None:
+                longest = max(len(group.branches[0]) for group in groups)
+                self.positions.check("A document is too long", decoder=longest, remedy="Lower the length of rows.")
         start = self.decoder_start_token_id
         batch = lay_out(groups, self.layout, pad_token_id=self.pad_token_id, decoder_start_token_id=start)
         read = batch.get("decoder_input_ids", batch["input_ids"])

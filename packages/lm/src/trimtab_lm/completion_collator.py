@@ -60,22 +60,18 @@ class DataCollatorForCompletionOnlyLM:
     def __call__(self, rows: Sequence[Mapping[str, Any] | Sequence[int]]) -> dict[str, Tensor]:
         """`input_ids`, `attention_mask` and `labels`, each [B, T].
 
-        Raises ValueError if no row has an answer: such a batch teaches nothing, and its mean loss would be NaN. A
-        single row without one warns, once.
+        Warns once if a row has no answer: all its labels are ignored. The rows of a batch may all be such.
         """
         batch = [_unpadded(row) for row in rows]
         masks = [self.answer_mask(ids) for ids in batch]
         silent = [ids for ids, mask in zip(batch, masks, strict=True) if not any(mask)]
         if silent:
-            looked_for = f"No answer behind response_template={self.response_template!r}"
             begins = repr(str(self.tokenizer.decode(silent[0]))[:200])
-            if len(silent) == len(batch):
-                raise ValueError(
-                    f"{looked_for} in any row of the batch, and so nothing to learn; the first begins with {begins}. "
-                    "Give the template as the rows have it, or raise the maximum length that cut the answers away."
-                )
             self._warn_once(
-                "no answer", f"{looked_for} in a row. Nothing is learnt from such rows; this one begins with {begins}."
+                "no answer",
+                f"No answer after response_template={self.response_template!r} in a row. Nothing is learnt from such "
+                f"rows; this one begins with {begins}. If they are many, give the template as the rows have it, or "
+                "raise the maximum length that cut the answers away.",
             )
         labels = [
             [token if counts else self.ignore_index for token, counts in zip(ids, mask, strict=True)]

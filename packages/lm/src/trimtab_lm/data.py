@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import Sampler, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.rows import RowFormat, prepare_dataset, row_format
+from trimtab_lm.positions import Positions
+from trimtab_lm.rows import RowFormat, columns_of, prepare_dataset, row_format
 from trimtab_lm.tokenization import encode_prompt
 from trimtab_lm.truncation import report_truncation, truncate_columns
 
@@ -132,6 +133,8 @@ def tokenize_prompts(
     column: str = "prompt",
     into: str = PROMPT_IDS,
     max_length: int | None = None,
+    max_completion_length: int = 0,
+    positions: Positions | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
 ) -> Any:
@@ -148,14 +151,17 @@ def tokenize_prompts(
         column: where the prompts are.
         into: the column of token ids that is added.
         max_length: prompts that are longer lose their beginning, but not their BOS.
+        max_completion_length: tokens that are sampled after a prompt at most.
+        positions: of the model, in which a prompt and its completion must have room.
         chat_template_kwargs: arguments of the chat template.
         num_proc: processes that tokenize.
 
     Raises:
         TypeError: for what is no datasets.Dataset.
-        ValueError: without the column, or with an empty prompt.
+        ValueError: without the column, with an empty prompt, or with one that leaves no room for its completion.
     """
-    options: dict[str, Any] = {"max_length": max_length, "chat_template_kwargs": chat_template_kwargs}
+    options: dict[str, Any] = {"max_length": max_length, "max_completion_length": max_completion_length}
+    options |= {"positions": positions, "chat_template_kwargs": chat_template_kwargs}
     options |= {"is_encoder_decoder": is_encoder_decoder, "column": column, "into": into}
     if isinstance(dataset, dict):
         options |= {"needed_for": needed_for, "num_proc": num_proc}
@@ -169,7 +175,7 @@ def tokenize_prompts(
             "again when training resumes. Read a stream's rows into one: Dataset.from_list(list(stream.take(n)))."
         )
     if column == "prompt":
-        row_format(dataset.column_names, [RowFormat.PROMPT], needed_for=needed_for)
+        row_format(columns_of(dataset), [RowFormat.PROMPT], needed_for=needed_for)
     encode = partial(_encode, tokenizer=tokenizer, **options)
     rows = prepare_dataset(dataset, encode, keep=dataset.column_names, num_proc=num_proc, desc="tokenizing prompts")
     return report_truncation(rows, limit=f"max_prompt_length={max_length}")
@@ -183,6 +189,8 @@ def _encode(
     column: str,
     into: str,
     max_length: int | None,
+    max_completion_length: int,
+    positions: Positions | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     ids = encode_prompt(tokenizer, row[column], tools=row.get("tools"), chat_template_kwargs=chat_template_kwargs)[
@@ -191,9 +199,15 @@ def _encode(
     if not ids:
         raise ValueError("The prompt is empty, and there is no token to continue from. Fill it or drop the row.")
     stops = [tokenizer.eos_token_id] if is_encoder_decoder else []
-    return truncate_columns(
+    prompt = truncate_columns(
         {into: [*ids, *stops]}, {into: max_length}, mode="keep_end", bos_token_id=tokenizer.bos_token_id
     )
+    if positions is not None:
+        positions.check_sample(
+            len(prompt[into]), max_completion_length, is_encoder_decoder=is_encoder_decoder,
+            remedy=f"Lower max_prompt_length ({max_length}) or max_completion_length ({max_completion_length}).",
+        )  # fmt: skip
+    return prompt
 
 
 def as_queries(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool) -> Dataset:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.tracking import progress
+from trimtab_lm.positions import Positions
 
 PLAIN_SAMPLING = {
     "temperature": 1.0,
@@ -187,8 +188,16 @@ def generate(
     Queries are taken in batches of like length and padded on the left; transformers derives the position ids from the
     mask. Responses end with their end token, where they have one; an end token inside a query is harmless. The decoder
     start token of an encoder-decoder model is not part of a response, and `return_prompt` means nothing to it.
+
+    Raises ValueError where the longest query and its response have no room in the model's positions.
     """
     is_encoder_decoder = model.config.is_encoder_decoder
+    longest = max(map(len, queries), default=0)
+    length = config.max_length or longest  # of query and response together, or of an encoder-decoder's response
+    new = config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
+    Positions.of(model).check_sample(
+        longest, new, is_encoder_decoder=is_encoder_decoder, remedy="Lower max_new_tokens, or shorten the queries."
+    )
     device = model.get_input_embeddings().weight.device
     # Only a criterion of its own ends a response without an end token; else a pad token at the end was sampled.
     padding = config.pad_token_id if config.stop_strings or "stopping_criteria" in kwargs else None
@@ -247,6 +256,11 @@ class Sampler:
     ) -> list[list[Tensor]]:
         """The responses of each model, in eval mode, to 1-D queries: see `generate`. models: contexts that give one."""
         for i, query in enumerate(queries):
+            if not isinstance(query, Tensor):
+                raise TypeError(
+                    f"Query {i} is a {type(query).__name__}; a 1-D tensor of token ids is needed. Tokenize a text: "
+                    "tokenizer(text, return_tensors='pt').input_ids[0]."
+                )
             if query.dim() != 1 or len(query) == 0:
                 raise ValueError(
                     f"Query {i} has shape {list(query.shape)}: give one 1-D tensor of token ids, or a list of them."

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_lm.generation import pad
+from trimtab_lm.positions import Positions
 
 
 class RewardModel:
@@ -41,8 +42,8 @@ class RewardModel:
             )
         self.model: Any = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.label, self.batch_size = tokenizer, label or 0, batch_size
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.max_length = max_length or limit
+        limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None), Positions.of(model).decoder)
+        self.max_length = max_length or min((limit for limit in limits if limit is not None), default=None)
 
     @torch.no_grad()
     def __call__(self, queries: Sequence[str], responses: Sequence[str], **_: Any) -> list[float]:

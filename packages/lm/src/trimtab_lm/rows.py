@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 from datasets import Dataset, IterableDataset
@@ -14,6 +14,8 @@ Conversation = Sequence[Mapping[str, Any]]
 """Messages of a role and a content."""
 
 Row = Mapping[str, Any]
+
+T = TypeVar("T")
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
@@ -40,6 +42,20 @@ COLUMN_SETS: dict[RowFormat, tuple[tuple[str, ...], ...]] = {
     RowFormat.TOKENIZED_PREFERENCE: (("input_ids_chosen", "input_ids_rejected"),),
     RowFormat.PROMPT: (("prompt",),),
 }
+
+
+def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
+    """The names of a dataset's columns; a stream that does not know them is asked for its first row.
+
+    Raises ValueError for a dataset without rows. A stream that knows its columns is not read.
+    """
+    names = dataset.column_names or list(next(iter(dataset), ()))
+    if not names or (isinstance(dataset, Dataset) and len(dataset) == 0):
+        raise ValueError(
+            "The dataset is empty: there is no row to train or evaluate on. Check its split and its filters, or leave "
+            "the dataset out."
+        )
+    return list(names)
 
 
 def row_format(
@@ -117,12 +133,10 @@ def prepare_dataset(
 
     def encode_batch(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        encoded = [_numbered(encode, row, number) for row, number in zip(rows, numbers, strict=True)]
+        encoded = [numbered(encode, row, number) for row, number in zip(rows, numbers, strict=True)]
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
-    # A stream from a generator learns its columns from its first row.
-    names = dataset.column_names or list(next(iter(dataset)))
-    dropped = [name for name in names if name not in keep]
+    dropped = [name for name in columns_of(dataset) if name not in keep]
     batches: dict[str, Any] = {"batched": True, "batch_size": batch_size, "with_indices": True}
     if isinstance(dataset, IterableDataset):
         return dataset.map(encode_batch, remove_columns=dropped, **batches)
@@ -143,9 +157,8 @@ def _bars_for_terminals() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _numbered(
-    encode: Callable[[dict[str, Any]], Mapping[str, Any]], row: dict[str, Any], number: int
-) -> Mapping[str, Any]:
+def numbered(encode: Callable[[dict[str, Any]], T], row: dict[str, Any], number: int) -> T:
+    """`encode(row)`; its ValueError is raised again with the number of the row."""
     try:
         return encode(row)
     except ValueError as error:

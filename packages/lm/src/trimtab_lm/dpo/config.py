@@ -94,7 +94,7 @@ class DPOConfig(TrainingArguments):
         default=False,
     )
     num_eval_samples: int = _help("Prompts of that table.", default=8)
-    max_new_tokens: int = _help("Longest answer in that table.", default=128)
+    max_new_tokens: int = _help("Longest answer in that table; less where the model has fewer positions.", default=128)
     generation_kwargs: dict[str, Any] | None = _help(
         "Settings of generation for that table, such as temperature. None: samples of the model's own distribution.",
         default=None,

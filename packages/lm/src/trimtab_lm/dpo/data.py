@@ -14,7 +14,8 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.dpo_collator import REFERENCE_COLUMNS, SIDES
-from trimtab_lm.rows import Conversation, RowFormat, prepare_dataset, row_format
+from trimtab_lm.positions import Positions
+from trimtab_lm.rows import Conversation, RowFormat, columns_of, numbered, prepare_dataset, row_format
 from trimtab_lm.tokenization import (
     encode_preference,
     encode_preference_seq2seq,
@@ -49,14 +50,23 @@ class PairTokenizer:
     max_target_length: int | None = None
     truncation_mode: Mode = "keep_end"
     label_pad_token_id: int = -100
+    positions: Positions | None = None
+    """Of the model; ValueError for a pair that is longer after the cut."""
 
     @classmethod
-    def of(cls, config: DPOConfig, tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool) -> "PairTokenizer":
+    def of(
+        cls,
+        config: DPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        is_encoder_decoder: bool,
+        positions: Positions | None = None,
+    ) -> "PairTokenizer":
         """The one that a config asks for; ValueError for a tokenizer without EOS."""
         require_eos(tokenizer)
         mode = cast(Mode, config.truncation_mode)
         limits = (config.max_length, config.max_prompt_length, config.max_target_length)
-        return cls(tokenizer, is_encoder_decoder, *limits, mode, config.label_pad_token_id)
+        return cls(tokenizer, is_encoder_decoder, *limits, mode, config.label_pad_token_id, positions)
 
     @property
     def limits(self) -> str:
@@ -83,7 +93,19 @@ class PairTokenizer:
             pair[f"{side}_labels"] = [
                 token if counts else self.label_pad_token_id for token, counts in zip(ids, mask, strict=True)
             ]
+        self.check_length(pair)
         return _with_masks(pair | {TOKENS_CUT: pair[TOKENS_CUT] + cut})
+
+    def check_length(self, pair: Mapping[str, Any]) -> None:
+        """Raise ValueError for a tokenized pair of which a text is longer than the model's positions."""
+        if self.positions is None:
+            return
+        remedy = f"Lower max_length ({self.max_length}), or drop the pair."
+        if self.is_encoder_decoder:
+            self.positions.check("The prompt is too long", encoder=len(pair["prompt_input_ids"]), remedy=remedy)
+        for side in SIDES:
+            length = len(pair[f"{side}_labels"])  # a decoder's labels cover the prompt too
+            self.positions.check(f"The {side} answer is too long", decoder=length, remedy=remedy)
 
     def row(self, row: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
         """The token columns alone.
@@ -132,7 +154,9 @@ class PairTokenizer:
             encoded, limits, mode=self.truncation_mode, bos_token_id=self.tokenizer.bos_token_id,
             stop_ids=stop_token_ids(self.tokenizer),
         )  # fmt: skip
-        return _with_masks(pair | {f"{side}_labels": pair.pop(f"{side}_input_ids") for side in SIDES})
+        pair |= {f"{side}_labels": pair.pop(f"{side}_input_ids") for side in SIDES}
+        self.check_length(pair)
+        return _with_masks(pair)
 
 
 def _with_masks(pair: dict[str, Any]) -> dict[str, Any]:
@@ -165,8 +189,12 @@ def tokenize_pairs(
             f"The data set is a {type(dataset).__name__}; datasets.Dataset or IterableDataset is needed. Make one: "
             "datasets.Dataset.from_list(rows)."
         )
-    columns = dataset.column_names or list(next(iter(dataset)))
-    if tokenized_columns(is_encoder_decoder=tokenize.is_encoder_decoder) <= set(columns):
+    columns = columns_of(dataset)
+    names = tokenized_columns(is_encoder_decoder=tokenize.is_encoder_decoder)
+    if names <= set(columns):
+        if isinstance(dataset, Dataset) and tokenize.positions is not None and tokenize.positions.is_limited:
+            for number, row in enumerate(dataset.select_columns(sorted(names)).with_format(None)):
+                numbered(tokenize.check_length, row, number)
         return dataset
     row_format(columns, (RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE), needed_for="DPO")
     keep = columns if keep_columns else [name for name in REFERENCE_COLUMNS if name in columns]

@@ -14,6 +14,7 @@ from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_lm.dropout import without_dropout
 from trimtab_lm.generation import eos_token_ids, generate, response_texts, sampling_config
+from trimtab_lm.positions import Positions
 
 from .setup import placed
 
@@ -75,10 +76,14 @@ def _texts(trainer: Any, model: Any, prompts: Sequence[Tensor]) -> list[str]:
     args, tokenizer = trainer.args, trainer.tokenizer
     settings = {"do_sample": True, "max_new_tokens": args.max_new_tokens, **(args.generation_kwargs or {})}
     config, rest = sampling_config(model, pad_token_id=trainer.padding_value, **settings)
+    is_encoder_decoder, longest = model.config.is_encoder_decoder, max(map(len, prompts), default=0)
+    room = Positions.of(model).room(longest, is_encoder_decoder=is_encoder_decoder)
+    if room is not None:  # a table of shorter answers is better than a run that ends in its evaluation
+        config.max_new_tokens = min(config.max_new_tokens, max(room, 1))
     seed = sampling_seed(args.seed, rank=args.process_index, draw=trainer.state.global_step)
     with private_rng(seed, model.device):
         answers = generate(
             model, prompts, config, eos_ids=eos_token_ids(model, tokenizer.eos_token_id, config),
             batch_size=args.per_device_eval_batch_size, return_prompt=False, **rest,
         )  # fmt: skip
-    return response_texts(tokenizer, prompts, answers, is_encoder_decoder=model.config.is_encoder_decoder)
+    return response_texts(tokenizer, prompts, answers, is_encoder_decoder=is_encoder_decoder)

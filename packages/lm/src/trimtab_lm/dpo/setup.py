@@ -1,5 +1,6 @@
 """The models of a DPO run: the adapter that trains, and the reference."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,12 @@ from .config import DPOConfig
 def make_trainable(model: Any, peft_config: PeftConfig | None, config: DPOConfig) -> Any:
     """The model with the adapters of peft_config, and with `model_adapter_name` as the one that trains.
 
+    Adapters that a model brings beside a peft_config are merged into its weights first, with a warning.
+
     Raises ValueError for a name that the model does not have, and if the adapter that trains would be the reference.
     """
+    if peft_config is not None and isinstance(model, PeftModel):
+        model = _merged(model, config)
     model = with_adapters(model, peft_config, config)
     known = list(model.peft_config) if isinstance(model, PeftModel) else []
     if config.model_adapter_name is not None:
@@ -33,6 +38,29 @@ def make_trainable(model: Any, peft_config: PeftConfig | None, config: DPOConfig
             "with the policy. Name the one to train by model_adapter_name."
         )
     return model
+
+
+def _merged(model: PeftModel, config: DPOConfig) -> Any:
+    """The model under its adapters, with the active one merged into the weights; ValueError where that cannot be."""
+    active, others = model.active_adapters, sorted(set(model.peft_config) - set(model.active_adapters))
+    if config.ref_adapter_name is not None or config.model_adapter_name is not None:
+        raise ValueError(
+            f"model_adapter_name={config.model_adapter_name!r} and ref_adapter_name={config.ref_adapter_name!r} name "
+            "adapters of the model, and peft_config would put a new one in the place of all of them. Leave peft_config "
+            "out to train an adapter of the model, or leave the names out."
+        )
+    if any(model.peft_config[name].is_prompt_learning for name in active):
+        raise ValueError(
+            f"peft_config adds adapters to a model whose {active} is a learned prompt, which cannot be merged into the "
+            "weights. Leave peft_config out to train it."
+        )
+    lost = f" Its adapters {others} are not active and are dropped." if others else ""
+    warnings.warn(
+        f"The model has adapters, and peft_config adds new ones: {active} is merged into the weights, in place, and "
+        f"the merged model is the reference.{lost} Leave peft_config out to train the adapters of the model.",
+        stacklevel=4,
+    )
+    return model.merge_and_unload()
 
 
 def load_reference(ref_model: Any, config: DPOConfig) -> Any:

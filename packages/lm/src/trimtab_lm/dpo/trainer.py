@@ -18,6 +18,7 @@ from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
 from trimtab_lm.dpo_collator import REFERENCE_COLUMNS, PreferencePairCollator
 from trimtab_lm.dropout import without_dropout
 from trimtab_lm.legacy import DPO, takes_constructor_of_2024
+from trimtab_lm.positions import Positions
 from trimtab_lm.scoring import best_layout, score_tokens_in_forward
 from trimtab_lm.training import (
     Recorder,
@@ -119,7 +120,9 @@ class DPOTrainer(CheckpointedTrainer):
         score_tokens_in_forward(self.model)
         self.tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         self.is_encoder_decoder = check_kind(self.model, self.config)
-        self.pair_tokenizer = PairTokenizer.of(self.config, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
+        self.pair_tokenizer = PairTokenizer.of(
+            self.config, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder, positions=Positions.of(self.model)
+        )
         self.padding_value = padding_of(self.tokenizer, self.config)
         self.decoder_start_token_id = decoder_start(self.model)
         if data_collator is None:

@@ -24,6 +24,7 @@ from trimtab_lm.dropout import without_dropout
 from trimtab_lm.generation import response_texts
 from trimtab_lm.legacy import takes_constructor_of_2024
 from trimtab_lm.packing import token_columns
+from trimtab_lm.positions import Positions
 from trimtab_lm.reference import Reference
 from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
 from trimtab_lm.tokenization import require_eos
@@ -135,6 +136,7 @@ class GRPOTrainer(CheckpointedTrainer):
             reward_funcs, args.reward_weights, reward_processing_classes, names=args.reward_names, device=args.device
         )
         self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
+        self.positions = Positions.of(self.model)
         self.version = 0  # of the weights, as backends count it
         self._evaluated = 0
         self._until_backward: ExitStack | None = None
@@ -145,6 +147,9 @@ class GRPOTrainer(CheckpointedTrainer):
             is_encoder_decoder=is_encoder_decoder,
             needed_for="GRPO",
             max_length=args.max_prompt_length,
+            # A sampler of the caller's has a limit of its own, so that its completions are measured as they come.
+            max_completion_length=args.max_completion_length if rollout is None else 0,
+            positions=self.positions,
             chat_template_kwargs=args.chat_template_kwargs,
             num_proc=args.dataset_num_proc,
         )
@@ -234,6 +239,10 @@ class GRPOTrainer(CheckpointedTrainer):
                 prompts, num_generations=args.num_generations, version=self.version, seed=seed
             )
             each = [prompt for prompt in prompts for _ in range(args.num_generations)]
+            is_encoder_decoder = bool(base_of(self.model).config.is_encoder_decoder)
+            remedy = "Let the rollout sample fewer tokens, or lower max_prompt_length."
+            for prompt, ids in zip(each, rollout.completions, strict=True):
+                self.positions.check_sample(len(prompt), len(ids), is_encoder_decoder=is_encoder_decoder, remedy=remedy)
             texts = self.texts_of(each, rollout.completions)
             scored = self._score(rows, texts, [ids.tolist() for ids in rollout.completions])
         shape = (len(rows), args.num_generations)

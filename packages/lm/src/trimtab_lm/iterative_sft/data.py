@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.rows import RowFormat, prepare_dataset, row_format
+from trimtab_lm.positions import Positions
+from trimtab_lm.rows import RowFormat, columns_of, prepare_dataset, row_format
 from trimtab_lm.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
 from trimtab_lm.truncation import truncate_row
 
@@ -25,6 +26,7 @@ def rows_of_tensors(
     config: IterativeSFTConfig,
     *,
     is_encoder_decoder: bool,
+    positions: Positions | None = None,
 ) -> Rows:
     """`input_ids` and `labels` of each row, less what the attention mask leaves out; see IterativeSFTTrainer.step."""
     if input_ids is None:
@@ -45,7 +47,7 @@ def rows_of_tensors(
         if attention_mask is not None:
             row = _without_padding(row, attention_mask[i], i, is_encoder_decoder=is_encoder_decoder)
         rows.append(row)
-    return _cut(rows, config, is_encoder_decoder=is_encoder_decoder)
+    return _cut(rows, config, is_encoder_decoder=is_encoder_decoder, positions=positions)
 
 
 def rows_of_texts(
@@ -55,6 +57,7 @@ def rows_of_texts(
     config: IterativeSFTConfig,
     *,
     is_encoder_decoder: bool,
+    positions: Positions | None = None,
 ) -> Rows:
     """`input_ids` and `labels` of each text; see IterativeSFTTrainer.step."""
     if is_encoder_decoder and texts_labels is None:
@@ -72,31 +75,35 @@ def rows_of_texts(
             rows.append(encode_seq2seq(tokenizer, text, target))
         else:
             rows.append(_learning(tokenizer, text, target, i))
-    return _cut(rows, config, is_encoder_decoder=is_encoder_decoder)
+    return _cut(rows, config, is_encoder_decoder=is_encoder_decoder, positions=positions)
 
 
 def tokenize_dataset(
-    dataset: Any, tokenizer: PreTrainedTokenizerBase, config: IterativeSFTConfig, *, is_encoder_decoder: bool
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    config: IterativeSFTConfig,
+    *,
+    is_encoder_decoder: bool,
+    positions: Positions | None = None,
 ) -> Any:
     """A data set as `input_ids` and `labels`; None stays None."""
     if dataset is None:
         return None
-    kind = row_format(dataset.column_names, FORMATS, needed_for="IterativeSFT")
+    kind = row_format(columns_of(dataset), FORMATS, needed_for="IterativeSFT")
+    options: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "positions": positions}
 
     def encode(row: Mapping[str, Any]) -> dict[str, list[int]]:
         if kind == RowFormat.TOKENIZED:
             ids, mask, labels = (None if row.get(name) is None else [torch.tensor(row[name])] for name in COLUMNS)
-            return rows_of_tensors(ids, mask, labels, config, is_encoder_decoder=is_encoder_decoder)[0]
+            return rows_of_tensors(ids, mask, labels, config, **options)[0]
         if kind == RowFormat.TEXT:
-            return rows_of_texts([row["text"]], None, tokenizer, config, is_encoder_decoder=is_encoder_decoder)[0]
+            return rows_of_texts([row["text"]], None, tokenizer, config, **options)[0]
         if is_encoder_decoder:
-            return _cut([encode_seq2seq(tokenizer, row["prompt"], row["completion"])], config, is_encoder_decoder=True)[
-                0
-            ]
+            return _cut([encode_seq2seq(tokenizer, row["prompt"], row["completion"])], config, **options)[0]
         encoded = encode_prompt_completion(tokenizer, row["prompt"], row["completion"])
         pairs = zip(encoded["input_ids"], encoded["completion_mask"], strict=True)
         row = {"input_ids": encoded["input_ids"], "labels": [token if one else -100 for token, one in pairs]}
-        return _cut([row], config, is_encoder_decoder=False)[0]
+        return _cut([row], config, **options)[0]
 
     return prepare_dataset(dataset, encode, desc="tokenizing")
 
@@ -145,8 +152,13 @@ def _learning(tokenizer: PreTrainedTokenizerBase, text: str, target: str, i: int
     return {"input_ids": ids, "labels": [token if one else -100 for token, one in zip(ids, mask, strict=True)]}
 
 
-def _cut(rows: Rows, config: IterativeSFTConfig, *, is_encoder_decoder: bool) -> Rows:
-    """The rows at most max_length tokens long, with one warning of how much was cut."""
+def _cut(
+    rows: Rows, config: IterativeSFTConfig, *, is_encoder_decoder: bool, positions: Positions | None = None
+) -> Rows:
+    """The rows at most max_length tokens long, with one warning of how much was cut.
+
+    Raises ValueError for a row that holds nothing to learn, or is longer than the model's positions.
+    """
     kept, cut = [], 0
     for i, row in enumerate(rows):
         columns = (("input_ids",), ("labels",)) if is_encoder_decoder else (("input_ids", "labels"),)
@@ -164,6 +176,10 @@ def _cut(rows: Rows, config: IterativeSFTConfig, *, is_encoder_decoder: bool) ->
                 f"Row {i} has no token that counts and that another predicts (max_length={config.max_length}). Leave "
                 "the row out, raise max_length, or check its labels."
             )
+        if positions is not None:
+            lengths = {"encoder": len(short["input_ids"]), "decoder": len(short["labels"])}
+            remedy = f"Set max_length ({config.max_length}) to cut it, or leave it out."
+            positions.check(f"Row {i} is too long", **lengths, remedy=remedy)
         kept.append(short)
     if cut:
         warnings.warn(

@@ -24,6 +24,7 @@ from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
 from trimtab_lm.collators import DocumentCollator
 from trimtab_lm.legacy import ITERATIVE_SFT, takes_constructor_of_2024
 from trimtab_lm.packing import from_labels, token_columns
+from trimtab_lm.positions import Positions
 from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
 from trimtab_lm.sft.loss import token_nll
 from trimtab_lm.training import (
@@ -89,6 +90,9 @@ class IterativeSFTTrainer(CheckpointedTrainer):
         self.recorder = Recorder()
         self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self.is_encoder_decoder = bool(base_of(model).config.is_encoder_decoder)
+        self._of_model: dict[str, Any] = {
+            "is_encoder_decoder": self.is_encoder_decoder, "positions": Positions.of(model)
+        }  # fmt: skip
         if data_collator is None:
             pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
             data_collator = DocumentCollator(
@@ -140,16 +144,13 @@ class IterativeSFTTrainer(CheckpointedTrainer):
         gives its own rows, the same number of them. Returns `loss` (per token, in nats, before the updates),
         `grad_norm`, `learning_rate`, `epoch` (calls of step), `global_step` and `num_tokens`, over all processes.
 
-        Raises ValueError for rows that do not fit together, that hold nothing to learn, or when max_steps is reached.
+        Raises ValueError for rows that do not fit together, that hold nothing to learn or are longer than the model's
+        positions, or when max_steps is reached.
         """
         if texts is not None:
-            rows = rows_of_texts(
-                texts, texts_labels, self.tokenizer, self._config, is_encoder_decoder=self.is_encoder_decoder
-            )
+            rows = rows_of_texts(texts, texts_labels, self.tokenizer, self._config, **self._of_model)
         else:
-            rows = rows_of_tensors(
-                input_ids, attention_mask, labels, self._config, is_encoder_decoder=self.is_encoder_decoder
-            )
+            rows = rows_of_tensors(input_ids, attention_mask, labels, self._config, **self._of_model)
         if not self._is_begun:
             self._begin(self.open_run(None))
         self._check_step(len(rows))
@@ -201,7 +202,8 @@ class IterativeSFTTrainer(CheckpointedTrainer):
         """The micro-batches of an optimizer step, and how many of their tokens count, over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         skipped = 0 if self.is_encoder_decoder else 1  # nothing predicts a row's first token
-        return batches, window_total(self, [(batch["labels"][:, skipped:] != -100).sum() for batch in batches])
+        total = window_total(self, [(batch["labels"][:, skipped:] != -100).sum() for batch in batches])
+        return batches, total.clamp(min=1)  # where no token counts the loss is 0, and not 0 / 0
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -254,7 +256,7 @@ class IterativeSFTTrainer(CheckpointedTrainer):
             self.data_collator = own
 
     def _tokenized(self, dataset: Any) -> Any:
-        return tokenize_dataset(dataset, self.tokenizer, self._config, is_encoder_decoder=self.is_encoder_decoder)
+        return tokenize_dataset(dataset, self.tokenizer, self._config, **self._of_model)
 
     def _shuffled_batches(self, rows: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
         """The rows in batches, in an order that depends on the seed and the number of the call alone."""

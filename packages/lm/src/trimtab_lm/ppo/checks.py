@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trimtab_common.stats import sum_over_ranks
+from trimtab_lm.positions import Positions
 
 
 def check_step(
@@ -17,9 +18,16 @@ def check_step(
     *,
     batch_size: int,
     vocab_size: int,
+    positions: Positions,
+    is_encoder_decoder: bool,
+    is_first: bool,
     device: torch.device,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor] | None]:
-    """The arguments of a step on `device`, the scores as one float tensor [B]; an error names the row that is wrong."""
+    """The arguments of a step on `device`, the scores as one float tensor [B]; an error names the row that is wrong.
+
+    positions: of the policy. is_first: whether no step was taken before; only then are responses searched for their
+    queries, because a policy may learn to repeat them.
+    """
     for name, column in (
         ("queries", queries),
         ("responses", responses),
@@ -35,29 +43,19 @@ def check_step(
                 f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
                 "batch, or make the config with the batch_size that you use."
             )
-    rows = {"queries": queries, "responses": responses}
-    for name, column in rows.items():
-        for i, row in enumerate(column):
-            if not isinstance(row, Tensor) or row.dim() != 1 or row.is_floating_point():
-                found = (
-                    f"a {row.dtype} tensor of shape {list(row.shape)}"
-                    if isinstance(row, Tensor)
-                    else type(row).__name__
-                )
-                raise TypeError(
-                    f"{name}[{i}] must be a 1-D tensor of token ids, got {found}. Use tensor.squeeze(0) for [1, T]."
-                )
-            if len(row) == 0:
-                raise ValueError(
-                    f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token)."
-                )
-        ids = torch.cat(list(column))
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-            i = next(i for i, row in enumerate(column) if int(row.min()) < 0 or int(row.max()) >= vocab_size)
-            raise ValueError(
-                f"{name}[{i}] holds token ids from {int(column[i].min())} to {int(column[i].max())}, the model's "
-                f"vocabulary has 0 to {vocab_size - 1}. Use the model's own tokenizer, and cut padding off."
-            )
+    for name, column in {"queries": queries, "responses": responses}.items():
+        _check_ids(name, column, vocab_size)
+    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        what, remedy = (
+            f"queries[{i}] with responses[{i}]",
+            "Shorten the query, or sample fewer tokens (max_new_tokens).",
+        )
+        if is_encoder_decoder:
+            positions.check(what, encoder=len(query), decoder=len(response), remedy=remedy)
+        else:
+            positions.check(what, decoder=len(query) + len(response), remedy=remedy)
+    if is_first and not is_encoder_decoder and response_masks is None:
+        _check_no_prompt(queries, responses)
     if response_masks is not None:
         _check_masks(response_masks, responses)
     tokens = [mask.sum() for mask in response_masks] if response_masks else [len(row) for row in responses]
@@ -86,6 +84,48 @@ def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], col
     if uneven:
         found = f"{len(rewards)} rewards, but {len(batch[uneven[0]])} rows in {uneven[0]!r}"
         raise ValueError(f"{found}: give one reward per row.")
+
+
+def _check_ids(name: str, column: Sequence[Any], vocab_size: int) -> None:
+    for i, row in enumerate(column):
+        if isinstance(row, str):
+            raise TypeError(
+                f"{name}[{i}] is a text, and token ids are needed. Tokenize it: tokenizer(text, "
+                "return_tensors='pt').input_ids[0]; responses come from generate(..., return_prompt=False)."
+            )
+        if not isinstance(row, Tensor) or row.dim() != 1 or row.is_floating_point():
+            is_tensor = isinstance(row, Tensor)
+            came = f"a {row.dtype} tensor of shape {list(row.shape)}" if is_tensor else type(row).__name__
+            raise TypeError(
+                f"{name}[{i}] must be a 1-D tensor of token ids, got {came}. Use tensor.squeeze(0) for [1, T]."
+            )
+        if len(row) == 0:
+            raise ValueError(
+                f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token)."
+            )
+    ids = torch.cat(list(column))
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        i = next(i for i, row in enumerate(column) if int(row.min()) < 0 or int(row.max()) >= vocab_size)
+        raise ValueError(
+            f"{name}[{i}] holds token ids from {int(column[i].min())} to {int(column[i].max())}, the model's "
+            f"vocabulary has 0 to {vocab_size - 1}. Use the model's own tokenizer, and cut padding off."
+        )
+
+
+def _check_no_prompt(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
+    """Raise ValueError if every response begins with its whole query, as `generate` returns it with the prompt.
+
+    A query of one repeated token is no evidence, and fewer than 8 tokens of others are none either: a policy can
+    happen to repeat those.
+    """
+    telling = sum(len(query) for query in queries if bool((query != query[0]).any()))
+    pairs = zip(queries, responses, strict=True)
+    if telling >= 8 and all(torch.equal(query, response[: len(query)].to(query.device)) for query, response in pairs):
+        raise ValueError(
+            "Every response begins with its whole query, so the prompts would be trained on as if the policy had "
+            "written them. Call generate(..., return_prompt=False), or cut response[len(query):]. If the policy does "
+            "repeat its queries, pass response_masks of ones."
+        )
 
 
 def _check_masks(response_masks: Sequence[Tensor], responses: Sequence[Tensor]) -> None:

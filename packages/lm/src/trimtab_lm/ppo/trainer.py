@@ -36,6 +36,7 @@ from trimtab_lm.data import (
     used_columns,
 )
 from trimtab_lm.dropout import without_dropout
+from trimtab_lm.positions import Positions
 from trimtab_lm.rewards import RewardModel
 from trimtab_lm.value_head import PreTrainedModelWrapper
 
@@ -250,6 +251,9 @@ class PPOTrainer:
             response_masks,
             batch_size=self.config.batch_size,
             vocab_size=self.model.pretrained_model.get_input_embeddings().num_embeddings,
+            positions=Positions.of(self.model.pretrained_model),
+            is_encoder_decoder=self.is_encoder_decoder,
+            is_first=self.steps_done == 0,
             device=self.current_device,
         )
         if self.is_encoder_decoder:

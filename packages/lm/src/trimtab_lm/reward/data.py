@@ -8,8 +8,9 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_lm.positions import Positions
 from trimtab_lm.reward_collator import SIDES, one_margin, real_tokens
-from trimtab_lm.rows import Row, RowFormat, common_length, preference_parts, prepare_dataset, row_format
+from trimtab_lm.rows import Row, RowFormat, columns_of, common_length, preference_parts, prepare_dataset, row_format
 from trimtab_lm.tokenization import encode_prompt_completion, stop_token_ids
 from trimtab_lm.truncation import IS_EMPTIED, report_truncation, truncate_pair
 
@@ -22,12 +23,18 @@ BY_LENGTH = ("group_by_length", "batch_rebalance")
 
 
 def prepare_pairs(
-    dataset: Any, tokenizer: PreTrainedTokenizerBase, args: RewardConfig, *, keeps_columns: bool = False
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    args: RewardConfig,
+    *,
+    keeps_columns: bool = False,
+    positions: Positions | None = None,
 ) -> Any:
     """The dataset with the columns that `reward_collator` reads, and pairs longer than max_length dropped or cut.
 
     A dataset that is not of `datasets` must give such rows itself. Other columns stay if keeps_columns. A
-    `length_column_name`, of both texts together, is made where the sampling goes by it.
+    `length_column_name`, of both texts together, is made where the sampling goes by it. positions: of the model;
+    ValueError for a text that is longer and was neither dropped nor cut.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         if args.max_length is not None:
@@ -36,13 +43,14 @@ def prepare_pairs(
                 "datasets.Dataset, or leave max_length out and shorten the rows yourself."
             )
         return dataset
-    columns = dataset.column_names or list(next(iter(dataset)))
+    columns = columns_of(dataset)
     encode = partial(
         _encode,
         tokenizer=tokenizer,
         is_tokenized=row_format(columns, FORMATS, needed_for="RewardTrainer") is RowFormat.TOKENIZED_PREFERENCE,
         max_length=args.max_length,
         mode=args.truncation_mode,
+        positions=positions,
         length_column=args.length_column_name if args.train_sampling_strategy in BY_LENGTH else None,
     )
     kept = columns if keeps_columns else ()
@@ -61,6 +69,7 @@ def _encode(
     is_tokenized: bool,
     max_length: int | None,
     mode: Any,
+    positions: Positions | None,
     length_column: str | None,
 ) -> dict[str, Any]:
     pair: dict[str, Any] = _tokenized_pair(row) if is_tokenized else _text_pair(row, tokenizer)
@@ -78,6 +87,9 @@ def _encode(
         encoded[IS_EMPTIED] |= pair["chosen_input_ids"] == pair["rejected_input_ids"]
     for side in SIDES:
         ids = pair[f"{side}_input_ids"]
+        if positions is not None and not encoded.get(TOO_LONG):
+            remedy = f"Lower max_length ({max_length}): truncation_mode={mode!r} says what is done to longer pairs."
+            positions.check(f"The {side} text is too long", encoder=len(ids), decoder=len(ids), remedy=remedy)
         encoded |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
     if "margin" in row:
         encoded["margin"] = one_margin(row["margin"])

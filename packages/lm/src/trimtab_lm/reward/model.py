@@ -1,4 +1,4 @@
-"""Sequence classifiers with one label, as models that score texts."""
+"""Sequence classifiers as models that score texts."""
 
 import copy
 import math
@@ -33,12 +33,15 @@ def load_scorer(model: Any, init_kwargs: Mapping[str, Any] | None = None) -> Any
 
 
 def require_scorer(model: Any, tokenizer: Any) -> None:
-    """ValueError for a model with more labels than one. Its configuration gets the padding token, as batches need."""
+    """Set the padding token that batches need in the model's configuration; warn of a model with several labels."""
     config = base_of(model).config
     if config.num_labels != 1:
-        raise ValueError(
-            f"The model has {config.num_labels} labels, and a score is one number. Load it by "
-            "AutoModelForSequenceClassification.from_pretrained(name, num_labels=1)."
+        warnings.warn(
+            f"The model has {config.num_labels} labels, and a score is one number. Each label is trained as a score of "
+            "its own: the loss is the mean over labels, and a text's score is the mean of its labels. For one score "
+            "load the model by AutoModelForSequenceClassification.from_pretrained(name, num_labels=1); of this one "
+            "read either the mean or one label.",
+            stacklevel=5,
         )
     config.pad_token_id = tokenizer.pad_token_id
 
@@ -84,15 +87,15 @@ def heads(base: Any) -> dict[str, nn.Module]:
 
 
 def init_head(base: Any, seed: int) -> None:
-    """Draw the weights of the layers with one output from N(0, 1 / (inputs + 1)), biases 0; ValueError without one."""
+    """Draw the weights of the layers that give scores from N(0, 1 / (inputs + 1)), biases 0; ValueError without one."""
     layers = [
         layer for head in heads(base).values() for layer in head.modules()
-        if isinstance(layer, nn.Linear) and layer.out_features == 1
+        if isinstance(layer, nn.Linear) and layer.out_features == base.config.num_labels
     ]  # fmt: skip
     if not layers:
         raise ValueError(
-            f"init_reward_head=True found no linear layer with one output in {type(base).__name__}. Leave it out, and "
-            "initialise the head yourself."
+            f"init_reward_head=True found no linear layer in {type(base).__name__} that gives a number for each of its "
+            f"{base.config.num_labels} labels. Leave it out, and initialise the head yourself."
         )
     for layer in layers:
         generator = torch.Generator().manual_seed(seed)

@@ -15,6 +15,7 @@ from transformers import EvalPrediction, TrainerCallback
 from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
 from trimtab_lm.legacy import REWARD, takes_constructor_of_2024
 from trimtab_lm.packing import token_columns
+from trimtab_lm.positions import Positions
 from trimtab_lm.reward_collator import PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
 from trimtab_lm.scoring import base_of, best_layout, score_sequences_in_forward
 from trimtab_lm.training import (
@@ -50,6 +51,8 @@ class RewardTrainer(CheckpointedTrainer):
 
     model: an `AutoModelForSequenceClassification` with num_labels=1, with adapters or without, or the name of one; a
         language model's name gets a new head. Decoders are scored at the last real token, also where padding is EOS.
+        With several labels each is trained as a score of its own, with a warning: losses and scores are means over
+        labels.
     data_collator: one that gives what `RewardDataCollatorWithPadding` does, instead of the padding-free one, in which
         the prompt of a pair is read once.
     train_dataset, eval_dataset (or a dict of several), streams too: rows of `prompt`, `chosen` and `rejected`, or of
@@ -135,17 +138,17 @@ class RewardTrainer(CheckpointedTrainer):
             logits = model(tokens=token_columns(rows))
         else:
             logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
-        chosen, rejected = scores = logits.reshape(-1, 2).unbind(1)
-        losses = pair_loss(*scores, margin=rows.get("margin"))
-        if self._config.center_rewards_coefficient is not None:
-            losses = losses + self._config.center_rewards_coefficient * centering(*scores)
+        # [labels, 2, B], of which almost every model has one label: each is a score of its own.
+        labels = logits.reshape(-1, 2, base_of(self.model).config.num_labels).permute(2, 1, 0)
+        losses = torch.stack([self._losses(*label, margin=rows.get("margin")) for label in labels]).mean(0)
+        chosen, rejected = scores = labels.mean(0)
         if model.training:
             self._record(chosen, rejected, losses, training=True)
         if num_items_in_batch is None:
             loss = losses.mean()
         else:
             loss = losses.sum() / num_items_in_batch * device_share(self)
-        return (loss, {"scores": torch.stack(scores, 1), "losses": losses}) if return_outputs else loss
+        return (loss, {"scores": scores.T, "losses": losses}) if return_outputs else loss
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -240,11 +243,17 @@ class RewardTrainer(CheckpointedTrainer):
         return model
 
     def _prepared(self, dataset: Any) -> Any:
-        return (
-            None
-            if dataset is None
-            else prepare_pairs(dataset, self.tokenizer, self._config, keeps_columns=self._keeps_columns)
-        )
+        if dataset is None:
+            return None
+        options: dict[str, Any] = {"keeps_columns": self._keeps_columns, "positions": Positions.of(self.model)}
+        return prepare_pairs(dataset, self.tokenizer, self._config, **options)
+
+    def _losses(self, chosen: Tensor, rejected: Tensor, *, margin: Tensor | None) -> Tensor:
+        """The losses [B] of pairs, from the scores [B] of their two answers."""
+        losses = pair_loss(chosen, rejected, margin=margin)
+        if self._config.center_rewards_coefficient is not None:
+            losses = losses + self._config.center_rewards_coefficient * centering(chosen, rejected)
+        return losses
 
     def _rows(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         pad, side = self.tokenizer.pad_token_id, self.tokenizer.padding_side

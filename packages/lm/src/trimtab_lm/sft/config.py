@@ -51,7 +51,7 @@ class SFTConfig(TrainingArguments):
     )
     dataset_kwargs: dict[str, Any] | None = _help(
         "skip_prepare_dataset: the rows are the collator's business. add_special_tokens: False for texts that hold "
-        "them already. append_concat_token: False for constant_length without EOS between documents.",
+        "them already. append_concat_token: False for constant_length without EOS between texts.",
         default=None,
     )
     model_init_kwargs: dict[str, Any] | None = _help(

@@ -9,7 +9,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.packing import best_fit
-from trimtab_lm.rows import RowFormat, as_messages, prepare_dataset, row_format
+from trimtab_lm.positions import Positions
+from trimtab_lm.rows import RowFormat, as_messages, columns_of, prepare_dataset, row_format
 from trimtab_lm.tokenization import (
     encode_messages,
     encode_prompt_completion,
@@ -33,16 +34,17 @@ def tokenize_rows(
     formatting_func: Formatting | None = None,
     is_encoder_decoder: bool = False,
     with_labels: bool = True,
+    is_cut: bool = True,
+    positions: Positions | None = None,
 ) -> Any:
     """A data set (or stream) of texts, conversations, prompts with completions or ids, as `input_ids` and `labels`.
 
     labels are -100 where a token does not count; with_labels=False leaves them to a collator, where every token does.
-    Rows are cut to max_length, and it is said how much was cut.
+    is_cut: cut rows to max_length, and warn with the number of tokens removed. positions: of the model; ValueError for
+    a row that is longer after the cut.
     """
-    columns = list(dataset.column_names or next(iter(dataset)))
-    kind = RowFormat.TEXT
-    if formatting_func is None:
-        kind = row_format(columns, FORMATS, needed_for="SFT", text_field=config.dataset_text_field)
+    columns = columns_of(dataset)
+    kind = format_of(columns, config, formatting_func)
     read = text_of(dataset, config, formatting_func)
     encode = _encoder(kind, read, tokenizer, config, is_encoder_decoder=is_encoder_decoder)
     _check_loss_applies(kind, config)
@@ -52,17 +54,24 @@ def tokenize_rows(
             "columns prompt and completion, or input_ids and labels."
         )
 
+    def check_length(**lengths: int) -> None:
+        if positions is not None:
+            positions.check("The row is too long", **lengths, remedy=f"Lower max_length ({config.max_length}).")
+
     def encode_row(row: dict[str, Any]) -> dict[str, Any]:
         encoded = encode(row)
         if is_encoder_decoder:
             limits = {"input_ids": config.max_length, "labels": config.max_length}
-            return truncate_columns(encoded, limits, mode=config.truncation_mode, stop_ids=stop_token_ids(tokenizer))  # type: ignore[arg-type]
+            short = truncate_columns(encoded, limits, mode=config.truncation_mode, stop_ids=stop_token_ids(tokenizer))  # type: ignore[arg-type]
+            check_length(encoder=len(short["input_ids"]), decoder=len(short["labels"]))
+            return short
         ids, mask = encoded["input_ids"], encoded["mask"]
-        cut = truncate_row(ids, mask, max_length=config.max_length, mode=config.truncation_mode)  # type: ignore[arg-type]
+        cut = truncate_row(ids, mask, max_length=config.max_length if is_cut else None, mode=config.truncation_mode)  # type: ignore[arg-type]
         if not any(mask):
             raise ValueError(
                 "No token of it counts, so there is nothing to learn from it. Drop it, or check the labels."
             )
+        check_length(decoder=len(cut.input_ids))
         labels = [token if one else -100 for token, one in zip(cut.input_ids, cut.mask, strict=True)]
         is_plain = not with_labels and kind in (RowFormat.TEXT, RowFormat.MESSAGES) and not config.assistant_only_loss
         return {"input_ids": cut.input_ids, **({} if is_plain else {"labels": labels}), **cut.counts}
@@ -70,6 +79,13 @@ def tokenize_rows(
     size = config.dataset_batch_size or (len(dataset) if isinstance(dataset, Dataset) else 1000)
     rows = prepare_dataset(dataset, encode_row, num_proc=config.dataset_num_proc, batch_size=size, desc="tokenizing")
     return report_truncation(rows, limit=f"max_length={config.max_length}")
+
+
+def format_of(columns: Sequence[str], config: SFTConfig, formatting_func: Formatting | None) -> RowFormat:
+    """What rows of these columns are; with a formatting_func they are texts."""
+    if formatting_func is not None:
+        return RowFormat.TEXT
+    return row_format(columns, FORMATS, needed_for="SFT", text_field=config.dataset_text_field)
 
 
 def _check_loss_applies(kind: RowFormat, config: SFTConfig) -> None:

@@ -17,6 +17,8 @@ from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
 from trimtab_lm.collators import DocumentCollator
 from trimtab_lm.legacy import SFT, takes_constructor_of_2024
 from trimtab_lm.packing import from_labels, token_columns
+from trimtab_lm.positions import Positions
+from trimtab_lm.rows import RowFormat, columns_of
 from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
 from trimtab_lm.tokenization import require_eos
 from trimtab_lm.training import (
@@ -37,7 +39,7 @@ from trimtab_lm.training import (
 
 from .config import SFTConfig
 from .constant_length import ConstantLengthDataset
-from .data import Formatting, pack, text_of, tokenize_rows
+from .data import Formatting, format_of, pack, text_of, tokenize_rows
 from .loss import token_nll
 
 
@@ -102,12 +104,14 @@ class SFTTrainer(CheckpointedTrainer):
         self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self.is_encoder_decoder = bool(base_of(self.model).config.is_encoder_decoder)
         self.has_own_collator = data_collator is not None
+        self.positions = Positions.of(self.model)
         if data_collator is None:
             eos, pad = require_eos(self.tokenizer), self.tokenizer.pad_token_id
             self.data_collator = DocumentCollator(
                 eos if pad is None else pad,  # what pads is masked by its place: it may be EOS
                 layout=best_layout(self.model, share_prefix=False),
                 decoder_start_token_id=getattr(base_of(self.model).config, "decoder_start_token_id", None),
+                positions=self.positions,
             )
         with args.main_process_first(desc="tokenizing"):
             self.train_dataset = self._prepared(train_dataset, packing=args.packing)
@@ -142,7 +146,8 @@ class SFTTrainer(CheckpointedTrainer):
         """The micro-batches of an optimizer step, and how many of their tokens count, over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         skipped = 0 if self.is_encoder_decoder else 1  # nothing predicts a row's first token
-        return batches, window_total(self, [(batch["labels"][:, skipped:] != -100).sum() for batch in batches])
+        total = window_total(self, [(batch["labels"][:, skipped:] != -100).sum() for batch in batches])
+        return batches, total.clamp(min=1)  # where no token counts the loss is 0, and not 0 / 0
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -233,6 +238,7 @@ class SFTTrainer(CheckpointedTrainer):
             formatting_func=self.formatting_func,
             is_encoder_decoder=self.is_encoder_decoder,
             with_labels=not self.has_own_collator,
+            positions=self.positions,
         )
         return pack(rows, config) if packing else rows
 
@@ -240,10 +246,13 @@ class SFTTrainer(CheckpointedTrainer):
         options = {
             name: value for name, value in (config.dataset_kwargs or {}).items() if name != "skip_prepare_dataset"
         }
+        if format_of(columns_of(dataset), config, self.formatting_func) is RowFormat.TEXT:
+            options["formatting_func"] = text_of(dataset, config, self.formatting_func)
+        else:  # ids that a format's own rules give, with the tokens that count
+            dataset = tokenize_rows(dataset, self.tokenizer, config, is_cut=False)
         rows = ConstantLengthDataset(
             self.tokenizer,
             dataset,
-            formatting_func=text_of(dataset, config, self.formatting_func),
             infinite=bool(config.infinite),
             seq_length=config.max_length or 0,
             num_of_sequences=config.num_of_sequences,
