@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from trimtab_lm.sft import SFTConfig, SFTTrainer
+from trimtab_lm.training import CHECKPOINTING
 
 TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words.", "tiny.", "end."]
 PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for text in TEXTS]}
@@ -293,7 +294,7 @@ def test_activations_computed_again_change_no_number(tmp_path):
         own.train()
         return losses(own)
 
-    again = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+    again = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
     assert run() == pytest.approx(run(**again), rel=1e-6)
     assert calls[2] == 2 * calls[0] > 0
 

@@ -36,6 +36,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy
 
+from trimtab_lm.training import CHECKPOINTING
+
 Config = TypeVar("Config", bound=TrainingArguments)
 Constructor = Callable[..., None]
 
@@ -90,10 +92,9 @@ def _translate_values(config: TrainingArguments) -> None:
     config.bf16 = bool(config.bf16)
     config.fsdp = config.fsdp or None
     # Documented names, and a documented default: transformers' warning about them is not for the user.
-    if config.activation_checkpointing is None:
-        config.activation_checkpointing = config.gradient_checkpointing
-    if config.activation_checkpointing_kwargs is None:
-        config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
+    for suffix in ("", "_kwargs"):
+        if getattr(config, CHECKPOINTING + suffix) is None:
+            setattr(config, CHECKPOINTING + suffix, getattr(config, f"gradient_checkpointing{suffix}"))
 
 
 class Argument(NamedTuple):
