@@ -89,16 +89,17 @@ $(STAMP): $(REQUIREMENTS) | $(PY)
 	$(PY) -m pip install -c constraints.txt $(PACKAGES:%=-e packages/%) --group dev --group experiments
 	@touch $@
 
-# uv computes the lowest versions, and pip installs them as constraints, so that a torch build for the CPU stays one.
-# torch itself is the release of constraints.txt: the lower ones on PyPI for Linux come with gigabytes of CUDA libraries.
+# pip installs torch first, where it looks for builds for the CPU, and uv keeps what fits and adds the lowest of the rest.
+# torch is the release of constraints.txt: the lower ones on PyPI for Linux come with gigabytes of CUDA libraries.
 $(LOWEST)/.installed: $(REQUIREMENTS) | $(PY)
 	@echo "installing the lowest versions that the packages accept into $(LOWEST)"
 	$(PY) -m venv --clear $(LOWEST)
 	grep '^torch==' constraints.txt > $(LOWEST)/torch.txt
 	grep '^pytest' constraints.txt > $(LOWEST)/pytest.txt
-	$(LOWEST)/bin/python -m pip install -c constraints.txt pip uv
+	$(LOWEST)/bin/python -m pip install --quiet -c constraints.txt uv torch
 	$(LOWEST)/bin/uv pip compile --quiet --resolution lowest-direct --only-binary :all: --no-header --no-annotate \
 	  --python $(LOWEST)/bin/python --no-emit-package trimtab-common -c $(LOWEST)/torch.txt \
 	  -o $(LOWEST)/lowest.txt packages/*/pyproject.toml
-	$(LOWEST)/bin/python -m pip install -c $(LOWEST)/lowest.txt -r $(LOWEST)/pytest.txt $(PACKAGES:%=-e packages/%)
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python \
+	  -c $(LOWEST)/lowest.txt -r $(LOWEST)/pytest.txt $(PACKAGES:%=-e packages/%)
 	@touch $@
