@@ -243,7 +243,8 @@ def test_a_failure_of_continuous_batching_is_raised_and_the_attention_put_back()
         sample(continuous(), model)
     assert model.config._attn_implementation == "eager"
     sampler = ContinuousBatchingRollout(SamplingSettings(), tiny.tokenizer(), **{PAGE_SIZE: 2})
-    with pytest.raises(ValueError, match=r"(page_size|Block size) must be at least"):
+    # transformers 5.17 checks it in its thread.
+    with pytest.raises((ValueError, RuntimeError), match=r"(page_size|Block size) must be at least"):
         sample(sampler, model)
     assert model.config._attn_implementation == "eager"
 

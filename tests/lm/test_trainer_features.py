@@ -247,7 +247,7 @@ def test_wandb_without_a_key_runs_offline(tmp_path, monkeypatch, capsys):
         assert (wandb.run.settings._offline, wandb.run.name) == (True, "first")
         assert wandb.run.config["packing"] is False  # our settings, not transformers' alone
         assert {"train/loss", "train/entropy"} <= set(wandb.run.summary.keys())
-        own.end()
+        wandb.finish()
         assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
     finally:
         os.environ.pop("WANDB_MODE", None)
