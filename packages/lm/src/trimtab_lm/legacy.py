@@ -92,9 +92,8 @@ def _translate_values(config: TrainingArguments) -> None:
     config.bf16 = bool(config.bf16)
     config.fsdp = config.fsdp or None
     # Documented names, and a documented default: transformers' warning about them is not for the user.
-    for suffix in ("", "_kwargs"):
-        if getattr(config, CHECKPOINTING + suffix) is None:
-            setattr(config, CHECKPOINTING + suffix, getattr(config, f"gradient_checkpointing{suffix}"))
+    for new, old in ((CHECKPOINTING + end, f"gradient_checkpointing{end}") for end in ("", "_kwargs")):
+        setattr(config, new, getattr(config, old) if getattr(config, new) is None else getattr(config, new))
 
 
 class Argument(NamedTuple):
