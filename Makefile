@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 ARGS ?=
 BENCH ?=
+LOWEST := .venv-lowest
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
@@ -13,10 +14,10 @@ REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.t
 SOURCES := $(wildcard packages experiments tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test check format sizes bench clean
+.PHONY: help setup demo reproduce test test-lowest check format sizes bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce and test), JOBS=$(JOBS) (for test),"
 	@echo "             BENCH=name (for bench)"
@@ -32,6 +33,10 @@ reproduce: $(STAMP) ## run all experiments, and write the table of the papers' c
 
 test: $(STAMP) ## run the tests, JOBS at a time (slow and gpu ones only on request: ARGS='-m slow')
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)
+
+test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions that the packages accept, in .venv-lowest
+	$(LOWEST)/bin/python tools/lower_bounds.py
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/test_every_trainer.py
 
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check $(SOURCES)
@@ -55,7 +60,7 @@ else
 	$(PY) tools/bench/$(BENCH).py $(ARGS)
 endif
 
-clean: ## remove caches and build leftovers; keeps .venv, runs and W&B folders
+clean: ## remove caches and build leftovers; keeps environments, runs and W&B folders
 	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist
 	find packages experiments tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
@@ -82,4 +87,19 @@ $(STAMP): $(REQUIREMENTS) | $(PY)
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
 	$(PY) -m pip install --upgrade -c constraints.txt pip
 	$(PY) -m pip install -c constraints.txt $(PACKAGES:%=-e packages/%) --group dev --group experiments
+	@touch $@
+
+# pip installs torch first, where it looks for builds for the CPU, and uv keeps what fits and adds the lowest of the rest.
+# torch is the release of constraints.txt: the lower ones on PyPI for Linux come with gigabytes of CUDA libraries.
+$(LOWEST)/.installed: $(REQUIREMENTS) | $(PY)
+	@echo "installing the lowest versions that the packages accept into $(LOWEST)"
+	$(PY) -m venv --clear $(LOWEST)
+	grep '^torch==' constraints.txt > $(LOWEST)/torch.txt
+	grep '^pytest' constraints.txt > $(LOWEST)/pytest.txt
+	$(LOWEST)/bin/python -m pip install --quiet -c constraints.txt uv torch
+	$(LOWEST)/bin/uv pip compile --quiet --resolution lowest-direct --only-binary :all: --no-header --no-annotate \
+	  --python $(LOWEST)/bin/python --no-emit-package trimtab-common -c $(LOWEST)/torch.txt \
+	  -o $(LOWEST)/lowest.txt packages/*/pyproject.toml
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python \
+	  -c $(LOWEST)/lowest.txt -r $(LOWEST)/pytest.txt $(PACKAGES:%=-e packages/%)
 	@touch $@

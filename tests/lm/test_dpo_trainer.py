@@ -237,7 +237,7 @@ def test_dropout_is_off_unless_asked_for_and_so_it_is_behind_checkpoints(tmp_pat
     rates = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
     _, expected = dpo.trained(tiny.exact(tiny.gpt2(**dpo.DROPLESS)), tmp_path)
     own, off = dpo.trained(tiny.exact(tiny.gpt2(**rates)), tmp_path)
-    _, checkpointed = dpo.trained(tiny.exact(tiny.gpt2(**rates)), tmp_path, activation_checkpointing=True)
+    _, checkpointed = dpo.trained(tiny.exact(tiny.gpt2(**rates)), tmp_path, gradient_checkpointing=True)
     _, on = dpo.trained(tiny.exact(tiny.gpt2(**rates)), tmp_path, disable_dropout=False)
     assert_equal_weights(expected, off)
     assert_equal_weights(expected, checkpointed)
@@ -257,7 +257,7 @@ def test_neftune_noise_reaches_the_policy_and_not_the_reference(tmp_path):
 
 def test_activation_checkpointing_with_adapters(tmp_path):
     _, expected = dpo.trained(adapted(), tmp_path, max_steps=2, learning_rate=0.5)
-    _, found = dpo.trained(adapted(), tmp_path, max_steps=2, learning_rate=0.5, activation_checkpointing=True)
+    _, found = dpo.trained(adapted(), tmp_path, max_steps=2, learning_rate=0.5, gradient_checkpointing=True)
     assert_equal_weights(expected, found)
 
 

@@ -17,6 +17,7 @@ from transformers.trainer_callback import TrainerControl
 
 from trimtab_common.config import parse_config
 from trimtab_lm.legacy import ARGUMENTS, SetCheckpointsAside, config_from, takes_arguments_of_2024
+from trimtab_lm.training import CHECKPOINTING, checkpointing_of
 
 DOCUMENTED = {
     "overwrite_output_dir": False, "evaluation_strategy": "no", "per_gpu_train_batch_size": None,
@@ -251,11 +252,12 @@ def test_documented_values_that_transformers_5_refuses():
     config = silently(Config)
     assert (config.report_to, config.fsdp, config.bf16, config.hub_private_repo) == ([], None, False, False)
     assert config.include_num_input_tokens_seen == "no"
-    assert config.activation_checkpointing is config.gradient_checkpointing is True
-    assert silently(Config, gradient_checkpointing=False).activation_checkpointing is False
-    assert silently(Config, activation_checkpointing=False).gradient_checkpointing is False
+    assert config.gradient_checkpointing is True
+    assert checkpointing_of(config) == (True, None)
+    assert checkpointing_of(silently(Config, gradient_checkpointing=False)) == (False, None)
+    assert silently(Config, **{CHECKPOINTING: False}).gradient_checkpointing is False
     kwargs = {"use_reentrant": False}
-    assert silently(Config, gradient_checkpointing_kwargs=kwargs).activation_checkpointing_kwargs == kwargs
+    assert checkpointing_of(silently(Config, gradient_checkpointing_kwargs=kwargs)) == (True, kwargs)
 
 
 def test_old_names_do_not_fill_the_record_of_a_run():
@@ -325,8 +327,8 @@ SETTINGS = {
     "report_to": ["tensorboard"], "eval_strategy": "steps", "eval_steps": 7, "save_strategy": "steps",
     "save_steps": 14, "load_best_model_at_end": True, "metric_for_best_model": "accuracy",
     "debug": "underflow_overflow",
-    "accelerator_config": {"split_batches": True, "even_batches": False}, "activation_checkpointing": True,
-    "activation_checkpointing_kwargs": {"use_reentrant": False}, "optim": "sgd", "lr_scheduler_type": "cosine",
+    "accelerator_config": {"split_batches": True, "even_batches": False}, CHECKPOINTING: True,
+    f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "optim": "sgd", "lr_scheduler_type": "cosine",
     "lr_scheduler_kwargs": {"num_cycles": 2}, "include_num_input_tokens_seen": True, "use_cpu": True,
     "hub_token": "secret", "hub_strategy": "end", "logging_steps": 5.0, "disable_tqdm": True, "seed": 7,
     "include_for_metrics": ["inputs"], "label_names": ["labels"], "optim_target_modules": ["attn"],

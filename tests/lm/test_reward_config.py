@@ -9,6 +9,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from trimtab_common.config import parse_config
 from trimtab_lm.legacy import config_from
 from trimtab_lm.reward import RewardConfig
+from trimtab_lm.training import CHECKPOINTING
 
 ON_CPU = {"use_cpu": True}
 
@@ -19,21 +20,21 @@ def test_the_documented_defaults_do_not_warn(tmp_path):
         config = RewardConfig(str(tmp_path), **ON_CPU)
     assert config.max_length is None
     assert config.gradient_checkpointing
-    assert config.activation_checkpointing  # which is what transformers reads
+    assert getattr(config, CHECKPOINTING)  # which is what transformers reads
     assert config.report_to == []
     assert config.optim == "adamw_torch"
 
 
 def test_activation_checkpointing_can_be_turned_off(tmp_path):
-    for name in ("gradient_checkpointing", "activation_checkpointing"):
+    for name in ("gradient_checkpointing", CHECKPOINTING):
         config = RewardConfig(str(tmp_path), **ON_CPU, **{name: False})
-        assert not config.activation_checkpointing
+        assert not getattr(config, CHECKPOINTING)
 
 
 def test_plain_training_arguments_become_a_config(tmp_path):
     config = config_from(TrainingArguments(str(tmp_path), learning_rate=3e-4, **ON_CPU), RewardConfig)
     assert config.learning_rate == 3e-4
-    assert not config.activation_checkpointing  # as they say
+    assert not getattr(config, CHECKPOINTING)  # as they say
 
 
 FLAGS = {"max_length": 9, "truncation_mode": "keep_end", "center_rewards_coefficient": 0.01, "num_eval_samples": 3}

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from trimtab_lm.sft import SFTConfig, SFTTrainer
+from trimtab_lm.training import CHECKPOINTING
 
 TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words.", "tiny.", "end."]
 PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for text in TEXTS]}
@@ -246,7 +247,7 @@ def test_wandb_without_a_key_runs_offline(tmp_path, monkeypatch, capsys):
         assert (wandb.run.settings._offline, wandb.run.name) == (True, "first")
         assert wandb.run.config["packing"] is False  # our settings, not transformers' alone
         assert {"train/loss", "train/entropy"} <= set(wandb.run.summary.keys())
-        own.end()
+        wandb.finish()
         assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
     finally:
         os.environ.pop("WANDB_MODE", None)
@@ -293,7 +294,7 @@ def test_activations_computed_again_change_no_number(tmp_path):
         own.train()
         return losses(own)
 
-    again = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+    again = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
     assert run() == pytest.approx(run(**again), rel=1e-6)
     assert calls[2] == 2 * calls[0] > 0
 

@@ -36,6 +36,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy
 
+from trimtab_lm.training import CHECKPOINTING
+
 Config = TypeVar("Config", bound=TrainingArguments)
 CHECKED = "_is_checked"
 """The attribute of a config that has been translated and checked once; later assignments are translated one by one."""
@@ -112,10 +114,8 @@ def _translate_values(config: TrainingArguments) -> None:
     config.bf16 = bool(config.bf16)
     config.fsdp = config.fsdp or None
     # Documented names, and a documented default: transformers' warning about them is not for the user.
-    if config.activation_checkpointing is None:
-        config.activation_checkpointing = config.gradient_checkpointing
-    if config.activation_checkpointing_kwargs is None:
-        config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
+    for new, old in ((CHECKPOINTING + end, f"gradient_checkpointing{end}") for end in ("", "_kwargs")):
+        setattr(config, new, getattr(config, old) if getattr(config, new) is None else getattr(config, new))
 
 
 class Argument(NamedTuple):

@@ -30,6 +30,15 @@ from trimtab_lm.scoring import base_of
 
 # Settings ------------------------------------------------------------------------------------------------------------
 
+# transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
+_FIELDS = TrainingArguments.__dataclass_fields__
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
+
+
+def checkpointing_of(args: TrainingArguments) -> tuple[bool, dict[str, Any] | None]:
+    """Whether the model recomputes activations in backward, and its arguments of `torch.utils.checkpoint`."""
+    return bool(getattr(args, CHECKPOINTING)), getattr(args, f"{CHECKPOINTING}_kwargs")
+
 
 def own_arguments(args: Any, train_dataset: Any) -> Any:
     """A copy of the arguments for trainers whose collators make the model's inputs; the caller's are left alone.
@@ -104,16 +113,16 @@ def with_adapters(model: Any, peft_config: PeftConfig | None, args: TrainingArgu
             "The model has adapters already, and peft_config would put new ones around them. Leave peft_config out to "
             "train these, or pass model.merge_and_unload() to start new ones from them."
         )
-    checkpointing = bool(args.activation_checkpointing)
+    is_checkpointing, checkpointing_kwargs = checkpointing_of(args)
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         model = prepare_model_for_kbit_training(
             model,
-            use_gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs=args.activation_checkpointing_kwargs,
+            use_gradient_checkpointing=is_checkpointing,
+            gradient_checkpointing_kwargs=checkpointing_kwargs,
         )
     if peft_config is not None:
         model = get_peft_model(model, peft_config)
-    if checkpointing and isinstance(model, PeftModel):
+    if is_checkpointing and isinstance(model, PeftModel):
         # Frozen embeddings give outputs without gradients, and a checkpointed block over them would have none.
         model.enable_input_require_grads()
     return model

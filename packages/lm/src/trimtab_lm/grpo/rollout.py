@@ -20,6 +20,9 @@ from trimtab_common.tracking import progress
 from trimtab_lm.dropout import without_dropout
 from trimtab_lm.generation import cut_at_eos, distortions, eos_token_ids, pad, sampling_config
 
+# transformers 5.18 renamed the field of ContinuousBatchingConfig.
+PAGE_SIZE = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
+
 
 class Rollout(NamedTuple):
     """Completions in the order of their prompts, the generations of a prompt side by side."""
@@ -258,8 +261,9 @@ class ContinuousBatchingRollout:
     """Samples by transformers' continuous batching: a completion that ends makes room for the next one.
 
     Causal models on paged attention; log-probabilities of the sampled tokens come with them. options: fields of
-    transformers' ContinuousBatchingConfig, such as `page_size`, `num_blocks` (room for the cache) and
-    `max_batch_tokens`; on an accelerator transformers sizes them by the free memory, on the CPU by the work at hand.
+    transformers' ContinuousBatchingConfig, such as `page_size` (`block_size` in transformers 5.17), `num_blocks` (room
+    for the cache) and `max_batch_tokens`; on an accelerator transformers sizes them by the free memory, on the CPU by
+    the work at hand.
     """
 
     def __init__(self, settings: SamplingSettings, tokenizer: PreTrainedTokenizerBase, **options: Any):
@@ -354,10 +358,10 @@ class ContinuousBatchingRollout:
 
     def _cpu_sizes(self, prompts: list[list[int]], config: GenerationConfig) -> dict[str, int]:
         """Room for every completion at once: by itself transformers would page all of the main memory."""
-        page, limit = self.options.get("page_size", 32), self.settings.max_completion_length
+        page, limit = self.options.get(PAGE_SIZE, 32), self.settings.max_completion_length
         pages = sum(-(-(len(prompt) + limit) // page) + 1 for prompt in prompts)
         return {
-            "page_size": page,
+            PAGE_SIZE: page,
             "num_blocks": pages * config.num_return_sequences,
             "max_batch_tokens": max(2048, len(prompts) * config.num_return_sequences),
         }

@@ -28,7 +28,9 @@ from trimtab_lm.positions import Positions
 from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
 from trimtab_lm.sft.loss import token_nll
 from trimtab_lm.training import (
+    CHECKPOINTING,
     Recorder,
+    checkpointing_of,
     device_share,
     load_language_model,
     load_processing_class,
@@ -339,10 +341,9 @@ class IterativeSFTTrainer(CheckpointedTrainer):
         """What `Trainer.train` does before its first step: wrap the model, make the optimizer, load the checkpoint."""
         args: Any = self.args
         self.is_in_train = True
-        if args.activation_checkpointing:
-            base_of(self.model).activation_checkpointing_enable(
-                activation_checkpointing_kwargs=args.activation_checkpointing_kwargs
-            )
+        is_checkpointing, checkpointing_kwargs = checkpointing_of(args)
+        if is_checkpointing:
+            getattr(base_of(self.model), f"{CHECKPOINTING}_enable")(checkpointing_kwargs)
         if self.neftune_noise_alpha is not None:
             self.neftune_hook_handle = activate_neftune(self.model, self.neftune_noise_alpha, self.accelerator)
         if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, ProcessorMixin
 
 from trimtab_lm.scoring import base_of
 from trimtab_lm.tokenization import require_eos
-from trimtab_lm.training import pretrained_kwargs
+from trimtab_lm.training import CHECKPOINTING, checkpointing_of, pretrained_kwargs
 
 
 def load_scorer(model: Any, init_kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -49,13 +49,14 @@ def require_scorer(model: Any, tokenizer: Any) -> None:
 def turn_off_missing_checkpointing(model: Any, args: Any) -> None:
     """Set the (own) arguments to train without activation checkpointing where the model has none, and warn."""
     base = base_of(model)
-    if args.activation_checkpointing and not base.supports_gradient_checkpointing:
+    if checkpointing_of(args)[0] and not base.supports_gradient_checkpointing:
         warnings.warn(
             f"{type(base).__name__} does not support activation checkpointing, which RewardConfig turns on by default: "
             "it trains without. gradient_checkpointing=False says so.",
             stacklevel=5,
         )
-        args.activation_checkpointing = args.gradient_checkpointing = False
+        for name in {CHECKPOINTING, "gradient_checkpointing"}:
+            setattr(args, name, False)
 
 
 @contextmanager
