@@ -14,12 +14,12 @@ FOLDER = Path(__file__).parent / "golden"
 Curve = Mapping[str, Sequence[float]]
 
 
-def assert_recorded(name: str, curve: Curve) -> None:
-    """The curve has the recorded statistics, each within 1e-5 of its size."""
+def assert_recorded(name: str, curve: Curve, *, rel: float = 1e-5) -> None:
+    """The curve has the recorded statistics, each within `rel` of its size."""
     recorded = json.loads((FOLDER / f"{name}.json").read_text())
     assert set(curve) == set(recorded)
     for key, values in recorded.items():
-        assert curve[key] == pytest.approx(values, rel=1e-5, abs=1e-7), key
+        assert curve[key] == pytest.approx(values, rel=rel, abs=1e-7), key
 
 
 def record(curves: Mapping[str, Callable[[], Curve]]) -> None:

@@ -33,7 +33,7 @@ def curve() -> Curve:
 
 
 def test_four_epochs_are_the_recorded_ones():
-    assert_recorded("ddpo", curve())
+    assert_recorded("ddpo", curve(), rel=1e-3)  # float32: the number of threads moves the fourth digit
 
 
 if __name__ == "__main__":

@@ -542,7 +542,7 @@ def test_a_trained_model_is_saved_as_what_it_is(make, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "base")
     made = make(
         str(tmp_path / "base"), peft_config=LORA, processing_class=None, save_strategy="steps", save_steps=2,
-        max_steps=2, beta=0.1, model_init_kwargs={"torch_dtype": "float32"},
+        overwrite_output_dir=True, max_steps=2, beta=0.1, model_init_kwargs={"torch_dtype": "float32"},
     )  # fmt: skip
     made.train()
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")

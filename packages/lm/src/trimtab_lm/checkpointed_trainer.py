@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -81,11 +81,11 @@ class CheckpointedTrainer(Trainer):
     def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Any = None) -> str | None:
         """Begin a run, or take one up: the folder of its verified checkpoint. Collective; raises as `train` does."""
         args: Any = self.args
-        data = self.data_of_run()
+        data, model = self.data_of_run(), self.model  # a trial makes its model later
         record = RunRecord.new(
             result_settings(args, without=WITHOUT_EFFECT, processes=args.world_size),
             data=rows_fingerprint(data) if isinstance(data, Dataset) else None,
-            model=layout_fingerprint(cast(nn.Module, self.model)),
+            model=layout_fingerprint(model) if isinstance(model, nn.Module) else None,
         )
         if resume_from_checkpoint:
             return self.checkpoints.resume(args, record, resume_from_checkpoint)
