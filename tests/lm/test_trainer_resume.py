@@ -44,3 +44,18 @@ def test_one_sealed_checkpoint_and_no_remnant_stay(runs, name):
     assert [path.name for path in folders] == ["checkpoint-4"]
     assert (folders[0] / "manifest.json").exists()
     assert not (folders[0] / ".unfinished").exists()
+
+
+@pytest.mark.distributed
+def test_two_processes_stop_and_resume_to_the_bits_of_the_run_that_went_through(tmp_path):
+    paths = os.pathsep.join(path for path in sys.path if path)
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    for session in (f"{tmp_path}/straight,grpo,9", f"{tmp_path}/stopped,grpo,2", f"{tmp_path}/stopped,grpo,9"):
+        command = [*launch, "-m", "tests.lm.run_trainer_distributed", session]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, other = (torch.load(tmp_path / run / "final.pt", weights_only=True) for run in ("straight", "stopped"))
+    assert all(torch.equal(one[weight], other[weight]) for weight in one)
+    files = {path.name for path in (tmp_path / "stopped" / "checkpoint-4").iterdir()}
+    assert {"manifest.json", "rng_state_0.pth", "rng_state_1.pth", "rollout_0.pt", "rollout_1.pt"} <= files
