@@ -20,12 +20,9 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step == self.at
 
 
-def main(session: str) -> None:
-    torch.set_num_threads(1)
-    name_of_folder, name, steps = session.split(",")
-    folder = Path(name_of_folder)
+def run(folder: Path, name: str, steps: int) -> None:
     trainer = make(name, folder, per_device_train_batch_size=1)
-    trainer.add_callback(Stop(int(steps)))
+    trainer.add_callback(Stop(steps))
     resumes = folder.exists() and latest_checkpoint(folder) is not None
     if resumes:  # a new run is refused on every process, and none waits for another
         with pytest.raises(CheckpointError, match="of another run"):
@@ -34,8 +31,10 @@ def main(session: str) -> None:
     trainer.train(resume_from_checkpoint=resumes)
     if trainer.is_world_process_zero():
         torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), folder / "final.pt")
-    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    torch.set_num_threads(1)
+    folder, name, steps = sys.argv[1].split(",")
+    run(Path(folder), name, int(steps))
+    torch.distributed.destroy_process_group()  # after the trainer is gone, whose DDP holds on to it
