@@ -7,8 +7,8 @@ import torch
 from experiments.runs import sampled
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.generation import pad, response_texts
-from trimtab_lm.logprobs import score_logits
+from trimtab_lm.sampling.generate import pad, response_texts
+from trimtab_lm.tokens.logprobs import score_logits
 
 
 def continued(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.seeding import private_rng
-from trimtab_lm.generation import eos_token_ids, generate, sampling_config
+from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
 
 matplotlib.use("Agg")  # files only: the machine may have no display
 

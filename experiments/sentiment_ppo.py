@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
-from trimtab_lm.generation import eos_token_ids
+from trimtab_lm.sampling.generate import eos_token_ids
 
 REWARD, KL = "ppo/mean_scores", "objective/kl"
 SAMPLES = "samples.json"  # in a run's folder: heading -> cells, of the columns query, before and after

@@ -188,7 +188,7 @@ def test_experiments_import_packages_and_their_own_folder(file: str):
     [
         ("trimtab_common", "import transformers"),
         ("trimtab_common", "def f():\n    from diffusers.utils import x"),
-        ("trimtab_common", "from trimtab_lm.logprobs import x"),
+        ("trimtab_common", "from trimtab_lm.tokens.logprobs import x"),
         ("trimtab_lm", "import trimtab_diffusion.ddpo as d"),
         ("trimtab_lm", "if TYPE_CHECKING:\n    from experiments.assets import x"),
         ("trimtab_diffusion", "from trimtab_lm import PPOConfig"),
@@ -205,8 +205,8 @@ def test_a_wrong_direction_is_seen(package: str, source: str):
     [
         ("from .config import PPOConfig", 0),
         ("from . import loss", 0),
-        ("from trimtab_lm.logprobs import x", 0),
-        ("from trimtab_lm import logprobs", 0),
+        ("from trimtab_lm.tokens.logprobs import x", 0),
+        ("from trimtab_lm.tokens import logprobs", 0),
         ("from trimtab_common.kl import x", 0),
         ("from trimtab_lm.dpo.loss import x", 0),
         ("from trimtab_lm.dpo import loss", 0),
@@ -217,8 +217,8 @@ def test_a_wrong_direction_is_seen(package: str, source: str):
         ("from trimtab_lm.ppo import loss", 1),
         ("from trimtab_lm import PPOConfig", 1),
         ("import trimtab_lm", 1),
-        ("from ..logprobs import x", 1),
-        ("from .. import logprobs", 1),
+        ("from ..tokens.logprobs import x", 1),
+        ("from .. import tokens", 1),
     ],
 )
 def test_what_a_trainer_folder_may_import(source: str, faults: int):

@@ -14,8 +14,8 @@ from torch import Tensor
 from trimtab_common.config import parse_config
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
+from trimtab_lm.hf.support import Tables
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
-from trimtab_lm.training import Tables
 
 # The file is run by its path, from anywhere; the experiments are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from trimtab_lm.generation import pad
+from trimtab_lm.sampling.generate import pad
 
 WORDS = 24  # of a review that are read: a continuation is about as long
 TRAIN, TEST = 1200, 300  # reviews to learn from, and others

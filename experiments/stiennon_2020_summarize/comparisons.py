@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from experiments.sentiment import sentiment
 from experiments.stiennon_2020_summarize.sft import documents
 
-from trimtab_lm.rewards import RewardModel
+from trimtab_lm.rewards.model import RewardModel
 
 Gold = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 """gold(prompts, answers) -> the true score of each answer: what a labeller would like."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 
 from trimtab_common.config import parse_config
+from trimtab_lm.hf.support import Tables
 from trimtab_lm.sft import SFTConfig, SFTTrainer
-from trimtab_lm.training import Tables
 
 # The file is run by its path, from anywhere; the experiments are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

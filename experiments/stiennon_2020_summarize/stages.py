@@ -39,7 +39,7 @@ from trimtab_common.tracking import Tracker
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from trimtab_lm.iterative_sft import BestOfNSampler
 from trimtab_lm.reward import RewardTrainer
-from trimtab_lm.rewards import RewardModel
+from trimtab_lm.rewards.model import RewardModel
 from trimtab_lm.sft import SFTTrainer
 
 REFERENCES = 256  # human answers whose mean score becomes 0

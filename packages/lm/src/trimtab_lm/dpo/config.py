@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from trimtab_lm.legacy import takes_arguments_of_2024
-from trimtab_lm.training import refuse_label_smoothing
-from trimtab_lm.truncation import check_mode
+from trimtab_lm.data.truncation import check_mode
+from trimtab_lm.hf.support import refuse_label_smoothing
+from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 from .loss import check_losses, mixed
 

@@ -13,17 +13,15 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.dpo_collator import REFERENCE_COLUMNS, SIDES
-from trimtab_lm.positions import Positions
-from trimtab_lm.rows import Conversation, RowFormat, columns_of, numbered, prepare_dataset, row_format
-from trimtab_lm.tokenization import (
+from trimtab_lm.data.formats import Conversation, RowFormat, columns_of, numbered, prepare_dataset, row_format
+from trimtab_lm.data.tokenization import (
     encode_preference,
     encode_preference_seq2seq,
     encode_prompt_completion,
     require_eos,
     stop_token_ids,
 )
-from trimtab_lm.truncation import (
+from trimtab_lm.data.truncation import (
     TOKENS_CUT,
     Mode,
     report_truncation,
@@ -31,7 +29,9 @@ from trimtab_lm.truncation import (
     truncate_pair,
     truncate_row,
 )
+from trimtab_lm.tokens.positions import Positions
 
+from .collator import REFERENCE_COLUMNS, SIDES
 from .config import DPOConfig
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.stats import gather_over_ranks, world_size
-from trimtab_lm.dropout import without_dropout
-from trimtab_lm.generation import eos_token_ids, generate, response_texts, sampling_config
-from trimtab_lm.positions import Positions
+from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
+from trimtab_lm.tokens.dropout import without_dropout
+from trimtab_lm.tokens.positions import Positions
 
 from .setup import placed
 

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab_common.stats import Mean
-from trimtab_lm.dpo_collator import SIDES
-from trimtab_lm.logprobs import TokenScores, score_logits
-from trimtab_lm.packing import from_labels, sum_per_sequence, token_columns
+from trimtab_lm.tokens.layout import from_labels, sum_per_sequence, token_columns
+from trimtab_lm.tokens.logprobs import TokenScores, score_logits
+
+from .collator import SIDES
 
 
 class PairScores(NamedTuple):

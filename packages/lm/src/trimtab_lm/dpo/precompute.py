@@ -22,8 +22,9 @@ from torch import Tensor
 
 from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_common.tracking import progress
-from trimtab_lm.dpo_collator import REFERENCE_COLUMNS
-from trimtab_lm.reference import Reference
+from trimtab_lm.models.reference import Reference
+
+from .collator import REFERENCE_COLUMNS
 
 Columns = tuple[list[float], list[float]]
 """Log-probabilities of the chosen and of the rejected answers, one of each per pair."""

@@ -14,13 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, set_seed
 
 from trimtab_common.stats import Mean
-from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
-from trimtab_lm.dpo_collator import REFERENCE_COLUMNS, PreferencePairCollator
-from trimtab_lm.dropout import without_dropout
-from trimtab_lm.legacy import DPO, takes_constructor_of_2024
-from trimtab_lm.positions import Positions
-from trimtab_lm.scoring import best_layout, score_tokens_in_forward
-from trimtab_lm.training import (
+from trimtab_lm.hf.checkpoints import CheckpointedTrainer
+from trimtab_lm.hf.support import (
     Recorder,
     Tables,
     device_share,
@@ -31,7 +26,12 @@ from trimtab_lm.training import (
     require_finite,
     window_total,
 )
+from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
+from trimtab_lm.tokens.dropout import without_dropout
+from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.positions import Positions
 
+from .collator import REFERENCE_COLUMNS, PreferencePairCollator
 from .config import DPOConfig
 from .data import PairTokenizer, tokenize_pairs
 from .evaluation import log_samples, real_pairs, sample_answers, unpadded

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from trimtab_lm.legacy import takes_arguments_of_2024
+from trimtab_lm.legacy.arguments import takes_arguments_of_2024
+from trimtab_lm.sampling.backends import SamplingSettings
 
 from .loss import LOG_RATIOS, NORMALIZATIONS, SCALES
-from .rollout import SamplingSettings
 
 BACKENDS = ("transformers", "continuous_batching", "vllm")
 

@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import load_rng_state, rng_state, set_seed
-from trimtab_lm.reference import Reference
-from trimtab_lm.scoring import score_tokens_in_forward
+from trimtab_lm.models.reference import Reference
+from trimtab_lm.sampling.backends import ContinuousBatchingRollout, RolloutBackend, TransformersRollout
+from trimtab_lm.sampling.vllm import VLLMRollout
+from trimtab_lm.tokens.forward import score_tokens_in_forward
 
 from .config import GRPOConfig
-from .rollout import ContinuousBatchingRollout, RolloutBackend, TransformersRollout
-from .vllm_rollout import VLLMRollout
 
 
 def make_backend(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutBackend:

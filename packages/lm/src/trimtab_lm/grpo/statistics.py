@@ -13,11 +13,11 @@ from transformers import Trainer
 from trimtab_common.health import HealthMonitor
 from trimtab_common.stats import Mean
 from trimtab_common.tracking import MAX_TABLE_ROWS
-from trimtab_lm.training import Recorder, Tables
+from trimtab_lm.hf.support import Recorder, Tables
+from trimtab_lm.rewards.functions import Scored, reward_stats
+from trimtab_lm.sampling.backends import Rollout, sampler_mismatch
 
 from .batches import Group
-from .rewards import Scored, reward_stats
-from .rollout import Rollout, sampler_mismatch
 
 LENGTHS = "completions/lengths"
 

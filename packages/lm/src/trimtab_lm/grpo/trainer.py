@@ -18,17 +18,10 @@ from transformers.trainer_utils import TrainOutput
 from trimtab_common.kl import k3
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
-from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
-from trimtab_lm.data import PROMPT_IDS, tokenize_prompts
-from trimtab_lm.dropout import without_dropout
-from trimtab_lm.generation import response_texts
-from trimtab_lm.legacy import takes_constructor_of_2024
-from trimtab_lm.packing import token_columns
-from trimtab_lm.positions import Positions
-from trimtab_lm.reference import Reference
-from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
-from trimtab_lm.tokenization import require_eos
-from trimtab_lm.training import (
+from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
+from trimtab_lm.data.tokenization import require_eos
+from trimtab_lm.hf.checkpoints import CheckpointedTrainer
+from trimtab_lm.hf.support import (
     device_share,
     load_language_model,
     load_processing_class,
@@ -38,6 +31,15 @@ from trimtab_lm.training import (
     window_total,
     with_adapters,
 )
+from trimtab_lm.legacy.arguments import takes_constructor_of_2024
+from trimtab_lm.models.reference import Reference
+from trimtab_lm.rewards.functions import RewardSet, Scored, as_completions
+from trimtab_lm.sampling.backends import RolloutBackend
+from trimtab_lm.sampling.generate import response_texts
+from trimtab_lm.tokens.dropout import without_dropout
+from trimtab_lm.tokens.forward import base_of, best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.layout import token_columns
+from trimtab_lm.tokens.positions import Positions
 
 from .batches import (
     Group,
@@ -53,8 +55,6 @@ from .batches import (
 )
 from .config import GRPOConfig
 from .loss import LOG_RATIOS, Window, corrected_k3, policy_losses, policy_stats, token_weights
-from .rewards import RewardSet, Scored, as_completions
-from .rollout import RolloutBackend
 from .saving import load_state, save_state
 from .selfcheck import check_start, tolerance
 from .setup import make_backend, own_random_numbers, real_rows, reference_of

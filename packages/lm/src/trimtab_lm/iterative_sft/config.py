@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from trimtab_lm.legacy import takes_arguments_of_2024
-from trimtab_lm.truncation import check_mode
+from trimtab_lm.data.truncation import check_mode
+from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 
 def _help(text: str, **default: Any) -> Any:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.positions import Positions
-from trimtab_lm.rows import RowFormat, columns_of, prepare_dataset, row_format
-from trimtab_lm.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
-from trimtab_lm.truncation import truncate_row
+from trimtab_lm.data.formats import RowFormat, columns_of, prepare_dataset, row_format
+from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
+from trimtab_lm.data.truncation import truncate_row
+from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
 

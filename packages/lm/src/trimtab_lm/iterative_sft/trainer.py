@@ -20,14 +20,9 @@ from transformers.trainer_utils import SchedulerType, TrainOutput
 
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
-from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
-from trimtab_lm.collators import DocumentCollator
-from trimtab_lm.legacy import ITERATIVE_SFT, takes_constructor_of_2024
-from trimtab_lm.packing import from_labels, token_columns
-from trimtab_lm.positions import Positions
-from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
-from trimtab_lm.sft.loss import token_nll
-from trimtab_lm.training import (
+from trimtab_lm.data.collator import DocumentCollator
+from trimtab_lm.hf.checkpoints import CheckpointedTrainer
+from trimtab_lm.hf.support import (
     CHECKPOINTING,
     Recorder,
     checkpointing_of,
@@ -44,6 +39,11 @@ from trimtab_lm.training import (
     with_decoder_inputs,
     without_repetitions,
 )
+from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
+from trimtab_lm.sft.loss import token_nll
+from trimtab_lm.tokens.forward import base_of, best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.layout import from_labels, token_columns
+from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
 from .data import rows_of_tensors, rows_of_texts, tokenize_dataset

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trimtab_common.stats import sum_over_ranks
-from trimtab_lm.positions import Positions
+from trimtab_lm.tokens.positions import Positions
 
 
 def check_step(

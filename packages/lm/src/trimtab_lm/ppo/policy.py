@@ -12,11 +12,11 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trimtab_lm.generation import pad
-from trimtab_lm.heads import last_hidden_state, lm_head_of, state_width, without_logits
-from trimtab_lm.logprobs import HeadInputs, LanguageHead, exact_kl, positioned
-from trimtab_lm.reference import Reference
-from trimtab_lm.value_head import PreTrainedModelWrapper, ValueHead
+from trimtab_lm.models.reference import Reference
+from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
+from trimtab_lm.sampling.generate import pad
+from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
+from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl, positioned
 
 
 @dataclass(frozen=True)

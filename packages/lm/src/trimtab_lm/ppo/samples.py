@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from trimtab_lm.logprobs import score_logits
+from trimtab_lm.tokens.logprobs import score_logits
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from trimtab_lm.generation import SAMPLING_ALONE, pad
+from trimtab_lm.sampling.generate import SAMPLING_ALONE, pad
 
 from .policy import PolicyOutputs, TokenBatch, model_inputs, token_batch
 from .statistics import Rollout

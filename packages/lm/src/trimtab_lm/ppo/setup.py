@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trimtab_common.config import to_flat_dict
 from trimtab_common.kl import AdaptiveKLController, FixedKLController
 from trimtab_common.tracking import Tracker, start_tracking
-from trimtab_lm.reference import Reference, create_reference_model
-from trimtab_lm.value_head import (
+from trimtab_lm.models.reference import Reference, create_reference_model
+from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,

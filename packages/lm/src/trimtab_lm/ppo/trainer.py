@@ -26,8 +26,7 @@ from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import Tracker, progress
-from trimtab_lm import generation
-from trimtab_lm.data import (
+from trimtab_lm.data.prompts import (
     RewardFunction,
     ShuffledBatches,
     as_queries,
@@ -35,10 +34,11 @@ from trimtab_lm.data import (
     open_dataset,
     used_columns,
 )
-from trimtab_lm.dropout import without_dropout
-from trimtab_lm.positions import Positions
-from trimtab_lm.rewards import RewardModel
-from trimtab_lm.value_head import PreTrainedModelWrapper
+from trimtab_lm.models.value_head import PreTrainedModelWrapper
+from trimtab_lm.rewards.model import RewardModel
+from trimtab_lm.sampling.generate import Sampler, eos_token_ids, response_texts, sampling_config
+from trimtab_lm.tokens.dropout import without_dropout
+from trimtab_lm.tokens.positions import Positions
 
 from .checks import check_logged, check_step
 from .config import PPOConfig
@@ -121,7 +121,7 @@ class PPOTrainer:
         self._rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
         self.kl_ctl = kl_controller(config)
         self.running = RunningMoments()
-        self.sampler = generation.Sampler(
+        self.sampler = Sampler(
             self.tokenizer.pad_token_id,
             self.tokenizer.eos_token_id,
             seed=config.seed,
@@ -204,7 +204,7 @@ class PPOTrainer:
 
         query_tensor: 1-D, which gives a [1, T] tensor; or a list of 1-D tensors, which gives a list of 1-D ones.
         length_sampler: draws `max_new_tokens`, once per call. batch_size: queries at a time. The temperature is
-        remembered: `step` takes the log-probabilities at it. See `trimtab_lm.generation.Sampler`.
+        remembered: `step` takes the log-probabilities at it. See `trimtab_lm.sampling.generate.Sampler`.
         """
         is_single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
@@ -224,9 +224,7 @@ class PPOTrainer:
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         model, score = self.model.pretrained_model, self.accelerator.unwrap_model(self.actor_critic)
-        config, _ = generation.sampling_config(
-            model, **{"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs}
-        )
+        config, _ = sampling_config(model, **{"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs})
         check_sampler(model, score, queries, config, most=self._rounding)
 
     # -------------------------------------------------------------- one step
@@ -436,7 +434,7 @@ class PPOTrainer:
         """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
         config = self.config
         if config.missing_eos_penalty is not None:
-            ends = self.sampler.eos_ids or generation.eos_token_ids(self.model, self.tokenizer.eos_token_id)
+            ends = self.sampler.eos_ids or eos_token_ids(self.model, self.tokenizer.eos_token_id)
             unended = torch.tensor([int(row[-1]) not in ends for row in responses], device=scores.device)
             scores = scores - config.missing_eos_penalty * unended
         if config.use_score_scaling:
@@ -741,7 +739,7 @@ class PPOTrainer:
             batch = next(batches)
             queries = batch["input_ids"]
             responses = self.generate(queries, **{**options, "return_prompt": False})
-            batch["response"] = generation.response_texts(
+            batch["response"] = response_texts(
                 self.tokenizer, queries, responses, is_encoder_decoder=self.is_encoder_decoder
             )
             if "query" not in batch:

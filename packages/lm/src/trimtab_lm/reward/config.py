@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from trimtab_lm.legacy import takes_arguments_of_2024
-from trimtab_lm.training import refuse_label_smoothing
+from trimtab_lm.hf.support import refuse_label_smoothing
+from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 TruncationMode = Literal["filter", "keep_start", "keep_end"]
 MODES = ("filter", "keep_start", "keep_end")

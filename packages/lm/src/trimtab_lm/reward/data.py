@@ -8,12 +8,20 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.positions import Positions
-from trimtab_lm.reward_collator import SIDES, one_margin, real_tokens
-from trimtab_lm.rows import Row, RowFormat, columns_of, common_length, preference_parts, prepare_dataset, row_format
-from trimtab_lm.tokenization import encode_prompt_completion, stop_token_ids
-from trimtab_lm.truncation import IS_EMPTIED, report_truncation, truncate_pair
+from trimtab_lm.data.formats import (
+    Row,
+    RowFormat,
+    columns_of,
+    common_length,
+    preference_parts,
+    prepare_dataset,
+    row_format,
+)
+from trimtab_lm.data.tokenization import encode_prompt_completion, stop_token_ids
+from trimtab_lm.data.truncation import IS_EMPTIED, report_truncation, truncate_pair
+from trimtab_lm.tokens.positions import Positions
 
+from .collator import SIDES, one_margin, real_tokens
 from .config import RewardConfig
 
 FORMATS = (RowFormat.TOKENIZED_PREFERENCE, RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE)

@@ -12,9 +12,9 @@ from peft import PeftConfig, PeftModel, TaskType
 from torch import nn
 from transformers import AutoModelForSequenceClassification, ProcessorMixin
 
-from trimtab_lm.scoring import base_of
-from trimtab_lm.tokenization import require_eos
-from trimtab_lm.training import CHECKPOINTING, checkpointing_of, pretrained_kwargs
+from trimtab_lm.data.tokenization import require_eos
+from trimtab_lm.hf.support import CHECKPOINTING, checkpointing_of, pretrained_kwargs
+from trimtab_lm.tokens.forward import base_of
 
 
 def load_scorer(model: Any, init_kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -63,7 +63,7 @@ def turn_off_missing_checkpointing(model: Any, args: Any) -> None:
 def dropout_rates_at_zero(model: nn.Module) -> Iterator[None]:
     """No dropout inside the block, whose modules stay in training mode; afterwards the rates are as they were.
 
-    For blocks that hold the backward pass too: `trimtab_lm.dropout.without_dropout` ends with the forward pass, since
+    For blocks that hold the backward pass too: `tokens.dropout.without_dropout` ends with the forward pass, since
     `Trainer.training_step` sets the mode itself, and activations that are computed anew in backward would be dropped.
     """
     rates: list[tuple[nn.Module, str, float]] = []
@@ -161,6 +161,6 @@ def check_padding(tokenizer: Any, model: Any, scores_in_forward: bool) -> None:
         raise ValueError(f"{name} tells padding by its id, and here it is that of EOS, where texts end. {remedy}")
     warnings.warn(
         f"EOS is also the padding token. Here texts are scored at their EOS; transformers' own {name} will score the "
-        f"token before it, and trimtab_lm.rewards.RewardModel will not. {remedy}",
+        f"token before it, and trimtab_lm.rewards.model.RewardModel will not. {remedy}",
         stacklevel=5,
     )

@@ -12,13 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
 
-from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
-from trimtab_lm.legacy import REWARD, takes_constructor_of_2024
-from trimtab_lm.packing import token_columns
-from trimtab_lm.positions import Positions
-from trimtab_lm.reward_collator import PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
-from trimtab_lm.scoring import base_of, best_layout, score_sequences_in_forward
-from trimtab_lm.training import (
+from trimtab_lm.hf.checkpoints import CheckpointedTrainer
+from trimtab_lm.hf.support import (
     Recorder,
     Tables,
     device_share,
@@ -29,7 +24,12 @@ from trimtab_lm.training import (
     window_total,
     with_adapters,
 )
+from trimtab_lm.legacy.arguments import REWARD, takes_constructor_of_2024
+from trimtab_lm.tokens.forward import base_of, best_layout, score_sequences_in_forward
+from trimtab_lm.tokens.layout import token_columns
+from trimtab_lm.tokens.positions import Positions
 
+from .collator import PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
 from .config import RewardConfig
 from .data import prepare_pairs
 from .loss import accuracy, calibration, centering, pair_loss

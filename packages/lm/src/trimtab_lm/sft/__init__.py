@@ -1,7 +1,8 @@
 """Supervised fine-tuning: the log-likelihood of documents, of completions, or of an assistant's turns."""
 
+from trimtab_lm.legacy.constant_length import ConstantLengthDataset
+
 from .config import SFTConfig
-from .constant_length import ConstantLengthDataset
 from .trainer import SFTTrainer
 
 __all__ = ["ConstantLengthDataset", "SFTConfig", "SFTTrainer"]

@@ -8,17 +8,17 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.packing import best_fit
-from trimtab_lm.positions import Positions
-from trimtab_lm.rows import RowFormat, as_messages, columns_of, prepare_dataset, row_format
-from trimtab_lm.tokenization import (
+from trimtab_lm.data.formats import RowFormat, as_messages, columns_of, prepare_dataset, row_format
+from trimtab_lm.data.tokenization import (
     encode_messages,
     encode_prompt_completion,
     encode_seq2seq,
     encode_text,
     stop_token_ids,
 )
-from trimtab_lm.truncation import report_truncation, truncate_columns, truncate_row
+from trimtab_lm.data.truncation import report_truncation, truncate_columns, truncate_row
+from trimtab_lm.tokens.layout import best_fit
+from trimtab_lm.tokens.positions import Positions
 
 from .config import SFTConfig
 

@@ -13,15 +13,11 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from trimtab_common.stats import Mean
-from trimtab_lm.checkpointed_trainer import CheckpointedTrainer
-from trimtab_lm.collators import DocumentCollator
-from trimtab_lm.legacy import SFT, takes_constructor_of_2024
-from trimtab_lm.packing import from_labels, token_columns
-from trimtab_lm.positions import Positions
-from trimtab_lm.rows import RowFormat, columns_of
-from trimtab_lm.scoring import base_of, best_layout, score_tokens_in_forward
-from trimtab_lm.tokenization import require_eos
-from trimtab_lm.training import (
+from trimtab_lm.data.collator import DocumentCollator
+from trimtab_lm.data.formats import RowFormat, columns_of
+from trimtab_lm.data.tokenization import require_eos
+from trimtab_lm.hf.checkpoints import CheckpointedTrainer
+from trimtab_lm.hf.support import (
     Recorder,
     device_share,
     load_language_model,
@@ -36,9 +32,13 @@ from trimtab_lm.training import (
     with_decoder_inputs,
     without_repetitions,
 )
+from trimtab_lm.legacy.arguments import SFT, takes_constructor_of_2024
+from trimtab_lm.legacy.constant_length import ConstantLengthDataset
+from trimtab_lm.tokens.forward import base_of, best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.layout import from_labels, token_columns
+from trimtab_lm.tokens.positions import Positions
 
 from .config import SFTConfig
-from .constant_length import ConstantLengthDataset
 from .data import Formatting, format_of, pack, text_of, tokenize_rows
 from .loss import token_nll
 
@@ -54,7 +54,7 @@ class SFTTrainer(CheckpointedTrainer):
 
     compute_metrics, label_smoothing_factor and compute_loss_func work on whole logits, as in transformers; without
     them no logits of a whole batch are ever held. What was an argument of 2024's constructor is taken with a
-    FutureWarning: see `trimtab_lm.legacy`.
+    FutureWarning: see `trimtab_lm.legacy.arguments`.
     """
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole optimizer step

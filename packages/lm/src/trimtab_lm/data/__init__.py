@@ -1,0 +1,1 @@
+"""From every documented data format to token ids, truncated and collated."""

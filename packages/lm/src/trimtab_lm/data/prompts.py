@@ -1,0 +1,237 @@
+"""Data for trainers that own their loop: tokenized prompts, and batches whose order survives a restart."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset, load_from_disk
+from torch import nn
+from torch.utils.data import Sampler, default_collate
+from transformers import PreTrainedTokenizerBase
+
+from trimtab_lm.data.formats import RowFormat, columns_of, prepare_dataset, row_format
+from trimtab_lm.data.tokenization import encode_prompt
+from trimtab_lm.data.truncation import report_truncation, truncate_columns
+from trimtab_lm.tokens.positions import Positions
+
+PROMPT_COLUMNS = ("query", "prompt")
+KEPT_COLUMNS = (*PROMPT_COLUMNS, "label", "response")
+PROMPT_IDS = "prompt_ids"
+"""The column of token ids that `tokenize_prompts` adds by default."""
+
+
+def epoch_order(rows: int, per_batch: int, epoch: int, permutation: Callable[[int], list[int]]) -> list[int]:
+    """Row numbers of an epoch: its permutation, or one batch of a stream of permutations if that has fewer rows.
+
+    Args:
+        rows: of the dataset, 1 or more.
+        per_batch: rows of a batch, over all processes.
+        epoch: from 0.
+        permutation: the order of all rows in a pass, by the number of the pass.
+    """
+    if rows >= per_batch:
+        return permutation(epoch)
+    first = epoch * per_batch
+    passes = range(first // rows, (first + per_batch - 1) // rows + 1)
+    stream = [row for number in passes for row in permutation(number)]
+    return stream[first % rows : first % rows + per_batch]
+
+
+class ShuffledBatches(Sampler[list[int]]):
+    """Index batches of one process: every epoch a new permutation, made from (seed, epoch), without a remainder.
+
+    Each process takes its own `batch_size` rows of every global batch. Where there are fewer rows than a global batch,
+    an epoch is one batch, filled from as many permutations as it takes. `state_dict` says how far the epoch has come;
+    after `load_state_dict` the next iteration goes on from there. Iterating again otherwise begins a new epoch.
+    """
+
+    def __init__(self, rows: int, batch_size: int, *, seed: int, rank: int, world_size: int):
+        if rows == 0:
+            raise ValueError(
+                "The dataset has no rows: there is nothing to sample from. Check its filters and its split."
+            )
+        self.per_batch = batch_size * world_size
+        self.per_epoch = max(rows // self.per_batch, 1)
+        self.rows, self.batch_size, self.seed, self.rank, self.world_size = (
+            rows,
+            batch_size,
+            seed,
+            rank,
+            world_size,
+        )
+        self.epoch, self.taken = -1, self.per_epoch
+        self._is_resumed = False
+
+    def __len__(self) -> int:
+        return self.per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._is_resumed:
+            self._is_resumed = False
+        else:
+            self.epoch, self.taken = self.epoch + 1, 0
+        order = epoch_order(self.rows, self.per_batch, self.epoch, self._permutation)
+        while self.taken < self.per_epoch:
+            start = (self.taken * self.world_size + self.rank) * self.batch_size
+            self.taken += 1
+            yield order[start : start + self.batch_size]
+
+    def _permutation(self, number: int) -> list[int]:
+        # Seeds that differ by 1 would give the permutations of neighbouring epochs to neighbouring runs.
+        generator = torch.Generator().manual_seed((self.seed << 20) + number)
+        return torch.randperm(self.rows, generator=generator).tolist()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "taken": self.taken}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.epoch, self.taken = state["epoch"], state["taken"]
+        self._is_resumed = self.epoch >= 0
+
+
+def collate_columns(rows: Sequence[Any]) -> Any:
+    """Rows to columns, each a list; `input_ids` become 1-D tensors of their own lengths.
+
+    Rows without names, such as tuples, are collated as torch's DataLoader does by default.
+    """
+    if not isinstance(rows[0], Mapping):
+        return default_collate(list(rows))
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    if "input_ids" in columns:
+        columns["input_ids"] = [torch.as_tensor(ids, dtype=torch.long) for ids in columns["input_ids"]]
+    return columns
+
+
+def used_columns(dataset: Dataset, model: nn.Module) -> Dataset:
+    """The dataset with the arguments of the model's forward, queries, responses and labels alone."""
+    known = {*inspect.signature(model.forward).parameters, *KEPT_COLUMNS}
+    unused = [name for name in dataset.column_names if name not in known]
+    return dataset.remove_columns(unused)
+
+
+def open_dataset(name: str) -> Dataset:
+    """The train split of a hub id, of a folder that `save_to_disk` wrote, or of a json, csv, parquet or text file."""
+    path = Path(name)
+    if path.is_file():
+        kind = {".jsonl": "json", ".txt": "text"}.get(path.suffix, path.suffix[1:])
+        return load_dataset(kind, data_files=name, split="train")
+    if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+        stored = load_from_disk(name)
+        return stored if isinstance(stored, Dataset) else stored["train"]
+    return load_dataset(name, split="train")
+
+
+def tokenize_prompts(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_encoder_decoder: bool,
+    needed_for: str,
+    column: str = "prompt",
+    into: str = PROMPT_IDS,
+    max_length: int | None = None,
+    max_completion_length: int = 0,
+    positions: Positions | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+) -> Any:
+    """The dataset with its prompts' tokens in one more column; all others stay, for the reward functions.
+
+    A dict gives a dict; None, and a dataset that has the column, are returned as they are. A prompt has no EOS that the
+    tokenizer adds, but an encoder's prompt ends in EOS.
+
+    Args:
+        dataset: with a column of texts or conversations.
+        tokenizer: the policy's.
+        is_encoder_decoder: whether an encoder reads the prompts.
+        needed_for: the trainer that asks, such as "GRPO", for messages.
+        column: where the prompts are.
+        into: the column of token ids that is added.
+        max_length: prompts that are longer lose their beginning, but not their BOS.
+        max_completion_length: tokens that are sampled after a prompt at most.
+        positions: of the model, in which a prompt and its completion must have room.
+        chat_template_kwargs: arguments of the chat template.
+        num_proc: processes that tokenize.
+
+    Raises:
+        TypeError: for what is no datasets.Dataset.
+        ValueError: without the column, with an empty prompt, or with one that leaves no room for its completion.
+    """
+    options: dict[str, Any] = {"max_length": max_length, "max_completion_length": max_completion_length}
+    options |= {"positions": positions, "chat_template_kwargs": chat_template_kwargs}
+    options |= {"is_encoder_decoder": is_encoder_decoder, "column": column, "into": into}
+    if isinstance(dataset, dict):
+        options |= {"needed_for": needed_for, "num_proc": num_proc}
+        return {name: tokenize_prompts(one, tokenizer, **options) for name, one in dataset.items()}
+    if dataset is None or (isinstance(dataset, Dataset) and into in dataset.column_names):
+        return dataset
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"{needed_for} takes its prompts from a datasets.Dataset, not from a {type(dataset).__name__}: one call of "
+            "generation serves several steps and processes, whose prompts are chosen by number, shuffled, and found "
+            "again when training resumes. Read a stream's rows into one: Dataset.from_list(list(stream.take(n)))."
+        )
+    if column == "prompt":
+        row_format(columns_of(dataset), [RowFormat.PROMPT], needed_for=needed_for)
+    encode = partial(_encode, tokenizer=tokenizer, **options)
+    rows = prepare_dataset(dataset, encode, keep=dataset.column_names, num_proc=num_proc, desc="tokenizing prompts")
+    return report_truncation(rows, limit=f"max_prompt_length={max_length}")
+
+
+def _encode(
+    row: Mapping[str, Any],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    is_encoder_decoder: bool,
+    column: str,
+    into: str,
+    max_length: int | None,
+    max_completion_length: int,
+    positions: Positions | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    ids = encode_prompt(tokenizer, row[column], tools=row.get("tools"), chat_template_kwargs=chat_template_kwargs)[
+        "input_ids"
+    ]
+    if not ids:
+        raise ValueError("The prompt is empty, and there is no token to continue from. Fill it or drop the row.")
+    stops = [tokenizer.eos_token_id] if is_encoder_decoder else []
+    prompt = truncate_columns(
+        {into: [*ids, *stops]}, {into: max_length}, mode="keep_end", bos_token_id=tokenizer.bos_token_id
+    )
+    if positions is not None:
+        positions.check_sample(
+            len(prompt[into]), max_completion_length, is_encoder_decoder=is_encoder_decoder,
+            remedy=f"Lower max_prompt_length ({max_length}) or max_completion_length ({max_completion_length}).",
+        )  # fmt: skip
+    return prompt
+
+
+def as_queries(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool) -> Dataset:
+    """The dataset with `input_ids` and `query` (text), from a `query` or `prompt` column of texts or conversations.
+
+    A conversation goes through the tokenizer's chat template, with the mark of an answer to come. See
+    `tokenize_prompts`.
+    """
+    column = next((name for name in PROMPT_COLUMNS if name in dataset.column_names), None)
+    if column is None:
+        raise ValueError(
+            f"The dataset has the columns {dataset.column_names}, and none of input_ids, query or prompt. "
+            "Rename the column with the prompts to 'query'."
+        )
+    options: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "needed_for": "PPO"}
+    rows = tokenize_prompts(dataset, tokenizer, column=column, into="input_ids", **options)
+
+    def add_text(row: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(row[column], str):
+            return {"query": row[column]}
+        return {"query": tokenizer.apply_chat_template(row[column], tokenize=False, add_generation_prompt=True)}
+
+    return rows.map(add_text, remove_columns=[column], desc="writing queries")
+
+
+RewardFunction = Callable[..., Sequence[float]]
+"""reward(queries: list[str], responses: list[str], **columns) -> one score per response."""

@@ -1,0 +1,1 @@
+"""What the trainers on transformers.Trainer share."""

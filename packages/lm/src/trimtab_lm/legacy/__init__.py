@@ -1,0 +1,1 @@
+"""The arguments, collators and datasets of TRL in 2024."""

@@ -1,0 +1,1 @@
+"""Models around a language model: value head, reward adapter, reference policy, adapters."""

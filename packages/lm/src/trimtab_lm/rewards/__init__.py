@@ -1,0 +1,1 @@
+"""What scores a response: reward models and reward functions."""

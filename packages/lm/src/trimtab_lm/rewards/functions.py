@@ -1,0 +1,315 @@
+"""Scores of completions: weighted reward functions, plain or async, and reward models, under one call convention."""
+
+import asyncio
+import functools
+import inspect
+import math
+import numbers
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trimtab_common.stats import Deviation, Mean, Variance
+from trimtab_lm.rewards.model import RewardModel
+
+RewardFunction = Callable[..., Any]
+
+
+class Scored(NamedTuple):
+    """What a `RewardSet` says of B completions."""
+
+    scores: Tensor  # [B, F], float32, CPU; NaN where a function abstains
+    rewards: Tensor  # [B], the weighted sum of those that do not
+
+
+class RewardSet:
+    """Weighted rewards of completions.
+
+    functions: one, or several, of
+
+    - a callable, plain or `async def`, `f(prompts, completions, completion_ids, **columns) -> list of numbers`, all by
+      keyword and one entry per completion. It is given only what its signature takes, `**kwargs` takes everything. An
+      entry of None means that the function has nothing to say of that completion. Prompts and completions come in the
+      dataset's format: strings, or lists of messages.
+    - a sequence classifier, as a hub id, a folder, a module or a `RewardModel`. It reads prompt + completion, by its
+      own chat template where they are conversations.
+
+    weights: one per function, default 1. processing_classes: the tokenizers of reward models (one, or one per function
+    with None for callables); those given by name bring their own. names: under which functions are logged, default
+    their own. device: where reward models are put; None leaves modules where they are.
+
+    Async functions run together, on one event loop that lives as long as this object, so that clients made in one call
+    may be used in the next; plain functions run meanwhile, in order, in the caller's thread.
+    """
+
+    def __init__(
+        self,
+        functions: Any,
+        weights: Sequence[float] | None = None,
+        processing_classes: Any = None,
+        *,
+        names: Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        batch_size: int = 16,
+    ):
+        given = list(functions) if isinstance(functions, list | tuple) else [functions]
+        if not given:
+            raise ValueError("There is no reward function. Give a callable, a reward model, or a list of them.")
+        tokenizers = processing_classes if isinstance(processing_classes, list | tuple) else None
+        if tokenizers is None:
+            tokenizers = [processing_classes] * len(given)
+        for what, values in (("weights", weights), ("processing_classes", tokenizers), ("names", names)):
+            if values is not None and len(values) != len(given):
+                raise ValueError(
+                    f"{len(given)} reward functions, but {len(values)} {what}: give one for each, or None."
+                )
+        self.names = [name_of(function) for function in given] if names is None else list(names)
+        if repeated := sorted({name for name in self.names if self.names.count(name) > 1}):
+            raise ValueError(
+                f"Several reward functions are called {repeated} and would be logged as one: rename them or give names."
+            )
+        self.weights = torch.tensor([1.0] * len(given) if weights is None else list(weights), dtype=torch.float32)
+        self.functions: list[RewardFunction] = [
+            as_function(function, tokenizer, device=device, batch_size=batch_size)
+            for function, tokenizer in zip(given, tokenizers, strict=True)
+        ]
+        self._loop: EventLoop | None = None
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Scored:
+        """The scores of completions that stand in the order of their prompts, those of a prompt side by side.
+
+        prompts, and each of the dataset's columns: P entries. completions (see `as_completions`), completion_ids: B
+        entries, B a multiple of P. Raises ValueError or TypeError, with the function's name, for anything that is not
+        one finite number or None per completion, and where every function abstains.
+        """
+        if not completions:
+            return Scored(torch.zeros(0, len(self.functions)), torch.zeros(0))
+        columns = columns or {}
+        if taken := sorted({"prompts", "completions", "completion_ids"} & columns.keys()):
+            raise ValueError(
+                f"The dataset has columns {taken}, names under which rewards get something else: rename them."
+            )
+        group = len(completions) // max(len(prompts), 1)
+        given = {"prompts": prompts, **columns}
+        if bad := {name: len(values) for name, values in given.items() if len(values) * group != len(completions)}:
+            raise ValueError(
+                f"{len(completions)} completions of {len(prompts)} prompts, but the lengths {bad}: prompts and columns "
+                "have one entry per prompt, and each prompt as many completions."
+            )
+        arguments = {name: [value for value in values for _ in range(group)] for name, values in given.items()}
+        if len(completion_ids) != len(completions):
+            raise ValueError(f"{len(completions)} completions, but the ids of {len(completion_ids)}.")
+        arguments |= {"completions": list(completions), "completion_ids": list(completion_ids)}
+        calls = [
+            functools.partial(function, **accepted(function, name, arguments))
+            for function, name in zip(self.functions, self.names, strict=True)
+        ]
+        results = self._run(calls)
+        columns_of_scores = [
+            checked(result, name, len(completions)) for result, name in zip(results, self.names, strict=True)
+        ]
+        scores = torch.tensor(columns_of_scores, dtype=torch.float32).T.contiguous()
+        silent = scores.isnan().all(dim=1)
+        if silent.any():
+            i = int(silent.nonzero()[0])
+            raise ValueError(
+                f"No reward function of {self.names} applies to completion {i}, {str(completions[i])[:200]!r} of the "
+                f"prompt {str(arguments['prompts'][i])[:200]!r}: all returned None. Let one of them return a "
+                "number, or leave such prompts out of the dataset."
+            )
+        return Scored(scores, (scores.nan_to_num(0.0) * self.weights).sum(dim=1))
+
+    def _run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        waiting: dict[int, Future] = {}
+        results: list[Any] = [None] * len(calls)
+        order = sorted(range(len(calls)), key=lambda i: not is_async(self.functions[i]))  # async ones start first
+        try:
+            for i in order:
+                with blaming(self.names[i]):
+                    results[i] = calls[i]()
+                if inspect.isawaitable(results[i]):
+                    self._loop = self._loop or EventLoop()
+                    waiting[i] = self._loop.submit(results[i])
+            for i, future in waiting.items():
+                with blaming(self.names[i]):
+                    results[i] = future.result()
+        finally:
+            for future in waiting.values():
+                future.cancel()  # does nothing to those that are done
+        return results
+
+
+class EventLoop:
+    """An asyncio loop in a thread of its own: works where a loop runs already (notebooks), and outlives a call."""
+
+    def __init__(self) -> None:
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="reward functions", daemon=True).start()
+        self._loop = loop
+        weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
+
+    def submit(self, awaitable: Awaitable[Any]) -> Future:
+        return asyncio.run_coroutine_threadsafe(_await(awaitable), self._loop)
+
+
+async def _await(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+@contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """Adds the reward function's name to what is raised inside the block."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"Raised in the reward function {name!r}.")
+        raise
+
+
+class ModelReward:
+    """A reward model under the call convention of reward functions."""
+
+    def __init__(self, model: RewardModel):
+        self.model = model
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        if isinstance(prompts[0], str):
+            return self.model(prompts, completions)
+        texts = [self._conversation([*prompt, *answer]) for prompt, answer in zip(prompts, completions, strict=True)]
+        return self.model([""] * len(texts), texts)
+
+    def _conversation(self, messages: list[dict[str, Any]]) -> str:
+        tokenizer = self.model.tokenizer
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        bos = tokenizer.bos_token
+        # Templates write the BOS token, and tokenizers add it to what they are given: once is right.
+        is_added = bos is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        return text.removeprefix(bos) if is_added else text
+
+
+def as_function(
+    function: Any, tokenizer: PreTrainedTokenizerBase | None, *, device: torch.device | str | None, batch_size: int
+) -> RewardFunction:
+    """A reward function or model as a function that takes keywords."""
+    if isinstance(function, RewardModel):
+        return ModelReward(function)
+    if isinstance(function, str | PreTrainedModel | PeftModel):
+        if device is None:
+            device = "cpu" if isinstance(function, str) else function.device
+        return ModelReward(RewardModel(function, tokenizer, device=device, batch_size=batch_size))
+    if not callable(function):
+        raise TypeError(
+            f"A reward function is a callable, a model or a model's name, not {function!r} ({type(function).__name__})."
+        )
+    return function
+
+
+def name_of(function: Any) -> str:
+    """What a reward function is called in the logs: its own name, or the last part of its model's."""
+    if isinstance(function, str):
+        return PurePath(function).name
+    if isinstance(function, RewardModel):
+        return name_of(function.model)
+    if isinstance(function, PeftModel):
+        return name_of(function.get_base_model())
+    if isinstance(function, PreTrainedModel):
+        return PurePath(function.name_or_path or "").name or type(function).__name__
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether calling it gives something to await."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def accepted(function: RewardFunction, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments that a function's signature takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(arguments)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if missing := [argument for argument in needed if argument not in arguments]:
+        raise TypeError(
+            f"The reward function {name!r} needs {missing}; there are {sorted(arguments)} (the dataset's columns among "
+            "them). Rename its arguments, give them defaults, or add the columns to the dataset."
+        )
+    taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {argument: value for argument, value in arguments.items() if argument in taken}
+
+
+def checked(result: Any, name: str, count: int) -> list[float]:
+    """What a function returned as numbers, NaN where it returned None; see `RewardSet.__call__` for the errors."""
+    values = result.tolist() if isinstance(result, Tensor | np.ndarray) else result
+    if not isinstance(values, list | tuple):
+        raise TypeError(
+            f"The reward function {name!r} returned a {type(result).__name__}: a list of {count} numbers is needed, "
+            "one per completion (None where it does not apply)."
+        )
+    if len(values) != count:
+        raise ValueError(
+            f"The reward function {name!r} returned {len(values)} scores for {count} completions: one for each is "
+            "needed, None where it does not apply."
+        )
+    return [_number(value, name, i) for i, value in enumerate(values)]
+
+
+def _number(value: Any, name: str, i: int) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, Tensor | np.generic | np.ndarray) and math.prod(value.shape) == 1:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"The reward function {name!r} returned {value!r} ({type(value).__name__}) for completion {i}: a number is "
+            "needed, or None where it does not apply."
+        )
+    if not math.isfinite(value):
+        raise ValueError(
+            f"The reward function {name!r} returned {value} for completion {i}: scores are finite. Return None where "
+            "it does not apply."
+        )
+    return float(value)
+
+
+def as_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+    """Sampled texts in the format of their prompts: strings, or one assistant message each. P prompts, P * G texts."""
+    if prompts and not isinstance(prompts[0], str):
+        return [[{"role": "assistant", "content": text}] for text in texts]
+    return list(texts)
+
+
+def reward_stats(names: Sequence[str], scored: Scored, *, num_generations: int) -> dict[str, Mean | Variance]:
+    """Statistics of B = P * num_generations scored completions, groups side by side, for `gather_stats`.
+
+    `rewards/{name}/mean` and `/std` (of the population) of each function over the completions it applies to, `reward`,
+    `reward_std` (mean over groups of the deviation inside a group, the sample's, n - 1: what advantages are divided by)
+    and `frac_reward_zero_std` (groups whose rewards are all equal, from which nothing is learnt).
+    """
+    stats: dict[str, Mean | Variance] = {}
+    for name, column in zip(names, scored.scores.T, strict=True):
+        applies = ~column.isnan()
+        stats[f"rewards/{name}/mean"] = Mean.of(column, applies)
+        stats[f"rewards/{name}/std"] = Deviation.of(column, applies)
+    groups = scored.rewards.view(-1, num_generations)
+    stats["reward"] = Mean.of(scored.rewards)
+    stats["reward_std"] = Mean.of(groups.std(dim=1, correction=min(1, num_generations - 1)))
+    stats["frac_reward_zero_std"] = Mean.of((groups.amax(dim=1) == groups.amin(dim=1)).float())
+    return stats

@@ -1,0 +1,1 @@
+"""Responses to prompts: transformers' generate, its continuous batching, vLLM, best of n."""

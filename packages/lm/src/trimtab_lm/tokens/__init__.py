@@ -1,0 +1,1 @@
+"""Tokens in a model: their layout in a batch, the fused head, log-probabilities, positions."""

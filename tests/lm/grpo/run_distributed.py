@@ -1,0 +1,118 @@
+"""GRPO on scripted completions, one run after the other; each process writes what it ended with into the folder given.
+
+A scripted sampler answers by the prompt alone, so that every division of the prompts has the same rollouts.
+"""
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tests.lm import tiny
+from torch import Tensor
+
+from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
+from trimtab_lm.sampling.backends import Rollout, require_version
+
+GLOBAL_BATCH = 8
+TEXTS = ["hi", "abc", "the cat", "dog.", "a b", "zzz", "go on", "m", "ten", "nine", "x y z", "quick"]
+
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo": {"loss_type": "grpo", "scale_rewards": "batch", "beta": 0.2},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "importance_sampling_level": "sequence"},
+    "masked": {"mask_truncated_completions": True, "steps_per_generation": 2},
+}
+STEPS = 4
+
+
+class Scripted:
+    """Answers that are fixed by the prompt; the first always ends by itself, others may be cut at the limit."""
+
+    def __init__(self, limit: int = 6):
+        self.limit = limit
+        self.calls: list[int] = []  # prompts of each
+        self.versions: list[int] = []
+        self.version: int | None = None
+
+    def sync(self, model: Any, version: int) -> None:
+        self.version = version
+
+    def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
+        require_version(self.version, version)
+        self.calls.append(len(prompts))
+        self.versions.append(version)
+        completions, ended = [], []
+        for prompt in prompts:
+            generator = torch.Generator().manual_seed(sum((i + 1) * 37 * int(t) for i, t in enumerate(prompt)))
+            for k in range(num_generations):
+                length = int(torch.randint(1, self.limit + 2, (), generator=generator)) if k else 2
+                tokens = torch.randint(4, len(tiny.VOCABULARY), (length,), generator=generator)
+                ended.append(length <= self.limit)
+                completions.append(torch.cat([tokens[:-1], torch.tensor([tiny.EOS])]) if ended[-1] else tokens[:-1])
+        return Rollout(completions, ended)
+
+
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    return [sum(text.count(vowel) for vowel in "aeiou") + 0.1 * len(text) for text in completions]
+
+
+def prompts(count: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [TEXTS[i % len(TEXTS)] + "ab"[i % 2] * (i // 12) for i in range(count)]})
+
+
+def config(folder: str, **settings: Any) -> GRPOConfig:
+    """Few prompts, no logs, the CPU; settings: anything else."""
+    defaults: dict[str, Any] = {
+        "output_dir": folder, "per_device_train_batch_size": 2, "num_generations": 3, "max_completion_length": 6,
+        "learning_rate": 1e-2, "max_steps": STEPS, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+        "use_cpu": True, "logging_steps": 1, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    return GRPOConfig(**defaults | settings)
+
+
+def trainer(folder: str, model: Any = None, reward: Any = vowels, **settings: Any) -> GRPOTrainer:
+    """A tiny GPT-2 on 24 prompts. settings: of the config, and train_dataset, rollout, ... of the trainer."""
+    names = ("train_dataset", "eval_dataset", "rollout", "peft_config", "callbacks", "processing_class", "model_init",
+             "optimizers", "reward_processing_classes")  # fmt: skip
+    given = {name: settings.pop(name) for name in names if name in settings}
+    given = {"train_dataset": prompts(24), "processing_class": tiny.tokenizer(), **given}
+    given.setdefault("rollout", Scripted())
+    if "model_init" not in given and model is None:
+        model = tiny.gpt2()
+    return GRPOTrainer(model, reward, config(folder, **settings), **given)
+
+
+def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
+    """A few steps of a case: the weights, the logs and the metrics of an evaluation on an odd number of prompts."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = trainer(
+            folder, tiny.gpt2(dtype=torch.float64), per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation, per_device_eval_batch_size=2, eval_dataset=prompts(5),
+            average_tokens_across_devices=True, **CASES[name],
+        )  # fmt: skip
+        made.train()
+        metrics = made.evaluate()
+        logs = [entry for entry in made.state.log_history if "loss" in entry]
+    timed = ("runtime", "per_second", "preparation")
+    return {
+        "weights": {key: value.clone() for key, value in made.model.state_dict().items()},
+        "logs": logs,
+        "metrics": {key: value for key, value in metrics.items() if not any(word in key for word in timed)},
+        "calls": made.backend.calls,
+    }
+
+
+def main(folder: str) -> None:
+    results = {name: run(name, batch_size=GLOBAL_BATCH // 4, accumulation=2) for name in CASES}
+    torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1])

@@ -1,0 +1,239 @@
+"""Prompts for calls of generation, groups, and the buffer that gives a rollout out."""
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from tests.lm import tiny
+
+from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
+from trimtab_lm.grpo.batches import (
+    Group,
+    PromptBatches,
+    PromptLoader,
+    RolloutBuffer,
+    as_groups,
+    column,
+    everyones_advantages,
+    micro_batch,
+    window_of,
+)
+from trimtab_lm.sampling.backends import Rollout
+
+DECODER = {"is_encoder_decoder": False, "needed_for": "GRPO"}
+
+
+def batches(rows=23, steps=2, prompts_per_step=4, repeats=3, **options):
+    sizes = {"prompts_per_step": prompts_per_step, "steps": steps, "repeats": repeats, "seed": 0}
+    return PromptBatches(rows, **sizes | options)
+
+
+def group(seed=0, *, counted=(True, True, True), with_logprobs=True):
+    prompt, *completions = (row.tolist() for row in tiny.rows(1 + len(counted), 2, 5, seed))
+    made = Group(prompt, completions, list(counted), torch.arange(3.0) + 10 * seed)
+    if with_logprobs:
+        made.logprobs["old"] = torch.arange(made.num_tokens) + 100.0 * seed
+    return made
+
+
+# Prompts
+
+
+def test_every_batch_comes_as_often_as_asked_and_no_prompt_comes_twice():
+    drawn = list(batches())
+    assert len(drawn) == len(batches()) == 6  # of 23 rows two calls of 8, each three times
+    assert drawn[0] == drawn[1] == drawn[2] != drawn[3] == drawn[4] == drawn[5]
+    taken = drawn[0] + drawn[3]
+    assert len(set(taken)) == 16
+    assert set(taken) <= set(range(23))
+
+
+def test_a_step_has_the_same_prompts_on_any_number_of_processes():
+    """Each process takes its part of every step, and not of the whole call."""
+    whole = [batch for i, batch in enumerate(batches(prompts_per_step=4)) if i % 3 == 0]
+    parts = [list(batches(prompts_per_step=2, rank=rank, world_size=2))[::3] for rank in (0, 1)]
+    for call, first, second in zip(whole, *parts, strict=True):
+        for step in (0, 1):
+            shared = first[2 * step : 2 * step + 2] + second[2 * step : 2 * step + 2]
+            assert sorted(shared) == sorted(call[4 * step : 4 * step + 4])
+
+
+def test_epochs_and_seeds_have_orders_of_their_own_that_come_again():
+    made = batches()
+    first = list(made)
+    made.set_epoch(1)
+    second = list(made)
+    assert second != first != list(batches(seed=1))
+    made.set_epoch(0)
+    assert list(made) == first
+    assert next(iter(batches(shuffle=False))) == list(range(8))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_call_of_more_prompts_than_there_are_goes_on_with_the_next_pass(shuffle):
+    """Three calls of 8 prompts, shared by two processes, are eight passes over 3 prompts."""
+    drawn = [batches(rows=3, prompts_per_step=2, world_size=2, rank=rank, shuffle=shuffle) for rank in (0, 1)]
+    calls = []
+    for epoch in range(3):
+        for one in drawn:
+            one.set_epoch(epoch)
+        mine, yours = (list(one) for one in drawn)
+        assert len(mine) == len(yours) == len(drawn[0]) == 3
+        assert all(batch == mine[0] for batch in mine)
+        steps = [mine[0][i : i + 2] + yours[0][i : i + 2] for i in (0, 2)]
+        calls += [row for step in steps for row in step]
+    passes = [calls[i : i + 3] for i in range(0, 24, 3)]
+    assert all(sorted(one) == [0, 1, 2] for one in passes)
+    assert (len({tuple(one) for one in passes}) > 1) == shuffle
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match="The dataset has no prompts"):
+        batches(rows=0)
+
+
+def test_the_loader_gives_whole_rows_and_leaves_the_random_numbers_alone():
+    rows = Dataset.from_dict({"prompt": [str(i) for i in range(23)], "answer": list(range(23))})
+    loader = PromptLoader(rows, batches())
+    before = torch.get_rng_state()
+    drawn = list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [[row["answer"] for row in batch] for batch in drawn] == list(batches())
+    assert len(loader) == 6
+    loader.set_epoch(1)
+    assert [row["answer"] for row in next(iter(loader))] != [row["answer"] for row in drawn[0]]
+
+
+def tokenized(rows, **options):
+    return tokenize_prompts(Dataset.from_dict(rows), tiny.tokenizer(), **DECODER | options)
+
+
+def test_prompts_become_tokens_and_other_columns_stay():
+    rows = tokenized({"prompt": ["ab", "c"], "answer": [1, 2]})
+    assert rows.column_names == ["prompt", "answer", PROMPT_IDS]
+    assert rows[PROMPT_IDS][0] == tiny.tokenizer()("ab")["input_ids"]
+    assert tokenize_prompts(rows, tiny.tokenizer(), **DECODER) is rows
+    assert tokenized({"prompt": ["ab"]}, is_encoder_decoder=True)[PROMPT_IDS][0][-1] == tiny.EOS
+
+
+def test_a_conversation_is_written_by_the_template_with_the_header_of_the_answer():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}.{% endfor %}"
+        "{% if add_generation_prompt %}a {% endif %}{% if shout %}x{% endif %}"
+    )
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "hi"}]}])
+    ids = tokenize_prompts(rows, tokenizer, **DECODER)[PROMPT_IDS][0]
+    assert tokenizer.decode(ids) == "u hi.a "
+    options = {**DECODER, "chat_template_kwargs": {"shout": True}}
+    assert tokenizer.decode(tokenize_prompts(rows, tokenizer, **options)[PROMPT_IDS][0]) == "u hi.a x"
+
+
+def test_a_long_prompt_loses_its_beginning_and_that_is_said():
+    with pytest.warns(UserWarning, match="max_prompt_length=3: cut 2 tokens from 1 of 2 rows"):
+        rows = tokenized({"prompt": ["abcde", "xyz"]}, max_length=3)
+    assert [tiny.tokenizer().decode(ids) for ids in rows[PROMPT_IDS]] == ["cde", "xyz"]
+
+
+def test_what_is_no_dataset_of_prompts_is_refused():
+    with pytest.raises(ValueError, match=r"GRPO cannot read a dataset with the columns \['question'\].*prompt"):
+        tokenized({"question": ["a"]})
+    with pytest.raises(ValueError, match="Row 1: The prompt is empty"):
+        tokenized({"prompt": ["a", ""]})
+    stream = IterableDataset.from_generator(lambda: iter([{"prompt": "a"}]))
+    with pytest.raises(TypeError, match=r"not from a IterableDataset.*Dataset.from_list"):
+        tokenize_prompts(stream, tiny.tokenizer(), **DECODER)
+
+
+# Groups
+
+
+def test_a_rollout_becomes_groups_side_by_side():
+    prompts, completions = tiny.rows(2, 2, 4), tiny.rows(4, 1, 5, seed=1)
+    logprobs = [torch.full((len(row),), float(i)) for i, row in enumerate(completions)]
+    rollout = Rollout(completions, [True, False, True, True], logprobs)
+    counted, values = torch.tensor([[True, False], [True, True]]), torch.tensor([[1.0, 0.0], [2.0, -2.0]])
+    first, second = as_groups(prompts, rollout, is_counted=counted, advantages=values)
+    assert first.prompt == prompts[0].tolist()
+    assert second.completions[1] == completions[3].tolist()
+    assert first.logprobs["sampler"].tolist() == [0.0] * len(completions[0])
+    assert second.logprobs["sampler"].tolist() == [2.0] * len(completions[2]) + [3.0] * len(completions[3])
+    assert (first.num_sequences, first.num_tokens) == (1, len(completions[0]))
+    assert window_of([first, second]).sequences == 3
+
+
+def test_a_completion_that_does_not_count_gives_no_tokens_and_keeps_its_number():
+    groups = [group(1, counted=(True, False, True)), group(2)]
+    batch = micro_batch(groups, "tree", pad_token_id=tiny.PAD)
+    lengths = [len(ids) for made in groups for ids in made.completions]
+    assert batch["lengths"].tolist() == [lengths[0], 0, *lengths[2:]]
+    assert batch["sequence"].unique().tolist() == [0, 2, 3, 4, 5]
+    assert len(batch["source"]) == len(column(groups, "old", torch.device("cpu"))) == window_of(groups).tokens
+    read = sum(len(made.prompt) for made in groups) + window_of(groups).tokens + 1  # one token of what is masked
+    assert int((batch["document"] >= 0).sum()) == read
+    assert not any(value.is_floating_point() for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+def test_columns_are_in_the_order_of_the_tokens():
+    groups = [group(1), group(2)]
+    batch = micro_batch(groups, "tree", pad_token_id=tiny.PAD)
+    targets = [token for made in groups for ids in made.completions for token in ids]
+    assert batch["targets"].tolist() == targets
+    assert column(groups, "old", torch.device("cpu"))[groups[0].num_tokens] == 200.0
+    assert column(groups, "ref", torch.device("cpu")) is None
+
+
+def test_batch_scaling_takes_all_prompts_and_group_scaling_each_by_itself():
+    rewards, counted = torch.tensor([[0.0, 2.0], [10.0, 30.0]]), torch.ones(2, 2, dtype=torch.bool)
+    by_group = everyones_advantages(rewards, counted, scale="group")
+    torch.testing.assert_close(by_group, torch.tensor([[-1.0, 1.0], [-1.0, 1.0]]) / 2**0.5)
+    by_batch = everyones_advantages(rewards, counted, scale="batch")
+    torch.testing.assert_close(by_batch, torch.tensor([[-1.0, 1.0], [-10.0, 10.0]]) / rewards.std())
+
+
+# Buffer
+
+
+def filled(passes=3):
+    buffer = RolloutBuffer(micro_batches=2, passes=passes)
+    buffer.fill([group(i) for i in range(6)], seed=5)
+    return buffer
+
+
+def taken(buffer, count):
+    return [[made.advantages[0].item() // 10 for made in buffer.next()] for _ in range(count)]
+
+
+def test_each_pass_takes_each_group_once_and_later_ones_in_orders_of_their_own():
+    buffer = filled()
+    orders = [[*one, *other] for one, other in (taken(buffer, 2) for _ in range(3))]
+    assert orders[0] == [0, 1, 2, 3, 4, 5]
+    assert all(sorted(order) == orders[0] for order in orders)
+    assert orders[1] != orders[0] != orders[2] != orders[1]
+    assert buffer.is_used_up
+    assert taken(filled(), 6) == [order[i : i + 3] for order in orders for i in (0, 3)]
+
+
+def test_a_buffer_goes_on_from_its_state(tmp_path):
+    whole, half = filled(), filled()
+    expected = taken(whole, 6)
+    taken(half, 3)
+    torch.save(half.state_dict(), tmp_path / "state.pt")
+    resumed = RolloutBuffer(micro_batches=2, passes=3)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert taken(resumed, 3) == expected[3:]
+    assert resumed.is_used_up
+    assert torch.equal(resumed.groups[1].logprobs["old"], half.groups[1].logprobs["old"])
+
+
+def test_a_used_up_rollout_is_not_saved_and_one_of_another_shape_not_taken():
+    buffer, other = filled(passes=1), RolloutBuffer(micro_batches=4, passes=1)
+    with pytest.raises(ValueError, match="has 2 micro-batches and 1 passes, the settings say 4 and 1"):
+        other.load_state_dict(buffer.state_dict())
+    taken(buffer, 2)
+    assert buffer.state_dict()["groups"] == []
+    other.load_state_dict(buffer.state_dict())
+    assert other.is_used_up
+
+
+def test_a_new_buffer_is_used_up():
+    assert RolloutBuffer(micro_batches=2, passes=1).is_used_up

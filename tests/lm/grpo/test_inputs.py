@@ -1,0 +1,111 @@
+"""What GRPOTrainer is given wrongly: a clear error, before anything is trained."""
+
+from functools import partial
+
+import pytest
+from datasets import Dataset, IterableDataset
+from tests.lm import tiny
+from tests.lm.grpo.run_distributed import Scripted, config, prompts, trainer, vowels
+
+from trimtab_lm.grpo import GRPOTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+@pytest.fixture
+def make(tmp_path):
+    return partial(trainer, str(tmp_path))
+
+
+def test_a_tokenizer_without_an_end_token(make):
+    with pytest.raises(ValueError, match="has no EOS token"):
+        make(processing_class=tiny.tokenizer(eos_token=None))
+
+
+def test_a_tokenizer_without_a_pad_token_will_do(make):
+    make(processing_class=tiny.tokenizer(pad_token=None), rollout=None, max_steps=1).train()
+
+
+def test_a_model_that_was_not_loaded_by_name_needs_its_tokenizer(make):
+    with pytest.raises(ValueError, match="processing_class=tokenizer"):
+        make(processing_class=None)
+
+
+def test_a_dataset_without_prompts(make):
+    with pytest.raises(ValueError, match=r"cannot read a dataset with the columns \['question', 'answer'\]"):
+        make(train_dataset=Dataset.from_dict({"question": ["a"], "answer": ["b"]}))
+    with pytest.raises(ValueError, match=r"cannot read a dataset with the columns \['text'\]"):
+        make(eval_dataset={"a": Dataset.from_dict({"text": ["a"]})})
+
+
+def test_a_stream(make):
+    with pytest.raises(TypeError, match="chosen by number, shuffled, and found again when training resumes"):
+        make(train_dataset=IterableDataset.from_generator(lambda: iter([{"prompt": "a"}])))
+
+
+def test_fewer_prompts_than_one_call_takes(make):
+    trainer = make(train_dataset=prompts(7), per_device_train_batch_size=2, steps_per_generation=4, max_steps=5)
+    assert trainer.train().global_step == 5
+
+
+def test_no_dataset(make):
+    made = make(train_dataset=None)
+    with pytest.raises(ValueError, match="training requires a train_dataset"):
+        made.train()
+
+
+def test_rewards_that_are_no_functions(make):
+    with pytest.raises(TypeError, match="A reward function is a callable"):
+        make(reward=3)
+    with pytest.raises(ValueError, match="There is no reward function"):
+        make(reward=[])
+    with pytest.raises(ValueError, match="2 reward functions, but 1 weights"):
+        make(reward=[vowels, len], reward_weights=[1.0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda n: [1.0] * (n - 1), "returned 5 scores for 6 completions"),
+        (lambda n: [float("nan")] * n, "returned nan for completion 0"),
+        (lambda n: [None] * n, "No reward function .* applies to completion 0"),
+    ],
+)
+def test_rewards_that_cannot_be_learnt_from(make, answer, message):
+    def careless(completions, **_):
+        return answer(len(completions))
+
+    made = make(reward=careless)
+    before = tiny.weights(made.model)
+    with pytest.raises(ValueError, match=message):
+        made.train()
+    assert not tiny.moved(before, made.model)
+
+
+def test_a_reward_function_that_needs_a_column_that_is_not_there(make):
+    def exact(completions, answer):
+        return [0.0] * len(completions)
+
+    with pytest.raises(TypeError, match=r"needs \['answer'\]"):
+        make(reward=exact).train()
+
+
+def test_settings_that_the_sampler_does_not_have(make):
+    with pytest.raises(TypeError, match=r"sets \['batchsize'\]; transformers' generate takes \['batch_size', "):
+        make(rollout=None, rollout_backend_kwargs={"batchsize": 3})
+
+
+def test_a_loss_that_is_not_finite(make):
+    from trimtab_common.health import TrainingDivergedError
+
+    made = make(reward=lambda completions, **_: [float(i) for i in range(len(completions))])
+    made.model.transformer.wte.weight.data[5:] = float("nan")
+    with pytest.raises(TrainingDivergedError, match="The loss is nan in step 1"):
+        made.train()
+
+
+def test_several_gpus_in_one_process(tmp_path):
+    args = config(str(tmp_path))
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="accelerate launch"):
+        GRPOTrainer(tiny.gpt2(), vowels, args, prompts(4), processing_class=tiny.tokenizer(), rollout=Scripted())

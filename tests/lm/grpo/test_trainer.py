@@ -1,0 +1,575 @@
+"""GRPOTrainer: what it samples, what it learns from that, and what it says of it."""
+
+import asyncio
+import gc
+import random
+import warnings
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from tests.lm import tiny
+from tests.lm.grpo.run_distributed import Scripted, prompts, trainer, vowels
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, TrainingArguments
+
+from trimtab_lm.grpo import GRPOTrainer
+from trimtab_lm.grpo.batches import Group
+from trimtab_lm.sampling.backends import Rollout, StaleWeightsError
+
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0)
+MODELS = {
+    "gpt2": lambda: tiny.gpt2(dtype=torch.float64),
+    "llama": lambda: tiny.exact(tiny.llama()),
+    "t5": lambda: tiny.exact(tiny.t5(initializer_factor=1.0)),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+@pytest.fixture
+def make(tmp_path):
+    return partial(trainer, str(tmp_path))
+
+
+def groups_of(count=2, size=3, seed=0, counted=True):
+    """Groups with advantages, and old and reference log-probabilities that are plausible."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        prompt, *completions = (row.tolist() for row in tiny.rows(1 + size, 2, 6, 10 * seed + i))
+        flags = [counted or k > 0 for k in range(size)]
+        group = Group(prompt, completions, flags, torch.randn(size, generator=generator, dtype=torch.float64))
+        for name in ("old", "ref"):
+            group.logprobs[name] = -3 + torch.randn(group.num_tokens, generator=generator, dtype=torch.float64)
+        made.append(group)
+    return made
+
+
+def gradients(made, groups, model=None):
+    """Loss and all gradients of a micro-batch by itself."""
+    model = model or made.model
+    model.zero_grad()
+    loss = made.compute_loss(model, made.lay_out(groups))
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+# Generation
+
+
+def test_one_call_of_generation_serves_all_steps(make):
+    """4 prompts a step and 8 steps: one call with 32 prompts; a second pass costs no more."""
+    made = make(per_device_train_batch_size=4, steps_per_generation=8, max_steps=8, train_dataset=prompts(32))
+    made.train()
+    assert made.backend.calls == [32]
+    made = make(
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, steps_per_generation=2, num_iterations=3,
+        max_steps=12, train_dataset=prompts(16),
+    )  # fmt: skip
+    made.train()
+    assert made.backend.calls == [8, 8]
+    assert made.state.global_step == 12
+
+
+def test_epochs_are_counted_in_passes_over_the_prompts(make):
+    made = make(max_steps=-1, num_train_epochs=2, num_iterations=2, steps_per_generation=3, train_dataset=prompts(13))
+    made.train()
+    assert made.backend.calls == [6] * 4  # two whole calls of 6 in 13 prompts, in each of two epochs
+    assert (made.state.global_step, made.state.epoch) == (24, 2)
+
+
+def test_each_rollout_is_of_the_weights_as_they_are(make):
+    seen = []
+
+    class Watching(Scripted):
+        def sync(self, model, version):
+            super().sync(model, version)
+            self.weights = {name: value.clone() for name, value in model.state_dict().items()}
+
+        def generate(self, prompts, **options):
+            seen.append(self.weights["transformer.wte.weight"])
+            return super().generate(prompts, **options)
+
+    made = make(rollout=Watching(), steps_per_generation=2, max_steps=6, eval_dataset=prompts(2))
+    made.train()
+    made.evaluate()
+    assert len(seen) == 4
+    assert all(not torch.equal(one, other) for one, other in pairwise(seen))
+    assert torch.equal(seen[-1], made.model.transformer.wte.weight)
+    versions = list(made.backend.versions)
+    assert versions == sorted(set(versions))
+    made.train()
+    assert made.backend.versions[4] > versions[-1]
+
+
+def test_a_sampler_of_old_weights_is_found_out(make):
+    class Stale(Scripted):
+        def sync(self, model, version):
+            self.version = version if self.version is None else self.version
+
+    with pytest.raises(StaleWeightsError):
+        make(rollout=Stale()).train()
+
+
+def test_generation_and_rewards_do_not_touch_the_random_numbers_of_training(make):
+    draws = []
+
+    def noisy(completions, **_):
+        draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        return [len(text) + draws[-1][0] for text in completions]
+
+    def state():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    made = make(reward=noisy, rollout=None, eval_dataset=prompts(4), per_device_eval_batch_size=2)
+    rows = made.train_dataset.select(range(2)).to_list()
+    before = state()
+    first = made.get_batch_samples(iter([rows]), 1, made.args.device)[0][0]
+    made.evaluate()
+    assert state() == before
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    made._begin()
+    again = made.get_batch_samples(iter([rows]), 1, made.args.device)[0][0]
+    assert draws[0] == draws[-1]  # a step's numbers do not depend on where the global generators are
+    assert [group.completions for group in first["groups"]] == [group.completions for group in again["groups"]]
+
+
+def test_the_end_token_is_learnt_and_special_tokens_are_not_in_the_texts(make):
+    texts = []
+    made = make(reward=lambda completions, **_: texts.extend(completions) or vowels(completions))
+    batch = made.get_batch_samples(iter([made.train_dataset.select(range(2)).to_list()]), 1, made.args.device)[0][0]
+    completions = [ids for group in batch["groups"] for ids in group.completions]
+    assert any(ids[-1] == tiny.EOS for ids in completions)
+    assert batch["targets"].tolist() == [token for ids in completions for token in ids]
+    assert not any("</s>" in text for text in texts)
+
+
+def test_rewards_get_what_the_dataset_holds(make):
+    seen = []
+
+    def exact(prompts, completions, completion_ids, answer, **rest):
+        seen.append((prompts, answer, rest))
+        return [float(len(ids)) for ids in completion_ids]
+
+    rows = Dataset.from_dict({"prompt": ["ab", "cd"], "answer": [1, 2], "source": ["x", "y"]})
+    make(reward=exact, train_dataset=rows, max_steps=1, shuffle_dataset=False).train()
+    assert seen == [(["ab"] * 3 + ["cd"] * 3, [1] * 3 + [2] * 3, {"source": ["x"] * 3 + ["y"] * 3})]
+
+
+def test_conversations_are_rewarded_as_conversations(make):
+    seen = []
+
+    def polite(prompts, completions, **_):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [float(len(answer[0]["content"])) for answer in completions]
+
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}.{% endfor %}"
+    conversation = [{"role": "user", "content": "hi"}]
+    rows = Dataset.from_list([{"prompt": conversation}] * 2)
+    make(reward=polite, train_dataset=rows, processing_class=tokenizer, max_steps=1).train()
+    assert seen[0][0] == conversation
+    assert seen[0][1][0]["role"] == "assistant"
+
+
+def test_async_functions_models_and_weights(make):
+    async def slow(completions, **_):
+        await asyncio.sleep(0.001)
+        return [float(len(text)) for text in completions]
+
+    made = make(
+        reward=[slow, tiny.scorer(), vowels], reward_processing_classes=[None, tiny.tokenizer(), None],
+        reward_weights=[1.0, 0.5, 2.0], reward_names=["length", "taste", "vowels"], max_steps=1,
+    )  # fmt: skip
+    made.train()
+    log = made.state.log_history[0]
+    parts = {name: log[f"rewards/{name}/mean"] for name in ("length", "taste", "vowels")}
+    assert log["reward"] == pytest.approx(parts["length"] + 0.5 * parts["taste"] + 2 * parts["vowels"], rel=1e-5)
+    assert all(log[f"rewards/{name}/std"] > 0 for name in parts)
+
+
+# The loss
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "dapo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}]
+)
+def test_a_prompt_once_is_a_prompt_for_each_completion(make, name, settings):
+    made = make(MODELS[name](), beta=0.3, temperature=0.7, **settings)
+    groups = groups_of(3)
+    assert made.lay_out.keywords["layout"] == ("encoder-decoder" if name == "t5" else "tree")
+    loss, grads = gradients(made, groups)
+    apart = [
+        Group(group.prompt, [ids], [True], group.advantages[k : k + 1], {})
+        for group in groups
+        for k, ids in enumerate(group.completions)
+    ]
+    for column in ("old", "ref"):
+        values = torch.cat([group.logprobs[column] for group in groups]).split([one.num_tokens for one in apart])
+        for one, value in zip(apart, values, strict=True):
+            one.logprobs[column] = value
+    made.lay_out = partial(made.lay_out, layout="encoder-decoder" if name == "t5" else "padded")
+    other_loss, other_grads = gradients(made, apart)
+    torch.testing.assert_close(loss, other_loss, rtol=1e-9, atol=1e-12)
+    assert grads.keys() == other_grads.keys()
+    assert loss != 0
+    for weight, grad in grads.items():
+        torch.testing.assert_close(grad, other_grads[weight], rtol=1e-9, atol=1e-12, msg=weight)
+
+
+def test_on_policy_the_gradient_is_reinforce_with_a_baseline(make):
+    """d/dw of -(1/S) sum_i A_i (1/|o_i|) sum_t log pi(o_it), at the sampling temperature, by plain forward passes."""
+    model = tiny.gpt2(dtype=torch.float64)
+    made = make(model, loss_type="grpo", temperature=0.7)
+    groups = groups_of(2)
+    for group in groups:
+        group.logprobs = {}
+    _, grads = gradients(made, groups)
+    model.eval().zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        for ids, advantage in zip(group.completions, group.advantages, strict=True):
+            logits = model(input_ids=torch.tensor([group.prompt + ids])).logits[0, len(group.prompt) - 1 : -1]
+            taken = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
+            total = total - advantage * taken.mean() / 6
+    total.backward()
+    for name, parameter in model.named_parameters():
+        # Tokens are weighted in float32, so that parts which cancel leave its rounding.
+        torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_completion_that_is_masked_might_as_well_not_be_there(make):
+    made = make(tiny.gpt2(dtype=torch.float64))
+    masked = groups_of(2, counted=False)
+    without = [
+        Group(group.prompt, group.completions[1:], [True] * 2, group.advantages[1:], group.logprobs) for group in masked
+    ]
+    loss, grads = gradients(made, masked)
+    other_loss, other_grads = gradients(made, without)
+    torch.testing.assert_close(loss, other_loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(grads, other_grads, rtol=1e-9, atol=1e-12)
+
+
+class Fixed(Scripted):
+    """Three completions of each prompt; `ended` says which of them end by themselves."""
+
+    def __init__(self, ended):
+        super().__init__()
+        self.ended = ended
+
+    def generate(self, prompts, *, num_generations, version, seed):
+        completions = [torch.tensor([5 + k] * (k + 1)) for k in range(num_generations)]
+        return Rollout(completions * len(prompts), list(self.ended) * len(prompts))
+
+
+def test_truncated_completions_are_in_neither_baseline_nor_loss(make):
+    rewards = [1.0, 5.0, 100.0]
+    made = make(
+        reward=lambda completions, **_: rewards * 2, rollout=Fixed([True, True, False]), scale_rewards="none",
+        mask_truncated_completions=True, max_completion_length=3,
+    )  # fmt: skip
+    rows = made.train_dataset.select(range(2)).to_list()
+    batches, window = made.get_batch_samples(iter([rows]), 1, made.args.device)
+    assert [group.advantages.tolist() for group in batches[0]["groups"]] == [[-2.0, 2.0, 0.0]] * 2
+    assert batches[0]["targets"].tolist() == [5, 6, 6] * 2
+    assert (window.sequences, window.tokens) == (4, 6)
+    made._config.mask_truncated_completions = False
+    made._begin()
+    batches, window = made.get_batch_samples(iter([rows]), 1, made.args.device)
+    assert (window.sequences, window.tokens) == (6, 12)
+    assert batches[0]["groups"][0].advantages.sum() == pytest.approx(0, abs=1e-5)
+
+
+def test_a_step_in_which_all_is_masked_changes_nothing(make):
+    made = make(rollout=Fixed([False] * 3), mask_truncated_completions=True, max_completion_length=3, max_steps=2)
+    before = tiny.weights(made.model)
+    made.train()
+    assert not tiny.moved(before, made.model)
+    assert made.state.log_history[0]["loss"] == 0
+    assert "entropy" not in made.state.log_history[0]
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_adapters_off_are_a_frozen_copy(make, corrected):
+    """The KL term, and so the loss, with either reference; the adapter has moved from it."""
+    settings = {"beta": 0.5, "use_bias_correction_kl": corrected, "loss_type": "grpo"}
+    model = tiny.gpt2(dtype=torch.float64)
+    adapted = make(get_peft_model(tiny.gpt2(dtype=torch.float64), LORA), **settings)
+    copied = make(model, **settings)
+    assert adapted.reference.is_adapter_off
+    assert not copied.reference.is_policy
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in adapted.model.named_parameters():
+        if "lora_B" in name:
+            weight.data = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    merged = get_peft_model(tiny.gpt2(dtype=torch.float64), LORA)
+    merged.load_state_dict(adapted.model.state_dict())
+    model.load_state_dict(merged.merge_and_unload().state_dict())
+    losses = []
+    for made in (adapted, copied):
+        groups = groups_of(2)
+        for group in groups:
+            group.logprobs = {}
+            group.advantages.zero_()
+        made._attach_reference(groups)
+        losses.append(made.compute_loss(made.model, made.lay_out(groups)))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=1e-12)
+    assert losses[0] > 0.01
+
+
+def test_without_beta_there_is_no_reference_in_memory(make):
+    def count(**settings):
+        gc.collect()
+        before = sum(isinstance(thing, GPT2LMHeadModel) for thing in gc.get_objects())
+        made = make(max_steps=1, **settings)
+        made.train()
+        gc.collect()
+        number = sum(isinstance(thing, GPT2LMHeadModel) for thing in gc.get_objects()) - before
+        assert (made.reference is None) == (number == 1)
+        return number, "kl" in made.state.log_history[0]
+
+    assert count() == (1, False)
+    assert count(beta=0.1) == (2, True)
+
+
+def test_old_logprobs_are_kept_where_the_policy_moves_and_only_there(make):
+    for settings, expected in (({}, False), ({"num_iterations": 2}, True), ({"steps_per_generation": 2}, True)):
+        made = make(**settings)
+        rows = made.train_dataset.select(range(2 * settings.get("steps_per_generation", 1))).to_list()
+        group = made.get_batch_samples(iter([rows]), 1, made.args.device)[0][0]["groups"][0]
+        assert ("old" in group.logprobs) == expected
+        if expected:
+            row, ids = torch.tensor(group.prompt), torch.tensor(group.completions[0])
+            first = group.logprobs["old"][: len(ids)]
+            torch.testing.assert_close(first, tiny.taken_of(made.model, row, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_stays_off_until_the_end_of_backward(make):
+    """A checkpointed block runs again in backward: with dropout back on by then, its gradient would be another's."""
+    grads = []
+    for checkpointing in (False, True):
+        made = make(
+            tiny.gpt2(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5), max_steps=1, learning_rate=0.0,
+            gradient_checkpointing=checkpointing, max_grad_norm=0.0,
+        )  # fmt: skip
+        seen = {}
+        for name, weight in made.model.named_parameters():
+            weight.register_hook(lambda grad, name=name, seen=seen: seen.__setitem__(name, grad.clone()))
+        made.train()
+        grads.append(seen)
+        assert made.model.training
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+# Learning
+
+
+def wrong_sign(loss):
+    return lambda *args, **options: -loss(*args, **options)
+
+
+def letter_a(completions, **_):
+    return [text.count("a") / 6 for text in completions]
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_it_learns_to_write_the_letter_a_and_not_with_a_broken_loss(make, monkeypatch, is_broken):
+    if is_broken:
+        import trimtab_lm.grpo.trainer as module
+
+        monkeypatch.setattr(module, "policy_losses", wrong_sign(module.policy_losses))
+    made = make(
+        reward=letter_a, rollout=None, per_device_train_batch_size=8, num_generations=8, max_steps=40,
+        learning_rate=1e-2, logging_steps=4,
+    )  # fmt: skip
+    made.train()
+    rewards = [entry["reward"] for entry in made.state.log_history if "reward" in entry]
+    assert (rewards[-1] > 0.6) == (not is_broken)
+    assert rewards[0] < 0.4
+
+
+@pytest.mark.parametrize("settings", [
+    {"loss_type": "grpo"}, {"loss_type": "bnpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, {"delta": 1.5},
+    {"scale_rewards": "batch", "mask_truncated_completions": True}, {"beta": 0.1, "temperature": 0.8},
+    {"scale_rewards": "raw"},
+    {"rollout_backend": "continuous_batching", "rollout_backend_kwargs": {"max_batch_tokens": 256}},
+])  # fmt: skip
+def test_every_form_trains(make, settings):
+    made = make(rollout=None, steps_per_generation=2, max_steps=2, **settings)
+    before = tiny.weights(made.model)
+    made.train()
+    assert tiny.moved(before, made.model)
+    logs = [entry for entry in made.state.log_history if "loss" in entry]
+    assert logs[0]["ratio"] == pytest.approx(1, abs=1e-4)
+    mismatch = logs[0].get("sampling/logp_difference/mean", 0.0)
+    assert mismatch == pytest.approx(0, abs=1e-3)
+    assert ("sampling/importance_ratio/mean" in logs[0]) == (settings.get("rollout_backend") is not None)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_other_models_train(make, name):
+    model = {"llama": tiny.llama, "t5": partial(tiny.t5, initializer_factor=1.0)}[name]()
+    made = make(model, rollout=None, max_steps=2, steps_per_generation=2, beta=0.1)
+    ends = {ids[-1] == tiny.EOS for ids in made.train_dataset["prompt_ids"]}
+    assert ends == {name == "t5"}  # an encoder reads a text to its end, a decoder goes on with it
+    before = tiny.weights(made.model)
+    made.train()
+    assert tiny.moved(before, made.model)
+
+
+# Statistics
+
+
+def test_the_logs_say_what_happened(make):
+    made = make(eval_dataset=prompts(5), per_device_eval_batch_size=2, max_steps=2)
+    made.train()
+    metrics = made.evaluate()
+    log = made.state.log_history[0]
+    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/vowels/mean", "rewards/vowels/std", "entropy",
+                 "completions/mean_length", "completions/min_length", "completions/max_length",
+                 "completions/clipped_ratio", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+                 "ratio", "loss", "health/alerts"):  # fmt: skip
+        assert name in log
+        if not name.startswith("health"):
+            assert f"eval_{name}" in metrics
+    sampled = Scripted()
+    sampled.sync(None, 0)
+    rollout = sampled.generate(
+        [torch.tensor(ids) for ids in made.eval_dataset["prompt_ids"]], num_generations=3, version=0, seed=0
+    )
+    lengths = [len(ids) for ids in rollout.completions]
+    assert metrics["eval_completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert metrics["eval_completions/max_length"] == max(lengths)
+    assert metrics["eval_completions/clipped_ratio"] == pytest.approx(1 - sum(rollout.ended) / len(lengths))
+    at_once = make(made.model, eval_dataset=prompts(5), per_device_eval_batch_size=5).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(at_once["eval_loss"], rel=1e-4)  # no mean of unequal batches
+    assert abs(metrics["eval_loss"]) > 1e-3
+
+
+def test_tokens_are_counted_over_prompts_and_completions(make):
+    made = make(rollout=Fixed([True] * 3), max_steps=2)
+    made.train()
+    read = [len(made.tokenizer(text)["input_ids"]) for text in made.train_dataset["prompt"]]
+    logs = [entry["num_tokens"] for entry in made.state.log_history if "loss" in entry]
+    assert logs[0] < logs[1] <= 4 * (3 * max(read) + 6)
+    assert logs[1] - logs[0] >= 2 * (3 * min(read) + 6)
+
+
+def test_evaluation_repeats_itself_and_counts_every_prompt_once(make):
+    made = make(rollout=None, eval_dataset={"a": prompts(3), "b": prompts(5)}, per_device_eval_batch_size=2)
+    first, second = made.evaluate(), made.evaluate()
+    names = [name for name in first if "reward" in name or "loss" in name]
+    assert "eval_a_reward" in names
+    assert [first[name] for name in names] == [second[name] for name in names]
+    assert made.evaluate(prompts(1), metric_key_prefix="new")["new_frac_reward_zero_std"] in (0.0, 1.0)
+
+
+def test_predict_is_an_evaluation_of_other_prompts(make):
+    made = make(rollout=None)
+    output = made.predict(prompts(3))
+    assert output.predictions is None
+    assert "test_reward" in output.metrics
+
+
+def test_prompts_come_in_order_if_asked(make):
+    made = make(train_sampling_strategy="sequential")
+    assert [row["prompt"] for row in next(iter(made.get_train_dataloader()))] == prompts(2)["prompt"][:]
+
+
+def test_neftune_is_noise_in_training_alone(make):
+    made = make(tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), neftune_noise_alpha=50.0, max_steps=1,
+                disable_dropout=False, num_iterations=2)  # fmt: skip
+    with pytest.warns(UserWarning, match="ratios do not start from 1"):
+        made.train()
+
+
+def test_samples_reach_the_tables_and_the_screen(make, monkeypatch, capsys):
+    tables = []
+    monkeypatch.setattr(
+        "trimtab_lm.grpo.statistics.Tables.add",
+        lambda self, trainer, name, columns, rows: tables.append((name, columns, [list(row) for row in rows])),
+    )
+    made = make(max_steps=2, log_completions=True, num_completions_to_print=1, eval_dataset=prompts(2))
+    made.train()
+    made.evaluate()
+    assert [name for name, _, _ in tables] == ["completions", "completions", "eval_completions"]
+    _, columns, rows = tables[0]
+    assert columns == ["prompt", "completion", "vowels", "reward", "advantage"]
+    assert len(rows) == 6
+    assert [row[2] for row in rows] == pytest.approx(vowels([row[1] for row in rows]))
+    assert sum(row[4] for row in rows[:3]) == pytest.approx(0, abs=1e-5)
+    assert rows[0][0] == rows[1][0] == rows[2][0] != rows[3][0] == rows[4][0] == rows[5][0]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(printed) == 3
+    assert "-> " in printed[0]
+    assert "advantage" in printed[0]
+
+
+def test_constant_rewards_are_reported(make):
+    made = make(reward=lambda completions, **_: [1.0] * len(completions), max_steps=10)
+    with pytest.warns(UserWarning, match="health/constant_rewards"):
+        made.train()
+    assert made.state.log_history[0]["frac_reward_zero_std"] == 1
+
+
+def test_a_start_that_is_not_where_the_rollout_was_is_reported(make):
+    dropout = {"resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    with pytest.warns(UserWarning, match="ratios do not start from 1. Is disable_dropout off"):
+        make(tiny.gpt2(**dropout), disable_dropout=False, num_iterations=2, max_steps=1).train()
+    made = make(beta=0.1, max_steps=1)
+    made.model.transformer.wte.weight.data *= 1.2
+    with pytest.warns(UserWarning, match="policy and reference differ"):
+        made.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        make(tiny.gpt2(**dropout), num_iterations=2, beta=0.1, max_steps=1).train()
+
+
+# Everything around
+
+
+def test_a_trained_model_is_saved_as_what_it_is(make, tmp_path):
+    make(save_strategy="steps", save_steps=1, max_steps=1).train()
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1"), GPT2LMHeadModel)
+    tiny.gpt2().save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    made = make(
+        str(tmp_path / "base"), peft_config=LORA, processing_class=None, save_strategy="steps", save_steps=2,
+        overwrite_output_dir=True, max_steps=2, beta=0.1, model_init_kwargs={"torch_dtype": "float32"},
+    )  # fmt: skip
+    made.train()
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(loaded(input_ids=ids).logits, made.model.eval()(input_ids=ids).logits)
+
+
+def test_lora_on_a_model_with_resized_embeddings(make, tmp_path):
+    model = tiny.gpt2()
+    model.resize_token_embeddings(len(tiny.VOCABULARY) + 8)
+    make(model, rollout=None, peft_config=LORA, save_strategy="steps", save_steps=1, max_steps=1).train()
+    assert (tmp_path / "checkpoint-1" / "adapter_config.json").exists()
+
+
+def test_model_init_makes_the_model_and_its_reference(make):
+    made = make(model_init=lambda: tiny.gpt2(3), beta=0.1, max_steps=1)
+    first = made.reference
+    made.train()
+    assert made.reference is not first
+    assert tiny.moved(tiny.weights(made.reference.model), made.model)
+
+
+def test_plain_arguments_and_the_tokenizer_of_2024_are_taken(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to="none",
+                             disable_tqdm=True, use_cpu=True)  # fmt: skip
+    with pytest.warns(FutureWarning, match="processing_class"):
+        made = GRPOTrainer(tiny.gpt2(), vowels, args, prompts(4), tokenizer=tiny.tokenizer(), rollout=Scripted(limit=5))
+    made.train()
+    assert made.backend.calls == [2]
+    assert args.remove_unused_columns

@@ -1,0 +1,40 @@
+"""A run of two processes that stops in the middle, and is resumed: `folder,trainer,steps`, under torchrun."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.lm.hf.run_resume import make
+from transformers import TrainerCallback
+
+from trimtab_common.sealing import CheckpointError, latest_checkpoint
+
+
+class Stop(TrainerCallback):
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.at
+
+
+def run(folder: Path, name: str, steps: int) -> None:
+    trainer = make(name, folder, per_device_train_batch_size=1)
+    trainer.add_callback(Stop(steps))
+    resumes = folder.exists() and latest_checkpoint(folder) is not None
+    if resumes:  # a new run is refused on every process, and none waits for another
+        with pytest.raises(CheckpointError, match="of another run"):
+            trainer.train()
+        trainer = make(name, folder, per_device_train_batch_size=1)
+    trainer.train(resume_from_checkpoint=resumes)
+    if trainer.is_world_process_zero():
+        torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), folder / "final.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, name, steps = sys.argv[1].split(",")
+    run(Path(folder), name, int(steps))
+    torch.distributed.destroy_process_group()  # after the trainer is gone, whose DDP holds on to it

@@ -1,0 +1,266 @@
+"""What is asked of the checkpoints of the trainers on transformers.Trainer."""
+
+import copy
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tests.lm.hf.run_resume import PAIRS, STEPS, TEXTS, make, run
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+from trimtab_common.sealing import CheckpointError, latest_checkpoint, main
+
+TRAINERS = ("sft", "dpo", "reward", "grpo", "iterative_sft")
+
+
+def flip_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.fixture(scope="module", params=TRAINERS)
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    """A trainer's kind, the folder of its finished run with all four checkpoints, and its last weights."""
+    folder = tmp_path_factory.mktemp(request.param)
+    trainer = make(request.param, folder, save_total_limit=None)
+    run(trainer, resume=None)
+    return request.param, folder, copy.deepcopy(trainer.model.state_dict())
+
+
+@pytest.fixture
+def saved(finished: tuple[str, Path, Any], tmp_path: Path) -> tuple[str, Path, Any]:
+    """The same in a folder of the test's."""
+    name, folder, weights = finished
+    shutil.copytree(folder, tmp_path / "run")
+    return name, tmp_path / "run", weights
+
+
+def assert_weights(trainer: Any, weights: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(weight, weights[name]) for name, weight in trainer.model.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------------------ what is damaged
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_a_missing_file_is_named_and_the_last_complete_checkpoint_is_resumed(saved, file):
+    name, folder, weights = saved
+    broken = folder / f"checkpoint-{STEPS}"
+    (broken / file).unlink()
+    with pytest.raises(CheckpointError, match=rf"checkpoint-{STEPS}/{file}: missing"):
+        run(make(name, folder), resume=str(broken))
+    trainer = make(name, folder, save_total_limit=None)
+    with pytest.warns(UserWarning, match=f"Passing over .*checkpoint-{STEPS}: .*{file}"):
+        run(trainer, resume=True)
+    assert_weights(trainer, weights)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_a_flipped_bit_is_an_error_that_names_the_file(saved, file):
+    name, folder, _ = saved
+    flip_a_byte(folder / f"checkpoint-{STEPS}" / file)
+    for resume in (True, str(folder / f"checkpoint-{STEPS}")):
+        with pytest.raises(CheckpointError, match=rf"checkpoint-{STEPS}/{file}: changed since it was saved"):
+            run(make(name, folder), resume=resume)
+
+
+def test_a_save_that_failed_is_passed_over_and_its_remnant_removed(tmp_path, monkeypatch):
+    def full_disk(state: TrainerState, path: str, save: Callable[..., None] = TrainerState.save_to_json) -> None:
+        if state.global_step == 2:
+            raise OSError(28, "No space left on device")
+        save(state, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainerState, "save_to_json", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            run(make("sft", tmp_path), resume=None)
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.name == "checkpoint-1"
+    with pytest.raises(CheckpointError, match=r"the save was cut short.*resume from .*checkpoint-1"):
+        run(make("sft", tmp_path), resume=str(tmp_path / "checkpoint-2"))
+    run(make("sft", tmp_path), resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == [f"checkpoint-{STEPS}"]
+
+
+def test_resuming_without_a_complete_checkpoint_and_from_a_model_alone_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint in"):
+        run(make("sft", tmp_path), resume=True)
+    run(make("sft", tmp_path, save_only_model=True), resume=None)
+    with pytest.raises(CheckpointError, match=r"saved with save_only_model=True.*start a new run"):
+        run(make("sft", tmp_path), resume=True)
+
+
+def test_a_checkpoint_whose_owner_vouches_for_it_can_be_sealed(tmp_path):
+    run(make("sft", tmp_path), resume=None)
+    folder = tmp_path / f"checkpoint-{STEPS}"
+    (folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"python -m trimtab_common\.sealing .*checkpoint-4"):
+        run(make("sft", tmp_path), resume=str(folder))
+    main([str(folder)])
+    trainer = make("sft", tmp_path, max_steps=STEPS + 1)
+    run(trainer, resume=str(folder))
+    assert trainer.state.global_step == STEPS + 1
+
+
+# ------------------------------------------------------------------------------------------------ whose it is
+
+
+def test_a_new_run_is_refused_a_folder_with_the_checkpoints_of_another(saved):
+    name, folder, _ = saved
+    with pytest.raises(CheckpointError, match=r"checkpoint-1, checkpoint-2.* of another run.*choose another folder"):
+        run(make(name, folder), resume=None)
+    run(make(name, folder, save_strategy="no"), resume=None)  # which writes nothing there
+    trainer = make(name, folder, overwrite_output_dir=True)
+    run(trainer, resume=None)
+    kept = sorted(path.name for path in folder.iterdir())
+    assert kept == [f"checkpoint-{STEPS}", *(f"replaced-1-checkpoint-{step}" for step in range(1, STEPS + 1))]
+
+
+CHANGES = {"learning_rate": 5e-3, "seed": 7, "per_device_train_batch_size": 1, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("setting", CHANGES)
+def test_a_resume_with_another_setting_lists_it_and_needs_the_flag(saved, setting):
+    name, folder, _ = saved
+    change = {setting: CHANGES[setting]}
+    before = folder / "checkpoint-2"
+    with pytest.raises(CheckpointError, match=rf"{setting} was .*, is {CHANGES[setting]}"):
+        run(make(name, folder, **change), resume=str(before))
+    trainer = make(name, folder, resume_with_changes=True, save_total_limit=None, **change)
+    with pytest.warns(UserWarning, match=f"Resuming .*checkpoint-2 with changes: {setting} was"):
+        run(trainer, resume=str(before))
+    assert trainer.state.global_step > 2
+
+
+def test_settings_that_change_no_result_may_differ(saved):
+    name, folder, weights = saved
+    trainer = make(name, folder, logging_steps=2, save_steps=2, run_name="another", save_total_limit=3)
+    run(trainer, resume=str(folder / "checkpoint-2"))
+    assert_weights(trainer, weights)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
+def test_another_dataset_is_refused(tmp_path, name):
+    run(make(name, tmp_path), resume=None)
+    trainer = make(name, tmp_path, max_steps=STEPS + 1)
+    rows = [dict.fromkeys(row, "other") for row in (PAIRS if name != "sft" else [{"text": t} for t in TEXTS])]
+    other = make_with(name, tmp_path, Dataset.from_list(rows))
+    with pytest.raises(CheckpointError, match="training data was"):
+        other.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == STEPS + 1
+
+
+def make_with(name: str, folder: Path, data: Dataset) -> Any:
+    trainer = make(name, folder)
+    given = {"model": trainer.model, "args": trainer.args, "train_dataset": data, "processing_class": trainer.tokenizer}
+    if name == "grpo":
+        given |= {"reward_funcs": trainer.rewards.functions[0], "train_dataset": data.select_columns("prompt")}
+    return type(trainer)(**given)
+
+
+def test_another_model_is_refused(tmp_path):
+    run(make("sft", tmp_path), resume=None)
+    trainer = make("sft", tmp_path)
+    trainer.model.transformer.wte.weight.requires_grad_(False)
+    with pytest.raises(CheckpointError, match="model was"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+# ------------------------------------------------------------------------------------------------ how far it is
+
+
+def test_a_finished_run_that_is_resumed_trains_nothing(finished, tmp_path):
+    name, folder, weights = finished
+    if name == "iterative_sft":
+        return  # whose steps are the caller's: `step` raises when max_steps are done
+    shutil.copytree(folder / f"checkpoint-{STEPS}", tmp_path / f"checkpoint-{STEPS}")
+    for _ in range(2):
+        trainer = make(name, tmp_path)
+        with pytest.warns(UserWarning, match=f"The run is finished: {STEPS} of {STEPS} steps are done"):
+            trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == STEPS
+        assert_weights(trainer, weights)
+
+
+def test_a_finished_run_that_is_resumed_neither_evaluates_nor_saves_again(tmp_path):
+    more: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "eval_texts": TEXTS}
+    trainer = make("sft", tmp_path, **more)
+    trainer.train()
+    history = [line for line in trainer.state.log_history if "eval_loss" in line]
+    written = (tmp_path / f"checkpoint-{STEPS}").stat().st_ctime_ns
+    trainer = make("sft", tmp_path, **more)
+    with pytest.warns(UserWarning, match="The run is finished"):
+        trainer.train(resume_from_checkpoint=True)
+    assert [line for line in trainer.state.log_history if "eval_loss" in line] == history
+    assert (tmp_path / f"checkpoint-{STEPS}").stat().st_ctime_ns == written
+
+
+# ------------------------------------------------------------------------------------------------ rotation
+
+
+class Watch(TrainerCallback):
+    """Notes which checkpoints are complete when a save begins its last file."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.complete: list[str | None] = []
+        save = TrainerState.save_to_json
+
+        def noting(state: TrainerState, path: str) -> None:
+            newest = latest_checkpoint(folder)
+            self.complete.append(newest and newest.name)
+            save(state, path)
+
+        monkeypatch.setattr(TrainerState, "save_to_json", noting)
+
+
+@pytest.mark.filterwarnings("ignore:Passing over")
+def test_the_old_checkpoint_goes_after_the_new_one_is_sealed(tmp_path, monkeypatch):
+    trainer = make("sft", tmp_path, save_total_limit=1)
+    watch = Watch(tmp_path, monkeypatch)
+    trainer.train()
+    assert watch.complete == [None, "checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"checkpoint-{STEPS}"]
+    assert trainer.args.save_total_limit == 1
+
+
+def test_the_best_checkpoint_stays_beside_the_last(tmp_path):
+    losses = [1.0, 0.5, 2.0, 3.0]
+    trainer = make("sft", tmp_path, save_total_limit=1, eval_texts=TEXTS, eval_strategy="steps", eval_steps=1,
+                   load_best_model_at_end=True, metric_for_best_model="eval_fake", greater_is_better=False)  # fmt: skip
+    trainer.evaluate = lambda **_: {"eval_fake": losses[trainer.state.global_step - 1]}
+    trainer.train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", f"checkpoint-{STEPS}"]
+
+
+class Terminate(TrainerCallback):
+    """Sends this process a SIGTERM in the second step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_checkpoint_that_a_signal_asked_for_is_sealed(tmp_path):
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        trainer = make("sft", tmp_path, save_strategy="no", enable_jit_checkpoint=True, max_steps=30)
+        (callback,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, JITCheckpointCallback))
+        callback.jit_manager.kill_wait = 0
+        trainer.add_callback(Terminate)
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.name == "checkpoint-1"
+    assert trainer.state.global_step == 2  # the step that was begun

@@ -1,0 +1,387 @@
+"""What transformers' Trainer gives keeps working in a trainer of ours, here SFTTrainer: seen by what comes out."""
+
+import json
+import logging
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import wandb
+from datasets import Dataset
+from huggingface_hub.utils import filter_repo_objects
+from peft import AutoPeftModelForCausalLM, LoraConfig
+from tests.lm import tiny
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    EarlyStoppingCallback,
+)
+
+from trimtab_lm.hf.support import CHECKPOINTING
+from trimtab_lm.sft import SFTConfig, SFTTrainer
+
+TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words.", "tiny.", "end."]
+PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for text in TEXTS]}
+IDS = torch.tensor([[5, 9, 7, 21, tiny.EOS]])
+
+
+def trainer(folder: Path, model: Any = None, columns: Any = None, given: Any = None, **config: Any) -> SFTTrainer:
+    settings = {
+        "max_steps": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1,
+        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
+    }  # fmt: skip
+    data = {"train_dataset": Dataset.from_dict(columns or {"text": TEXTS}), "processing_class": tiny.tokenizer()}
+    args = SFTConfig(str(folder), **settings | config)
+    return SFTTrainer(still() if model is None else model, args, **data | (given or {}))
+
+
+def still() -> Any:
+    """Without dropout."""
+    return tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def losses(own: SFTTrainer) -> list[float]:
+    return [log["loss"] for log in own.state.log_history if "loss" in log]
+
+
+# Optimizers, adapters and what is saved ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optim", ["galore_adamw", "galore_adamw_layerwise", "adafactor", "adamw_bnb_8bit"])
+def test_an_optimizer_by_name_trains_and_the_checkpoint_loads(optim: str, tmp_path):
+    config: dict[str, Any] = {}
+    if optim.startswith("galore"):
+        pytest.importorskip("galore_torch", reason="GaLore is galore-torch's; it is in the development group")
+        config = {"optim_target_modules": ["q_proj", "up_proj"], "optim_args": "rank=2, update_proj_gap=1, scale=1.0"}
+    if "bnb" in optim:
+        pytest.importorskip("bitsandbytes", reason="8-bit optimizers are bitsandbytes'")
+    model = tiny.llama()
+    before = tiny.weights(model)
+    own = trainer(tmp_path, model, optim=optim, save_strategy="steps", save_steps=1, max_steps=2, **config)
+    own.train()
+    moved = tiny.moved(before, own.model)
+    assert set(moved) == set(before)
+    if optim.startswith("galore"):
+        # The update of a weight whose gradient is projected has the projection's rank, apart from rounding.
+        name = "model.layers.0.self_attn.q_proj.weight"
+        sizes = torch.linalg.svdvals(own.model.state_dict()[name] - before[name])
+        assert sizes[4] < 1e-3 * sizes[0] < sizes[1]  # two steps, each of rank 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    torch.testing.assert_close(logits(again), logits(own.model), rtol=0, atol=0)
+
+
+def test_adapters_are_saved_so_that_peft_loads_them(tmp_path):
+    tiny.llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    own = trainer(
+        tmp_path, base, given={"peft_config": adapters}, save_strategy="steps", save_steps=1, learning_rate=1.0
+    )
+    own.train()
+    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    torch.testing.assert_close(logits(again), logits(own.model), rtol=0, atol=0)
+    assert (logits(again) - logits(tiny.llama())).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("trains_embeddings", [False, True])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_adapters_on_a_resized_model_are_saved_so_that_peft_loads_them(is_tied, trains_embeddings, tmp_path):
+    """The new token's row is nowhere but in the trained model: the adapters' folder must hold it, trained or not."""
+    tiny.llama(tie_word_embeddings=is_tied).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    base.resize_token_embeddings(len(tokenizer))
+    trained = ["embed_tokens"] if is_tied else ["embed_tokens", "lm_head"]
+    extra = {"modules_to_save": trained, "ensure_weight_tying": is_tied} if trains_embeddings else {}
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **extra)
+    own = trainer(
+        tmp_path, base, {"text": [f"{text}<new>" for text in TEXTS]}, learning_rate=1.0, save_strategy="steps",
+        save_steps=1, given={"peft_config": adapters, "processing_class": tokenizer},
+    )  # fmt: skip
+    row = base.get_input_embeddings().weight[-1].detach().clone()
+    own.train()
+    ids = torch.tensor([[5, len(tokenizer) - 1, 7]])
+    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    torch.testing.assert_close(logits(again, ids), logits(own.model, ids), rtol=0, atol=0)
+    assert torch.equal(row, again.get_input_embeddings().weight[-1]) != trains_embeddings
+
+
+def test_old_checkpoints_are_deleted(tmp_path):
+    trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=1, save_total_limit=2).train()
+    assert sorted(folder.name for folder in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_training_stops_early_with_the_best_weights(tmp_path):
+    """At a rate that is far too high only the first step helps, if any."""
+    given = {
+        "eval_dataset": Dataset.from_dict({"text": TEXTS}),
+        "callbacks": [EarlyStoppingCallback(early_stopping_patience=1)],
+    }
+    config = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    own = trainer(
+        tmp_path, given=given, max_steps=10, learning_rate=30.0, load_best_model_at_end=True,
+        lr_scheduler_type="constant", max_grad_norm=0.0, **config,
+    )  # fmt: skip
+    own.train()
+    evaluated = [log["eval_loss"] for log in own.state.log_history if "eval_loss" in log]
+    assert len(evaluated) == 1 + evaluated.index(min(evaluated)) + 1 < 10
+    assert own.state.best_metric == min(evaluated)
+    assert own.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-6)
+
+
+# The hub -------------------------------------------------------------------------------------------------------------
+
+
+class Hub:
+    """Stands for the hub's client: keeps what would be uploaded, and where to."""
+
+    def __init__(self) -> None:
+        self.uploads: list[tuple[str, str, set[str]]] = []
+
+    def create_repo(self, name: str, **options: Any) -> Any:
+        return type("Url", (), {"repo_id": f"someone/{name}"})()
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str, **options: Any) -> Any:
+        paths = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        kept = set(filter_repo_objects(paths, ignore_patterns=options.get("ignore_patterns")))
+        self.uploads.append((commit_message, options.get("path_in_repo", ""), kept))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done if options.get("run_as_future") else None
+
+
+MODEL = {"model.safetensors", "config.json", "tokenizer.json", "training_args.bin"}
+STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+FOLDERS = {
+    "end": [],
+    "every_save": ["", ""],
+    "checkpoint": ["", "last-checkpoint"] * 2,
+    "all_checkpoints": ["", "checkpoint-1", "", "checkpoint-2"],
+}
+
+
+@pytest.mark.parametrize("strategy", FOLDERS)
+def test_the_hub_gets_what_the_strategy_says(strategy: str, tmp_path, monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda *args, **kwargs: hub)
+    config = {"push_to_hub": True, "hub_strategy": strategy, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    own = trainer(tmp_path / "model", **config)
+    own.train()
+    assert [folder for _, folder, _ in hub.uploads] == FOLDERS[strategy]
+    for message, folder, files in hub.uploads:
+        assert message.startswith("Training in progress, step ")
+        assert files >= (MODEL | STATE if folder else MODEL)
+        assert folder or not files & STATE
+    del hub.uploads[:]
+    own.save_model()
+    own.push_to_hub("done")
+    assert [message for message, _, _ in hub.uploads] == ["Model save", "done"]
+    assert all(files >= MODEL | {"README.md"} and not files & STATE for _, _, files in hub.uploads)
+    assert own.hub_model_id == "someone/model"
+
+
+# Logs and trackers ---------------------------------------------------------------------------------------------------
+
+# By where a process is, (rank, rank on its node): its log level, with and without log_on_each_node.
+LEVELS = {
+    (0, 0): (logging.INFO, logging.INFO), (1, 1): (logging.ERROR, logging.ERROR), (2, 0): (logging.INFO, logging.ERROR),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", LEVELS)
+def test_log_levels_are_those_of_the_process(place, tmp_path, monkeypatch):
+    before = transformers.logging.get_verbosity()
+    for name, index in zip(("process_index", "local_process_index"), place, strict=True):
+        monkeypatch.setattr(SFTConfig, name, property(lambda self, index=index: index))
+    try:
+        for on_each_node, level in zip((True, False), LEVELS[place], strict=True):
+            own = trainer(tmp_path, log_level="info", log_level_replica="error", log_on_each_node=on_each_node)
+            assert own.args.get_process_log_level() == transformers.logging.get_verbosity() == level
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+def test_tensorboard_gets_the_recorded_statistics(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    given = {"eval_dataset": Dataset.from_dict({"text": TEXTS})}
+    own = trainer(tmp_path, given=given, report_to="tensorboard", max_steps=2, eval_strategy="steps", eval_steps=2)
+    own.train()
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    for name in ("loss", "entropy"):
+        found = [event.value for event in events.Scalars(f"train/{name}")]
+        assert found == pytest.approx([log[name] for log in own.state.log_history if name in log], rel=1e-6)
+        assert len(found) == 2
+        (event,) = events.Scalars(f"eval/{name}")
+        assert (event.step, event.value) == (2, pytest.approx(own.state.log_history[2][f"eval_{name}"], rel=1e-6))
+
+
+@pytest.mark.usefixtures("offline_wandb")
+def test_wandb_without_a_key_runs_offline(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setattr(wandb, "login", lambda **how: bool(how["prompt"]))  # there is no key, and nobody to ask
+    own = trainer(tmp_path, report_to="wandb", run_name="first")
+    try:
+        assert os.environ["WANDB_MODE"] == "offline"
+        assert "wandb sync" in capsys.readouterr().err
+        own.train()
+        assert (wandb.run.settings._offline, wandb.run.name) == (True, "first")
+        assert wandb.run.config["packing"] is False  # our settings, not transformers' alone
+        assert {"train/loss", "train/entropy"} <= set(wandb.run.summary.keys())
+        wandb.finish()
+        assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+    finally:
+        os.environ.pop("WANDB_MODE", None)
+        wandb.finish()
+
+
+def test_tokens_that_were_read_are_counted(tmp_path):
+    read = sum(len(text) + 1 for text in TEXTS)
+    own = trainer(tmp_path, max_steps=2, include_num_input_tokens_seen="non_padding")
+    own.train()
+    assert own.state.num_input_tokens_seen == 2 * read
+    assert [log["num_input_tokens_seen"] for log in own.state.log_history[:2]] == [read, 2 * read]
+    whole = trainer(tmp_path, include_num_input_tokens_seen="all")
+    whole.train()
+    assert whole.state.num_input_tokens_seen == next(iter(whole.get_train_dataloader()))["input_ids"].numel() >= read
+    assert json.loads(json.dumps(own.state.log_history)) == own.state.log_history  # as a checkpoint writes it
+
+
+# Forward passes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_takes_the_same_steps(tmp_path):
+    """One batch, over and over: a compiled program that holds on to what it saw first would differ from the second."""
+    config = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    plain = trainer(tmp_path / "plain", tiny.llama(), **config)
+    compiled = trainer(tmp_path / "compiled", tiny.llama(), torch_compile=True, torch_compile_backend="eager", **config)
+    torch._dynamo.reset()
+    for own in (plain, compiled):
+        own.train()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "compiled" / "checkpoint-3")
+    torch.testing.assert_close(logits(again), logits(plain.model), rtol=1e-5, atol=1e-5)
+
+
+def test_activations_computed_again_change_no_number(tmp_path):
+    calls = {}
+
+    def run(**config: Any) -> list[float]:
+        own = trainer(tmp_path, max_steps=2, **config)
+        block = own.model.transformer.h[0]
+        calls[len(config)] = 0
+        block.attn.register_forward_hook(lambda *_: calls.__setitem__(len(config), calls[len(config)] + 1))
+        own.train()
+        return losses(own)
+
+    again = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
+    assert run() == pytest.approx(run(**again), rel=1e-6)
+    assert calls[2] == 2 * calls[0] > 0
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_of_like_length_share_a_batch(packing: bool, tmp_path):
+    """Of 32 rows the lengths in a batch of two differ far less than of two at random; packed rows have a length too."""
+    columns = {"text": ["a" * (1 + 11 * i % 32) for i in range(32)]}
+
+    def spread(strategy: str) -> int:
+        config = {"train_sampling_strategy": strategy, "per_device_train_batch_size": 2, "max_length": 33}
+        own = trainer(tmp_path, columns=columns, packing=packing, **config)
+        own.train()
+        order = list(own._get_train_sampler())
+        lengths = [len(own.train_dataset[i]["input_ids"]) for i in order]
+        assert sorted(order) == list(range(len(own.train_dataset)))
+        return sum(abs(one - other) for one, other in zip(lengths[::2], lengths[1::2], strict=False))
+
+    if packing:
+        assert spread("group_by_length") <= spread("random")
+    else:
+        assert spread("group_by_length") < 0.6 * spread("random")
+
+
+def test_a_collator_of_the_users_makes_the_batches(tmp_path):
+    """Padded on the left; and with the labels of an encoder-decoder model alone, from which it makes its inputs."""
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        width = max(len(row["input_ids"]) for row in rows)
+        ids = torch.tensor([[tiny.PAD] * (width - len(row["input_ids"])) + row["input_ids"] for row in rows])
+        mask = (ids != tiny.PAD).long()
+        labels = torch.where(mask.cumsum(1) > 1, ids, -100)  # nothing but padding stands before a row's first token
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    plain, own = trainer(tmp_path, max_steps=2), trainer(tmp_path, given={"data_collator": collate}, max_steps=2)
+    for one in (plain, own):
+        one.train()
+    assert losses(own) == pytest.approx(losses(plain), rel=1e-5)
+
+    def t5() -> Any:
+        return tiny.t5(initializer_factor=1.0, dropout_rate=0.0)
+
+    collator = DataCollatorForSeq2Seq(tiny.tokenizer())
+    plain, own = trainer(tmp_path, t5(), PAIRS), trainer(tmp_path, t5(), PAIRS, {"data_collator": collator})
+    for one in (plain, own):
+        one.train()
+    assert losses(own) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def test_predictions_are_those_of_each_row(tmp_path):
+    model = tiny.exact(still())
+    own = trainer(tmp_path, model, per_device_eval_batch_size=3)
+    data = Dataset.from_dict({"text": TEXTS})
+    found = own.predict(data)
+    rows = [torch.tensor([[tiny.VOCABULARY[c] for c in text] + [tiny.EOS]]) for text in TEXTS]
+    for i, ids in enumerate(rows):
+        expected = logits(model, ids)[0].numpy()
+        np.testing.assert_allclose(found.predictions[i, : ids.shape[1]], expected, rtol=1e-6, atol=1e-6)
+        assert found.label_ids[i, 1 : ids.shape[1]].tolist() == ids[0, 1:].tolist()
+    nll = [-tiny.taken_of(model, ids[0, :1], ids[0, 1:]) for ids in rows]
+    assert found.metrics["test_loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-6)
+    measured = trainer(
+        tmp_path, model, given={"eval_dataset": data, "compute_metrics": lambda _: {}}, per_device_eval_batch_size=3
+    )
+    assert measured.evaluate()["eval_loss"] == pytest.approx(found.metrics["test_loss"], rel=1e-6)
+
+
+def test_hyperparameters_are_searched(tmp_path):
+    pytest.importorskip("optuna", reason="the search is optuna's")
+    given = {"model_init": still, "eval_dataset": Dataset.from_dict({"text": TEXTS})}
+    args = SFTConfig(str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, optim="sgd", disable_tqdm=True)
+    own = SFTTrainer(None, args, train_dataset=given["eval_dataset"], processing_class=tiny.tokenizer(), **given)
+
+    def rates(trial: Any) -> dict[str, Any]:
+        return {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2, 1e-9])}
+
+    best = own.hyperparameter_search(rates, n_trials=4, direction="minimize", backend="optuna")
+    assert best.hyperparameters == {"learning_rate": 1e-2}
+
+
+def test_a_seq2seq_checkpoint_loads(tmp_path):
+    own = trainer(tmp_path, tiny.t5(), PAIRS, save_strategy="steps", save_steps=1)
+    own.train()
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "checkpoint-1")
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1").eos_token_id == tiny.EOS
+    for name, weight in tiny.weights(own.model).items():
+        assert torch.equal(weight, again.state_dict()[name])

@@ -1,0 +1,51 @@
+"""What the trainers on transformers.Trainer share."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import wandb
+
+from trimtab_lm.hf.support import Tables
+
+PROGRAM = """
+import sys
+from datasets import Dataset
+from tests.lm import tiny
+from trimtab_lm.sft import SFTConfig, SFTTrainer
+
+args = SFTConfig(sys.argv[1], use_cpu=True, max_steps=1, save_strategy="no", report_to="wandb")
+data = Dataset.from_dict({"text": ["ab"]})
+SFTTrainer(tiny.gpt2(), args, train_dataset=data, processing_class=tiny.tokenizer()).train()
+"""
+
+
+def test_wandb_without_a_key_is_offline_and_asks_nothing(tmp_path):
+    """In a process of its own: wandb reads the environment and its key once."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.getcwd(), "WANDB_SILENT": "true"}
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "out")],
+        cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "offline" in ran.stderr
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+
+
+@pytest.mark.usefixtures("offline_wandb")
+def test_a_table_of_an_evaluation_before_training_waits_for_the_run(tmp_path):
+    trainer = SimpleNamespace(
+        is_world_process_zero=lambda: True, state=SimpleNamespace(global_step=0),
+        args=SimpleNamespace(report_to=["wandb"]), callback_handler=SimpleNamespace(callbacks=[]),
+    )  # fmt: skip
+    tables = Tables()
+    tables.add(trainer, "eval_samples", ["text"], [["early"]])
+    with wandb.init(dir=str(tmp_path)) as run:
+        tables.add(trainer, "samples", ["text"], [["late"]])
+        tables.add(trainer, "samples", ["text"], [["later"]])
+        kept = {name: [row[1:] for row in table.data] for name, table in tables._tables.items()}
+        assert {"eval_samples", "samples"} <= set(run.summary.keys())
+    assert kept == {"eval_samples": [["early"]], "samples": [["late"], ["later"]]}

@@ -1,0 +1,60 @@
+"""Each self-check is silent on a sound set-up and names the fault of a broken one."""
+
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tests.lm.tiny import batch, gpt2, llama, policy, ppo, rows, t5, with_value_head
+
+from trimtab_lm.tokens import logprobs
+
+QUERIES = rows(4, 1, 6)
+
+
+def sample(trainer) -> None:
+    trainer.generate(QUERIES, do_sample=True, max_new_tokens=4, temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    "build", [gpt2, llama, t5, lambda: get_peft_model(llama(), LoraConfig(init_lora_weights=False))]
+)
+def test_nothing_is_said_of_sound_models(build):
+    model = build()
+    trainer = ppo(with_value_head(model), kl_penalty="full")
+    queries, responses, scores = batch()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(?s).*(first update|generate and the trainer).*")
+        sample(trainer)
+        if not trainer.config.is_peft_model:  # its adapter is not the base model's
+            trainer.step(queries, responses, scores)
+
+
+def test_a_sampler_with_other_positions_is_found(monkeypatch):
+    trainer = ppo(policy())
+    shifted = lambda _, inputs: {**inputs, "position_ids": inputs["attention_mask"].cumsum(-1)}  # noqa: E731
+    monkeypatch.setattr(logprobs, "positioned", shifted)
+    with pytest.warns(UserWarning, match="generate and the trainer differ"):
+        sample(trainer)
+
+
+def test_a_policy_that_moved_before_the_first_step_is_found():
+    model = policy()
+    trainer = ppo(model)
+    with torch.no_grad():
+        model.pretrained_model.transformer.h[0].mlp.c_fc.weight.mul_(1.5)
+    with pytest.warns(UserWarning, match="policy and reference differ"):
+        trainer.step(*batch())
+
+
+def test_a_forward_pass_that_is_not_repeatable_is_found(monkeypatch):
+    trainer = ppo(policy())
+    forward = trainer.scorer.policy
+
+    def noisy(*args, **kwargs):
+        outputs = forward(*args, **kwargs)
+        return outputs._replace(logprobs=outputs.logprobs + 0.1 * torch.randn(outputs.logprobs.shape))
+
+    monkeypatch.setattr(trainer.scorer, "policy", noisy)
+    with pytest.warns(UserWarning, match="ratios do not start from 1"):
+        trainer.step(*batch())

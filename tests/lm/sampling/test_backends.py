@@ -1,0 +1,258 @@
+"""A rollout is the model's own: its tokens, its probabilities, its end, whatever batch or backend sampled it."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from tests.lm import tiny
+from transformers import FalconH1Config, FalconH1ForCausalLM, MistralConfig, MistralForCausalLM
+
+from trimtab_lm.sampling.backends import (
+    PAGE_SIZE,
+    ContinuousBatchingRollout,
+    SamplingSettings,
+    StaleWeightsError,
+    TransformersRollout,
+    sampler_mismatch,
+)
+
+PROMPTS = tiny.rows(5, 1, 9)
+
+
+def lora(model: Any = None, **settings: Any) -> Any:
+    modules = {"target_modules": ["q_proj", "v_proj"], **settings}
+    return get_peft_model(model or tiny.llama(), LoraConfig(init_lora_weights=False, **modules)).eval()
+
+
+def prompt_tuned() -> Any:
+    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
+    return get_peft_model(tiny.llama(), config).eval()
+
+
+def sliding() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    heads = {"num_key_value_heads": 2, "sliding_window": 4, "initializer_range": 0.3}
+    return tiny.seeded(MistralForCausalLM, MistralConfig(**sizes, **heads, **tiny.TOKENS))
+
+
+def hybrid() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    state = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+    return tiny.seeded(
+        FalconH1ForCausalLM,
+        FalconH1Config(**sizes, **state, num_key_value_heads=2, initializer_range=0.3, **tiny.TOKENS),
+    )
+
+
+def plain(limit: int = 6, temperature: float = 1.0, batch_size: int = 64, **settings: Any) -> TransformersRollout:
+    return TransformersRollout(
+        SamplingSettings(limit, temperature, **settings), tiny.tokenizer(), batch_size=batch_size
+    )
+
+
+def continuous(limit: int = 6, temperature: float = 1.0, **settings: Any) -> ContinuousBatchingRollout:
+    return ContinuousBatchingRollout(SamplingSettings(limit, temperature, **settings), tiny.tokenizer())
+
+
+def sample(backend: Any, model: Any, prompts: Any = PROMPTS, generations: int = 3, seed: int = 0) -> Any:
+    backend.sync(model, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The sampler is not the policy")
+        return backend.generate(prompts, num_generations=generations, version=1, seed=seed)
+
+
+def greedy_alone(model: Any, prompt: torch.Tensor, limit: int) -> list[int]:
+    """The likeliest tokens one by one, by plain forward passes over one row."""
+    row, answer = prompt[None], [tiny.PAD] if model.config.is_encoder_decoder else []
+    for _ in range(limit):
+        if model.config.is_encoder_decoder:
+            logits = model(input_ids=row, decoder_input_ids=torch.tensor([answer])).logits
+        else:
+            logits = model(input_ids=torch.cat([row, torch.tensor([answer], dtype=torch.long)], dim=1)).logits
+        answer.append(int(logits[0, -1].argmax()))
+        if answer[-1] == tiny.EOS:
+            break
+    return answer[1:] if model.config.is_encoder_decoder else answer
+
+
+@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama, tiny.t5, lora, prompt_tuned, sliding, hybrid])
+@pytest.mark.parametrize("batch_size", [64, 4, 2])
+@torch.no_grad()
+def test_completions_are_the_models_own_and_in_the_order_of_their_prompts(build: Callable, batch_size: int):
+    model = build().eval()
+    rollout = sample(plain(batch_size=batch_size, top_k=1), model)
+    expected = [greedy_alone(model, prompt, 6) for prompt in PROMPTS for _ in range(3)]
+    assert [row.tolist() for row in rollout.completions] == expected
+    assert rollout.ended == [row[-1] == tiny.EOS for row in expected]
+
+
+@torch.no_grad()
+def test_a_prompt_runs_once_for_its_group():
+    prompt = tiny.rows(1, 9, 9)
+
+    def tokens_read(model: Any, share: bool) -> int:
+        counted = []
+        for name, module in model.named_modules():
+            if name.endswith("embed_tokens"):
+                module.register_forward_hook(lambda _, inputs, __: counted.append(inputs[0].numel()))
+        one_token = SamplingSettings(1)  # which is never read again
+        backend = TransformersRollout(one_token, tiny.tokenizer(), batch_size=64, share_prompts=share)
+        sample(backend, model, prompt, generations=4)
+        return sum(counted)
+
+    assert tokens_read(tiny.llama(), share=True) == 8 + 4  # the last token of each row gives its first draw
+    assert tokens_read(tiny.llama(), share=False) == 9 * 4
+    assert tokens_read(tiny.t5(), share=True) == 9 + 4  # encoder, and a start token each
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", [plain, continuous])
+def test_tokens_are_drawn_from_the_softmax_at_the_temperature(backend: Callable):
+    model, prompt, count = tiny.llama().eval(), tiny.rows(1, 4, 4), 600
+    drawn = torch.cat(sample(backend(1, 1.5), model, prompt, generations=count).completions)
+    expected = (model(prompt[0][None]).logits[0, -1] / 1.5).softmax(-1)
+    frequency = drawn.bincount(minlength=len(expected)) / count
+    deviation = (expected * (1 - expected) / count).sqrt()
+    assert ((frequency - expected).abs() < 4.5 * deviation + 1e-9).all()
+
+
+@pytest.mark.parametrize("backend", [plain, continuous])
+def test_sampling_depends_on_its_seed_alone_and_leaves_training_as_it_was(backend: Callable):
+    model = tiny.llama(attention_dropout=0.5).train()
+    model.model.layers[0].eval()
+    flags = [module.training for module in model.modules()]
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = sample(backend(), model, seed=2**62 + 5)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == flags
+    torch.manual_seed(2)
+    again, other = sample(backend(), model, seed=2**62 + 5), sample(backend(), model, seed=6)
+    assert [row.tolist() for row in again.completions] == [row.tolist() for row in first.completions]
+    assert [row.tolist() for row in other.completions] != [row.tolist() for row in first.completions]
+
+
+@pytest.mark.parametrize("backend", [plain, continuous])
+def test_a_completion_ends_with_its_end_token_or_at_the_limit(backend: Callable):
+    rollout = sample(backend(5), tiny.llama(), generations=40)
+    for row, ended in zip(rollout.completions, rollout.ended, strict=True):
+        assert tiny.EOS not in row[:-1]
+        assert ended == (row[-1] == tiny.EOS)
+        assert ended or len(row) == 5
+    lengths_of_ended = {len(row) for row, ended in zip(rollout.completions, rollout.ended, strict=True) if ended}
+    assert {1, 5} <= lengths_of_ended  # the end token may be the first token, and the last one there is room for
+    assert not all(rollout.ended)
+    assert any(row[-1] == tiny.PAD for row in rollout.completions)  # sampled, so it stays
+
+
+def test_a_stop_string_ends_a_completion_too():
+    text = tiny.tokenizer().decode
+    free = sample(plain(8, top_k=1), tiny.llama())
+    stop = text(next(row for row in free.completions if len(row) == 8)[2])
+    rollout = sample(plain(8, top_k=1, generation_kwargs={"stop_strings": [stop]}), tiny.llama())
+    expected = []
+    for row in free.completions:
+        characters = [text(token) for token in row]
+        expected.append(row[: characters.index(stop) + 1] if stop in characters else row)
+    assert [row.tolist() for row in rollout.completions] == [row.tolist() for row in expected]
+    assert rollout.ended == [len(row) < 8 or int(row[-1]) == tiny.EOS for row in expected]
+
+
+@pytest.mark.parametrize("backend", [plain, continuous])
+def test_a_rollout_of_other_weights_than_asked_for_is_refused(backend: Callable):
+    with pytest.raises(StaleWeightsError, match=r"holds none. Call sync\(model, 3\)"):
+        backend().generate(PROMPTS, num_generations=2, version=3, seed=0)
+    stale = backend()
+    stale.sync(tiny.llama(), 3)
+    with pytest.raises(StaleWeightsError, match="version 4 was asked for, but the sampler holds version 3"):
+        stale.generate(PROMPTS, num_generations=2, version=4, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_completion_length": 0}, "max_completion_length=0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"min_p": 1.5}, "min_p=1.5"),
+        ({"generation_kwargs": {"do_sample": False}}, "do_sample"),
+        ({"generation_kwargs": {"num_return_sequences": 2, "n": 2}}, r"\['n', 'num_return_sequences'\]"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        SamplingSettings(**settings)
+
+
+def test_a_sampler_that_is_another_policy_says_so_once():
+    backend = plain(1, top_k=2)
+    backend.sync(tiny.llama(), 0)
+    with pytest.warns(UserWarning, match="top_k=2"):
+        rollout = backend.generate(PROMPTS[:1], num_generations=200, version=0, seed=0)
+    assert len({int(row[0]) for row in rollout.completions}) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backend.generate(PROMPTS[:1], num_generations=2, version=0, seed=0)
+
+
+def test_settings_of_the_models_own_generation_config_do_not_bend_the_distribution():
+    model = tiny.llama()
+    model.generation_config.update(top_k=1, temperature=0.1, repetition_penalty=3.0)
+    bent, straight = sample(plain(1), model, generations=20), sample(plain(1), tiny.llama(), generations=20)
+    assert [row.tolist() for row in bent.completions] == [row.tolist() for row in straight.completions]
+
+
+@pytest.mark.parametrize("build", [tiny.llama, lora, lambda: tiny.llama(attn_implementation="eager")])
+@torch.no_grad()
+def test_continuous_batching_gives_the_models_tokens_and_probabilities(build: Callable):
+    model = build().eval()
+    attention = model.config._attn_implementation
+    greedy = sample(continuous(top_k=1), model)
+    assert [row.tolist() for row in greedy.completions] == [
+        greedy_alone(model, prompt, 6) for prompt in PROMPTS for _ in range(3)
+    ]
+    assert model.config._attn_implementation == attention
+    rollout = sample(continuous(4, 0.7), model, generations=2)
+    for i, (row, logprobs) in enumerate(zip(rollout.completions, rollout.logprobs, strict=True)):
+        torch.testing.assert_close(logprobs, tiny.taken_of(model, PROMPTS[i // 2], row, 0.7), rtol=1e-4, atol=1e-5)
+
+
+def test_continuous_batching_refuses_what_it_would_ignore():
+    for name, value in {"min_p": 0.1, "repetition_penalty": 1.2}.items():
+        with pytest.raises(ValueError, match=f"would ignore: {name}={value}"):
+            sample(continuous(**{name: value}), tiny.llama())
+    with pytest.raises(ValueError, match="would ignore: stop_strings"):
+        sample(continuous(generation_kwargs={"stop_strings": ["a"]}), tiny.llama())
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        continuous().sync(tiny.t5(), 0)
+    with pytest.raises(ValueError, match="learned prompt"):
+        continuous().sync(prompt_tuned(), 0)
+
+
+def test_a_failure_of_continuous_batching_is_raised_and_the_attention_put_back():
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room left")
+
+    model = tiny.llama(attn_implementation="eager")
+    model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match=r"15 completions: no room left\. If it"):
+        sample(continuous(), model)
+    assert model.config._attn_implementation == "eager"
+    sampler = ContinuousBatchingRollout(SamplingSettings(), tiny.tokenizer(), **{PAGE_SIZE: 2})
+    # transformers 5.17 checks it in its thread.
+    with pytest.raises((ValueError, RuntimeError), match=r"(page_size|Block size) must be at least"):
+        sample(sampler, model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_the_mismatch_of_a_sampler_by_hand():
+    trainer, sampler = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -2.0])
+    difference, ratio = sampler_mismatch(trainer, sampler, lengths=torch.tensor([2, 1]))
+    torch.testing.assert_close(difference, torch.tensor([0.5, 0.0, 1.0]))
+    torch.testing.assert_close(ratio, torch.tensor([0.5, -1.0]).exp())
+    far = sampler_mismatch(torch.zeros(2), torch.full((2,), -500.0), lengths=torch.tensor([2, 0]))
+    torch.testing.assert_close(far.sequence_ratio, torch.tensor([20.0, 0.0]).exp())

@@ -1,0 +1,67 @@
+"""What a response is: cut where it ends, and nowhere else."""
+
+import torch
+from tests.lm import tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trimtab_lm.sampling.generate import cut_at_eos, pad, response_texts
+
+EOS, PAD = 1, 0
+
+
+def cut(*tokens: int, padding: int | None = None) -> list[int]:
+    return cut_at_eos(torch.tensor(tokens), [EOS, 9], padding).tolist()
+
+
+def test_a_response_ends_with_its_first_end_token():
+    assert cut(5, EOS, PAD, EOS) == [5, EOS]
+    assert cut(5, 9, EOS) == [5, 9]
+    assert cut(EOS, EOS) == [EOS]
+
+
+def test_a_pad_token_at_the_end_was_sampled_unless_something_else_stopped_the_row():
+    assert cut(5, PAD, PAD) == [5, PAD, PAD]
+    assert cut(5, PAD, 6, PAD, PAD, padding=PAD) == [5, PAD, 6]
+    assert cut(PAD, PAD, padding=PAD) == [PAD]
+
+
+def test_padding_is_told_by_length_and_not_by_token():
+    rows, mask = pad([torch.tensor([PAD, 5]), torch.tensor([7, 8, PAD])], PAD, side="left")
+    assert rows.tolist() == [[PAD, PAD, 5], [7, 8, PAD]]
+    assert mask.tolist() == [[0, 1, 1], [1, 1, 1]]
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Llama's habits in small: a word's token holds the space before it, and the text's first space is dropped."""
+    words = ["<unk>", "</s>", "\u2581he", "\u2581went", "\u2581home", "ward", "<0xC3>", "<0xA9>"]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
+
+
+def test_a_response_keeps_the_space_that_stands_before_it():
+    tokenizer = sentencepiece_like()
+    queries = [torch.tensor([2, 3]), torch.tensor([4])]
+    responses = [torch.tensor([4, 1]), torch.tensor([5, 3])]
+    assert tokenizer.decode(responses[0], skip_special_tokens=True) == "home"
+    assert response_texts(tokenizer, queries, responses) == [" home", "ward went"]
+    assert response_texts(tokenizer, queries, responses, is_encoder_decoder=True) == ["home", "ward went"]
+
+
+def test_a_character_that_begins_in_the_query_is_no_part_of_what_was_written():
+    tokenizer = sentencepiece_like()
+    query, response = torch.tensor([2, 6]), torch.tensor([7, 3])
+    assert not tokenizer.decode([2, 6, 7, 3]).startswith(tokenizer.decode([2, 6]))
+    assert response_texts(tokenizer, [query], [response]) == [tokenizer.decode(response)]
+
+
+def test_texts_of_an_ordinary_tokenizer_are_those_of_the_responses():
+    tokenizer, queries, responses = tiny.tokenizer(), tiny.rows(4, 2, 5), tiny.rows(4, 1, 5, seed=1)
+    texts = response_texts(tokenizer, queries, responses)
+    for query, response, text in zip(queries, responses, texts, strict=True):
+        start = tokenizer.decode(query, skip_special_tokens=True)
+        assert start + text == tokenizer.decode(torch.cat([query, response]), skip_special_tokens=True)
