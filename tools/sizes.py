@@ -1,16 +1,26 @@
-"""Lines per package, tests against code, and which files and functions are too long to read in one sitting."""
+"""Lines per package, tests against code, what is too long to read in one sitting, and how the packages are built."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE_LIMIT = 400
 FUNCTION_LIMIT = 80
+RUN = 6
+"""Lines that stand twice, one after the other, before they count as a duplicate."""
+ALGORITHMS = (
+    *(f"lm/src/trimtab_lm/{name}" for name in ("sft", "reward", "dpo", "grpo", "ppo", "iterative_sft")),
+    "diffusion/src/trimtab_diffusion/ddpo",
+)
+STORY = ("config.py", "loss.py", "trainer.py")
+LOOKUPS, ANY = r"\b(?:getattr|hasattr)\(", r"\bAny\b"
 
 
 def sources(folder: Path) -> list[Path]:
@@ -47,6 +57,70 @@ def too_long(paths: list[Path], root: Path) -> list[str]:
     return long_files + long_parts
 
 
+def per_thousand(paths: list[Path], pattern: str) -> float:
+    """Matches of a pattern in 1000 lines of code."""
+    matches = sum(len(re.findall(pattern, path.read_text(encoding="utf-8"))) for path in paths)
+    return 1000 * matches / max(sum(map(lines, paths)), 1)
+
+
+def imports(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The modules of the packages that a file imports, those under TYPE_CHECKING included."""
+    name = next(name for name, other in modules.items() if other == path)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return {other for other in found if other in modules and other != name}
+
+
+def circles(paths: list[Path], root: Path) -> list[str]:
+    """Pairs of modules, packages' tables of contents left out, each of which imports the other."""
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts).split(".src.")[-1]: path
+        for path in paths if path.name != "__init__.py"
+    }  # fmt: skip
+    graph = {name: imports(path, modules) for name, path in modules.items()}
+    return sorted(f"{one} <-> {other}" for one in graph for other in graph[one] if one < other and one in graph[other])
+
+
+def duplicate_runs(paths: list[Path]) -> int:
+    """How many runs of RUN or more equal lines stand in two places; imports, brackets and empty lines do not count."""
+    texts = {path: [line.strip() for line in path.read_text(encoding="utf-8").splitlines()] for path in paths}
+    places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
+    for path, text in texts.items():
+        kept = [line for line in text if len(line) > 3 and not line.startswith(("import ", "from "))]
+        for i in range(len(kept) - RUN + 1):
+            places[tuple(kept[i : i + RUN])].append((path, i))
+    pairs = {(one, other) for spots in places.values() for one in spots for other in spots if one < other}
+    begun = [((a, i), (b, j)) for (a, i), (b, j) in pairs if ((a, i - 1), (b, j - 1)) not in pairs]
+    return len(begun)
+
+
+def figures(root: Path) -> list[tuple[str, str]]:
+    """What the packages are held to, by name."""
+    paths = sources(root / "packages")
+    longest = max(paths, key=lines)
+    story = {}
+    for name in ALGORITHMS:
+        files = (root / "packages" / name / file for file in STORY)
+        story[name.rpartition("/")[2]] = sum(lines(path) for path in files if path.is_file())
+    found = circles(paths, root)
+    return [
+        ("longest file in packages", f"{lines(longest)} ({longest.relative_to(root)})"),
+        ("config + loss + trainer", ", ".join(f"{name} {count}" for name, count in story.items())),
+        (f"duplicate runs of {RUN} lines", str(duplicate_runs(paths))),
+        ("import circles", ", ".join(found) or "none"),
+        ("getattr + hasattr per 1000 lines", f"{per_thousand(paths, LOOKUPS):.1f}"),
+        ("Any per 1000 lines", f"{per_thousand(paths, ANY):.0f}"),
+        ("fmt: skip", str(sum(path.read_text(encoding="utf-8").count("# fmt: skip") for path in sources(root)))),
+    ]
+
+
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a file or a function is over its limit")
@@ -60,6 +134,9 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
         print(f"{totals[name]:6d} lines in {len(paths):3d} files  {name}")
     print(f"tests to packages: {tests} to {code}" + (f", {tests / code:.2f} to 1" if code else ""))
 
+    print("\nfigures of packages:")
+    for name, value in figures(root):
+        print(f"  {name}: {value}")
     findings = too_long([path for paths in groups.values() for path in paths], root)
     print(
         f"\nfiles over {FILE_LIMIT} lines and functions over {FUNCTION_LIMIT}:",
