@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
 from trimtab_common.config import to_flat_dict
+from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_common.seeding import private_rng
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
 
@@ -53,12 +54,17 @@ def begin(project: str, run: Any, args: TrainingArguments) -> "History":
 
 
 def open_folder(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> None:
-    """Write config.json; what an earlier run left goes, but for the history of a run that goes on."""
+    """Write config.json. Unless a run goes on, remove the history that an earlier one left, and rename its checkpoints.
+
+    A folder holds the checkpoints of one run: those of an earlier one stay as replaced-1-checkpoint-N.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / SUMMARY).unlink(missing_ok=True)
     if not goes_on:
         (folder / HISTORY).unlink(missing_ok=True)
+        for checkpoint in (*checkpoints(folder).values(), *checkpoints(folder / "checkpoints").values()):
+            keep_under_other_name(checkpoint)
 
 
 def append(folder: Path, row: Mapping[str, Any]) -> None:

@@ -41,9 +41,16 @@ def test_a_run_that_begins_anew_is_not_over_and_one_that_goes_on_keeps_its_histo
     with pytest.raises(ValueError, match="no run that is over"):
         finished_runs(tmp_path)
     assert len(read_history(tmp_path)) == 1
+    for name in ("checkpoint-3", "checkpoints/checkpoint-4"):
+        (tmp_path / name).mkdir(parents=True)
+    open_folder(tmp_path, {"seed": 3}, goes_on=True)
+    assert (tmp_path / "checkpoint-3").exists()
     open_folder(tmp_path, {"seed": 3}, goes_on=False)
     append(tmp_path, {"step": 7})
     assert read_history(tmp_path) == [{"step": 7}]
+    assert {path.name for path in tmp_path.rglob("*checkpoint-*")} == {
+        "replaced-1-checkpoint-3", "replaced-1-checkpoint-4"
+    }  # fmt: skip
 
 
 def test_history_has_a_row_for_each_step_and_the_later_number_counts(tmp_path: Path):
