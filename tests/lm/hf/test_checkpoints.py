@@ -125,15 +125,17 @@ def test_a_new_run_is_refused_a_folder_with_the_checkpoints_of_another(saved):
     assert kept == [f"checkpoint-{STEPS}", *(f"replaced-1-checkpoint-{step}" for step in range(1, STEPS + 1))]
 
 
-CHANGES = {"learning_rate": 5e-3, "seed": 7, "per_device_train_batch_size": 1, "weight_decay": 0.1}
+CHANGES: dict[str, tuple[str, Any]] = {
+    "sft": ("learning_rate", 5e-3), "dpo": ("weight_decay", 0.1), "reward": ("seed", 7),
+    "grpo": ("per_device_train_batch_size", 1), "iterative_sft": ("learning_rate", 5e-3),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", CHANGES)
-def test_a_resume_with_another_setting_lists_it_and_needs_the_flag(saved, setting):
+def test_a_resume_with_another_setting_lists_it_and_needs_the_flag(saved):
     name, folder, _ = saved
-    change = {setting: CHANGES[setting]}
-    before = folder / "checkpoint-2"
-    with pytest.raises(CheckpointError, match=rf"{setting} was .*, is {CHANGES[setting]}"):
+    setting, value = CHANGES[name]
+    change, before = {setting: value}, folder / "checkpoint-2"
+    with pytest.raises(CheckpointError, match=rf"{setting} was .*, is {value}"):
         run(make(name, folder, **change), resume=str(before))
     trainer = make(name, folder, resume_with_changes=True, save_total_limit=None, **change)
     with pytest.warns(UserWarning, match=f"Resuming .*checkpoint-2 with changes: {setting} was"):
