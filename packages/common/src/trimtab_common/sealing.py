@@ -55,9 +55,10 @@ def latest_checkpoint(root: str | Path) -> Path | None:
             if step not in candidates or not is_complete(candidates[step]):
                 candidates[step] = folder
     for step in sorted(candidates, reverse=True):
-        if is_complete(candidates[step]):
+        damage = _damage(candidates[step])
+        if damage is None:
             return candidates[step]
-        warnings.warn(f"Passing over {candidates[step]}: {_damage(candidates[step])}", stacklevel=2)
+        warnings.warn(f"Passing over {candidates[step]}: {damage}", stacklevel=2)
     return None
 
 

@@ -20,10 +20,8 @@ import copy
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -36,6 +34,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy
 
+from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_lm.hf.support import CHECKPOINTING
 
 Config = TypeVar("Config", bound=TrainingArguments)
@@ -238,10 +237,8 @@ class SetCheckpointsAside(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > 0 or not args.should_save:
             return
-        for folder in sorted(Path(str(args.output_dir)).glob("checkpoint-*")):
-            if folder.is_dir() and re.fullmatch(r"checkpoint-\d+", folder.name):
-                names = (f"replaced-{number}-{folder.name}" for number in itertools.count(1))
-                folder.rename(next(path for name in names if not (path := folder.with_name(name)).exists()))
+        for folder in checkpoints(str(args.output_dir)).values():
+            keep_under_other_name(folder)
 
 
 def config_from(args: TrainingArguments | None, kind: type[Config], **changes: Any) -> Config:
