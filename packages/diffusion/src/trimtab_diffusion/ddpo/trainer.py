@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab_common.advantages import group_whitened
 from trimtab_common.config import to_flat_dict
-from trimtab_common.health import HealthMonitor, TrainingDivergedError
+from trimtab_common.health import HealthMonitor, TrainingDivergedError, Vitals
 from trimtab_common.hub import push_folder, write_model_card
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Deviation, Mean, gather_over_ranks, gather_stats, merge_stats
@@ -400,9 +400,12 @@ class DDPOTrainer:
         self.last_stats: dict[str, float] = {
             name: value for name, value in gathered.items() if isinstance(value, float)
         }
-        known = {"ppo/policy/clipfrac": "clipfrac", "env/reward_std": "reward_std", "objective/kl": "objective/kl"}
-        watched = {name: self.last_stats[own] for name, own in known.items() if own in self.last_stats}
-        alerts = self.health.check({**self.last_stats, **watched})
+        vitals = Vitals(
+            kl=self.last_stats.get("objective/kl"),
+            clip_fraction=self.last_stats.get("clipfrac"),
+            reward_std=self.last_stats["reward_std"],
+        )
+        alerts = self.health.check(vitals, self.last_stats)
         if self.accelerator.is_main_process:
             for alert in alerts:
                 warnings.warn(f"epoch {self.first_epoch - 1}: {alert}", stacklevel=3)
