@@ -21,7 +21,7 @@ from transformers.trainer_utils import SchedulerType, TrainOutput
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.data.collator import DocumentCollator
-from trimtab_lm.hf.adapter import Batch, BatchLoss, TrainerAdapter, Use
+from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, Use
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import (
     count_labels,
@@ -76,19 +76,11 @@ class IterativeSFTTrainer(TrainerAdapter[IterativeSFTConfig, Tensor]):
         callbacks: list[TrainerCallback] | None = None,
         peft_config: PeftConfig | None = None,
     ):
-        super().__init__(
-            load_language_model(model, args.model_init_kwargs),
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            peft_config=peft_config,
-            data_collator=data_collator,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
+        hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
+        hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        language_model = load_language_model(model, args.model_init_kwargs)
+        super().__init__(language_model, args, processing_class, None, peft_config, data=data, **hooks)
         self.is_encoder_decoder = bool(base_of(self.model).config.is_encoder_decoder)
         self._of_model: dict[str, Any] = {
             "is_encoder_decoder": self.is_encoder_decoder, "positions": Positions.of(self.model)
