@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from trimtab_lm.hf.adapter import REAL_ROWS, Batch, BatchLoss, Use
+from trimtab_lm.hf.adapter import REAL_ROWS, Batch, BatchLoss, DataOptions, TrainerOptions, Use
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor, decoder_start_of
@@ -77,21 +77,13 @@ class DPOTrainer(DPOMethods):
         self.loss_function = mixed(args.loss_type, args.loss_weights)
         self.reference = None
         ref_model = load_reference(ref_model, args)
-        super().__init__(
-            load_language_model(model, args.model_init_kwargs),
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            peft_config=peft_config,
-            data_collator=data_collator,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )
+        self.trains_without_dropout = args.disable_dropout
+        data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
+        hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
+        hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        hooks["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs
+        policy = load_language_model(model, args.model_init_kwargs)
+        super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         self.reference = make_reference(self.model, ref_model, self.config)
         self.is_encoder_decoder = check_kind(self.model, self.config)
         self.pair_tokenizer = PairTokenizer.of(
@@ -121,11 +113,6 @@ class DPOTrainer(DPOMethods):
         if self.reference is not None and self.reference.model is self.model:
             self.reference.model = model
         return model
-
-    @property
-    def trains_without_dropout(self) -> bool:
-        """Whether `disable_dropout` is set."""
-        return self.config.disable_dropout
 
     # Data -------------------------------------------------------------------------------------------------------------
 

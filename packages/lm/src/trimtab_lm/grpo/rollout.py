@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rngs
-from trimtab_lm.data.prompts import PROMPT_IDS
+from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
+from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.rewards.functions import RewardSet, Scored, as_completions
 from trimtab_lm.sampling.backends import RolloutBackend
 from trimtab_lm.sampling.generate import response_texts
@@ -42,19 +43,68 @@ class GroupSampler:
 
     Random numbers, also those that reward functions draw from the global generators, are fixed by the seed of a call;
     those of training are not moved.
+
+    Args:
+        config: of the trainer.
+        tokenizer: of the policy.
+        rewards: scores completions.
+        positions: of the policy.
+        is_encoder_decoder: whether the policy is one.
+        has_own_limit: whether the sampling backend does not go by `max_completion_length`.
     """
 
     config: GRPOConfig
     tokenizer: PreTrainedTokenizerBase
-    backend: RolloutBackend
     rewards: RewardSet
     positions: Positions
     is_encoder_decoder: bool
+    has_own_limit: bool
 
-    def sample(self, model: Any, rows: Sequence[Mapping[str, Any]], *, version: int, seed: int) -> SampledGroups:
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        config: GRPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RewardSet,
+        *,
+        has_own_limit: bool,
+    ) -> "GroupSampler":
+        """The one of a policy.
+
+        Raises:
+            ValueError: the process sees several GPUs.
+        """
+        if config.n_gpu > 1:
+            raise ValueError(
+                f"This one process sees {config.n_gpu} GPUs, among which completions cannot be divided. Start a "
+                "process for each (accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)."
+            )
+        is_encoder_decoder = bool(base_of(model).config.is_encoder_decoder)
+        return cls(config, tokenizer, rewards, Positions.of(model), is_encoder_decoder, has_own_limit)
+
+    def tokenize(self, dataset: Any) -> Any:
+        """The dataset with the token ids of its prompts."""
+        return tokenize_prompts(
+            dataset,
+            tokenizer=self.tokenizer,
+            is_encoder_decoder=self.is_encoder_decoder,
+            needed_for="GRPO",
+            max_length=self.config.max_prompt_length,
+            # Completions of a backend with its own limit are measured as they come.
+            max_completion_length=0 if self.has_own_limit else self.config.max_completion_length,
+            positions=self.positions,
+            chat_template_kwargs=self.config.chat_template_kwargs,
+            num_proc=self.config.dataset_num_proc,
+        )
+
+    def sample(
+        self, backend: RolloutBackend, model: Any, rows: Sequence[Mapping[str, Any]], *, version: int, seed: int
+    ) -> SampledGroups:
         """Groups for rows of the dataset. With scale_rewards="batch" collective: every process calls it as often.
 
         Args:
+            backend: samples the completions.
             model: the policy, not wrapped.
             rows: P rows with `prompt`, `prompt_ids` and the columns of the reward functions.
             version: of the policy's weights.
@@ -64,8 +114,8 @@ class GroupSampler:
         prompts = [torch.tensor(row[PROMPT_IDS]) for row in rows]
         repeated = [prompt for prompt in prompts for _ in range(args.num_generations)]
         with private_rngs(seed):
-            self.backend.sync(model, version)
-            rollout = self.backend.generate(prompts, num_generations=args.num_generations, version=version, seed=seed)
+            backend.sync(model, version)
+            rollout = backend.generate(prompts, num_generations=args.num_generations, version=version, seed=seed)
             remedy = "Let the rollout sample fewer tokens, or lower max_prompt_length."
             for prompt, ids in zip(repeated, rollout.completions, strict=True):
                 lengths = len(prompt), len(ids)

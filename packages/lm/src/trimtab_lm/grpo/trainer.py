@@ -18,21 +18,19 @@ from trimtab_common.health import HealthMonitor
 from trimtab_common.kl import k3
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
-from trimtab_lm.data.prompts import tokenize_prompts
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.adapter import Batch, BatchLoss, TrainerAdapter, Use
+from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, Use
 from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
-from trimtab_lm.models.interface import Model, Processor, base_of, decoder_start_of
+from trimtab_lm.models.interface import Model, Processor, decoder_start_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import RewardSet
 from trimtab_lm.sampling.backends import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import token_columns
-from trimtab_lm.tokens.positions import Positions
 
-from .batches import Group, PromptBatches, PromptLoader, RolloutBuffer, as_list, column, micro_batch, window_of
+from .batches import Group, PromptLoader, RolloutBuffer, as_list, column, micro_batch, window_of
 from .config import GRPOConfig
 from .loss import LOG_RATIOS, Window, corrected_k3, policy_losses, policy_stats, token_weights
 from .rollout import GroupSampler
@@ -85,42 +83,25 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         model_init: Callable[..., Model] | None = None,
     ):
         self.reference: Reference | None = None
-        super().__init__(
-            load_language_model(model, args.model_init_kwargs),
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            peft_config=peft_config,
-            data_collator=as_list,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
+        self.trains_without_dropout = args.disable_dropout
+        data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=as_list)
+        hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers)
+        policy = load_language_model(model, args.model_init_kwargs)
+        super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"This one process sees {args.n_gpu} GPUs, among which completions cannot be divided. Start a process "
-                "for each (accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)."
-            )
-        self.positions = Positions.of(self.model)
+        self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
+        rewards = RewardSet(
+            reward_funcs, args.reward_weights, reward_processing_classes, names=args.reward_names, device=args.device
+        )
+        has_own_limit = rollout is not None
+        self.sampler = GroupSampler.of(self.model, args, self.tokenizer, rewards, has_own_limit=has_own_limit)
         eos, pad = require_eos(self.tokenizer), self.tokenizer.pad_token_id
-        self.is_encoder_decoder = bool(base_of(self.model).config.is_encoder_decoder)
         self.lay_out = partial(
             micro_batch,
             layout=best_layout(self.model, share_prefix=True),
             pad_token_id=eos if pad is None else pad,  # padding is masked by its place, so it may be EOS
             decoder_start_token_id=decoder_start_of(self.model),
         )
-        self.rewards = RewardSet(
-            reward_funcs, args.reward_weights, reward_processing_classes, names=args.reward_names, device=args.device
-        )
-        self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
-        self.sampler = GroupSampler(
-            args, self.tokenizer, self.backend, self.rewards, self.positions, self.is_encoder_decoder
-        )
-        # A sampler of the caller's has a limit of its own, so that its completions are measured as they come.
-        self.max_sampled = args.max_completion_length if rollout is None else 0
         self.version = 0  # of the weights, as backends count it
         self._evaluated = 0
         self._begin()
@@ -132,7 +113,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
             micro_batches=args.gradient_accumulation_steps * args.steps_per_generation, passes=args.num_iterations
         )
         printed = args.num_completions_to_print if args.log_completions else 0
-        self.samples, self.health = SampleTable(self.rewards.names, printed=printed), HealthMonitor()
+        self.samples, self.health = SampleTable(self.sampler.rewards.names, printed=printed), HealthMonitor()
         self.num_tokens = 0  # sampled and read, by all processes
 
     def prepare_model(self, model: Any) -> Any:
@@ -143,51 +124,18 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         score_tokens_in_forward(model)  # not before: a reference copied from this would run the policy
         return model
 
-    @property
-    def trains_without_dropout(self) -> bool:
-        """Whether `disable_dropout` is set."""
-        return self.config.disable_dropout
-
     # Data -------------------------------------------------------------------------------------------------------------
 
     def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
         """The dataset with the token ids of its prompts."""
-        return tokenize_prompts(
-            dataset,
-            tokenizer=self.tokenizer,
-            is_encoder_decoder=self.is_encoder_decoder,
-            needed_for="GRPO",
-            max_length=self.config.max_prompt_length,
-            max_completion_length=self.max_sampled,
-            positions=self.positions,
-            chat_template_kwargs=self.config.chat_template_kwargs,
-            num_proc=self.config.dataset_num_proc,
-        )
+        return self.sampler.tokenize(dataset)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch."""
         if self.train_dataset is None:
             raise ValueError("GRPOTrainer: training requires a train_dataset.")
-        args, rows = self.config, cast(Dataset, self.train_dataset)
-        batches = PromptBatches(
-            len(rows),
-            prompts_per_step=self._train_batch_size * args.gradient_accumulation_steps,
-            steps=args.steps_per_generation,
-            repeats=self.buffer.micro_batches * self.buffer.passes,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            rank=args.process_index,
-            world_size=args.world_size,
-            shuffle=args.shuffle_dataset and args.train_sampling_strategy == "random",
-        )
-        return PromptLoader(
-            rows,
-            batches,
-            num_workers=args.dataloader_num_workers,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-            in_order=args.dataloader_in_order,
-        )
+        rows = cast(Dataset, self.train_dataset)
+        return PromptLoader.of_process(rows, self.config, batch_size=self._train_batch_size)
 
     # Algorithm 1 of the paper -----------------------------------------------------------------------------------------
 
@@ -227,9 +175,9 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         draw: which random numbers to take. With scale_rewards="batch" collective: the same number of calls everywhere.
         """
         model = self.accelerator.unwrap_model(self.model)
-        sampled = self.sampler.sample(model, rows, version=self.version, seed=self._seed(draw))
+        sampled = self.sampler.sample(self.backend, model, rows, version=self.version, seed=self._seed(draw))
         real = sampled.groups[:count]
-        self.recorder.add(rollout_stats(real, sampled, names=self.rewards.names), training=training)
+        self.recorder.add(rollout_stats(real, sampled, names=self.sampler.rewards.names), training=training)
         self.samples.add(real, sampled, training=training)
         return sampled.groups
 

@@ -51,10 +51,17 @@ class BatchLoss(NamedTuple):
     outputs: Mapping[str, Tensor] = {}
 
 
+class DataOptions(TypedDict):
+    """Datasets as the caller gave them (eval_dataset may be a dict of several), and a collator instead of our own."""
+
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Callable[..., Batch] | None
+
+
 class TrainerOptions(TypedDict, total=False):
     """Arguments that the adapter hands on to `transformers.Trainer` as they are."""
 
-    data_collator: Callable[..., Batch] | None
     compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None
     callbacks: list[TrainerCallback] | None
     optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]
@@ -88,35 +95,36 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
     loss_is_scaled_for_ga = True  # batch_loss divides by the items of the whole optimizer step
     search_objective = "eval_loss"
     """The metric that a hyperparameter search goes by, unless the caller names another."""
+    trains_without_dropout = False
 
     def __init__(
         self,
         model: Model | None,
         config: Config,
-        *,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
         processing_class: Processor | None = None,
         model_init: Callable[..., Model] | None = None,
         peft_config: PeftConfig | None = None,
+        *,
+        data: DataOptions,
         **options: Unpack[TrainerOptions],
     ):
         """Prepare model and tokenizer, then construct the Trainer; the subclass calls `prepare_datasets` at its end.
 
         Args:
             model: a loaded model; None with model_init.
-            config: stays as it is, the trainer works on a copy.
-            train_dataset, eval_dataset: see `prepare_datasets`; eval_dataset may be a dict of several.
+            config: stays as it is; the trainer works on a copy.
             processing_class: a tokenizer or processor; None loads the one beside the model.
             model_init: makes the model, now and at each start of training.
             peft_config: adapters that `prepare_model` adds.
+            data: see `DataOptions`.
             options: see `TrainerOptions`.
         """
         if (model is None) == (model_init is None):
             raise ValueError(f"{type(self).__name__} needs either a model or model_init, and not both.")
+        eval_dataset = data["eval_dataset"]
         sets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         self.keeps_columns = not config.remove_unused_columns
-        self.args = self.config = for_own_collators(config, [train_dataset, *sets])
+        self.args = self.config = for_own_collators(config, [data["train_dataset"], *sets])
         self.peft_config = peft_config
         self.recorder, self.tables = Recorder(), Tables()
         loaded: Any = model
@@ -127,12 +135,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         processing_class = self.load_processing_class(processing_class, loaded)
         self.tokenizer = tokenizer_of(processing_class)
         super().__init__(
-            model=self.prepare_model(loaded),
-            args=self.config,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **options,
+            model=self.prepare_model(loaded), args=self.config, processing_class=processing_class, **data, **options
         )
         self.model_init = model_init
         self.checkpoints = Checkpoints(self.accelerator)
@@ -173,11 +176,6 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def log_samples(self, dataloader: DataLoader[Any], prefix: str) -> None:
         """Put samples into tables at the end of an evaluation, under names that begin with the prefix."""
-
-    @property
-    def trains_without_dropout(self) -> bool:
-        """Whether dropout is off in training."""
-        return False
 
     # Models and data --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType,
 
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
-from trimtab_lm.hf.adapter import Batch, BatchLoss, Use
+from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer, label_stats, score_labels
 from trimtab_lm.hf.models import load_language_model, load_weights
@@ -91,19 +91,11 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         callbacks: list[TrainerCallback] | None = None,
         peft_config: PeftConfig | None = None,
     ):
-        super().__init__(
-            load_language_model(model, args.model_init_kwargs),
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            peft_config=peft_config,
-            data_collator=data_collator,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
+        hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
+        hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        language_model = load_language_model(model, args.model_init_kwargs)
+        super().__init__(language_model, args, processing_class, None, peft_config, data=data, **hooks)
         self.model_facts: dict[str, Any] = {
             "is_encoder_decoder": self.is_encoder_decoder,
             "positions": Positions.of(self.model),

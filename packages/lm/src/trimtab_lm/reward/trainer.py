@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
 
-from trimtab_lm.hf.adapter import REAL_ROWS, Batch, BatchLoss, TrainerAdapter, Use
+from trimtab_lm.hf.adapter import REAL_ROWS, Batch, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, Use
 from trimtab_lm.hf.models import with_adapters
 from trimtab_lm.legacy.arguments import REWARD, takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor, base_of
@@ -75,20 +75,12 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         peft_config: PeftConfig | None = None,
     ):
         self._samples: list[list[Any]] = []  # rows of the table of the evaluation that runs
-        super().__init__(
-            load_scorer(model, args.model_init_kwargs),
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            peft_config=peft_config,
-            data_collator=data_collator,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        self.trains_without_dropout = args.disable_dropout
+        data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
+        hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
+        hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        scorer = load_scorer(model, args.model_init_kwargs)
+        super().__init__(scorer, args, processing_class, model_init, peft_config, data=data, **hooks)
         if data_collator is None and self.scores_in_forward:
             layout = best_layout(self.model, share_prefix=True)
             self.data_collator = PairCollator(self.tokenizer.pad_token_id, layout)
@@ -118,11 +110,6 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         return prepare_pairs(
             dataset, self.tokenizer, self.config, keeps_columns=self.keeps_columns, positions=positions
         )
-
-    @property
-    def trains_without_dropout(self) -> bool:
-        """Whether `disable_dropout` is set."""
-        return self.config.disable_dropout
 
     def micro_batches(self, batches: list[Batch]) -> list[Batch]:
         """The batches with their sequences in rows, whatever collator made them."""

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from trimtab_lm.data.formats import RowFormat, columns_of
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.adapter import Batch, BatchLoss, Use
+from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use
 from trimtab_lm.hf.labels import LabelTrainer, label_stats, score_labels
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.legacy.arguments import SFT, takes_constructor_of_2024
@@ -20,7 +18,7 @@ from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.tokens.positions import Positions
 
 from .config import SFTConfig
-from .data import Formatting, format_of, pack, text_of, tokenize_rows
+from .data import Formatting, pack, rows_of_constant_length, tokenize_rows
 from .loss import token_nll
 
 
@@ -63,22 +61,13 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
     ):
         self.formatting_func = formatting_func
-        super().__init__(
-            load_language_model(model, args.model_init_kwargs),
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            peft_config=peft_config,
-            data_collator=data_collator,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            compute_loss_func=compute_loss_func,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )
+        data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
+        hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
+        hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        hooks["compute_loss_func"] = compute_loss_func
+        hooks["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs
+        language_model = load_language_model(model, args.model_init_kwargs)
+        super().__init__(language_model, args, processing_class, model_init, peft_config, data=data, **hooks)
         self.has_own_collator = data_collator is not None
         if data_collator is None:
             eos, pad = require_eos(self.tokenizer), self.tokenizer.pad_token_id
@@ -102,7 +91,7 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
                 "packing puts documents side by side, which an encoder-decoder model cannot read. Leave it out."
             )
         if packing and config.packing_strategy == "constant_length":
-            return self._of_constant_length(dataset)
+            return rows_of_constant_length(dataset, self.tokenizer, config, formatting_func=self.formatting_func)
         rows = tokenize_rows(
             dataset,
             self.tokenizer,
@@ -113,25 +102,3 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
             positions=Positions.of(self.model),
         )
         return pack(rows, config) if packing else rows
-
-    def _of_constant_length(self, dataset: Any) -> Any:
-        config = self.config
-        options = {
-            name: value for name, value in (config.dataset_kwargs or {}).items() if name != "skip_prepare_dataset"
-        }
-        if format_of(columns_of(dataset), config, self.formatting_func) is RowFormat.TEXT:
-            options["formatting_func"] = text_of(dataset, config, self.formatting_func)
-        else:  # ids that a format's own rules give, with the tokens that count
-            dataset = tokenize_rows(dataset, self.tokenizer, config, is_cut=False)
-        rows = ConstantLengthDataset(
-            self.tokenizer,
-            dataset,
-            infinite=bool(config.infinite),
-            seq_length=config.max_length or 0,
-            num_of_sequences=config.num_of_sequences,
-            chars_per_token=config.chars_per_token,
-            seed=config.seed,
-            **options,
-        )
-        is_stream = config.infinite or not isinstance(dataset, Dataset)
-        return rows if is_stream else Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in rows])
