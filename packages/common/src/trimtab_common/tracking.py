@@ -267,9 +267,9 @@ class _Wandb:
         self.run.log({**values, **axes}, step=max(step, self.run.step))
 
     def _catch_sigterm(self) -> None:
-        """Turns SIGTERM into SystemExit, so that `with` blocks close; the run is marked as preempted by `finish`.
+        """Turns SIGTERM into SystemExit, so that `with` blocks close, and `finish` marks the run as preempted.
 
-        Nothing is sent to W&B from the handler, which may have interrupted a call to W&B that holds a lock.
+        The handler sends nothing to W&B: it may have interrupted a call that holds a lock.
         """
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -305,9 +305,7 @@ class _TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError(
-                "log_with='tensorboard' needs the package tensorboard: pip install tensorboard"
-            ) from error
+            raise ImportError("log_with='tensorboard' needs its package: pip install tensorboard") from error
         self._writer = SummaryWriter(**kwargs)
         self._writer.add_text("config", markdown_table(["name", "value"], [[key, repr(config[key])] for key in config]))
 
