@@ -26,6 +26,7 @@ from trimtab_common.sealing import (
     verify,
 )
 from trimtab_common.stats import gather_over_ranks
+from trimtab_lm.models.interface import Model
 
 WITHOUT_EFFECT = (
     "output_dir", "overwrite_output_dir", "resume_*", "run_name", "project", "trackio_*", "report_to", "log_*",
@@ -55,6 +56,8 @@ class CheckpointedTrainer(Trainer):
     data and model (or `resume_with_changes=True`). A folder holds the checkpoints of one run. `save_total_limit`
     removes an old checkpoint after the new one counts, never before. A finished run that is resumed trains nothing.
     """
+
+    model: Model
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -173,7 +173,7 @@ def device_share(trainer: Trainer) -> int:
 
 def with_decoder_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with what the decoder reads, made of the labels as the model would where a collator leaves it to it."""
-    base = base_of(model)
+    base: Any = base_of(model)
     if not base.config.is_encoder_decoder or "decoder_input_ids" in batch:
         return batch
     return {**batch, "decoder_input_ids": base.prepare_decoder_input_ids_from_labels(batch["labels"])}
