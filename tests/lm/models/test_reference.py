@@ -170,7 +170,7 @@ def test_patterns_and_unknown_layouts():
     assert create_reference_model(policy, num_shared_layers=3).transformer.blocks_of_mine is not blocks
     assert not any(p.requires_grad for p in blocks.parameters())
     del policy.transformer.blocks_of_mine
-    with pytest.raises(ValueError, match="which has none"):
+    with pytest.raises(ValueError, match="It has none"):
         create_reference_model(policy, num_shared_layers=1)
 
 
