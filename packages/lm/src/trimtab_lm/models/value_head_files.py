@@ -1,4 +1,4 @@
-"""Value heads on disk: in a file of their own, or inside the weight files of 2024's checkpoints."""
+"""Value heads on disk: in a separate file, or inside the weight files of old TRL's checkpoints."""
 
 import json
 import os
@@ -17,17 +17,24 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 WEIGHT_FILES = tuple(n + s for n in ("model.safetensors", "pytorch_model.bin") for s in ("", ".index.json"))
 
 StoredHead = tuple[str, dict[str, Tensor]]
+"""The file that holds a value head, and its tensors by their keys `v_head.*`."""
 
 
 def find_value_head(source: str, is_adapter: bool, hub: dict[str, Any]) -> StoredHead | None:
-    """The file that holds a value head, in a folder or hub repository, and its `v_head.*` tensors; None without one."""
+    """Returns the value head of a stored model, or None without one.
 
-    def locate(name: str, **options: Any) -> str | None:
+    Args:
+        source: a folder or hub id.
+        is_adapter: whether the folder holds adapters rather than a whole model.
+        hub: cache_dir, revision, token and other options of the download.
+    """
+
+    def locate(name: str, **options: bool) -> str | None:
         return cached_file(source, name, **(hub | options), _raise_exceptions_for_missing_entries=False)
 
     if file := locate(VALUE_HEAD_FILE):
         return file, _read_tensors(file, prefix="")
-    # The base model was just loaded from one of these, so it is in the cache; do not download its twins to look inside.
+    # The model was just loaded from one of these files, so that one is in the cache. The others are not downloaded.
     known = {} if is_adapter else {"local_files_only": True, "force_download": False}
     for name in WEIGHT_FILES:
         file = locate(name, **known)
@@ -35,16 +42,17 @@ def find_value_head(source: str, is_adapter: bool, hub: dict[str, Any]) -> Store
             continue
         files = [file]
         if name.endswith(".json"):
-            places = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
-            shards = {shard for key, shard in places.items() if key.startswith("v_head.")}
+            shard_of = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
+            shards = {shard for key, shard in shard_of.items() if key.startswith("v_head.")}
             files = [str(cached_file(source, shard, **hub)) for shard in sorted(shards)]
-        found = {key: value for part in files for key, value in _read_tensors(part, "v_head.").items()}
-        if found:
-            return file, found
+        tensors = {key: value for part in files for key, value in _read_tensors(part, "v_head.").items()}
+        if tensors:
+            return file, tensors
     return None
 
 
 def _read_tensors(file: str, prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors of a file whose keys begin with a prefix."""
     if file.endswith(".safetensors"):
         with safe_open(file, framework="pt") as tensors:
             return {key: tensors.get_tensor(key) for key in tensors.keys() if key.startswith(prefix)}  # noqa: SIM118
@@ -53,7 +61,12 @@ def _read_tensors(file: str, prefix: str) -> dict[str, Tensor]:
 
 
 def write_beside(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write under another name, then rename: a crash leaves the old file or the new one."""
+    """Writes tensors to a temporary file and renames it: after a crash there is the old file or the new one, whole.
+
+    Args:
+        tensors: by name, on any device.
+        file: a path that ends in .safetensors; its folder exists.
+    """
     part = file.with_name(file.name + ".part")
     save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, part)
     with part.open("rb+") as written:
