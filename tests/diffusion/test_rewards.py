@@ -80,9 +80,13 @@ def clip(clip_folder: Path) -> CLIPModel:
 def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("classifier")
     config = ViTConfig(
-        **MODEL, **PICTURE, initializer_range=0.3, hidden_dropout_prob=0.2, id2label=dict(enumerate(LABELS)),
+        **MODEL,
+        **PICTURE,
+        initializer_range=0.3,
+        hidden_dropout_prob=0.2,
+        id2label=dict(enumerate(LABELS)),
         label2id={name: index for index, name in enumerate(LABELS)},
-    )  # fmt: skip
+    )
     with tiny.from_seed(1):
         ViTForImageClassification(config).half().save_pretrained(folder)
     ViTImageProcessor(size={"height": SIZE, "width": SIZE}).save_pretrained(folder)

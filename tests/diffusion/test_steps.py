@@ -260,9 +260,13 @@ def variance_gap(count: int, eta: float) -> float:
         x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
         velocity = (t - (1 - t) * data_var) / marginal * (x - (1 - t) * data_mean) - data_mean
         (shift, end), std = flow_gaussian(
-            velocity, x, sigma=torch.tensor([t] * 2).double(), sigma_next=torch.tensor([t_next] * 2).double(),
-            sigma_second=0.5, eta=eta,
-        )  # fmt: skip
+            velocity,
+            x,
+            sigma=torch.tensor([t] * 2).double(),
+            sigma_next=torch.tensor([t_next] * 2).double(),
+            sigma_second=0.5,
+            eta=eta,
+        )
         slope = float(end - shift)
         mean, var = float(shift) + slope * mean, slope**2 * var + float(std[0]) ** 2
         gaps = (mean - (1 - t_next) * data_mean, var - (1 - t_next) ** 2 * data_var - t_next**2)

@@ -18,9 +18,13 @@ IDS = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])
 
 def lora(name: str, task: str) -> LoraConfig:
     return LoraConfig(
-        r=2, target_modules=TARGETS[name], task_type=task, init_lora_weights=False, fan_in_fan_out=name == "gpt2",
+        r=2,
+        target_modules=TARGETS[name],
+        task_type=task,
+        init_lora_weights=False,
+        fan_in_fan_out=name == "gpt2",
         lora_dropout=0.1,
-    )  # fmt: skip
+    )
 
 
 def saved(folder, name: str = "gpt2", *, labels: int = 2, bias: bool = False):

@@ -48,10 +48,17 @@ CAUSAL = {
 SEQ2SEQ = {
     "t5": T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0, **TOKENS),
     "bart": BartConfig(
-        d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=24, decoder_ffn_dim=24, decoder_start_token_id=2, **TOKENS,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        decoder_start_token_id=2,
+        **TOKENS,
     ),
-}  # fmt: skip
+}
 IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
 
 
@@ -221,13 +228,26 @@ def test_loading_arguments_reach_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
     quantization = BitsAndBytesConfig(load_in_4bit=True)
     AutoModelForCausalLMWithValueHead.from_pretrained(
-        str(tmp_path), "positional", quantization_config=quantization, device_map={"": 0}, torch_dtype="auto",
-        revision="v1", token="t", gguf_file="q.gguf", summary_dropout_prob=0.0,
-    )  # fmt: skip
+        str(tmp_path),
+        "positional",
+        quantization_config=quantization,
+        device_map={"": 0},
+        torch_dtype="auto",
+        revision="v1",
+        token="t",
+        gguf_file="q.gguf",
+        summary_dropout_prob=0.0,
+    )
     assert seen == {
-        "name": str(tmp_path), "args": ("positional",), "quantization_config": quantization, "device_map": {"": 0},
-        "torch_dtype": "auto", "revision": "v1", "token": "t", "gguf_file": "q.gguf",
-    }  # fmt: skip
+        "name": str(tmp_path),
+        "args": ("positional",),
+        "quantization_config": quantization,
+        "device_map": {"": 0},
+        "torch_dtype": "auto",
+        "revision": "v1",
+        "token": "t",
+        "gguf_file": "q.gguf",
+    }
     with pytest.warns(FutureWarning, match=r"load_in_8bit is deprecated"):
         AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path), load_in_8bit=True)
     assert seen["quantization_config"].load_in_8bit
@@ -470,8 +490,12 @@ def test_push_to_hub_uploads_base_and_head(monkeypatch):
     assert wrapped(causal()).push_to_hub("policy", private=True, commit_message="step 10") == "commit"
     assert {"config.json", "model.safetensors", VALUE_HEAD_FILE} <= seen.pop("files")
     assert seen == {
-        "private": True, "token": None, "exist_ok": True, "repo_id": "me/policy", "commit_message": "step 10",
-    }  # fmt: skip
+        "private": True,
+        "token": None,
+        "exist_ok": True,
+        "repo_id": "me/policy",
+        "commit_message": "step 10",
+    }
 
 
 def test_a_crash_while_writing_leaves_the_old_head(tmp_path, monkeypatch):
