@@ -23,14 +23,14 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trimtab_common import hub
-from trimtab_lm.models import value_head
+from trimtab_lm.models import head, loading
+from trimtab_lm.models.head import VALUE_HEAD_FILE
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
     ValueHead,
 )
-from trimtab_lm.models.value_head_files import VALUE_HEAD_FILE
 
 TOKENS = {"vocab_size": 23, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CAUSAL = {
@@ -256,7 +256,7 @@ def test_loading_arguments_reach_transformers(tmp_path, monkeypatch):
 
 def test_a_quantized_model_is_prepared_before_it_takes_an_adapter(monkeypatch):
     prepared = []
-    monkeypatch.setattr(value_head, "prepare_model_for_kbit_training", lambda m: prepared.append(m) or m)
+    monkeypatch.setattr(loading, "prepare_model_for_kbit_training", lambda m: prepared.append(m) or m)
     base = causal()
     wrapped(base, peft_config=lora())
     assert prepared == []
@@ -502,7 +502,7 @@ def test_a_crash_while_writing_leaves_the_old_head(tmp_path, monkeypatch):
     old, new = wrapped(causal()), wrapped(causal())
     torch.nn.init.ones_(new.v_head.summary.weight)
     old.save_pretrained(tmp_path)
-    monkeypatch.setattr(value_head.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
+    monkeypatch.setattr(head.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
     with pytest.raises(OSError, match="power cut"):
         new.save_pretrained(tmp_path)
     monkeypatch.undo()

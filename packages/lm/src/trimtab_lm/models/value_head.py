@@ -5,34 +5,39 @@ On disk a wrapped model is a folder that transformers or PEFT can load without t
 read too.
 """
 
-import json
 import os
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    BitsAndBytesConfig,
     Cache,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import find_adapter_config_file
 
 from trimtab_common.hub import push_folder
 from trimtab_lm.models.adapters import adapter_on
+from trimtab_lm.models.head import (
+    VALUE_HEAD_FILE,
+    InitStrategy,
+    StoredHead,
+    ValueHead,
+    find_value_head,
+    write_beside,
+)
 from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.models.loading import AutoModel, load_model, prepared_for_adapter, with_quantization_config
 from trimtab_lm.models.reward_adapter import load_reward_adapter
-from trimtab_lm.models.value_head_files import VALUE_HEAD_FILE, StoredHead, find_value_head, write_beside
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.heads import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.logprobs import positioned
@@ -40,60 +45,6 @@ from trimtab_lm.tokens.logprobs import positioned
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 UPLOAD_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
-
-InitStrategy = Literal["random", "normal", "zero"]
-
-
-class ValueHead(nn.Module):
-    """A linear map from the decoder's last hidden state to a scalar value.
-
-    It computes in its own dtype, also over a model in bfloat16 and under autocast: values are regression targets, and
-    the three digits of bfloat16 are too few for them.
-
-    Args:
-        hidden_size: the width of the hidden state.
-        summary_dropout_prob: dropout on the input, in training mode.
-        device, dtype: of the weights.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        summary_dropout_prob: float = 0.1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-    ):
-        super().__init__()
-        self.dropout = nn.Dropout(summary_dropout_prob)
-        self.summary = nn.Linear(hidden_size, 1, device=device, dtype=dtype)
-
-    def init_weights(self, strategy: InitStrategy | None, initializer_range: float) -> None:
-        """Sets the weights.
-
-        Args:
-            strategy: None or "random": the default of torch's Linear. "normal": weights from N(0, initializer_range),
-                bias 0. "zero": all 0, as in Ziegler et al. 2019 (arXiv:1909.08593), so that the first advantages depend
-                on the rewards alone.
-            initializer_range: standard deviation for "normal".
-
-        Raises:
-            ValueError: the strategy is unknown.
-        """
-        if strategy in (None, "random"):
-            self.summary.reset_parameters()
-        elif strategy == "normal":
-            nn.init.normal_(self.summary.weight, std=initializer_range)
-            nn.init.zeros_(self.summary.bias)
-        elif strategy == "zero":
-            nn.init.zeros_(self.summary.weight)
-            nn.init.zeros_(self.summary.bias)
-        else:
-            raise ValueError(f"v_head_init_strategy={strategy!r} is unknown. Use None, 'random', 'normal' or 'zero'.")
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Returns values [...] in the head's dtype, from hidden states [..., hidden_size] of any dtype and device."""
-        return linear_in_own_dtype(self.summary, self.dropout(hidden.to(self.summary.weight))).squeeze(-1)
 
 
 class PreTrainedModelWrapper(nn.Module):
@@ -112,7 +63,7 @@ class PreTrainedModelWrapper(nn.Module):
         ValueError: the model has no LM head, or the other subclass wraps models of its kind.
     """
 
-    transformers_parent_class: ClassVar[type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM] | None] = None
+    transformers_parent_class: ClassVar[AutoModel | None] = None
     wraps_encoder_decoder: ClassVar[bool | None] = None
 
     def __init__(
@@ -188,9 +139,16 @@ class PreTrainedModelWrapper(nn.Module):
         stored: StoredHead | None = None
         model: Model
         if isinstance(source, str | os.PathLike):
-            kwargs = _with_quantization_config(kwargs)
+            kwargs = with_quantization_config(kwargs)
             hub = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
-            model = cls._load_model(str(source), model_args, is_trainable, hub, kwargs)
+            model = load_model(
+                cls.transformers_parent_class,
+                str(source),
+                model_args,
+                is_trainable=is_trainable,
+                hub=hub,
+                kwargs=kwargs,
+            )
             stored = find_value_head(str(source), isinstance(model, PeftModel), hub)
         elif model_args or kwargs:
             unused = [*map(repr, model_args), *kwargs]
@@ -201,7 +159,7 @@ class PreTrainedModelWrapper(nn.Module):
             if isinstance(model, PeftModel):
                 warnings.warn("peft_config is not used: the model already has an adapter.", stacklevel=2)
             else:
-                model = cast(PeftModel, get_peft_model(_prepared(model), peft_config))
+                model = cast(PeftModel, get_peft_model(prepared_for_adapter(model), peft_config))
         wrapper = cls(model, **options)
         if stored is not None:
             wrapper._load_value_head(*stored)
@@ -211,28 +169,6 @@ class PreTrainedModelWrapper(nn.Module):
             wrapper.score = load_reward_adapter(model, os.fspath(reward_adapter), reward_adapter_name, **access)
             wrapper.rm_adapter_name = reward_adapter_name
         return wrapper
-
-    @classmethod
-    def _load_model(
-        cls, source: str, args: tuple[Any, ...], is_trainable: bool, hub: dict[str, Any], kwargs: dict[str, Any]
-    ) -> Model:
-        """Loads the model in `source`, or the adapter in it on the base model that the adapter names."""
-        load = cast(type[AutoModelForCausalLM], cls.transformers_parent_class).from_pretrained
-        adapter_file = find_adapter_config_file(source, **hub)
-        if adapter_file is None:
-            return load(source, *args, **kwargs)
-        adapter = json.loads(Path(adapter_file).read_text(encoding="utf-8"))
-        if not adapter.get("base_model_name_or_path"):
-            raise ValueError(
-                f"{adapter_file} names no base model. Load the base model, put the adapter on it with "
-                "PeftModel.from_pretrained(base, folder, is_trainable=True) and pass the result."
-            )
-        # revision and subfolder locate the adapter; the adapter's config locates the base model.
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-        base_name, revision = adapter["base_model_name_or_path"], adapter.get("revision")
-        base: PreTrainedModel = load(base_name, *args, revision=revision, **kwargs)
-        base = _prepared(base) if is_trainable else base
-        return PeftModel.from_pretrained(base, source, is_trainable=is_trainable, **hub)
 
     def _load_value_head(self, file: str, tensors: dict[str, Tensor]) -> None:
         """Loads the tensors of `file` into the value head, in their dtype but float32 or more."""
@@ -457,22 +393,3 @@ def _execution_device(lm_head: nn.Module, model: nn.Module) -> torch.device:
     """Returns the LM head's device, or where a device_map has offloaded the head the first device with weights."""
     tensors = chain(lm_head.parameters(), lm_head.buffers(), model.parameters())
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("meta"))
-
-
-def _prepared(model: PreTrainedModel) -> PreTrainedModel:
-    """Prepares a model for an adapter: a quantized one needs float32 norms, and inputs that require gradients."""
-    quantized = getattr(model.config, "quantization_config", None) is not None
-    return prepare_model_for_kbit_training(model) if quantized else model
-
-
-def _with_quantization_config(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the deprecated `load_in_8bit=True` and `load_in_4bit=True` by a quantization_config."""
-    old = {name: kwargs[name] for name in ("load_in_8bit", "load_in_4bit") if name in kwargs}
-    kwargs = {name: value for name, value in kwargs.items() if name not in old}
-    if any(old.values()):
-        if "quantization_config" in kwargs:
-            raise ValueError(f"quantization_config and {', '.join(old)} came together. Keep quantization_config alone.")
-        message = f"{', '.join(old)} is deprecated. Write quantization_config=BitsAndBytesConfig(...)."
-        warnings.warn(message, FutureWarning, stacklevel=4)
-        kwargs["quantization_config"] = BitsAndBytesConfig(**old)
-    return kwargs

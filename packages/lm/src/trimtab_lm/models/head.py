@@ -1,23 +1,79 @@
-"""Value heads on disk: in a separate file, or inside the weight files of old TRL's checkpoints."""
+"""The value head, and its files: a separate one, or the weight files of old TRL's checkpoints."""
 
 import json
 import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import cached_file
+
+from trimtab_lm.tokens.heads import linear_in_own_dtype
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 WEIGHT_FILES = tuple(n + s for n in ("model.safetensors", "pytorch_model.bin") for s in ("", ".index.json"))
 
 StoredHead = tuple[str, dict[str, Tensor]]
 """The file that holds a value head, and its tensors by their keys `v_head.*`."""
+
+InitStrategy = Literal["random", "normal", "zero"]
+
+
+class ValueHead(nn.Module):
+    """A linear map from the decoder's last hidden state to a scalar value.
+
+    It computes in its own dtype, also over a model in bfloat16 and under autocast: values are regression targets, and
+    the three digits of bfloat16 are too few for them.
+
+    Args:
+        hidden_size: the width of the hidden state.
+        summary_dropout_prob: dropout on the input, in training mode.
+        device, dtype: of the weights.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        summary_dropout_prob: float = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.dropout = nn.Dropout(summary_dropout_prob)
+        self.summary = nn.Linear(hidden_size, 1, device=device, dtype=dtype)
+
+    def init_weights(self, strategy: InitStrategy | None, initializer_range: float) -> None:
+        """Sets the weights.
+
+        Args:
+            strategy: None or "random": the default of torch's Linear. "normal": weights from N(0, initializer_range),
+                bias 0. "zero": all 0, as in Ziegler et al. 2019 (arXiv:1909.08593), so that the first advantages depend
+                on the rewards alone.
+            initializer_range: standard deviation for "normal".
+
+        Raises:
+            ValueError: the strategy is unknown.
+        """
+        if strategy in (None, "random"):
+            self.summary.reset_parameters()
+        elif strategy == "normal":
+            nn.init.normal_(self.summary.weight, std=initializer_range)
+            nn.init.zeros_(self.summary.bias)
+        elif strategy == "zero":
+            nn.init.zeros_(self.summary.weight)
+            nn.init.zeros_(self.summary.bias)
+        else:
+            raise ValueError(f"v_head_init_strategy={strategy!r} is unknown. Use None, 'random', 'normal' or 'zero'.")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns values [...] in the head's dtype, from hidden states [..., hidden_size] of any dtype and device."""
+        return linear_in_own_dtype(self.summary, self.dropout(hidden.to(self.summary.weight))).squeeze(-1)
 
 
 def find_value_head(source: str, is_adapter: bool, hub: dict[str, Any]) -> StoredHead | None:
