@@ -34,11 +34,7 @@ PROBE = "\ue000"
 
 
 def require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the id of EOS.
-
-    Raises:
-        ValueError: the tokenizer has no EOS.
-    """
+    """Returns the id of EOS; raises a ValueError for a tokenizer without one."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "The tokenizer has no EOS token, and without one no model learns to stop. Set it to a token of the "
@@ -48,11 +44,7 @@ def require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Returns the ids that can end an answer: EOS and all special tokens, such as <|im_end|>, except BOS, UNK and PAD.
-
-    Raises:
-        ValueError: the tokenizer has no EOS.
-    """
+    """Returns the ids that can end an answer: EOS and special tokens such as <|im_end|>, but not BOS, UNK and PAD."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     never = {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
     return frozenset((special | set(tokenizer.all_special_ids)) - never | {require_eos(tokenizer)})

@@ -79,7 +79,6 @@ class _Context(Protocol):
     saved_tensors: tuple[Any, ...]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
     def set_materialize_grads(self, value: bool) -> None: ...
 
 
@@ -358,10 +357,9 @@ def exact_kl(
     vocab_size: int,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Returns KL(policy, ref) over the whole vocabulary, computed in chunks of positions.
+    """Returns KL(policy, ref) over the whole vocabulary, computed in chunks of positions; see `trimtab_common.kl.full`.
 
-    It is infinite where the reference forbids (logit -inf) a token that the policy allows: see
-    `trimtab_common.kl.full`.
+    It is infinite where the reference forbids (logit -inf) a token that the policy allows.
 
     Args:
         policy, ref: functions from head inputs of n positions to logits [n, V], such as `LanguageHead.logits`.
