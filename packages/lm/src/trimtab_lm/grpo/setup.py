@@ -35,6 +35,7 @@ def reference_of(model: Any, device: torch.device) -> Reference:
     """The reference of the KL: the model as it is now, without its adapters or as a frozen copy on the device."""
     reference = Reference.of(model)
     if not reference.is_policy:
-        reference.model.to(device)
+        module: torch.nn.Module = reference.model
+        module.to(device)
         score_tokens_in_forward(reference.model)
     return reference
