@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from experiments.runs import sampled
 from transformers import PreTrainedTokenizerBase
 
+from experiments.runs import sampled
 from trimtab_lm.sampling.generate import pad, response_texts
 from trimtab_lm.tokens.logprobs import score_logits
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from experiments.figures import Verdict, exit_code, write_page
 from experiments.runs import Run, finished_runs
-from matplotlib.figure import Figure
 
 VERDICTS = "verdicts.json"
 

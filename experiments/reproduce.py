@@ -56,7 +56,7 @@ def reproduce(paper: str, jobs: int) -> Result:
     folders, trials, failures = [], [], []
     for file in sorted(home.glob("reproduce*.yaml")):
         sweep = out / file.stem
-        command = ["tools/sweep.py", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
+        command = ["tools.sweep", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
         command.append("--retry-failed")
         failures += ["its sweep could not be run"] * bool(call(command))
         if (about := sweep / "sweep.json").exists():
@@ -64,7 +64,7 @@ def reproduce(paper: str, jobs: int) -> Result:
         trials += read_lines(sweep / "trials.jsonl")
     failures += [f"run {trial['run_id']} failed, see {trial['log']}" for trial in trials if trial["status"] == FAILED]
     (verdicts := out / "verdicts.json").unlink(missing_ok=True)
-    call([f"experiments/{paper}/report.py", *folders, "--out", str(out)])
+    call([f"experiments.{paper}.report", *folders, "--out", str(out)])
     found: dict[str, Any] = {"figures": [], "verdicts": []}
     if verdicts.exists():
         found = json.loads(verdicts.read_text(encoding="utf-8"))
@@ -84,9 +84,9 @@ def reproduce(paper: str, jobs: int) -> Result:
 
 
 def call(command: Sequence[str]) -> int:
-    """Run one of the repository's programs, its words on the screen; returns its exit status."""
-    print(f"\n$ python {' '.join(command)}", flush=True)
-    return subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+    """Runs `python -m` with a module of the repository and its arguments; returns the exit status."""
+    print(f"\n$ python -m {' '.join(command)}", flush=True)
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False).returncode
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

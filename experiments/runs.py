@@ -6,7 +6,7 @@ In the run's folder: config.json at its start, history.jsonl as it goes, and sum
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
-from trimtab_common.config import to_flat_dict
+from trimtab_common.config import parse_config, read_settings, to_flat_dict
 from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_common.seeding import private_rng
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
@@ -27,19 +27,25 @@ from matplotlib import pyplot as plt
 HISTORY, CONFIG, SUMMARY, FIGURE = "history.jsonl", "config.json", "summary.json", "report.png"
 
 
-def changed(kind: type, name: str, value: Any) -> Any:
-    """The field `name` of a config, with a default of this experiment's; for the config's subclass."""
-    (known,) = (known for known in fields(kind) if known.name == name)
-    return field(default=value, metadata=known.metadata)
+def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, **changes: object) -> tuple[Any, ...]:
+    """Reads the settings of a run: the recipe, then `changes`, then `--config FILE.yaml`, then the flags.
 
+    In a sweep, the recipe's output_dir or logdir is followed by the ids of the sweep and of the run, so that no two
+    runs share a folder.
 
-def run_folder(*parts: str) -> Any:
-    """The field output_dir: runs/<parts>, and below it the ids of a sweep and its run, so that runs do not meet."""
-    ids = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")
-    return field(
-        default_factory=lambda: str(Path("runs", *parts, *(os.environ.get(name, "") for name in ids))),
-        metadata={"help": "Folder of history.jsonl, config.json, report.png and checkpoints."},
-    )
+    Args:
+        recipe: A YAML file of settings, by the names of the flags.
+        kinds: The dataclasses that the settings belong to.
+        argv: The words of the command line. None: those of the running program.
+        changes: Settings that replace the recipe's.
+
+    Returns:
+        An instance of each class.
+    """
+    values = read_settings(recipe)
+    ids = [os.environ.get(name, "") for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID")]
+    values |= {name: str(Path(str(values[name]), *ids)) for name in ("output_dir", "logdir") if name in values}
+    return parse_config(*kinds, argv=argv, recipe=values | changes)
 
 
 def begin(project: str, run: Any, args: TrainingArguments) -> "History":

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from experiments.assets import openings, stories15m
-from experiments.evaluation import continued, kl_of_samples
-from experiments.runs import Run, append, close_folder, open_folder, read_history, show
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from experiments.assets import openings, stories15m
+from experiments.evaluation import continued, kl_of_samples
+from experiments.runs import Run, append, close_folder, open_folder, read_history, show
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 from trimtab_lm.sampling.generate import eos_token_ids

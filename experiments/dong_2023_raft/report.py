@@ -1,15 +1,10 @@
-"""Whether RAFT's reward rises each round, faster with larger K: `python report.py FOLDER ...`, of finished runs."""
+"""Judges the rewards of RAFT's rounds: `python -m experiments.dong_2023_raft.report FOLDER ...`."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib import pyplot as plt
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.figures import Verdict, curves
 from experiments.reports import Report, main, spread

@@ -1,7 +1,6 @@
 """RAFT: fine-tuning on the best of K samples (Dong et al. 2023, arXiv:2304.06767). What you should see: README.md."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -11,22 +10,18 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from trimtab_common.config import parse_config
+from experiments.assets import openings, stories15m
+from experiments.evaluation import continued
+from experiments.runs import begin, finish, from_recipe, sampled, show
+from experiments.sentiment import sentiment
+from experiments.sentiment_ppo import SAMPLES
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.hf.support import Tables
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
 
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from experiments.assets import openings, stories15m
-from experiments.evaluation import continued
-from experiments.runs import begin, changed, finish, run_folder, sampled, show
-from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import SAMPLES
-
 PAPER = "dong_2023_raft"
+RECIPE = Path(__file__).with_name("recipe.yaml")
 PANELS = {
     "reward (VADER, -1 to 1)": ["reward", "reward_of_best", "eval_reward"],
     "loss (nats per token)": ["loss"],
@@ -46,20 +41,6 @@ class RunConfig:
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a sample at most."})
     eval_prompts: int = field(default=128, metadata={"help": "Other prompts, for the reward after each round."})
     samples: int = field(default=5, metadata={"help": "Of them, how many are shown."})
-
-
-@dataclass
-class SentimentRAFTConfig(IterativeSFTConfig):
-    """IterativeSFT with this experiment's defaults: a few minutes on two cores."""
-
-    output_dir: str | None = run_folder(PAPER)
-    report_to: None | str | list[str] = changed(IterativeSFTConfig, "report_to", "wandb")  # noqa: RUF036
-    run_name: str | None = changed(IterativeSFTConfig, "run_name", "raft")
-    save_strategy: str = changed(IterativeSFTConfig, "save_strategy", "no")
-    logging_steps: float = changed(IterativeSFTConfig, "logging_steps", 4)
-    per_device_train_batch_size: int = changed(IterativeSFTConfig, "per_device_train_batch_size", 16)
-    learning_rate: float = changed(IterativeSFTConfig, "learning_rate", 1e-4)
-    lr_scheduler_type: str = changed(IterativeSFTConfig, "lr_scheduler_type", "constant")
 
 
 def rows_of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, list[Tensor]]:
@@ -130,5 +111,10 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     finish(trainer, f"RAFT: {run.model}, K = {run.k}", PANELS, {"reward_before": before, "reward": after})
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, IterativeSFTConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, IterativeSFTConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, SentimentRAFTConfig))
+    main(*settings())

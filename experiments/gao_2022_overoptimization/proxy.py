@@ -6,9 +6,10 @@ from statistics import correlation, fmean, pstdev
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from experiments.evaluation import continued
 from experiments.gao_2022_overoptimization.gold import logistic_regression, mean_states
-from torch import Tensor
 
 Score = Callable[[Sequence[str]], list[float]]
 

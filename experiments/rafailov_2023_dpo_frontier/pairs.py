@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback
+
 from experiments.assets import openings, stories15m
 from experiments.evaluation import continued
 from experiments.runs import finish, show
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import SAMPLES, Evaluation
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback
-
 from trimtab_lm.hf.support import Tables
 
 PAPER = "rafailov_2023_dpo_frontier"

@@ -1,7 +1,6 @@
 """GRPO with a verifiable reward, sums (Shao et al. 2024, arXiv:2402.03300). What you should see: README.md."""
 
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,17 +10,13 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 
-from trimtab_common.config import parse_config
+from experiments.assets import smollm2_135m_instruct
+from experiments.runs import begin, finish, from_recipe, show, texts
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
 from trimtab_lm.sampling.backends import Rollout, RolloutBackend
 
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from experiments.assets import smollm2_135m_instruct
-from experiments.runs import begin, changed, finish, run_folder, show, texts
-
 PAPER = "shao_2024_grpo"
+RECIPE = Path(__file__).with_name("recipe.yaml")
 PANELS = {"share of right answers": ["reward", "eval_reward"], "entropy (nats per token)": ["entropy"]}
 SHOTS = ((2, 3), (14, 5), (7, 6))
 
@@ -37,25 +32,6 @@ class RunConfig:
     largest: int = field(default=20, metadata={"help": "Numbers from 1 to this are added."})
     eval_prompts: int = field(default=32, metadata={"help": "Sums that are never trained on, for before and after."})
     samples: int = field(default=6, metadata={"help": "Of them, how many are shown with an answer."})
-
-
-@dataclass
-class SumsGRPOConfig(GRPOConfig):
-    """GRPO with this experiment's defaults: a few minutes on two cores."""
-
-    output_dir: str | None = run_folder(PAPER)
-    report_to: None | str | list[str] = changed(GRPOConfig, "report_to", "wandb")  # noqa: RUF036
-    run_name: str | None = changed(GRPOConfig, "run_name", "grpo")
-    save_strategy: str = changed(GRPOConfig, "save_strategy", "no")
-    logging_steps: float = changed(GRPOConfig, "logging_steps", 2)
-    max_steps: int = changed(GRPOConfig, "max_steps", 30)
-    per_device_train_batch_size: int = changed(GRPOConfig, "per_device_train_batch_size", 8)
-    per_device_eval_batch_size: int = changed(GRPOConfig, "per_device_eval_batch_size", 16)
-    num_generations: int = changed(GRPOConfig, "num_generations", 8)
-    max_completion_length: int = changed(GRPOConfig, "max_completion_length", 4)
-    learning_rate: float = changed(GRPOConfig, "learning_rate", 1e-5)
-    warmup_steps: float = changed(GRPOConfig, "warmup_steps", 2)
-    lr_scheduler_type: str = changed(GRPOConfig, "lr_scheduler_type", "constant_with_warmup")
 
 
 def question(first: int, second: int) -> str:
@@ -132,5 +108,10 @@ def main(run: RunConfig, grpo: GRPOConfig) -> None:
     finish(trainer, f"GRPO: {run.model}, sums up to {run.largest}", PANELS, found)
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, GRPOConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, GRPOConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, SumsGRPOConfig))
+    main(*settings())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
 from experiments.sentiment import sentiment
 from experiments.stiennon_2020_summarize.sft import documents
-
 from trimtab_lm.rewards.model import RewardModel
 
 Gold = Callable[[Sequence[str], Sequence[str]], Sequence[float]]

@@ -1,16 +1,12 @@
-"""Whether PPO and best-of-n beat fine-tuning, and more comparisons make a better reward model: FOLDER ... of runs."""
+"""Judges PPO and best-of-n against fine-tuning: `python -m experiments.stiennon_2020_summarize.report FOLDER ...`."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from matplotlib import pyplot as plt
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.figures import Curve, Verdict, curves
 from experiments.reports import Report, main, spread

@@ -1,12 +1,13 @@
 """The settings of the pipeline's program, train.py."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from experiments.runs import changed, run_folder
-
+from experiments.runs import from_recipe
 from trimtab_lm import PPOConfig
 
-PAPER = "stiennon_2020_summarize"
+RECIPE = Path(__file__).with_name("recipe.yaml")
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,6 @@ class RunConfig:
             )
 
 
-@dataclass
-class PolicyPPOConfig(PPOConfig):
-    """PPO with this experiment's defaults; the coefficient of the KL is fixed, as in the paper."""
-
-    exp_name: str = changed(PPOConfig, "exp_name", PAPER)
-    tracker_project_name: str = changed(PPOConfig, "tracker_project_name", PAPER)
-    log_with: str | None = changed(PPOConfig, "log_with", "wandb")
-    output_dir: str | None = run_folder(PAPER)
-    steps: int = changed(PPOConfig, "steps", 16)
-    batch_size: int = changed(PPOConfig, "batch_size", 32)
-    mini_batch_size: int = changed(PPOConfig, "mini_batch_size", 16)
-    ppo_epochs: int = changed(PPOConfig, "ppo_epochs", 1)
-    learning_rate: float = changed(PPOConfig, "learning_rate", 2e-5)
-    max_grad_norm: float | None = changed(PPOConfig, "max_grad_norm", 1.0)
-    adap_kl_ctrl: bool = changed(PPOConfig, "adap_kl_ctrl", False)
-    init_kl_coef: float | None = changed(PPOConfig, "init_kl_coef", 0.05)
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, PPOConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, PPOConfig, argv=argv, **changes)

@@ -13,19 +13,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, load_from_disk
-from experiments.assets import imdb_reviews
-from experiments.evaluation import continued, kl_of_samples
-from experiments.runs import append, read_history
-from experiments.stiennon_2020_summarize.comparisons import (
-    Gold,
-    compared,
-    expected_best_of,
-    review_starts,
-    splits,
-)
-from experiments.stiennon_2020_summarize.reward import PairRewardConfig
-from experiments.stiennon_2020_summarize.settings import RunConfig
-from experiments.stiennon_2020_summarize.sft import SpeechSFTConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -34,13 +21,26 @@ from transformers import (
     TrainerCallback,
 )
 
+from experiments.assets import imdb_reviews
+from experiments.evaluation import continued, kl_of_samples
+from experiments.runs import append, from_recipe, read_history
+from experiments.stiennon_2020_summarize import reward as reward_stage
+from experiments.stiennon_2020_summarize import sft as sft_stage
+from experiments.stiennon_2020_summarize.comparisons import (
+    Gold,
+    compared,
+    expected_best_of,
+    review_starts,
+    splits,
+)
+from experiments.stiennon_2020_summarize.settings import RunConfig
 from trimtab_common.sealing import latest_checkpoint
 from trimtab_common.tracking import Tracker
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from trimtab_lm.iterative_sft import BestOfNSampler
-from trimtab_lm.reward import RewardTrainer
+from trimtab_lm.reward import RewardConfig, RewardTrainer
 from trimtab_lm.rewards.model import RewardModel
-from trimtab_lm.sft import SFTTrainer
+from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 REFERENCES = 256  # human answers whose mean score becomes 0
 LOOKS = 4  # answers of PPO's policy to each prompt of the evaluation
@@ -101,7 +101,10 @@ def read_data(run: RunConfig, seed: int) -> Data:
 
 def fine_tune(name: str, run: RunConfig, data: Data, record: Record, *, seed: int, folder: Path) -> None:
     """Stage 1: the human completions, by their likelihood."""
-    args = SpeechSFTConfig(
+    (args,) = from_recipe(
+        sft_stage.RECIPE,
+        SFTConfig,
+        argv=[],
         output_dir=str(folder),
         report_to="none",
         seed=seed,
@@ -180,7 +183,10 @@ def learn_rewards(
     known = load_from_disk(pairs)
     accuracies = {}
     for count in sorted(run.comparisons):
-        args = PairRewardConfig(
+        (args,) = from_recipe(
+            reward_stage.RECIPE,
+            RewardConfig,
+            argv=[],
             output_dir=str(folder),
             report_to="none",
             seed=seed,

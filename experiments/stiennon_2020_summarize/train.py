@@ -2,18 +2,10 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import transformers
 from accelerate import PartialState
-
-from trimtab_common.config import parse_config, to_flat_dict
-from trimtab_common.tracking import start_tracking
-from trimtab_lm import PPOConfig, set_seed
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.assets import stories15m
 from experiments.assets.registry import scratch
@@ -21,7 +13,7 @@ from experiments.reports import report_on
 from experiments.runs import close_folder, open_folder
 from experiments.stiennon_2020_summarize.comparisons import gold_score
 from experiments.stiennon_2020_summarize.report import CLAIM, SAMPLES, TITLE, judge
-from experiments.stiennon_2020_summarize.settings import PolicyPPOConfig, RunConfig
+from experiments.stiennon_2020_summarize.settings import RunConfig, settings
 from experiments.stiennon_2020_summarize.stages import (
     Record,
     compare,
@@ -31,6 +23,9 @@ from experiments.stiennon_2020_summarize.stages import (
     optimise,
     read_data,
 )
+from trimtab_common.config import to_flat_dict
+from trimtab_common.tracking import start_tracking
+from trimtab_lm import PPOConfig, set_seed
 
 STAGES = ("sft", "comparisons", "reward", "ppo")
 
@@ -101,4 +96,4 @@ def clean(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, PolicyPPOConfig))
+    main(*settings())

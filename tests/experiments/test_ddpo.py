@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
+from matplotlib import pyplot as plt
+
 from experiments.black_2023_ddpo import pretrain, train
 from experiments.black_2023_ddpo.report import contact_sheet, curve, judge
 from experiments.black_2023_ddpo.shapes import (
@@ -16,9 +18,6 @@ from experiments.black_2023_ddpo.shapes import (
 )
 from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
 from experiments.runs import Run, finished_runs
-from matplotlib import pyplot as plt
-
-from trimtab_common.config import parse_config
 
 ROOT = Path(train.__file__).parents[2]
 
@@ -217,7 +216,7 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
     run = train.RunConfig(reward=["rgb_alignment", "jpeg_compressibility"], pretrain_steps=2, eval_pictures=6)
     sizes = {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2}
     sizes["sample_num_batches_per_epoch"] = 1
-    train.main(run, train.ShapesDDPOConfig(**sizes, log_with=None, logdir=str(tmp_path)))
+    train.main(run, train.settings([], **sizes, log_with=None, logdir=str(tmp_path))[1])
     for found in finished_runs(tmp_path):
         reward = found.config["reward"]
         assert found.folder == tmp_path / reward
@@ -349,7 +348,7 @@ def test_rewards_of_shapes_are_not_for_other_models():
 
 def test_gpu_settings_are_valid():
     argv = ["--config", str(ROOT / "experiments" / "black_2023_ddpo" / "gpu.yaml")]
-    run, ddpo = parse_config(train.RunConfig, train.ShapesDDPOConfig, argv=argv)
+    run, ddpo = train.settings(argv)
     assert run.model == "stable-diffusion-v1-5/stable-diffusion-v1-5"
     assert run.use_lora
     assert ddpo.samples_per_epoch == 256
@@ -358,7 +357,7 @@ def test_gpu_settings_are_valid():
 
 def test_help_names_the_rewards(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        parse_config(train.RunConfig, train.ShapesDDPOConfig, argv=["--help"])
+        train.settings(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "rgb_alignment" in shown
     assert "default 'black_2023_ddpo'" in shown

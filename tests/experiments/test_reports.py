@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import pyplot as plt
+from tests.lm import tiny
+
 from experiments import reports
 from experiments.evaluation import continued, kl_of_samples
 from experiments.figures import Verdict
 from experiments.reports import Report, spread
 from experiments.runs import Run, append, by, close_folder, finished_runs, open_folder, read_history
-from matplotlib import pyplot as plt
-from tests.lm import tiny
 
 
 def a_run(folder: Path, *, is_over: bool = True, **config: object) -> Path:

@@ -13,14 +13,13 @@ import pytest
 import torch
 import wandb
 from datasets import Dataset, DatasetDict
-from experiments.runs import Run, read_history
-from experiments.stiennon_2020_summarize import comparisons, stages, train
-from experiments.stiennon_2020_summarize.report import judge
 from tests.lm import tiny
 from tools.sweeper.records import RunFile
 from transformers import AutoModelForSequenceClassification
 
-from trimtab_common.config import parse_config
+from experiments.runs import Run, read_history
+from experiments.stiennon_2020_summarize import comparisons, stages, train
+from experiments.stiennon_2020_summarize.report import judge
 from trimtab_lm.ppo.policy import token_batch
 
 SIZES = {
@@ -129,8 +128,8 @@ def reviews(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_of(tmp_path: Path, model: str, ppo: dict[str, Any] | None = None, **run: Any) -> Path:
     folder = tmp_path / "run"
-    config = train.PolicyPPOConfig(**{"log_with": None, "output_dir": str(folder), **PPO, **(ppo or {})})
-    train.main(train.RunConfig(model=model, **{**SIZES, **run}), config)
+    quiet = {"model": model, "log_with": None, "output_dir": str(folder)}
+    train.main(*train.settings([], **quiet | PPO | SIZES | (ppo or {}) | run))
     return folder
 
 
@@ -264,9 +263,9 @@ def test_settings_that_mean_nothing_are_refused(given: dict[str, Any]):
 
 def test_flags_and_help(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        parse_config(train.RunConfig, train.PolicyPPOConfig, argv=["--help"])
+        train.settings(["--help"])
     assert "--sft_learning_rate" in capsys.readouterr().out
-    run, ppo = parse_config(train.RunConfig, train.PolicyPPOConfig, argv=["--comparisons=[3, 5]", "--steps=7"])
+    run, ppo = train.settings(["--comparisons=[3, 5]", "--steps=7"])
     assert (run.comparisons, ppo.steps) == ((3, 5), 7)
 
 
