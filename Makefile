@@ -11,7 +11,7 @@ LOWEST := .venv-lowest
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
-SOURCES := $(wildcard packages experiments tests tools)
+SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo reproduce test test-lowest check format sizes bench clean
@@ -62,7 +62,7 @@ endif
 
 clean: ## remove caches and build leftovers; keeps environments, runs and W&B folders
 	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist
-	find packages experiments tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+	find packages experiments examples tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
 # An interpreter is asked what it is and whether it can make environments: a name on PATH alone proves neither.
 $(PY):
