@@ -105,10 +105,14 @@ def pictures(pipeline: DDPOStableDiffusionPipeline, asked: Sequence[str], ddpo: 
     for start in range(0, len(asked), ddpo.sample_batch_size):
         some = list(asked[start : start + ddpo.sample_batch_size])
         images = pipeline.sd_pipeline(
-            some, num_inference_steps=ddpo.sample_num_steps, guidance_scale=ddpo.sample_guidance_scale,
-            eta=ddpo.sample_eta, generator=generator, output_type="pt",
+            some,
+            num_inference_steps=ddpo.sample_num_steps,
+            guidance_scale=ddpo.sample_guidance_scale,
+            eta=ddpo.sample_eta,
+            generator=generator,
+            output_type="pt",
             **{name: [text] * len(some) for name, text in negative.items()},
-        ).images  # fmt: skip
+        ).images
         drawn.append(images.float().cpu())
     return torch.cat(drawn)
 
@@ -187,8 +191,10 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
             "reward, and vary it by the sweep."
         )
     folder = Path(ddpo.logdir)
-    names = {reward: ddpo.run_name or reward + (f"-{ddpo.estimator}" if ddpo.estimator != "is" else "")
-             for reward in run.reward}  # fmt: skip
+    names = {
+        reward: ddpo.run_name or reward + (f"-{ddpo.estimator}" if ddpo.estimator != "is" else "")
+        for reward in run.reward
+    }
     own = [replace(ddpo, run_name=name, logdir=str(folder / name)) for name in names.values()]
     jobs = side_by_side(run)
     if run.model == "shapes":

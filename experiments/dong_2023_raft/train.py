@@ -46,8 +46,10 @@ class RunConfig:
 def rows_of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     """What `step` takes, only the response being learnt."""
     ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    labels = [torch.cat([torch.full_like(prompt, -100), response])
-              for prompt, response in zip(prompts, responses, strict=True)]  # fmt: skip
+    labels = [
+        torch.cat([torch.full_like(prompt, -100), response])
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
     return {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids], "labels": labels}
 
 
@@ -56,9 +58,12 @@ def one_round(trainer: IterativeSFTTrainer, prompts: Sequence[str], run: RunConf
     rank = trainer.args.process_index
     own = prompts[rank :: trainer.args.world_size]
     responses = sampled(
-        trainer.accelerator.unwrap_model(trainer.model), trainer.tokenizer, [p for p in own for _ in range(run.k)],
-        max_new_tokens=run.max_new_tokens, seed=sampling_seed(trainer.args.seed, rank=rank, draw=number),
-    )  # fmt: skip
+        trainer.accelerator.unwrap_model(trainer.model),
+        trainer.tokenizer,
+        [p for p in own for _ in range(run.k)],
+        max_new_tokens=run.max_new_tokens,
+        seed=sampling_seed(trainer.args.seed, rank=rank, draw=number),
+    )
     written = trainer.tokenizer.batch_decode(responses, skip_special_tokens=True)
     rewards = torch.tensor(sentiment(written), dtype=torch.float32).view(len(own), run.k)
     best = [i * run.k + int(j) for i, j in enumerate(rewards.argmax(1))]

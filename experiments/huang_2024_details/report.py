@@ -89,8 +89,11 @@ def rises(recipe: Mapping[int, Run]) -> Verdict:
 def differences(groups: Groups, setting: str, name: str) -> list[float]:
     """A number of the summary less that of the recipe with the same seed, for each seed that both have."""
     recipe = groups.get("recipe", {})
-    return [run.summary[name] - recipe[seed].summary[name]
-            for seed, run in groups.get(setting, {}).items() if seed in recipe]  # fmt: skip
+    return [
+        run.summary[name] - recipe[seed].summary[name]
+        for seed, run in groups.get(setting, {}).items()
+        if seed in recipe
+    ]
 
 
 # The table and the figures ---------------------------------------------------------------------------------------

@@ -62,9 +62,7 @@ def best_within(points: Sequence[Point], budget: float) -> float:
     """
     within = [(kl, reward) for kl, reward in points if kl <= budget]
     beyond = [(kl, reward) for kl, reward in points if kl > budget]
-    mixed = [
-        low + (high - low) * (budget - kl) / (more - kl) for kl, low in within for more, high in beyond
-    ]  # fmt: skip
+    mixed = [low + (high - low) * (budget - kl) / (more - kl) for kl, low in within for more, high in beyond]
     return max([*mixed, *(reward for _, reward in within)])
 
 

@@ -26,9 +26,11 @@ class RunConfig:
     )
     data: str = field(
         default="imdb",
-        metadata={"help": "imdb: a liking review against a disliking one. gpt4 or claude: answers to instructions, as "
-                  "these judged them for AlpacaEval (needs an instruct model and max_length)."},
-    )  # fmt: skip
+        metadata={
+            "help": "imdb: a liking review against a disliking one. gpt4 or claude: answers to instructions, as "
+            "these judged them for AlpacaEval (needs an instruct model and max_length)."
+        },
+    )
     words: int = field(default=50, metadata={"help": "Last words of a review that are read (imdb)."})
     train_pairs: int | None = field(default=4000, metadata={"help": "Pairs to learn from. None: all."})
     eval_pairs: int | None = field(default=400, metadata={"help": "Other pairs, for the accuracy. None: all."})

@@ -20,19 +20,25 @@ class RunConfig:
     )
     dataset: str | None = field(
         default=None,
-        metadata={"help": "Hub id or folder of posts and summaries: texts prompt and completion, splits train and "
-                  "test (or validation). None: openings of film reviews, and how their writers went on."},
-    )  # fmt: skip
+        metadata={
+            "help": "Hub id or folder of posts and summaries: texts prompt and completion, splits train and "
+            "test (or validation). None: openings of film reviews, and how their writers went on."
+        },
+    )
     preferences: str | None = field(
         default=None,
-        metadata={"help": "Hub id or folder of comparisons that people made: texts prompt, chosen and rejected, splits "
-                  "train and test (or validation). None: the fine-tuned model's own answers, compared by gold."},
-    )  # fmt: skip
+        metadata={
+            "help": "Hub id or folder of comparisons that people made: texts prompt, chosen and rejected, splits "
+            "train and test (or validation). None: the fine-tuned model's own answers, compared by gold."
+        },
+    )
     gold: str = field(
         default="vader",
-        metadata={"help": "Who compares and who judges at the end. vader: how positive an answer sounds; or the hub id "
-                  "or folder of a reward model."},
-    )  # fmt: skip
+        metadata={
+            "help": "Who compares and who judges at the end. vader: how positive an answer sounds; or the hub id "
+            "or folder of a reward model."
+        },
+    )
     label_temperature: float = field(
         default=0.1, metadata={"help": "Noise of the labels, in units of the gold score. 0: none."}
     )

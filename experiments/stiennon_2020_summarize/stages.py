@@ -250,9 +250,11 @@ def optimise(
     tokenizer = AutoTokenizer.from_pretrained(sft)
     proxy = normalised_proxy(reward)
     queries = data.policy["prompt"][:]
-    prompts = [{"query": prompt, "input_ids": ids}
-               for prompt, ids in zip(queries, tokenizer(queries)["input_ids"], strict=True)
-               if len(ids) + run.max_new_tokens <= run.max_length]  # fmt: skip
+    prompts = [
+        {"query": prompt, "input_ids": ids}
+        for prompt, ids in zip(queries, tokenizer(queries)["input_ids"], strict=True)
+        if len(ids) + run.max_new_tokens <= run.max_length
+    ]
     trainer = PPOTrainer(
         replace(ppo, log_with=None),  # the pipeline's tracker is the only one
         AutoModelForCausalLMWithValueHead.from_pretrained(sft),
@@ -271,8 +273,9 @@ def optimise(
         settings = {"batch_size": ppo.batch_size, "max_new_tokens": run.max_new_tokens, "do_sample": True}
         responses = trainer.generate(queries, return_prompt=False, **settings)
         # Whole texts: of an answer alone, some tokenizers lose the space before its first word.
-        texts = tokenizer.batch_decode([torch.cat(row) for row in zip(queries, responses, strict=True)],
-                                       skip_special_tokens=True)  # fmt: skip
+        texts = tokenizer.batch_decode(
+            [torch.cat(row) for row in zip(queries, responses, strict=True)], skip_special_tokens=True
+        )
         answers = [text.removeprefix(query) for query, text in zip(batch["query"], texts, strict=True)]
         stats = trainer.step(queries, responses, proxy(texts))
         numbers = {name: value for name, value in stats.items() if isinstance(value, int | float)}

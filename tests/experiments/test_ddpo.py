@@ -34,8 +34,12 @@ def caption(colour: str, shape: str) -> tuple[str]:
 
 def wrong(prompts: tuple[str, ...], by: int) -> tuple[str, ...]:
     """Captions `by` places further: by 1 another shape of the same colour, by 4 another colour."""
-    return tuple(CAPTIONS[CAPTIONS.index(prompt) // 4 * 4 + (CAPTIONS.index(prompt) + by) % 4] if by < 4
-                 else CAPTIONS[(CAPTIONS.index(prompt) + by) % 16] for prompt in prompts)  # fmt: skip
+    return tuple(
+        CAPTIONS[CAPTIONS.index(prompt) // 4 * 4 + (CAPTIONS.index(prompt) + by) % 4]
+        if by < 4
+        else CAPTIONS[(CAPTIONS.index(prompt) + by) % 16]
+        for prompt in prompts
+    )
 
 
 # Pictures and what is measured on them ---------------------------------------------------------------------------
@@ -228,8 +232,10 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
         trained = StableDiffusionPipeline.from_pretrained(found.folder / "pipeline")
         base = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-2")
         assert not torch.equal(trained.unet.conv_out.weight, base.unet.conv_out.weight)
-        assert torch.equal(trained.text_encoder.state_dict()["embeddings.token_embedding.weight"],
-                           base.text_encoder.state_dict()["embeddings.token_embedding.weight"])  # fmt: skip
+        assert torch.equal(
+            trained.text_encoder.state_dict()["embeddings.token_embedding.weight"],
+            base.text_encoder.state_dict()["embeddings.token_embedding.weight"],
+        )
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("IS raises it") == 2
 
@@ -247,8 +253,11 @@ def made_up(folder: Path, after: float, *, epochs: int = 4, reward: str = "colou
 
 def of_all(folder: Path, rewards: dict[str, list[float]]) -> list[Run]:
     """Runs of each estimator, one for each reward of its list, with the seeds from 0 on."""
-    return [made_up(folder, after, estimator=name, seed=seed, rwr_beta=10.0)
-            for name, values in rewards.items() for seed, after in enumerate(values)]  # fmt: skip
+    return [
+        made_up(folder, after, estimator=name, seed=seed, rwr_beta=10.0)
+        for name, values in rewards.items()
+        for seed, after in enumerate(values)
+    ]
 
 
 def verdicts(runs: list[Run]) -> dict[str, bool]:

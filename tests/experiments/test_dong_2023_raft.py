@@ -39,8 +39,9 @@ def test_each_round_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def made(k: int, seed: int, *rewards: float) -> Run:
     """A run with these rewards of held-out prompts, before the first round and after each."""
-    history = [{"step": i, "round": i, "eval_reward": reward, "reward_of_best": reward} for i, reward in
-               enumerate(rewards)]  # fmt: skip
+    history = [
+        {"step": i, "round": i, "eval_reward": reward, "reward_of_best": reward} for i, reward in enumerate(rewards)
+    ]
     return Run(Path("made"), {"k": k, "seed": seed}, history, {"reward": rewards[-1]})
 
 
@@ -52,8 +53,11 @@ def test_each_k_above_one_must_rise_and_neighbours_are_compared():
     runs = [made(1, 0, 0.2, 0.1, 0.2), made(4, 0, 0.2, 0.4, 0.5), made(16, 0, 0.2, 0.5, 0.7)]
     report = judge(runs)
     assert [verdict.claim.partition(":")[0] for verdict in report.verdicts] == [
-        "K = 4", "K = 16", "K = 4 climbs faster than K = 1", "K = 16 climbs faster than K = 4"
-    ]  # fmt: skip
+        "K = 4",
+        "K = 16",
+        "K = 4 climbs faster than K = 1",
+        "K = 16 climbs faster than K = 4",
+    ]
     assert all(verdict.passed for verdict in report.verdicts)
     assert list(report.figures) == ["figure"]
 

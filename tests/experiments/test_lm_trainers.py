@@ -132,8 +132,10 @@ def test_raft_learns_the_best_of_its_samples(
     for rows, expected in zip(learnt, best, strict=True):
         counts = [int((labels == e).sum()) for labels in rows["labels"]]  # the prompt's own e does not count
         assert sum(counts) / len(counts) == expected
-        assert all(torch.equal(ids[labels >= 0], labels[labels >= 0])
-                   for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True))  # fmt: skip
+        assert all(
+            torch.equal(ids[labels >= 0], labels[labels >= 0])
+            for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True)
+        )
     shown = capsys.readouterr().out
     assert "round 2 of 2" in shown
     assert "reward of 2 other prompts" in shown

@@ -135,9 +135,11 @@ def test_the_answer_alone_is_learnt():
 # The verdicts ----------------------------------------------------------------------------------------------------
 
 SETTINGS = {
-    "DPO": {"loss_type": "sigmoid"}, "IPO": {"loss_type": "ipo"}, "SFT": {},
+    "DPO": {"loss_type": "sigmoid"},
+    "IPO": {"loss_type": "ipo"},
+    "SFT": {},
     "PPO": {"init_kl_coef": 0.1, "steps": 3, "batch_size": 4},
-}  # fmt: skip
+}
 
 
 def made(method: str, seed: int, *points: tuple[float, float]) -> Run:

@@ -14,9 +14,14 @@ from experiments.runs import Run, finished_runs
 from experiments.shao_2024_grpo import report, train
 
 CONFIG = {
-    "per_device_train_batch_size": 4, "num_generations": 8, "gradient_accumulation_steps": 1, "max_steps": 10,
-    "steps_per_generation": 1, "scale_rewards": "group", "seed": 0,
-}  # fmt: skip
+    "per_device_train_batch_size": 4,
+    "num_generations": 8,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 10,
+    "steps_per_generation": 1,
+    "scale_rewards": "group",
+    "seed": 0,
+}
 
 
 def a_run(right: float = 0.6, *, calls: int = 10, seconds: float = 20.0, **config: Any) -> Run:
@@ -77,8 +82,10 @@ def test_calls_and_seconds_are_judged_apart():
 
 def test_the_median_of_the_seconds_must_reach_the_factor_and_the_calls_in_every_seed():
     ones = [a_run(seed=seed, calls=8, seconds=12.0) for seed in range(3)]
-    others = [a_run(seed=seed, calls=calls, seconds=seconds, steps_per_generation=4)
-              for seed, (calls, seconds) in enumerate([(2, 2.0), (2, 3.0), (4, 6.0)])]  # fmt: skip
+    others = [
+        a_run(seed=seed, calls=calls, seconds=seconds, steps_per_generation=4)
+        for seed, (calls, seconds) in enumerate([(2, 2.0), (2, 3.0), (4, 6.0)])
+    ]
     found = verdicts_of([*ones, *others])
     assert found["the seconds"].passed
     assert not found["the calls"].passed

@@ -52,16 +52,31 @@ STEPS = {"steps": 2, "batch_size": 4, "mini_batch_size": 2}
 BATCH = {"logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True}
 # What agents pass: a float that Python writes with an e, none, true and false, a mapping; lists and nested names below.
 AWKWARD = {
-    "learning_rate": 1e-05, "resume_from_checkpoint": None, "eval_on_start": False, "disable_tqdm": True,
+    "learning_rate": 1e-05,
+    "resume_from_checkpoint": None,
+    "eval_on_start": False,
+    "disable_tqdm": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
-}  # fmt: skip
+}
 AWKWARD_STEPS = {
-    "learning_rate": 1e-05, "max_grad_norm": None, "adap_kl_ctrl": True, "use_score_scaling": False,
+    "learning_rate": 1e-05,
+    "max_grad_norm": None,
+    "adap_kl_ctrl": True,
+    "use_score_scaling": False,
     "tracker_kwargs": {"tags": ["a", "b"]},
-}  # fmt: skip
+}
 SECTIONS = {  # classes, as a parameter names them
-    "run", "stories_run", "ppo", "details_ppo", "sft", "reward", "iterative_sft", "dpo", "grpo", "ddpo",
-}  # fmt: skip
+    "run",
+    "stories_run",
+    "ppo",
+    "details_ppo",
+    "sft",
+    "reward",
+    "iterative_sft",
+    "dpo",
+    "grpo",
+    "ddpo",
+}
 
 
 @dataclass(frozen=True)
@@ -197,8 +212,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (books / member).parent.mkdir(parents=True, exist_ok=True)
         (books / member).write_text("\n\n".join([f"{PROSE[0].upper()}{PROSE[1:]}.", "He cried and hated a dog."] * 50))
     words = PROSE.split()
-    reviews = [{"text": f"the {'good' if i % 2 else 'bad'} film {words[i % len(words)]} {i}", "label": i % 2}
-               for i in range(200)]  # fmt: skip
+    reviews = [
+        {"text": f"the {'good' if i % 2 else 'bad'} film {words[i % len(words)]} {i}", "label": i % 2}
+        for i in range(200)
+    ]
     speeches = [{"year": i, "president": name, "text": f"{PROSE}. {PROSE}."} for i, name in enumerate(("Ann", "Cid"))]
     speeches += [{"year": 3, "president": "George Washington", "text": f"{PROSE}."}] * 2
     for name, rows in (("imdb-1", reviews), ("sotu-1", speeches)):

@@ -182,8 +182,9 @@ def test_targets_are_compared_seed_by_seed():
 def test_a_fixed_coefficient_has_no_target_to_hold():
     fixed = [made_up(8.0, 0, adap_kl_ctrl=False), made_up(2.0, 0, adap_kl_ctrl=False, init_kl_coef=0.3)]
     assert outcomes(*fixed) == {
-        "coefficient 0.1: the reward rises": True, "coefficient 0.3: the reward rises": True,
-    }  # fmt: skip
+        "coefficient 0.1: the reward rises": True,
+        "coefficient 0.3: the reward rises": True,
+    }
 
 
 def test_runs_that_differ_in_more_than_the_seed_are_refused():
