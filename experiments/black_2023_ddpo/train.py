@@ -38,7 +38,7 @@ OF_MODELS = ("aesthetic", "clip_alignment")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What is rewarded, and what draws."""
+    """The rewards and the model."""
 
     reward: list[str] = field(
         default_factory=lambda: ["rgb_alignment", "jpeg_incompressibility"],
@@ -68,7 +68,7 @@ class RunConfig:
 
 
 def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
-    """The function that is trained on, and the others by name that are only watched."""
+    """The reward to train on, and other measures by name, which are only logged."""
     is_shapes = run.model == "shapes"
     known = {**OF_FILES, **(OF_SHAPES if is_shapes else {})}
     if reward in OF_MODELS:
@@ -89,7 +89,7 @@ def _no_head() -> str:
 
 
 def prompt_set(run: RunConfig) -> Prompts:
-    """What the model is asked to draw."""
+    """The prompts of the model."""
     if run.model == "shapes":
         return Prompts(CAPTIONS, ({},) * len(CAPTIONS))
     if run.prompts in ("simple_animals", "imagenet_animals", "nouns_activities"):
@@ -118,7 +118,7 @@ def pictures(pipeline: DDPOStableDiffusionPipeline, asked: Sequence[str], ddpo: 
 
 
 def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[str, tuple[float, float]]:
-    """Train on one reward; leave history, pictures and pipeline in `folder`. Returns each measure before and after."""
+    """Trains on one reward, and writes history, pictures and pipeline; returns each measure before and after."""
     function, others = measures(reward, run)
     name = str(shapes_pipeline(run.pretrain_steps)) if run.model == "shapes" else run.model
     drawing = DiffusionPipeline.from_pretrained(name)
@@ -151,7 +151,7 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
 
 
 def learn(trainer: DDPOTrainer, folder: Path | None) -> None:
-    """Run the epochs, and write what each logged to the history in `folder` as it is done."""
+    """Runs the epochs, and appends the statistics of each to the history in `folder`."""
     config = trainer.config
     for epoch in progress(range(trainer.first_epoch, config.num_epochs), "DDPO epochs"):
         trainer.step(epoch, trainer.global_step)
@@ -167,7 +167,7 @@ def learn(trainer: DDPOTrainer, folder: Path | None) -> None:
 
 
 def side_by_side(run: RunConfig) -> int:
-    """Trainings at a time: of shapes as many as there are processors, of real models one."""
+    """Trainings at a time: one per processor for shapes, one in all for other models."""
     is_alone = "WORLD_SIZE" not in os.environ and run.model == "shapes" and not torch.accelerator.is_available()
     return min(len(run.reward), os.cpu_count() or 1) if is_alone else 1
 
@@ -184,7 +184,7 @@ def one(reward: str, run: RunConfig, ddpo: DDPOConfig) -> dict[str, tuple[float,
 
 
 def main(run: RunConfig, ddpo: DDPOConfig) -> None:
-    """Train on each reward, and report on all trainings in the run's folder."""
+    """Trains on each reward, and writes one report of all trainings into the run's folder."""
     if len(run.reward) > 1 and os.environ.get("WANDB_SWEEP_ID"):
         raise SystemExit(
             f"--reward {' '.join(run.reward)} asks for {len(run.reward)} trainings, and a sweep's run is one. Name one "
@@ -198,7 +198,7 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
     own = [replace(ddpo, run_name=name, logdir=str(folder / name)) for name in names.values()]
     jobs = side_by_side(run)
     if run.model == "shapes":
-        shapes_pipeline(run.pretrain_steps)  # made once, before several ask for it
+        shapes_pipeline(run.pretrain_steps)  # before several processes need it
     if jobs > 1:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             results = list(pool.map(one, run.reward, repeat(run), own))

@@ -13,7 +13,7 @@ from experiments.sentiment_ppo import samples_of
 
 TITLE = "Fine-tuning on the best of K samples, round after round"
 CLAIM = "Dong et al. 2023, arXiv:2304.06767 (RAFT): the reward rises each round, and a larger K climbs faster."
-SATURATED = 0.9  # of a reward that is 1 at most: behind it a round may stand still
+SATURATED = 0.9  # of a reward that is 1 at most: beyond it a round need not rise
 FIRST = 2  # rounds over which the speed of climbing is compared
 
 

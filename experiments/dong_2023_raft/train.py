@@ -1,4 +1,4 @@
-"""RAFT: fine-tuning on the best of K samples (Dong et al. 2023, arXiv:2304.06767). What you should see: README.md."""
+"""RAFT: fine-tuning on the best of K samples (Dong et al. 2023, arXiv:2304.06767). Claim and results: README.md."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ PANELS = {
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What samples, and how much."""
+    """The model, and the size of the rounds."""
 
     model: str = field(
         default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
@@ -44,7 +44,7 @@ class RunConfig:
 
 
 def rows_of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """What `step` takes, only the response being learnt."""
+    """The arguments of `IterativeSFTTrainer.step`; the labels ignore the prompt."""
     ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     labels = [
         torch.cat([torch.full_like(prompt, -100), response])
@@ -54,27 +54,27 @@ def rows_of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str,
 
 
 def one_round(trainer: IterativeSFTTrainer, prompts: Sequence[str], run: RunConfig, *, number: int) -> dict[str, float]:
-    """Algorithm 1: sample K responses of each prompt, keep the one of the highest reward, learn it."""
+    """Algorithm 1: samples K responses of each prompt, and learns the one with the highest reward."""
     rank = trainer.args.process_index
-    own = prompts[rank :: trainer.args.world_size]
+    prompts = prompts[rank :: trainer.args.world_size]
     responses = sampled(
         trainer.accelerator.unwrap_model(trainer.model),
         trainer.tokenizer,
-        [p for p in own for _ in range(run.k)],
+        [prompt for prompt in prompts for _ in range(run.k)],
         max_new_tokens=run.max_new_tokens,
         seed=sampling_seed(trainer.args.seed, rank=rank, draw=number),
     )
     written = trainer.tokenizer.batch_decode(responses, skip_special_tokens=True)
-    rewards = torch.tensor(sentiment(written), dtype=torch.float32).view(len(own), run.k)
+    rewards = torch.tensor(sentiment(written), dtype=torch.float32).view(len(prompts), run.k)
     best = [i * run.k + int(j) for i, j in enumerate(rewards.argmax(1))]
-    queries = [torch.tensor(trainer.tokenizer(prompt)["input_ids"]) for prompt in own]
+    queries = [torch.tensor(trainer.tokenizer(prompt)["input_ids"]) for prompt in prompts]
     trainer.step(**rows_of(queries, [responses[i] for i in best]))
     means = gather_over_ranks((float(rewards.mean()), float(rewards.amax(1).mean())))
     return {"reward": fmean(mean for mean, _ in means), "reward_of_best": fmean(best for _, best in means)}
 
 
 def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
-    """Train in rounds, with the reward of other prompts before the first and after each."""
+    """Trains in rounds; measures the reward of held-out prompts before the first round and after each."""
     history = begin(PAPER, run, raft)
     name = str(stories15m()) if run.model == "stories15m" else run.model
     queries = openings()
@@ -86,7 +86,7 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
         trainer.train(resume_from_checkpoint=raft.resume_from_checkpoint)
 
     def look() -> tuple[float, list[str]]:
-        """Reward of the other prompts, by the same random numbers each time, and the first answers to them."""
+        """The reward of the held-out prompts, with the same random numbers every time, and the first answers."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         settings = {"max_new_tokens": run.max_new_tokens, "seed": raft.seed}
         _, answers = continued(model, trainer.tokenizer, held_out, **settings)

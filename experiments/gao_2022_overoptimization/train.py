@@ -37,7 +37,7 @@ class RunConfig(StoriesRun):
 
 
 class WatchedPPOTrainer(PPOTrainer):
-    """PPO that logs what the gold score thinks of each batch, and does not learn from it."""
+    """PPO that logs the mean gold score of each batch, without learning from it."""
 
     def __init__(self, *args: Any, gold: Score, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -46,13 +46,13 @@ class WatchedPPOTrainer(PPOTrainer):
     def log_stats(
         self, stats: dict[str, Any], batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], **options: Any
     ) -> dict[str, Any]:
-        """As PPOTrainer does, with the mean of gold."""
+        """Logs the mean gold score beside PPO's statistics."""
         stats |= self.gather_stats({GOLD: fmean(self.gold(batch["response"]))})
         return super().log_stats(stats, batch, rewards, **options)
 
 
 def main(run: RunConfig, ppo: PPOConfig) -> None:
-    """Learn the proxy, train against it, and write the report of this run into its folder."""
+    """Learns the proxy, trains against it, and writes the report of this run into its folder."""
     state = PartialState()
     policy, tokenizer = load(run.model)
     initial = policy.pretrained_model.eval().requires_grad_(False).to(state.device)

@@ -1,4 +1,4 @@
-"""The details as settings: their recipe, and trainers that do without one of them."""
+"""The details as settings, and a trainer that can leave each of them out."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ DETAILS = {name: read_settings(RECIPE)[name] for name in NAMES}
 
 
 class DetailsTrainer(PPOTrainer):
-    """PPO that can leave advantages as they are, and take log-probabilities at a temperature that is not theirs."""
+    """PPO that can keep advantages unwhitened, and take log-probabilities at the wrong temperature."""
 
     config: DetailsPPOConfig
 
@@ -57,6 +57,6 @@ class DetailsTrainer(PPOTrainer):
 
 
 def make_trainer(config: DetailsPPOConfig, model: AutoModelForCausalLMWithValueHead, **others: Any) -> DetailsTrainer:
-    """A trainer with the Adam that the config asks for."""
+    """A trainer whose Adam has the epsilon of the config."""
     adam = torch.optim.Adam(model.parameters(), lr=config.learning_rate, eps=config.adam_epsilon)
     return DetailsTrainer(config, model, optimizer=adam, **others)

@@ -13,7 +13,7 @@ from experiments.sentiment_ppo import StoriesRun, train
 
 
 def main(run: StoriesRun, ppo: DetailsPPOConfig) -> None:
-    """Train, and write the report of this run into its folder."""
+    """Trains, and writes the report of this run into its folder."""
     folder = train(run, ppo, sentiment, make_trainer=make_trainer)
     if PartialState().is_main_process:
         report_on(TITLE, CLAIM, judge, [folder])

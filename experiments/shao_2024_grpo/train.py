@@ -1,4 +1,4 @@
-"""GRPO with a verifiable reward, sums (Shao et al. 2024, arXiv:2402.03300). What you should see: README.md."""
+"""GRPO on sums, a verifiable reward (Shao et al. 2024, arXiv:2402.03300). Claim and results: README.md."""
 
 import random
 import time
@@ -23,7 +23,7 @@ SHOTS = ((2, 3), (14, 5), (7, 6))
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What answers, and which questions."""
+    """The model and the questions."""
 
     model: str = field(
         default="smollm2-135m-instruct",
@@ -35,12 +35,12 @@ class RunConfig:
 
 
 def question(first: int, second: int) -> str:
-    """A sum behind solved ones, which show a model that was trained on text what an answer looks like."""
+    """A sum after three solved ones, which show the model the form of an answer."""
     return "".join(f"{a} + {b} = {a + b}\n" for a, b in SHOTS) + f"{first} + {second} ="
 
 
 def sums(run: RunConfig, *, seed: int) -> DatasetDict:
-    """Splits train and test of the columns prompt and answer, no sum in both, in either order, shuffled."""
+    """Shuffled splits train and test, with the columns prompt and answer; no sum is in both, in either order."""
     numbers = range(1, run.largest + 1)
     solved = {frozenset(shot) for shot in SHOTS}
     pairs = [(a, b) for a in numbers for b in numbers if frozenset((a, b)) not in solved]
@@ -63,7 +63,7 @@ def right(completions: Sequence[str], answer: Sequence[int], **_: object) -> lis
 
 
 class Clock:
-    """A sampler of completions that counts the calls of another, and the seconds that they take."""
+    """Wraps a sampler of completions, and counts its calls and their seconds."""
 
     def __init__(self, sampler: RolloutBackend):
         self.sampler, self.calls, self.seconds = sampler, 0, 0.0
@@ -79,7 +79,7 @@ class Clock:
 
 
 def share_right(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> float:
-    """The share of right answers to the sums that are never trained on; some answers are shown."""
+    """The share of right answers to the test sums; prints some of the answers."""
     accuracy, args = trainer.evaluate()["eval_reward"], trainer.args
     shown, model = trainer.eval_dataset["prompt"][: run.samples], trainer.accelerator.unwrap_model(trainer.model)
     answers = texts(model, trainer.tokenizer, shown, max_new_tokens=args.max_completion_length, seed=args.seed)
@@ -89,7 +89,7 @@ def share_right(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> float:
 
 
 def main(run: RunConfig, grpo: GRPOConfig) -> None:
-    """Train, and print the share of right answers to sums never trained on, before and after."""
+    """Trains, and prints the share of right answers to the test sums before and after."""
     history = begin(PAPER, run, grpo)
     name = str(smollm2_135m_instruct()) if run.model == "smollm2-135m-instruct" else run.model
     data = sums(run, seed=0)
@@ -97,15 +97,15 @@ def main(run: RunConfig, grpo: GRPOConfig) -> None:
     before = share_right(trainer, run, when="before")
     clock = trainer.backend = Clock(sampler := trainer.backend)
     trainer.train(resume_from_checkpoint=grpo.resume_from_checkpoint)
-    trainer.backend = sampler  # what an evaluation asks is not counted
+    trainer.backend = sampler  # the calls of an evaluation do not count
     after = share_right(trainer, run, when="after")
     if trainer.is_world_process_zero():
         asked = len(data["test"]) * grpo.num_generations
         print(f"right of {asked} answers to other sums: {before:.3f} -> {after:.3f}   ", end="")
         print(f"higher: {'yes' if after > before else 'NO'}")
-    found = {"right_before": before, "right": after}
-    found |= {"generation_calls": clock.calls, "generation_seconds": clock.seconds}
-    finish(trainer, f"GRPO: {run.model}, sums up to {run.largest}", PANELS, found)
+    summary = {"right_before": before, "right": after}
+    summary |= {"generation_calls": clock.calls, "generation_seconds": clock.seconds}
+    finish(trainer, f"GRPO: {run.model}, sums up to {run.largest}", PANELS, summary)
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, GRPOConfig]:

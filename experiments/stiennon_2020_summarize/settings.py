@@ -61,7 +61,7 @@ class RunConfig:
     best_of: tuple[int, ...] = field(default=(4, 16), metadata={"help": "n of best-of-n, the baseline."})
     eval_prompts: int = field(default=64, metadata={"help": "Held-out prompts of the evaluation."})
     samples: int = field(default=6, metadata={"help": "Of them, how many are shown."})
-    resume: bool = field(default=False, metadata={"help": "Go on in output_dir behind the last stage that is done."})
+    resume: bool = field(default=False, metadata={"help": "Continue in output_dir after the last finished stage."})
     keep_models: bool = field(default=False, metadata={"help": "Leave the stages' models and data in output_dir."})
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ STAGES = ("sft", "comparisons", "reward", "ppo")
 
 
 def main(run: RunConfig, ppo: PPOConfig) -> None:
-    """Run the stages that are not done yet, evaluate, and write the report of this run into its folder."""
+    """Runs the stages that are not finished, evaluates, and writes the report of this run into its folder."""
     if PartialState().num_processes > 1:
         raise SystemExit("The pipeline runs in one process. Start it with python, not with torchrun or accelerate.")
     transformers.logging.set_verbosity_error()
@@ -40,7 +40,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
     open_folder(root, config, goes_on=run.resume)
     if not run.resume:
         clean(root)
-    given = ppo.tracker_kwargs
+    options = ppo.tracker_kwargs
     tracking = start_tracking(
         ppo.log_with,
         project=ppo.tracker_project_name,
@@ -48,7 +48,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
         name=ppo.exp_name,
         tags=[ppo.task_name] if ppo.task_name else [],
         folder=ppo.project_kwargs.get("logging_dir", "."),
-        init_kwargs=given.get(ppo.log_with or "", given),
+        init_kwargs=options.get(ppo.log_with or "", options),
     )
     with tracking as tracker:
         record = Record(root, tracker, goes_on=run.resume)
@@ -63,7 +63,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
 
 
 def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict[str, float]:
-    """The numbers of the evaluation, behind all stages. What a stage leaves appears whole or not at all."""
+    """Runs the stages and the evaluation, and returns its numbers. A stage's folder appears whole or not at all."""
     name = str(stories15m()) if run.model == "stories15m" else run.model
     data, gold, seed = read_data(run, ppo.seed), gold_score(run.gold), ppo.seed
     sft, pairs, reward, policy = (root / stage for stage in STAGES)
@@ -79,7 +79,7 @@ def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict
             print(f"{folder.name}: done before")
             continue
         print(f"{folder.name} ...", flush=True)
-        set_seed(seed)  # the same whether the stages before it ran now or earlier
+        set_seed(seed)  # the same whether or not the earlier stages ran in this process
         with scratch(root) as part:
             build(part)
             part.rename(folder)
@@ -90,7 +90,7 @@ def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict
 
 
 def clean(root: Path) -> None:
-    """Remove the stages' models and data."""
+    """Removes the stages' models and data."""
     for name in (*STAGES, "ppo-checkpoints"):
         shutil.rmtree(root / name, ignore_errors=True)
 

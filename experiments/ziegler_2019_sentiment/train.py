@@ -16,7 +16,7 @@ RECIPE = Path(__file__).with_name("recipe.yaml")
 
 
 def main(run: StoriesRun, ppo: PPOConfig) -> None:
-    """Train, and write the report of this run into its folder."""
+    """Trains, and writes the report of this run into its folder."""
     folder = train(run, ppo, sentiment)
     if PartialState().is_main_process:
         report_on(TITLE, CLAIM, judge, [folder])

@@ -241,7 +241,7 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
 
 
 def made_up(folder: Path, after: float, *, epochs: int = 4, reward: str = "colour", **config: object) -> Run:
-    """A run that is over, from 0.2 to `after`, with epochs of 128 pictures whose mean rewards are 0, 1, 2, ..."""
+    """A finished run, from 0.2 to `after`, with epochs of 128 pictures whose mean rewards are 0, 1, 2, ..."""
     known = {"reward": reward, "estimator": "is", "seed": 0, "rwr_beta": 0.2} | config
     place = folder / "-".join(map(str, known.values()))
     place.mkdir(parents=True)

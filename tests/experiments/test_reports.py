@@ -39,7 +39,7 @@ def test_a_run_is_read_back_once_it_is_over(tmp_path: Path):
 def test_a_run_that_begins_anew_is_not_over_and_one_that_goes_on_keeps_its_history(tmp_path: Path):
     a_run(tmp_path)
     open_folder(tmp_path, {"seed": 3}, goes_on=True)
-    with pytest.raises(ValueError, match="no run that is over"):
+    with pytest.raises(ValueError, match="no finished run"):
         finished_runs(tmp_path)
     assert len(read_history(tmp_path)) == 1
     for name in ("checkpoint-3", "checkpoints/checkpoint-4"):
