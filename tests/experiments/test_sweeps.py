@@ -169,7 +169,7 @@ def first_of(sweep: Sweep) -> dict[str, Any]:
 
 
 def words_of(parameters: Mapping[str, Any], macro: str, folder: Path) -> list[str]:
-    """What an agent's command has behind the program."""
+    """The arguments in an agent's command, after the program."""
     args = {name: {"value": value} for name, value in parameters.items()}
     words = fill_command(COMMANDS[macro], program="train.py", args=args, json_file=folder / "args.json")
     return words[words.index("train.py") + 1 :]
@@ -188,7 +188,7 @@ def assert_holds(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> No
     given: dict[str, Any] = {}
     for name, value in sorted(flat(parameters), key=lambda item: item[0].partition(".")[0] in SECTIONS):
         head, _, field = name.partition(".")
-        given[field if head in SECTIONS else name] = value
+        given[field if field and head in SECTIONS else name] = value  # reward is a class, and a field of DDPO too
     if isinstance(given.get("reward"), list):  # each of its trainings has one
         (given["reward"],) = given["reward"]
     assert {name: config.get(name, "missing") for name in given} == given
