@@ -9,6 +9,7 @@ literals (`--x=['a', 'b']`, `--x=None`, `--flag=False`), JSON or YAML (`--x=[a, 
     --config file.yaml            the same names, flat or under the class; flags override the file
 
 A name that several classes have, without the class before it, sets the field in each; with the class it wins.
+A program's recipe sets the same names before the file does, in place of the classes' defaults.
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ def check_ranges(config: DataclassInstance) -> None:
             raise ValueError(f"{field.name}={value} must be {within.words}.")
 
 
+def _program() -> str:
+    """How the program was started, as messages name it: its file, or python -m with its module."""
+    spec = sys.modules["__main__"].__spec__
+    return Path(sys.argv[0]).name if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+
+
 class ConfigError(ValueError):
     """A setting does not exist, or has a value that it cannot have."""
 
@@ -90,34 +97,43 @@ class _Section:
 
 
 def parse_config(
-    *dataclass_types: type, argv: Sequence[str] | None = None, description: str | None = None
+    *dataclass_types: type,
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    recipe: Mapping[str, object] | None = None,
 ) -> tuple[Any, ...]:
-    """Reads the command line.
+    """Builds one instance of each dataclass from a recipe, the YAML files that the flags name, and the flags.
 
     Fields with `init=False` are left to their class. A mistake, a ValueError of `__post_init__` included, ends the
     program with exit status 2 and one message at stderr.
 
     Args:
-        dataclass_types: the configurations.
-        argv: words; by default the program's.
-        description: for --help.
+        dataclass_types: The classes, in the order of the result.
+        argv: The words of the command line. None: those of the running program.
+        description: What the program does, for --help.
+        recipe: Settings of the program, by the names that a file may have. They replace the classes' defaults, in
+            --help too.
 
     Returns:
-        One instance of each dataclass.
+        An instance of each class.
+
+    Raises:
+        SystemExit: After --help (status 0), and for a setting that does not exist or has a wrong value (status 2).
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     sections = [_section(kind) for kind in dataclass_types]
-    if "-h" in argv or "--help" in argv:
-        print(_help(sections, description))
-        raise SystemExit(0)
     try:
+        _apply(sections, [(name, [value]) for name, value in (recipe or {}).items()], prefix="recipe: ")
+        if "-h" in argv or "--help" in argv:
+            print(_help(sections, description))
+            raise SystemExit(0)
         flags = list(_read_flags(argv))
         for file in [str(words[0]) for name, words in flags if name == "config"]:
-            _apply(sections, [(key, [value]) for key, value in _read_file(Path(file)).items()], prefix=f"{file}: ")
+            _apply(sections, [(name, [value]) for name, value in read_settings(file).items()], prefix=f"{file}: ")
         _apply(sections, [(name, values) for name, values in flags if name != "config"], prefix="--")
         return tuple(_build(section) for section in sections)
     except ConfigError as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        print(f"{_program()}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -187,15 +203,26 @@ def _read_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[object]]]:
         yield name, words or [True]
 
 
-def _read_file(file: Path) -> dict[str, object]:
+def read_settings(file: str | Path) -> dict[str, object]:
+    """Reads the settings of a YAML file.
+
+    Args:
+        file: A file of lines `name: value`, as --config takes it.
+
+    Returns:
+        The values by name.
+
+    Raises:
+        ConfigError: If the file cannot be read, or holds something else.
+    """
     try:
-        content = yaml.load(file.read_text(), Loader=_Loader)
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}.") from error
+        raise ConfigError(f"{file}: {error.strerror}.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file}: not readable as YAML: {error}") from error
+        raise ConfigError(f"{file}: not readable as YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {file}: holds {type(content).__name__}; lines of `name: value` are needed.")
+        raise ConfigError(f"{file}: holds {type(content).__name__}; lines of `name: value` are needed.")
     return {str(key): value for key, value in content.items()}
 
 
@@ -327,12 +354,12 @@ def _default(field: dataclasses.Field[object]) -> object:
 
 
 def _help(sections: list[_Section], description: str | None) -> str:
-    lines = [f"usage: {Path(sys.argv[0]).name} [--config FILE.yaml] [--name=value ...]", ""]
+    lines = [f"usage: {_program()} [--config FILE.yaml] [--name=value ...]", ""]
     lines += [description, ""] if description else []
     for section in sections:
         lines.append(f"{section.kind.__name__} (also as --{section.short}.name):")
         for name, field in section.fields.items():
-            default = _default(field)
+            default = section.values.get(name, _default(field))
             shown = "required" if default is dataclasses.MISSING else f"default {_plain(default)!r}"
             lines.append(f"  --{name}  {_type_name(section.hints[name])}, {shown}")
             text = " ".join(str(field.metadata.get("help", "")).split())

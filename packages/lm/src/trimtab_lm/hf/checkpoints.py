@@ -21,7 +21,6 @@ from trimtab_common.sealing import (
     verify,
 )
 from trimtab_common.stats import gather_over_ranks
-from trimtab_lm.models.interface import Model
 
 WITHOUT_EFFECT = (
     "output_dir", "overwrite_output_dir", "resume_*", "run_name", "project", "trackio_*", "report_to", "log_*",
