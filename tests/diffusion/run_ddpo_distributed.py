@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trimtab_common.stats import world_size
 from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
-from trimtab_diffusion.ddpo.sampling import Pictures
+from trimtab_diffusion.ddpo.sampling import Samples
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
 
@@ -85,10 +85,23 @@ def weights(trained: DDPOTrainer) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in named if weight.requires_grad}
 
 
-class SamePictures(DDPOTrainer):
-    """Draws the epoch of all processes, two pictures at a time, and keeps this process's."""
+def samples_of(trained: DDPOTrainer) -> list[Samples]:
+    """A list that gets the samples of every epoch."""
+    kept: list[Samples] = []
+    usual = trained.draw
 
-    def draw(self, epoch: int) -> Pictures:
+    def draw(epoch: int) -> Samples:
+        kept.append(usual(epoch))
+        return kept[-1]
+
+    trained.draw = draw  # type: ignore[method-assign]
+    return kept
+
+
+class SameSamples(DDPOTrainer):
+    """Samples the epoch of all processes, two images at a time, and keeps this process's."""
+
+    def draw(self, epoch: int) -> Samples:
         generator, parts, rewards = tiny.generator(100 + epoch), [], []
         prompts = [prompt for prompt in PROMPTS for _ in range(2)]
         for start in range(0, COUNT, 2):
@@ -101,9 +114,9 @@ class SamePictures(DDPOTrainer):
         each = COUNT // world_size()
         own = slice(each * self.accelerator.process_index, each * (self.accelerator.process_index + 1))
         batches = slice(own.start // 2, own.stop // 2)
-        self._drawn = Trajectories.joined(parts[batches])
         scores = torch.cat(rewards).float()[own]
-        return Pictures(self._drawn, prompts[own], scores, {}, [[made.images, ("", ""), (), scores[-2:], {}]])
+        batch = [made.images, ("", ""), (), scores[-2:], {}]
+        return Samples(Trajectories.joined(parts[batches]), prompts[own], scores, {}, [batch])
 
 
 def run(name: str, *, processes: int = 1) -> dict[str, Any]:
@@ -115,7 +128,7 @@ def run(name: str, *, processes: int = 1) -> dict[str, Any]:
             folder, sample_num_batches_per_epoch=each // 2, train_batch_size=each // 2, train_max_grad_norm=0.5,
             **CASES[name],
         )  # fmt: skip
-        made = SamePictures(settings, brightness, Turns(), tiny.stable_diffusion(dtype=torch.float64), other_rewards={})
+        made = SameSamples(settings, brightness, Turns(), tiny.stable_diffusion(dtype=torch.float64), other_rewards={})
         found: list[Tensor] = []
         usual = made.advantages
 
@@ -153,10 +166,9 @@ def ordinary(name: str) -> dict[str, Any]:
             folder, sample_num_batches_per_epoch=2, train_batch_size=1, train_gradient_accumulation_steps=2,
             **ORDINARY[name],
         )  # fmt: skip
-        before = weights(made)
+        before, samples = weights(made), samples_of(made)
         made.step(0, 0)
-        assert made._drawn is not None
-        return {"before": before, "weights": weights(made), "noise": made._drawn.first}
+        return {"before": before, "weights": weights(made), "noise": samples[0].trajectories.first}
 
 
 def main(folder: str) -> None:

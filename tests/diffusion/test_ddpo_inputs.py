@@ -48,8 +48,8 @@ def weights(one: DDPOTrainer) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sample_batch_size": 3, "train_batch_size": 4}, r"3 x .* 2 = 6 pictures .* 4 x .* 1 = 4.* one of 1, 2, 3, 6"),
-        ({"sample_batch_size": 4, "train_batch_size": 3}, r"4 x .* 2 = 8 pictures .* one of 1, 2, 4, 8"),
+        ({"sample_batch_size": 3, "train_batch_size": 4}, r"3 x .* 2 = 6 samples .* 4 x .* 1 = 4.* one of 1, 2, 3, 6"),
+        ({"sample_batch_size": 4, "train_batch_size": 3}, r"4 x .* 2 = 8 samples .* one of 1, 2, 4, 8"),
         ({"train_gradient_accumulation_steps": 3}, r"2 x train_gradient_accumulation_steps 3 = 6.* one of 1, 2, 4"),
         ({"sample_batch_size": 6, "group_size": 4}, r"group_size=4 does not divide.*=6.*Use one of 1, 2, 3, 6"),
         ({"sample_eta": 0}, "sample_eta=0 must be a finite number above 0"),
@@ -148,11 +148,11 @@ def test_a_config_that_was_changed_is_checked_again():
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda images, *_: torch.zeros(3), r"reward_function returned rewards of shape \[3\] for 2 pictures"),
-        (lambda images, *_: 1.0, r"shape \[\] for 2 pictures"),
-        (lambda images, *_: images.mean(1), r"shape \[2, 16, 16\] for 2 pictures"),
-        (lambda images, *_: torch.tensor([0.5, float("nan")]), r"nan for picture 1 .*'a cat' \(1 of 2 are not finite"),
-        (lambda images, *_: (torch.tensor([float("inf")] * 2), {}), "inf for picture 0 .*Nothing was trained"),
+        (lambda images, *_: torch.zeros(3), r"reward_function returned rewards of shape \[3\] for 2 images"),
+        (lambda images, *_: 1.0, r"shape \[\] for 2 images"),
+        (lambda images, *_: images.mean(1), r"shape \[2, 16, 16\] for 2 images"),
+        (lambda images, *_: torch.tensor([0.5, float("nan")]), r"nan for image 1 .*'a cat' \(1 of 2 are not finite"),
+        (lambda images, *_: (torch.tensor([float("inf")] * 2), {}), "inf for image 0 .*Nothing was trained"),
     ],
 )
 def test_unusable_rewards_train_nothing(reward, message, is_async):
@@ -251,9 +251,9 @@ def test_more_noise_than_ddim_has_is_refused():
         trainer(sample_eta=1.5).step(0, 0)
 
 
-def test_calculate_loss_needs_a_schedule():
-    with pytest.raises(ValueError, match="none was drawn yet"):
-        trainer().calculate_loss(*[torch.zeros(1)] * 6)
+def test_calculate_loss_refuses_a_timestep_that_is_not_of_the_schedule():
+    with pytest.raises(ValueError, match=r"timesteps \[7\] are not steps of the schedule"):
+        trainer().calculate_loss(torch.zeros(1, 4, 8, 8), torch.tensor([7]), *[torch.zeros(1)] * 4)
 
 
 # ------------------------------------------------------------------ a script of 2024

@@ -36,7 +36,7 @@ from trimtab_common.sealing import (
     read_manifest,
     rotate,
     seal,
-    verify,
+    verify_files,
 )
 from trimtab_common.seeding import load_rng_state, rng_state
 
@@ -148,7 +148,8 @@ def load_checkpoint(path: str | Path, *, accelerator: Accelerator) -> Checkpoint
             f"--num_processes {manifest['processes']}, or start a new run from the weights in {path / WEIGHTS}."
         )
     mine = _rank_file(accelerator.process_index)
-    verify(path, unread=[name for name in manifest["files"] if name.startswith("rank-") and name != mine])
+    others = [name for name in manifest["files"] if name.startswith("rank-") and name != mine]
+    verify_files(path, manifest, unread=others)
     rank_tree = _load_tree(path / mine)
     try:
         weights = load_file(path / WEIGHTS)

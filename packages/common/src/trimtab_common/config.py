@@ -16,22 +16,62 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import math
 import re
 import sys
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def script_name() -> str:
     """The running script's file name without its ending, as a default name of runs."""
     return Path(sys.argv[0]).stem or "interactive"
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The values that a setting may have: in words, and as a test."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+COUNT = Range("a whole number of at least 1", lambda value: value >= 1 and int(value) == value)
+POSITIVE = Range("a finite number above 0", lambda value: math.isfinite(value) and value > 0)
+NOT_NEGATIVE = Range("a finite number, 0 or above", lambda value: math.isfinite(value) and value >= 0)
+SHARE = Range("a number above 0 and up to 1", lambda value: 0 < value <= 1)
+DECAY = Range("a number from 0 to below 1", lambda value: 0 <= value < 1)
+
+
+def setting(text: str, *, within: Range | None = None, **default: Any) -> Any:
+    """A field of a configuration.
+
+    Args:
+        text: the line of help.
+        within: the values that `check_ranges` accepts; a field whose default is None may be None.
+        default: `default` or `default_factory`, as for `dataclasses.field`.
+    """
+    return dataclasses.field(**default, metadata={"help": text, "within": within})
+
+
+def check_ranges(config: DataclassInstance) -> None:
+    """Raises ValueError for the first field that is outside its range."""
+    for field in dataclasses.fields(config):
+        within, value = field.metadata.get("within"), getattr(config, field.name)
+        is_absent = value is None and field.default is None
+        if within is not None and not is_absent and not within.holds(value):
+            raise ValueError(f"{field.name}={value} must be {within.words}.")
 
 
 class ConfigError(ValueError):
@@ -199,19 +239,20 @@ def _coerce(section: _Section, field: str, path: list[str], words: list[Any], pr
     """The given words as the field's type, which the field's annotation tells."""
     adapter: TypeAdapter[Any] = TypeAdapter(section.hints[field], config=ConfigDict(arbitrary_types_allowed=True))
     candidates = [_nest(section, field, path, reading) for reading in _readings(words)]
-    problems = []
+    problems: list[ErrorDetails] = []
     for strict in (True, False):  # strictly first: 3 for `int | str` is a number
         for candidate in candidates:
             try:
                 value = adapter.validate_python(candidate, strict=strict)
             except ValidationError as error:
-                problems.append(error.errors()[0])
+                problems += [] if strict else error.errors()
                 continue
             if isinstance(value, bool) or not isinstance(candidate, bool):  # True is no number
                 return value
     shown = ".".join([field, *path])
     given = " ".join(str(word) for word in words)
-    why = f" ({problems[len(problems) // 2]['msg']})" if problems else ""
+    # The most specific problem lies deepest inside the value; of several as deep, the likeliest reading's is the first.
+    why = f" ({max(problems, key=lambda problem: len(problem['loc']))['msg']})" if problems else ""
     raise ConfigError(f"{prefix}{shown}: {given!r} came in, {_type_name(section.hints[field])} is needed{why}.")
 
 

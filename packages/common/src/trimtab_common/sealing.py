@@ -104,11 +104,15 @@ def verify(path: str | Path, *, unread: Collection[str] = ()) -> dict[str, Any]:
     Raises:
         CheckpointError: the manifest is missing or of another format, or a file is missing, truncated or changed.
     """
-    path = Path(path)
-    manifest = read_manifest(path)
+    manifest = read_manifest(Path(path))
+    verify_files(Path(path), manifest, unread=unread)
+    return manifest
+
+
+def verify_files(path: Path, manifest: Mapping[str, Any], *, unread: Collection[str] = ()) -> None:
+    """Proves that a checkpoint's files are those of its manifest; see `verify`."""
     for name, facts in manifest["files"].items():
         _verify_file(path, name, facts["bytes"], None if name in unread else facts["sha256"])
-    return manifest
 
 
 def is_complete(folder: str | Path) -> bool:

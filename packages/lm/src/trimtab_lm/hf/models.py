@@ -1,6 +1,7 @@
 """Models and tokenizers of the trainers on `transformers.Trainer`: by name, with adapters."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -98,3 +99,11 @@ def with_adapters(model: Any, peft_config: PeftConfig | None, args: TrainingArgu
         # Frozen embeddings give outputs without gradients, so a checkpointed block over them would get none.
         model.enable_input_require_grads()
     return model
+
+
+def load_weights(model: Model, folder: Path) -> None:
+    """Loads into a model the weights that its `save_pretrained` wrote into a folder."""
+    if isinstance(model, PeftModel):
+        model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
+    else:
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
