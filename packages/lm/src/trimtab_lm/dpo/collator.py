@@ -1,4 +1,4 @@
-"""Batches of preference pairs: laid out with the prompt once, or padded in columns as documented in 2024.
+"""Batches of preference pairs: laid out with the prompt once, or padded in the documented columns.
 
 Rows have the columns of `DPOTrainer.tokenize_row`.
 """
@@ -52,15 +52,15 @@ class PreferencePairCollator:
         labels = [list(row[f"{side}_labels"]) for side in SIDES]
         counts = [[int(label != self.label_pad_token_id) for label in side] for side in labels]
         if self.layout == "encoder-decoder":
-            ids = [[label if label != self.label_pad_token_id else self.pad_token_id for label in side]
-                   for side in labels]  # fmt: skip
+            pad, marker = self.pad_token_id, self.label_pad_token_id
+            ids = [[label if label != marker else pad for label in side] for side in labels]
             return TokenGroup(row["prompt_input_ids"], ids, counts)
         return TokenGroup.of_sequences([row[f"{side}_input_ids"] for side in SIDES], counts)
 
 
 @dataclass
 class DPODataCollatorWithPadding:
-    """The documented collator of 2024: each column padded by itself, the prompt in each answer's row again.
+    """Pads each column by itself; the prompt is repeated in the row of each answer.
 
     pad_token_id, label_pad_token_id: what pads columns named `*_input_ids` and `*_labels`; `*_attention_mask` are
     padded with 0. is_encoder_decoder: whether prompts are padded on the right, for the encoder, or on the left, ready

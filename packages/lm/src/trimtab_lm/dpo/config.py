@@ -117,10 +117,8 @@ class DPOConfig(TrainerConfig):
         return Path(self.ref_log_probs_cache or Path(str(self.output_dir)) / "_ref_log_probs")
 
     def _check_numbers(self) -> None:
-        least = {
-            "max_length": 2, "max_prompt_length": 1, "max_target_length": 1, "padding_value": 0, "dataset_num_proc": 1,
-            "num_eval_samples": 1, "max_new_tokens": 1,
-        }  # fmt: skip
+        positive = ("max_prompt_length", "max_target_length", "dataset_num_proc", "num_eval_samples", "max_new_tokens")
+        least = {"max_length": 2, "padding_value": 0} | dict.fromkeys(positive, 1)
         for name, minimum in least.items():
             value = getattr(self, name)
             if value is not None and value < minimum:

@@ -1,6 +1,6 @@
 """Preference pairs for DPO: rows of a dataset as token columns.
 
-A tokenized pair has the columns documented in 2024. Decoders: `prompt_input_ids`, `{chosen,rejected}_input_ids` (the
+A tokenized pair has the documented columns. Decoders: `prompt_input_ids`, `{chosen,rejected}_input_ids` (the
 prompt and the answer) and `{chosen,rejected}_labels` (label_pad_token_id on the prompt). Encoder-decoder models:
 `prompt_input_ids` and `{chosen,rejected}_labels`, the answers. Beside each `*_input_ids` an `*_attention_mask`.
 """
@@ -110,7 +110,7 @@ class PairTokenizer:
     def row(self, row: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
         """The token columns alone.
 
-        model: of an encoder-decoder, makes `{chosen,rejected}_decoder_input_ids` of the labels, as in 2024.
+        model: of an encoder-decoder, makes `{chosen,rejected}_decoder_input_ids` of the labels.
         """
         columns = {
             name: value for name, value in self(row).items() if name.endswith(("_input_ids", "_mask", "_labels"))
@@ -136,9 +136,12 @@ class PairTokenizer:
         for side in SIDES:
             ids, mask = encoded[f"{side}_input_ids"], encoded[f"{side}_mask"]
             answer = truncate_row(
-                ids[start:], mask[start:], max_length=self.max_target_length, mode=self.truncation_mode,
+                ids[start:],
+                mask[start:],
+                max_length=self.max_target_length,
+                mode=self.truncation_mode,
                 stop_ids=stop_token_ids(self.tokenizer),
-            )  # fmt: skip
+            )
             shorter[f"{side}_input_ids"] = ids[:start] + answer.input_ids
             shorter[f"{side}_mask"] = mask[:start] + answer.mask
             cut += answer.tokens_cut
@@ -151,9 +154,12 @@ class PairTokenizer:
         limits = {"prompt_input_ids": limit(self.max_prompt_length)}
         limits |= {f"{side}_input_ids": limit(self.max_target_length) for side in SIDES}
         pair = truncate_columns(
-            encoded, limits, mode=self.truncation_mode, bos_token_id=self.tokenizer.bos_token_id,
+            encoded,
+            limits,
+            mode=self.truncation_mode,
+            bos_token_id=self.tokenizer.bos_token_id,
             stop_ids=stop_token_ids(self.tokenizer),
-        )  # fmt: skip
+        )
         pair |= {f"{side}_labels": pair.pop(f"{side}_input_ids") for side in SIDES}
         self.check_length(pair)
         return _with_masks(pair)

@@ -216,7 +216,7 @@ LOSSES: dict[str, Loss] = {
     "aot_pair": aot_pair,
     "discopop": discopop,
 }
-"""The losses under their names in configurations; `kto` is the word of 2024 for `kto_pair`."""
+"""The losses under their names in configurations; `kto` is another name of `kto_pair`."""
 
 SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_pair"})
 """Losses that know label smoothing."""

@@ -69,16 +69,23 @@ class DPOMethods(TrainerAdapter[DPOConfig, Tensor]):
 
     def sample_answers(self, model: Any, prompts: Sequence[Tensor]) -> tuple[list[str], list[str]]:
         """Answers of the model, and of the reference if it can be run, to prompts (1-D token ids), as texts."""
-        options: dict[str, Any] = {
-            "tokenizer": self.tokenizer, "config": self.config, "padding_value": self.padding_value,
-            "step": self.state.global_step,
-        }  # fmt: skip
+
+        def sample(unwrapped: Any) -> list[str]:
+            return sampled_texts(
+                unwrapped,
+                prompts,
+                tokenizer=self.tokenizer,
+                config=self.config,
+                padding_value=self.padding_value,
+                step=self.state.global_step,
+            )
+
         with without_dropout(model), torch.no_grad():
-            policy = sampled_texts(self.accelerator.unwrap_model(model), prompts, **options)
+            policy = sample(self.accelerator.unwrap_model(model))
         if self.reference is None or not self.has_reference_model:
             return policy, []
         with self.reference.active() as reference:
-            return policy, sampled_texts(placed(reference, self.config.device), prompts, **options)
+            return policy, sample(placed(reference, self.config.device))
 
     def log_samples(self, dataloader: DataLoader[Any], prefix: str) -> None:
         """A table of prompts and the answers of policy and reference, if `generate_during_eval` asks for it."""

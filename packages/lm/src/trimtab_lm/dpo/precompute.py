@@ -41,7 +41,7 @@ INDIFFERENT = {
 
 
 class ReferenceCache:
-    """Log-probabilities under a reference as it was when this object was made.
+    """Log-probabilities under a reference as it was when this object was constructed.
 
     reference: the policy itself may serve, as long as it has not been trained. folder: where the files lie, made with
     the first. precision: what the forward pass is cast to, such as "bf16"; None or "no" for the weights' own.

@@ -103,7 +103,7 @@ def make_reference(model: Any, ref_model: Any, config: DPOConfig) -> Reference |
 def _plain_forward(model: Any) -> Iterator[None]:
     """The model with the forward of its class inside the block.
 
-    One that was extended, by a trainer before this one, runs the model that it was made for: a copy made with it would
+    A forward that an earlier trainer has extended runs the model that it belongs to: a copy of the model with it would
     score with the weights of the policy.
     """
     is_extended = hasattr(model.forward, "language_head")

@@ -29,7 +29,7 @@ class GRPOConfig(TrainerConfig):
     num_generations: int = setting("Completions of each prompt, which are compared with one another.", default=8)
     max_completion_length: int = setting("Tokens of a completion at most.", default=256)
     max_prompt_length: int | None = setting(
-        "Tokens of a prompt at most; longer ones lose their beginning, and it is said how much. None: no limit.",
+        "Longest prompt, in tokens. Longer prompts lose their beginning, with a warning. None: no limit.",
         default=None,
     )
     shuffle_dataset: bool = setting("Take the prompts in a new order in every epoch.", default=True)
@@ -109,7 +109,7 @@ class GRPOConfig(TrainerConfig):
         self._check_numbers()
 
     def sampling(self) -> SamplingSettings:
-        """How completions are drawn."""
+        """How completions are sampled."""
         return SamplingSettings(
             max_completion_length=self.max_completion_length,
             temperature=self.temperature,

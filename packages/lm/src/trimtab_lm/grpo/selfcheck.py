@@ -30,6 +30,6 @@ def check_start(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | N
         warnings.warn(
             f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token (at most {most:g} "
             "is rounding). That is right if an adapter was trained before. If not: were the weights changed after the "
-            "trainer was made, is disable_dropout off, or do the adapters start from something else than zero (PiSSA)?",
+            "trainer was constructed, is disable_dropout off, or do the adapters not start from zero (PiSSA)?",
             stacklevel=4,
         )

@@ -52,7 +52,7 @@ class Tables:
             return
         step = trainer.state.global_step
         kept = zip(range(MAX_TABLE_ROWS), rows, strict=False)
-        cells = [[step, *(cell(value, cell_type(value)) for value in row)] for _, row in kept]
+        cells: list[list[object]] = [[step, *(cell(value, cell_type(value)) for value in row)] for _, row in kept]
         columns = ["step", *columns]
         if "wandb" in (trainer.args.report_to or []):
             self._to_wandb(name, columns, cells, step)

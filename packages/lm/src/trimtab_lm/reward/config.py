@@ -16,8 +16,8 @@ MODES = ("filter", "keep_start", "keep_end")
 class RewardConfig(TrainerConfig):
     """A reward model from pairs of answers (Christiano et al. 2017; Ouyang et al. 2022, arXiv:2203.02155, Eq. 1).
 
-    All settings of `transformers.TrainingArguments`, with the defaults that were documented in 2024: activation
-    checkpointing is on.
+    All settings of `transformers.TrainingArguments`, with the documented defaults: activation checkpointing is
+    on.
     """
 
     max_length: int | None = setting(
@@ -37,7 +37,7 @@ class RewardConfig(TrainerConfig):
         default=None,
     )
     init_reward_head: bool = setting(
-        "Draw the head's weights anew from N(0, 1 / (d + 1)), a deviation of 1 / sqrt(d + 1) for d inputs, and set its "
+        "Sample the head's weights from N(0, 1 / (d + 1)), a deviation of 1 / sqrt(d + 1) for d inputs, and set its "
         "bias to 0 (Huang et al. 2024, arXiv:2403.17031, detail 15).",
         default=False,
     )

@@ -66,11 +66,17 @@ def heads(base: Any) -> dict[str, nn.Module]:
 
 
 def init_head(base: Any, seed: int) -> None:
-    """Draw the weights of the layers that give scores from N(0, 1 / (inputs + 1)), biases 0; ValueError without one."""
+    """Sample the weights of the layers that give scores from N(0, 1 / (inputs + 1)), and set their biases to 0.
+
+    Raises:
+        ValueError: the classifier has no linear layer of that kind.
+    """
     layers = [
-        layer for head in heads(base).values() for layer in head.modules()
+        layer
+        for head in heads(base).values()
+        for layer in head.modules()
         if isinstance(layer, nn.Linear) and layer.out_features == base.config.num_labels
-    ]  # fmt: skip
+    ]
     if not layers:
         raise ValueError(
             f"init_reward_head=True found no linear layer in {type(base).__name__} that gives a number for each of its "
@@ -108,12 +114,12 @@ def require_trained_head(model: Any) -> None:
         return
     if model.active_peft_config.is_prompt_learning:
         raise ValueError(
-            f"{model.active_peft_config.peft_type} puts virtual tokens before a text, which scores cannot be read "
-            "behind. Use adapters in the layers, such as LoRA."
+            f"{model.active_peft_config.peft_type} puts virtual tokens before a text, and no score can be read "
+            "after them. Use adapters in the layers, such as LoRA."
         )
     if not any(p.requires_grad for head in heads(base_of(model)).values() for p in head.parameters()):
         raise ValueError(
-            "The adapters leave the score head as it was drawn, which no pair can tell. Add it to their "
+            "The adapters leave the random weights of the score head untrained. Add the head to their "
             f"modules_to_save: {sorted(heads(base_of(model)))}."
         )
 

@@ -13,10 +13,10 @@ DATASET_KWARGS = {"skip_prepare_dataset", "add_special_tokens", "append_concat_t
 @dataclass
 @takes_arguments_of_2024
 class SFTConfig(TrainerConfig):
-    """Supervised fine-tuning: all of transformers' TrainingArguments, and what becomes of the rows."""
+    """Supervised fine-tuning: all of transformers' TrainingArguments, and how rows become tokens."""
 
     max_length: int | None = setting(
-        "Tokens of a row; longer ones are cut, and it is said how much. None: no limit.", default=512
+        "Longest row, in tokens. Longer rows are truncated, with a warning. None: no limit.", default=512
     )
     truncation_mode: str = setting(
         "Which part of a row that is too long stays: keep_start or keep_end.", default="keep_start"

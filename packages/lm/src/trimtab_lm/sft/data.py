@@ -161,7 +161,7 @@ def _tokenized(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict[str,
 def text_of(dataset: Any, config: SFTConfig, formatting_func: Formatting | None) -> Callable[[dict[str, Any]], str]:
     """What gives a row's text: a column, or a user's function of a row.
 
-    2024's function, from columns of rows to a list of texts, is known by trying it on two rows.
+    A function from columns of rows to a list of texts is recognized by a call with two rows.
     """
     if formatting_func is None:
         return lambda row: row[config.dataset_text_field]
