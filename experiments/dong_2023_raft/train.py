@@ -14,7 +14,7 @@ from torch import Tensor
 from trimtab_common.config import parse_config
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
-from trimtab_lm.hf.support import Tables
+from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
 
 # The file is run by its path, from anywhere; the experiments are not installed.

@@ -15,7 +15,7 @@ from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import SAMPLES, Evaluation
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-from trimtab_lm.hf.support import Tables
+from trimtab_lm.hf.tracking import Tables
 
 PAPER = "rafailov_2023_dpo_frontier"
 Pair = dict[str, list[int]]

@@ -10,7 +10,7 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 
 from trimtab_common.config import parse_config
-from trimtab_lm.hf.support import Tables
+from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 # The file is run by its path, from anywhere; the experiments are not installed.

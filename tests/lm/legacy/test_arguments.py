@@ -16,7 +16,7 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, Tr
 from transformers.trainer_callback import TrainerControl
 
 from trimtab_common.config import parse_config
-from trimtab_lm.hf.support import CHECKPOINTING, checkpointing_of
+from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.legacy.arguments import ARGUMENTS, SetCheckpointsAside, config_from, takes_arguments_of_2024
 
 DOCUMENTED = {

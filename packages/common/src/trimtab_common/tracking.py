@@ -145,10 +145,10 @@ class Tracker:
         kept = [list(row) for _, row in zip(range(MAX_TABLE_ROWS), rows, strict=False)]
         if not kept:
             return
-        known, types = self._columns.setdefault(name, (list(columns), [_cell_type(cell) for cell in kept[0]]))
+        known, types = self._columns.setdefault(name, (list(columns), [cell_type(cell) for cell in kept[0]]))
         if known != list(columns):
             raise ValueError(f"table {name!r} has columns {known}, got {list(columns)}. Use another name for it.")
-        cells = [[step, *map(_cell, row, types)] for row in kept]
+        cells = [[step, *map(cell, row, types)] for row in kept]
         self._writer.table(name, ["step", *columns], cells, step)
 
     def images(self, name: str, images: Sequence[Picture], captions: Sequence[str], step: int) -> None:
@@ -307,7 +307,7 @@ class _TensorBoard:
         except ImportError as error:
             raise ImportError("log_with='tensorboard' needs its package: pip install tensorboard") from error
         self._writer = SummaryWriter(**kwargs)
-        self._writer.add_text("config", _markdown(["name", "value"], [[key, repr(config[key])] for key in config]))
+        self._writer.add_text("config", markdown_table(["name", "value"], [[key, repr(config[key])] for key in config]))
 
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
         for name, value in scalars.items():
@@ -316,16 +316,16 @@ class _TensorBoard:
             self._writer.add_histogram(name, array, step)
 
     def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
-        self._writer.add_text(name, _markdown(columns, rows), step)
+        self._writer.add_text(name, markdown_table(columns, rows), step)
 
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
         for index, image in enumerate(images):
             self._writer.add_image(f"{name}/{index}", np.asarray(image), step, dataformats="HWC")
-        self._writer.add_text(f"{name}/captions", _markdown(["image", "caption"], list(enumerate(captions))), step)
+        self._writer.add_text(f"{name}/captions", markdown_table(["image", "caption"], list(enumerate(captions))), step)
 
     def finish(self, summary: dict[str, float], exit_code: int) -> None:
         if summary:
-            self._writer.add_text("summary", _markdown(["name", "value"], list(summary.items())))
+            self._writer.add_text("summary", markdown_table(["name", "value"], list(summary.items())))
         self._writer.close()
 
 
@@ -377,23 +377,26 @@ def _to_array(name: str, value: object) -> np.ndarray:
     return array
 
 
-def _cell_type(cell: object) -> type:
-    if isinstance(cell, (bool, np.bool_)):
+def cell_type(value: object) -> type:
+    """What a cell of a table holds: bool, float or str."""
+    if isinstance(value, (bool, np.bool_)):
         return bool
-    is_number = isinstance(cell, (int, float, np.number)) or (isinstance(cell, torch.Tensor) and cell.ndim == 0)
+    is_number = isinstance(value, (int, float, np.number)) or (isinstance(value, torch.Tensor) and value.ndim == 0)
     return float if is_number else str
 
 
-def _cell(cell: object, kind: type) -> Cell:
-    if cell is None:
+def cell(value: object, kind: type) -> Cell:
+    """A value as a table shows it: of `cell_type` kind, a text at most MAX_CELL_CHARACTERS long; None stays None."""
+    if value is None:
         return None
     if kind is not str:
-        return kind(cell)
-    text = str(cell)
+        return kind(value)
+    text = str(value)
     return text if len(text) <= MAX_CELL_CHARACTERS else text[: MAX_CELL_CHARACTERS - 1] + "…"
 
 
-def _markdown(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+def markdown_table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table as Markdown, which TensorBoard shows; line breaks in a cell become <br>."""
     lines = [columns, ["---"] * len(columns), *rows]
     cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
     return "\n".join("|" + "|".join(line) + "|" for line in cells)

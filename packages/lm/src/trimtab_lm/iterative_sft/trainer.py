@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,35 +14,29 @@ from accelerate.utils.memory import clear_device_cache
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_utils import SchedulerType, TrainOutput
 
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import Mean, gather_over_ranks
+from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.data.collator import DocumentCollator
-from trimtab_lm.hf.checkpoints import CheckpointedTrainer
-from trimtab_lm.hf.support import (
-    CHECKPOINTING,
-    Recorder,
-    checkpointing_of,
-    device_share,
-    load_language_model,
-    load_processing_class,
+from trimtab_lm.hf.adapter import Batch, BatchLoss, TrainerAdapter, Use
+from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
+from trimtab_lm.hf.labels import (
+    count_labels,
+    label_stats,
+    labels_of_real_rows,
     numbered_rows,
-    own_arguments,
-    prepare_trackers,
-    require_finite,
+    score_labels,
     stats_of_logits,
-    window_total,
-    with_adapters,
-    with_decoder_inputs,
-    without_repetitions,
 )
+from trimtab_lm.hf.models import load_language_model, with_adapters
+from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
+from trimtab_lm.models.interface import base_of, decoder_start_of
 from trimtab_lm.sft.loss import token_nll
-from trimtab_lm.tokens.forward import base_of, best_layout, score_tokens_in_forward
-from trimtab_lm.tokens.layout import from_labels, token_columns
+from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
@@ -53,7 +47,7 @@ PROGRESS = "iterative_sft.json"
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
 
 
-class IterativeSFTTrainer(CheckpointedTrainer):
+class IterativeSFTTrainer(TrainerAdapter[IterativeSFTConfig, Tensor]):
     """Fine-tuning by `step(...)` on rows that the caller chooses, for instance the best of what the model generated.
 
     model: a causal or encoder-decoder model, or the name of one. processing_class: its tokenizer, by default the one
@@ -65,8 +59,6 @@ class IterativeSFTTrainer(CheckpointedTrainer):
     logging, evaluation and checkpoints go by optimizer steps, as in `Trainer.train`. To resume, call
     `train(resume_from_checkpoint=...)` before the first step.
     """
-
-    loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole optimizer step
 
     @takes_constructor_of_2024(IterativeSFTConfig, ITERATIVE_SFT)
     def __init__(
@@ -84,41 +76,31 @@ class IterativeSFTTrainer(CheckpointedTrainer):
         callbacks: list[TrainerCallback] | None = None,
         peft_config: PeftConfig | None = None,
     ):
-        args = own_arguments(args, train_dataset)
-        processing_class = load_processing_class(processing_class, model)
-        model = with_adapters(load_language_model(model, args.model_init_kwargs), peft_config, args)
-        score_tokens_in_forward(model)
-        self._config: IterativeSFTConfig = args
-        self.recorder = Recorder()
-        self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
-        self.is_encoder_decoder = bool(base_of(model).config.is_encoder_decoder)
-        self._of_model: dict[str, Any] = {
-            "is_encoder_decoder": self.is_encoder_decoder, "positions": Positions.of(model)
-        }  # fmt: skip
-        if data_collator is None:
-            pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-            data_collator = DocumentCollator(
-                next((token for token in (pad, eos) if token is not None), 0),  # masked by its place, whatever it is
-                layout=best_layout(model, share_prefix=False),
-                decoder_start_token_id=getattr(base_of(model).config, "decoder_start_token_id", None),
-            )
         super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=self._tokenized(train_dataset),
-            eval_dataset=(
-                {name: self._tokenized(one) for name, one in eval_dataset.items()}
-                if isinstance(eval_dataset, dict)
-                else self._tokenized(eval_dataset)
-            ),
+            load_language_model(model, args.model_init_kwargs),
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
             processing_class=processing_class,
+            peft_config=peft_config,
+            data_collator=data_collator,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        prepare_trackers(args)
+        self.is_encoder_decoder = bool(base_of(self.model).config.is_encoder_decoder)
+        self._of_model: dict[str, Any] = {
+            "is_encoder_decoder": self.is_encoder_decoder, "positions": Positions.of(self.model)
+        }  # fmt: skip
+        if data_collator is None:
+            pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+            self.data_collator = DocumentCollator(
+                next((token for token in (pad, eos) if token is not None), 0),  # masked by its place, whatever it is
+                layout=best_layout(self.model, share_prefix=False),
+                decoder_start_token_id=decoder_start_of(self.model),
+            )
+        self.prepare_datasets()
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which make it over the sharded parameters
             self.create_optimizer()
         self._is_begun = False
@@ -150,9 +132,9 @@ class IterativeSFTTrainer(CheckpointedTrainer):
         positions, or when max_steps is reached.
         """
         if texts is not None:
-            rows = rows_of_texts(texts, texts_labels, self.tokenizer, self._config, **self._of_model)
+            rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, **self._of_model)
         else:
-            rows = rows_of_tensors(input_ids, attention_mask, labels, self._config, **self._of_model)
+            rows = rows_of_tensors(input_ids, attention_mask, labels, self.config, **self._of_model)
         if not self._is_begun:
             self._begin(self.open_run(None))
         self._check_step(len(rows))
@@ -171,81 +153,57 @@ class IterativeSFTTrainer(CheckpointedTrainer):
                 self._tr_loss, summary["grad_norm"], self._learner, None, self.state.epoch, None, 0.0,
                 learning_rate=summary["learning_rate"],
             )  # fmt: skip
-        if self._config.optimize_device_cache:
+        if self.config.optimize_device_cache:
             clear_device_cache(garbage_collection=True)
         loss = self._call.flush(training=True)
         return {**summary, **loss, "epoch": self._calls, "global_step": self.state.global_step, "num_tokens": tokens}
 
+    def prepare_model(self, model: Any) -> Any:
+        """The model with its adapters, and with a forward that scores tokens."""
+        model = with_adapters(model, self.peft_config, self.config)
+        score_tokens_in_forward(model)
+        return model
+
+    def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
+        """The dataset as `input_ids` and `labels`."""
+        return tokenize_dataset(dataset, self.tokenizer, self.config, **self._of_model)
+
+    def count_items(self, batch: Batch) -> Tensor:
+        """The tokens that count."""
+        return count_labels(batch["labels"], is_encoder_decoder=self.is_encoder_decoder)
+
+    def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:
+        """-sum of log p over the tokens that count, divided by their number in the whole step."""
+        scores = score_labels(model, batch, policy=self.model)
+        stats = label_stats(scores)
+        if model.training:
+            self._call.add({"loss": stats["loss"]}, training=True)
+        return BatchLoss(token_nll(scores.logprobs, count=items), stats)
+
+    def without_repetitions(self, batch: Batch, real_rows: int | None) -> Batch:
+        """A batch in which only labels of the first `real_rows` rows count."""
+        return labels_of_real_rows(batch, real_rows)
+
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """-sum of log p over the tokens that count, over their number in the whole step (or in this batch).
-
-        With return_outputs the model's own outputs come with it, whole logits included.
-        """
+        """`batch_loss`; but transformers' own loss for label smoothing and with return_outputs."""
         if return_outputs or self.label_smoother is not None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        found = from_labels(inputs["labels"], is_encoder_decoder=self.is_encoder_decoder)
-        scores = model(tokens=token_columns(with_decoder_inputs(self.model, inputs)) | found)
-        mean_loss = Mean.of(-scores.logprobs)
-        self.recorder.add({"entropy": Mean.of(scores.entropy), "loss": mean_loss}, training=model.training)
-        if num_items_in_batch is None:
-            return token_nll(scores.logprobs, count=max(len(scores.logprobs), 1))
-        self._call.add({"loss": mean_loss}, training=True)
-        return token_nll(scores.logprobs, count=num_items_in_batch) * device_share(self)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        """The micro-batches of an optimizer step, and how many of their tokens count, over all processes."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        skipped = 0 if self.is_encoder_decoder else 1  # nothing predicts a row's first token
-        total = window_total(self, [(batch["labels"][:, skipped:] != -100).sum() for batch in batches])
-        return batches, total.clamp(min=1)  # where no token counts the loss is 0, and not 0 / 0
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Forward and backward of a micro-batch; TrainingDivergedError before a loss that is not finite can train."""
-        return require_finite(super().training_step(model, inputs, num_items_in_batch), self)
+            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
         """The loss, and logits and labels where they are asked for."""
-        inputs = without_repetitions(self, inputs)
-        if not prediction_loss_only:
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            if self.label_smoother is None:
-                stats = stats_of_logits(logits, labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
-                self.recorder.add(stats, training=False)
-            return loss, logits, labels
-        with torch.no_grad(), self.compute_loss_context_manager():
-            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """As in transformers; the loss is the mean over all tokens that count, not over batches."""
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        assert output.metrics is not None
-        output.metrics.update(self.recorder.flush(training=False, prefix=f"{metric_key_prefix}_"))
-        return output
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with what was recorded since the last time."""
-        if "loss" in logs:
-            logs = self.recorder.flush(training=True) | logs
-        super().log(logs, start_time)
+        if prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only)
+        inputs = self.without_repetitions(inputs, self.real_rows())
+        loss, logits, labels = Trainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+        if self.label_smoother is None:
+            stats = stats_of_logits(logits, labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
+            self.recorder.add(stats, training=False)
+        return loss, logits, labels
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Batches for evaluation; in several processes they say which of their rows each position comes from."""
@@ -256,9 +214,6 @@ class IterativeSFTTrainer(CheckpointedTrainer):
             return super().get_eval_dataloader(eval_dataset)
         finally:
             self.data_collator = own
-
-    def _tokenized(self, dataset: Any) -> Any:
-        return tokenize_dataset(dataset, self.tokenizer, self._config, **self._of_model)
 
     def _shuffled_batches(self, rows: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
         """The rows in batches, in an order that depends on the seed and the number of the call alone."""

@@ -35,7 +35,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy
 
 from trimtab_common.sealing import checkpoints, keep_under_other_name
-from trimtab_lm.hf.support import CHECKPOINTING
+from trimtab_lm.hf.config import CHECKPOINTING
 
 Config = TypeVar("Config", bound=TrainingArguments)
 CHECKED = "_is_checked"

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 
 @contextmanager
@@ -34,3 +35,28 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             module.training = flag
         for module, name, rate in rates:
             setattr(module, name, rate)
+
+
+@contextmanager
+def dropout_rates_at_zero(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside the block, whose modules stay in training mode; afterwards the rates are as they were.
+
+    For blocks that hold the backward pass too. `without_dropout` would not do: `Trainer.training_step` sets the mode of
+    the modules itself. Rates that modules read from their config (as Falcon's do) are among those that are set to 0.
+    """
+    rates: dict[tuple[int, str], tuple[object, float]] = {}
+    for module in model.modules():
+        is_dropout = type(module).__name__.endswith("Dropout")
+        config = vars(module).get("config")
+        holders = [module, config] if isinstance(config, PreTrainedConfig) else [module]
+        for holder in holders:
+            for name, rate in vars(holder).items():
+                if isinstance(rate, float) and ("drop" in name or (is_dropout and name == "p")):
+                    rates[id(holder), name] = holder, rate
+    try:
+        for (_, name), (owner, _) in rates.items():
+            setattr(owner, name, 0.0)
+        yield
+    finally:
+        for (_, name), (owner, rate) in rates.items():
+            setattr(owner, name, rate)
