@@ -196,8 +196,8 @@ def _read_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[object]]]:
         while not equals and position < len(argv) and not argv[position].startswith("--"):
             words.append(argv[position])
             position += 1
-        own, dot, inner = flag.removeprefix("--").rpartition(".")  # - for _ in names of fields, not in keys of dicts
-        name = f"{own.replace('-', '_')}.{inner}" if dot else inner.replace("-", "_")
+        head, dot, last = flag.removeprefix("--").rpartition(".")  # - for _ in names of fields, not in keys of dicts
+        name = f"{head.replace('-', '_')}.{last}" if dot else last.replace("-", "_")
         if name == "config" and len(words) != 1:
             raise ConfigError("--config needs the name of one YAML file.")
         yield name, words or [True]

@@ -240,9 +240,8 @@ class _Wandb:
     def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
         if name not in self._tables:
             types = [type(cell) if cell is not None else str for cell in rows[0]]
-            self._tables[name] = self._wandb.Table(
-                columns=[*columns], dtype=types, optional=True, log_mode="INCREMENTAL"
-            )
+            options: dict[str, Any] = {"dtype": types, "optional": True, "log_mode": "INCREMENTAL"}
+            self._tables[name] = self._wandb.Table(columns=[*columns], **options)
         for row in rows:
             self._tables[name].add_data(*row)
         self._log({name: self._tables[name]}, step)
@@ -286,9 +285,7 @@ def _init_wandb(kwargs: dict[str, Any], config: Stats, folder: Path) -> Run:
     reason = f"mode {mode}"
     if mode in (None, "online", "shared") and not wandb.login(prompt=False, verify=False):
         if mode is not None:
-            raise RuntimeError(
-                f"W&B is to run in mode {mode} and has no API key. Set WANDB_API_KEY or use WANDB_MODE=offline."
-            )
+            raise RuntimeError(f"W&B's mode is {mode} without an API key. Set WANDB_API_KEY or WANDB_MODE=offline.")
         mode, reason = "offline", "no API key"
     quiet = {"settings": wandb.Settings(silent=True)} if mode == "offline" else {}
     run_id = kwargs["id"] or os.environ.get("WANDB_RUN_ID")
