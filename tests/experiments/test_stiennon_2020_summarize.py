@@ -21,7 +21,7 @@ from tools.sweeper.records import RunFile
 from transformers import AutoModelForSequenceClassification
 
 from trimtab_common.config import parse_config
-from trimtab_lm.ppo.policy import token_batch
+from trimtab_lm.ppo.samples import Samples
 
 SIZES = {
     "words": 12, "prompt_words": 2, "max_length": 64, "max_new_tokens": 5, "sft_steps": 2, "sft_batch_size": 2,
@@ -204,10 +204,9 @@ def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_hum
             if not seen:
                 seen["text"] = "the film was good"
                 ids = torch.tensor([*self.tokenizer(seen["text"])["input_ids"], self.tokenizer.eos_token_id])
-                row = torch.cat([ids, ids[:1]])[None]  # values stand where a next token is predicted
-                inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+                samples = Samples([ids], [ids[:1]])  # values stand where a next token is predicted
                 with torch.no_grad():
-                    seen["value"] = self.actor_critic.critic(token_batch(inputs, [ids], [ids[:1]]))
+                    seen["value"] = self.scorer.policy(samples, temperature=1.0).values
             return super().step(queries, responses, scores)
 
     monkeypatch.setattr(stages, "PPOTrainer", Spied)

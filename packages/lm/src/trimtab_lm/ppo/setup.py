@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
@@ -117,17 +117,6 @@ def decoder_start(model: PreTrainedModelWrapper) -> int:
         if (start := getattr(source, "decoder_start_token_id", None)) is not None:
             return start
     raise ValueError("The model names no decoder_start_token_id: set it in model.config.")
-
-
-def without_start(
-    responses: list[Tensor], response_masks: list[Tensor] | None, start: int
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Responses, and their masks, without the decoder start token that `model.generate` returns in front of them."""
-    leads = [len(row) > 1 and int(row[0]) == start for row in responses]
-    masks = response_masks
-    if masks is not None:
-        masks = [mask[1:] if lead else mask for mask, lead in zip(masks, leads, strict=True)]
-    return [row[1:] if lead else row for row, lead in zip(responses, leads, strict=True)], masks
 
 
 def start_run(config: PPOConfig, accelerator: Accelerator, run_id: str | None) -> Tracker:

@@ -23,7 +23,7 @@ from trimtab_common.hub import push_folder, write_model_card
 from trimtab_common.kl import SAMPLED_KL, full
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import Mean, RunningMoments, gather_over_ranks, gather_stats
+from trimtab_common.stats import Mean, RunningMoments, gather_over_ranks, gather_stats, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import Tracker, progress
 from trimtab_lm.data.prompts import (
@@ -38,14 +38,13 @@ from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.rewards.model import RewardModel
 from trimtab_lm.sampling.generate import Sampler, eos_token_ids, response_texts, sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.positions import Positions
 
 from .checks import check_logged, check_step
 from .config import PPOConfig
 from .loss import policy_log_ratio, ppo_loss
-from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, model_inputs, token_batch
+from .policy import ActorCritic, Compared, PolicyOutputs, Scorer
 from .returns import gae, per_token_rewards
-from .samples import Samples, carry, check_same_tokens, full_logprobs, in_minibatches, token_entropy
+from .samples import Samples, carry, check_same_tokens, full_logprobs, in_minibatches, padded_inputs, token_entropy
 from .saving import load, record_of, resume, save
 from .selfcheck import check_ratio, check_reference, check_sampler, tolerance
 from .setup import (
@@ -57,10 +56,9 @@ from .setup import (
     reference_of,
     start_run,
     tokenizer_of,
-    without_start,
 )
 from .statistics import Clock, Rollout, as_numbers, one_dimensional, rollout_stats, token_means, training_stats
-from .update import UpdateWindow, accumulation, count, decide, take_step
+from .update import Update
 
 USAGE = """from transformers import AutoTokenizer
 from trimtab_lm import {model}
@@ -116,7 +114,15 @@ class PPOTrainer:
         self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
-        self.scorer = Scorer(self.actor_critic, actor_critic.head, self.reference, self.accelerator)
+        self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
+        self._decoder_start = decoder_start(model) if self.is_encoder_decoder else None
+        self.scorer = Scorer(
+            self.actor_critic,
+            self.reference,
+            self.accelerator,
+            pad_token_id=self.tokenizer.pad_token_id,
+            decoder_start=self._decoder_start,
+        )
 
         self._rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
         self.kl_ctl = kl_controller(config)
@@ -131,10 +137,8 @@ class PPOTrainer:
         self.health = HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None)
         self.steps_done = 0
         self.best_score = float("-inf")
-        self._window: UpdateWindow | None = None
         self._tracker: Tracker | None = None
         self.run_id: str | None = None  # the tracker's
-        self._decoder_start = decoder_start(model) if self.is_encoder_decoder else 0
 
         self.dataset, self.data_collator = dataset, data_collator
         self.dataloader: DataLoader | None = None
@@ -223,9 +227,13 @@ class PPOTrainer:
         return tuple(answers) if generate_ref_response else answers[0]
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
-        model, score = self.model.pretrained_model, self.accelerator.unwrap_model(self.actor_critic)
+        model = self.model.pretrained_model
         config, _ = sampling_config(model, **{"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs})
-        check_sampler(model, score, queries, config, most=self._rounding)
+
+        def logprobs_of(samples: Samples) -> Tensor:
+            return self.scorer.policy_alone(samples, temperature=1.0).logprobs
+
+        check_sampler(model, logprobs_of, queries, config, most=self._rounding)
 
     # -------------------------------------------------------------- one step
 
@@ -236,28 +244,31 @@ class PPOTrainer:
         scores: list[Any],
         response_masks: list[Tensor] | None = None,
     ) -> dict[str, Any]:
-        """One PPO iteration over this process's batch; returns its statistics, equal on all processes.
+        """One PPO iteration over this process's batch.
 
-        queries, responses: `batch_size` 1-D tensors of token ids each; scores: a number for each; response_masks: for
-        each response token 1, or 0 where it is not the policy's own (the output of a tool).
+        Args:
+            queries: `batch_size` rows of token ids, 1-D.
+            responses: `batch_size` rows of token ids, 1-D.
+            scores: a number for each response.
+            response_masks: for each response token 1, or 0 where the policy did not write it (the output of a tool).
+
+        Returns:
+            The statistics, equal on all processes.
         """
         clock = Clock()
-        queries, responses, raw_scores, response_masks = check_step(
+        samples, raw_scores = check_step(
             queries,
             responses,
             scores,
             response_masks,
             batch_size=self.config.batch_size,
-            vocab_size=self.model.pretrained_model.get_input_embeddings().num_embeddings,
-            positions=Positions.of(self.model.pretrained_model),
-            is_encoder_decoder=self.is_encoder_decoder,
+            model=self.model,
+            decoder_start=self._decoder_start,
             is_first=self.steps_done == 0,
             device=self.current_device,
         )
-        if self.is_encoder_decoder:
-            responses, response_masks = without_start(responses, response_masks, self._decoder_start)
         with without_dropout(self.actor_critic):
-            rollout = self._evaluate(queries, responses, raw_scores, response_masks, clock)
+            rollout = self._evaluate(samples, raw_scores, clock)
             if self.steps_done == 0:
                 check_reference(rollout, most=self._rounding)
             train_stats = self._optimize(rollout)
@@ -276,29 +287,23 @@ class PPOTrainer:
             clear_device_cache()
         return {**stats, **self._check_health(stats)}
 
-    def _evaluate(
-        self,
-        queries: list[Tensor],
-        responses: list[Tensor],
-        raw_scores: Tensor,
-        response_masks: list[Tensor] | None,
-        clock: Clock,
-    ) -> Rollout:
+    def _evaluate(self, samples: Samples, raw_scores: Tensor, clock: Clock) -> Rollout:
         """Log-probabilities, values, rewards and advantages of a batch under the policy as it is, without gradients."""
-        samples = Samples(queries, responses, self.prepare_model_inputs(queries, responses), response_masks)
+        if self._replaces("batched_forward_pass", "prepare_model_inputs"):
+            inputs = self.prepare_model_inputs(samples.queries, samples.responses)
+            samples = replace(samples, model_inputs=inputs)
         with torch.no_grad():
-            columns: list[Any] = in_minibatches(self._compare, samples, self.config.mini_batch_size)
-            logprobs, ref_logprobs, values, entropy, mask, exact_kl, *distributions = columns
+            old = in_minibatches(self._compare, samples, self.config.mini_batch_size)
+            mask = old.mask
             clock.lap("forward_pass")
-            pair = distributions or [logprobs, ref_logprobs]
-            known = {} if exact_kl is None or distributions else {"kl": exact_kl}
-            computed: Sequence[Tensor] = self.compute_rewards(
-                self._shaped(raw_scores, responses), pair[0], pair[1], mask, **known
-            )
-            rewards, non_score_rewards = computed[:2]
-            kl = computed[2] if len(computed) > 2 else self._kl_penalty(*pair)
+            scores = self._shaped(raw_scores, samples.responses)
+            known = {} if old.kl is None or old.distributions is not None else {"kl": old.kl}
+            pair = old.distributions, old.ref_distributions
+            pair = (old.logprobs, old.ref_logprobs) if pair[0] is None else pair
+            rewards, non_score_rewards, *kl = self.compute_rewards(scores, *pair, mask, **known)
+            kl = kl[0] if kl else self._kl_penalty(*pair)
             clock.lap("compute_rewards")
-            values, advantages, returns = self.compute_advantages(values, rewards, mask)
+            values, advantages, returns = self.compute_advantages(old.values, rewards, mask)
             clock.lap("compute_advantages")
 
         def at_tokens(column: Tensor) -> Tensor:
@@ -308,9 +313,9 @@ class PPOTrainer:
             samples=samples,
             mask=mask,
             scores=raw_scores,
-            logprobs=logprobs,
-            ref_logprobs=ref_logprobs,
-            entropy=entropy,
+            logprobs=old.logprobs,
+            ref_logprobs=old.ref_logprobs,
+            entropy=old.entropy,
             values=at_tokens(values),
             kl=at_tokens(kl),
             non_score_rewards=at_tokens(non_score_rewards),
@@ -318,30 +323,32 @@ class PPOTrainer:
             returns=at_tokens(returns),
         )
 
-    def _compare(self, samples: Samples) -> list[Tensor | None]:
-        """One minibatch under policy and reference: log-probabilities of both, values, entropy, mask and exact KL.
+    def _compare(self, samples: Samples) -> Compared:
+        """A minibatch under policy and reference.
 
-        The exact KL is None unless `kl_penalty="full"` asks for it. A subclass's `compute_rewards` is then given the
-        log-probabilities of the whole vocabulary, as documented: they come last, both [b, R, V].
+        A subclass's `compute_rewards` is given the log-probabilities of the whole vocabulary for `kl_penalty="full"`,
+        as documented.
         """
         is_full = self.config.kl_penalty == "full"
-        reads_distributions = is_full and self._replaces("compute_rewards")
-        is_whole = is_full and self._replaces("compute_rewards", "batched_forward_pass")
-        policy = self._forward(samples, return_logits=is_whole)
-        ref = self._forward(samples, of_reference=True, return_logits=is_whole)
-        columns = [policy.logprobs, ref.logprobs, policy.values, policy.entropy, policy.mask]
-        temperature = self.sampler.temperature
+        needs_logits = is_full and self._replaces("compute_rewards", "batched_forward_pass")
+        policy = self._forward(samples, return_logits=needs_logits)
+        ref = self._forward(samples, of_reference=True, return_logits=needs_logits)
+        mask, temperature = policy.mask, self.sampler.temperature
+        compared = Compared(policy.logprobs, ref.logprobs, policy.values, policy.entropy, mask)
         if not is_full:
-            return [*columns, None]
+            return compared
         if policy.logits is None or ref.logits is None:
-            return [*columns, self.scorer.exact_kl(self._tokens(samples), temperature=temperature)]
+            return compared._replace(kl=self.scorer.exact_kl(samples, temperature=temperature))
         pair = [full_logprobs(logits, temperature=temperature) for logits in (policy.logits, ref.logits)]
-        return [*columns, full(*pair), *(pair if reads_distributions else [])]
+        compared = compared._replace(kl=full(*pair))
+        if not self._replaces("compute_rewards"):
+            return compared
+        return compared._replace(distributions=pair[0], ref_distributions=pair[1])
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
-        """What the model reads, padded on the right: see `policy.model_inputs`."""
-        start = self._decoder_start if self.is_encoder_decoder else None
-        return model_inputs(queries, responses, pad_token_id=self.tokenizer.pad_token_id, decoder_start=start)
+        """Padded inputs of the model, for a `batched_forward_pass` of a subclass: see `padded_inputs`."""
+        pad_token_id = self.tokenizer.pad_token_id
+        return padded_inputs(queries, responses, pad_token_id=pad_token_id, decoder_start=self._decoder_start)
 
     def batched_forward_pass(
         self,
@@ -351,7 +358,7 @@ class PPOTrainer:
         model_inputs: dict[str, Tensor],
         return_logits: bool = False,
         response_masks: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor | None, Any, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Log-probabilities, logits, values and mask of B responses, `mini_batch_size` rows of like length at a time.
 
         A subclass's method may return columns of its own layout, such as [B, T - 1] over query and response: `step`
@@ -375,26 +382,19 @@ class PPOTrainer:
             raise ValueError(
                 "batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model."
             )
-        samples = Samples(queries, responses, model_inputs, response_masks)
+        samples = Samples(queries, responses, response_masks, model_inputs)
 
-        def forward(part: Samples) -> list[Tensor | None]:
-            outputs = self._score(part, of_reference=of_reference, return_logits=return_logits)
-            return [outputs.logprobs, outputs.logits, outputs.values, outputs.mask]
+        def forward(part: Samples) -> PolicyOutputs:
+            return self._score(part, of_reference=of_reference, return_logits=return_logits)
 
         with without_dropout(self.actor_critic):
-            columns: list[Any] = in_minibatches(forward, samples, self.config.mini_batch_size)
-        logprobs, logits, values, mask = columns
-        return logprobs, logits, values, mask
-
-    def _tokens(self, samples: Samples) -> TokenBatch:
-        """The tokens of a minibatch, without columns of padding alone."""
-        batch = token_batch(samples.model_inputs, samples.queries, samples.responses, samples.response_masks)
-        return batch.trimmed()
+            outputs = in_minibatches(forward, samples, self.config.mini_batch_size)
+        return outputs.logprobs, outputs.logits, outputs.values, outputs.mask
 
     def _score(self, samples: Samples, *, of_reference: bool, return_logits: bool) -> PolicyOutputs:
         """A minibatch by the built-in pass, which needs no logits for log-probabilities and entropies."""
         score = self.scorer.ref if of_reference else self.scorer.policy
-        return score(self._tokens(samples), temperature=self.sampler.temperature, return_logits=return_logits)
+        return score(samples, temperature=self.sampler.temperature, return_logits=return_logits)
 
     def _forward(self, samples: Samples, *, of_reference: bool = False, return_logits: bool = False) -> PolicyOutputs:
         """A minibatch under the policy or the reference, by the built-in pass or by a subclass's.
@@ -487,36 +487,33 @@ class PPOTrainer:
         shuffle = torch.Generator().manual_seed(seed)
         for _ in range(config.ppo_epochs):
             for rows in torch.randperm(config.batch_size, generator=shuffle).split(config.backward_batch_size):
-                if self._update(rollout, rows, recorded).is_stopped:
+                if self._update(rollout, rows, recorded):
                     return training_stats(rollout, recorded)
         return training_stats(rollout, recorded)
 
-    def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> UpdateWindow:
-        """One optimizer step over `rows`, minibatch by minibatch; the gradient is that of all their tokens at once."""
-        lengths = rollout.samples.lengths[rows]
-        parts = rows[lengths.argsort(stable=True)].split(self.config.mini_batch_size)
-        window = self._window = UpdateWindow(count(rollout.mask[rows]), len(parts))
+    def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> bool:
+        """One optimizer step over `rows`, minibatch by minibatch; returns whether the policy has moved too far."""
+        processes, divergence = self.accelerator.num_processes, Mean(0.0, 0.0)
+        tokens = float(sum_over_ranks(rollout.mask[rows].sum()))
+        parts = rows[rollout.samples.lengths[rows].argsort(stable=True)].split(self.config.mini_batch_size)
         try:
-            with accumulation(self.accelerator, len(parts)):
-                for part in parts:
-                    window.seen += 1
-                    # Gradients are exchanged once a window, with its last minibatch.
-                    exchange = nullcontext() if window.is_last else self.accelerator.no_sync(self.actor_critic)
-                    self.accelerator.sync_gradients = window.is_last
-                    with exchange, self._unchanged_modes():
-                        is_first = self.steps_done == 0 and not recorded
-                        recorded.append(self._train_on(rollout, part, window, is_first=is_first))
+            for number, part in enumerate(parts, start=1):
+                # The gradient of the step is that of all its tokens at once, averaged over processes.
+                share = float(rollout.mask[part].sum()) * processes / tokens
+                with self.update.minibatch(share=share, is_last=number == len(parts)), self._unchanged_modes():
+                    is_first = self.steps_done == 0 and not recorded
+                    stats, moved = self._train_on(rollout, part, is_first=is_first)
+                recorded.append(stats)
+                divergence += moved
         except TrainingDivergedError:
-            self.optimizer.zero_grad()
+            self.update.drop()
             raise
-        finally:
-            self._window = None
-        if window.is_stopped is None:  # a subclass's train_minibatch took the step by itself
-            decide(window, self.config, self.current_device)
-        return window
+        if "policy/early_stopped" in stats:
+            return stats["policy/early_stopped"].value > 0
+        return self.update.has_moved_too_far(divergence)  # a subclass's train_minibatch took the step by itself
 
-    def _train_on(self, rollout: Rollout, rows: Tensor, window: UpdateWindow, *, is_first: bool) -> dict[str, Any]:
-        """Score a minibatch of a rollout under the policy as it is now, and train on it."""
+    def _train_on(self, rollout: Rollout, rows: Tensor, *, is_first: bool) -> tuple[dict[str, Any], Mean]:
+        """Score a minibatch under the policy as it is now, and train on it; its statistics, and its divergence."""
         outputs = self._forward(rollout.samples.rows(rows), return_logits=self._replaces("loss", "train_minibatch"))
         mask, old_mask = outputs.mask, rollout.mask[rows]
         check_same_tokens(mask, old_mask)
@@ -526,7 +523,7 @@ class PPOTrainer:
         )
         if is_first:
             check_ratio(outputs.logprobs.detach(), old_logprobs, mask, most=self._rounding)
-        window.divergence += self._moves(old_logprobs, outputs.logprobs, advantages, mask)["approxkl"]
+        divergence = self._moves(old_logprobs, outputs.logprobs, advantages, mask)["approxkl"]
         stats = self.train_minibatch(
             old_logprobs=old_logprobs,
             values=values,
@@ -538,7 +535,7 @@ class PPOTrainer:
             returns=returns,
         )
         entropy = {} if outputs.entropy is None else {"policy/entropy": Mean.of(outputs.entropy, mask)}
-        return {**entropy, **token_means(stats, mask)}
+        return {**entropy, **token_means(stats, mask)}, divergence
 
     def _unchanged_modes(self) -> AbstractContextManager[None]:
         """Undo what a subclass's `train_minibatch` does to modules by `model.train()`, which switches dropout on."""
@@ -603,45 +600,40 @@ class PPOTrainer:
         advantages: Tensor,
         returns: Tensor,
     ) -> dict[str, Any]:
-        """Backward for one minibatch, and the optimizer step if it ends a window; returns its statistics.
+        """Backward for one minibatch, and the optimizer step if it is due; returns its statistics.
 
-        Called by itself, outside of `step`, the minibatch is its own window. Inside, accelerate divides the loss by the
-        window's minibatches, and `optimizer.step` waits for the last one. Arguments as of `loss`. Raises
-        TrainingDivergedError, with the weights untouched, if the loss or the gradient is not finite.
+        Called by itself, outside of `step`, the minibatch is an optimizer step. Inside, accelerate weighs the loss by
+        the minibatch's share of the step's tokens, and its `sync_gradients` says which minibatch is the last.
+
+        Args:
+            old_logprobs: as of `loss`, like the others.
+
+        Raises:
+            TrainingDivergedError: the loss or the gradient is not finite; the weights are untouched.
         """
         moves = self._moves(old_logprobs, logprobs, advantages, mask)
-        window = self._window or UpdateWindow(count(mask), seen=1, divergence=moves["approxkl"])
         policy_loss, value_loss, stats = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
         )
         stats = token_means(stats, mask)
-        loss = policy_loss + value_loss
-        ratio = moves["ratio"].value
+        loss, ratio = policy_loss + value_loss, moves["ratio"].value
         is_skipped = ratio > self.config.ratio_threshold
-        if not is_skipped and not torch.isfinite(loss):
-            self.optimizer.zero_grad()
-            raise TrainingDivergedError(
-                f"The loss of step {self.steps_done} is {loss.item()}. No update was made. Lower learning_rate "
-                f"({self.config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
-            )
         if is_skipped:
             warnings.warn(
                 f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={self.config.ratio_threshold}: it is "
                 "left out of the update. Lower learning_rate or ppo_epochs if this repeats.",
                 stacklevel=2,
             )
-            # Other processes wait for this one's gradients: it sends zeros.
             loss = 0.0 * (logprobs.sum() + vpreds.sum())
-        else:
-            window.kept += 1
-            share = mask.sum().to(loss.dtype) * self.accelerator.num_processes / window.tokens
-            loss = loss * share * self.accelerator.gradient_accumulation_steps
-        if not is_skipped or self.accelerator.num_processes > 1:
-            self.accelerator.backward(loss)
+        elif not torch.isfinite(loss):
+            self.update.drop()
+            raise TrainingDivergedError(
+                f"The loss of step {self.steps_done} is {loss.item()}. No update was made. Lower learning_rate "
+                f"({self.config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
+            )
+        self.update.add(loss, divergence=moves["approxkl"], is_kept=not is_skipped)
         stats["policy/skipped"] = Mean(float(is_skipped), 1.0)
-        if window.is_last:
-            stats |= take_step(self.accelerator, self.actor_critic, self.optimizer, self.config, window)
-        return stats
+        return stats | self.update.take() if self.accelerator.sync_gradients else stats
 
     # ------------------------------------------------------------ statistics
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out, tree_mask
 from trimtab_lm.tokens.logprobs import LanguageHead, TokenScores, positioned
@@ -78,16 +77,18 @@ def _extend_forward(model: Any, run: Any, score: Any, **marks: Any) -> None:
 
 
 def model_inputs(model: Any, tokens: dict[str, Tensor]) -> dict[str, Any]:
-    """What the model takes of a laid-out batch: a tree's 4-D mask is made here, a shared encoder runs here, once."""
+    """What the model takes of a laid-out batch: a tree's 4-D mask; an encoder that branches share runs here, once."""
     inputs: dict[str, Any] = {name: tokens[name] for name in INPUTS if name in tokens}
     base = base_of(model)
     if "branch" in tokens:
         inputs["attention_mask"] = _attention_mask(base, tokens["document"], tokens["branch"])
-    if "encoder_row" in tokens:
-        read = base.get_encoder()(input_ids=inputs.pop("input_ids"), attention_mask=inputs["attention_mask"])
+    if "encoder_row" in tokens and len(tokens["encoder_row"]) > len(inputs["input_ids"]):
         rows = tokens["encoder_row"]
-        inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=read.last_hidden_state.index_select(0, rows))
-        inputs["attention_mask"] = inputs["attention_mask"].index_select(0, rows)
+        read = base.get_encoder()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        read.last_hidden_state = read.last_hidden_state.index_select(0, rows)
+        inputs["encoder_outputs"] = read  # in the model's own class, which may hold more (router logits)
+        for name in ("input_ids", "attention_mask"):  # without input_ids FSMT has no causal mask
+            inputs[name] = inputs[name].index_select(0, rows)
     return inputs
 
 
@@ -123,6 +124,8 @@ def best_layout(model: Any, *, share_prefix: bool) -> Layout:
     base = base_of(model)
     if base.config.is_encoder_decoder:
         return "encoder-decoder"
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        return "padded"  # PEFT puts what it learned before each row, and drops position ids
     if "position_ids" in inspect.signature(base.forward).parameters:
         candidates: tuple[Layout, ...] = ("packed",)
         if share_prefix and not _looks_through_windows(base.config):
