@@ -189,7 +189,7 @@ def test_an_interrupted_save_is_not_loaded(tmp_path, saved):
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"nowhere.*does not exist.*checkpoint-<epochs>"):
+    with pytest.raises(CheckpointError, match=r"nowhere.*does not exist.*checkpoint-<step>"):
         trainer(tmp_path, resume_from=str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"empty.*is not a checkpoint, and holds none"):
@@ -199,6 +199,10 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path, saved):
     folder, _ = saved
     where = str(folder / "checkpoints")
-    for other in ({"use_lora": False}, {"rank": 2}, {"per_prompt_stat_tracking": True, "resume_with_changes": True}):
-        with pytest.raises(CheckpointError, match="saved by another trainer"):
+    for other, problem in (
+        ({"use_lora": False}, "holds other weights than this trainer"),
+        ({"rank": 2}, r"lora.* has shape \[4, .*\], this trainer's has \[2, "),
+        ({"per_prompt_stat_tracking": True, "resume_with_changes": True}, "holds other parts .*: prompt_stats"),
+    ):
+        with pytest.raises(CheckpointError, match=problem):
             trainer(tmp_path, resume_from=where, **other)

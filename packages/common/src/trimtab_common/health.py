@@ -1,12 +1,12 @@
-"""What can be seen going wrong in the statistics of a policy-optimization step, and what to do about it."""
+"""Checks what commonly goes wrong in a policy-optimization step, and says how to fix it."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TypedDict
 
 
 class TrainingDivergedError(FloatingPointError):
@@ -14,10 +14,38 @@ class TrainingDivergedError(FloatingPointError):
 
 
 @dataclass(frozen=True)
-class Alert:
-    """One condition that holds: `str(alert)` is a line with the number, the threshold and the remedy."""
+class Vitals:
+    """The quantities of one step that `HealthMonitor` judges; None leaves a quantity unchecked.
 
-    name: str  # the metric, under health/
+    Args:
+        kl: KL(policy, reference), the mean of the sampled log-ratios, nats per response.
+        entropy: of the policy, nats per token.
+        clip_fraction: share of the ratios that are clipped, in [0, 1].
+        explained_variance: of the value function, at most 1.
+        reward_std: standard deviation of the scores, in the unit of the reward.
+        response_length: mean tokens per response.
+    """
+
+    kl: float | None = None
+    entropy: float | None = None
+    clip_fraction: float | None = None
+    explained_variance: float | None = None
+    reward_std: float | None = None
+    response_length: float | None = None
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One condition that holds; `str(alert)` is a line with the number, the threshold and the remedy.
+
+    Args:
+        name: the metric under which the alert is logged, `health/<condition>`.
+        value: the quantity that missed its limit.
+        threshold: the limit.
+        message: number, limit and remedy.
+    """
+
+    name: str
     value: float
     threshold: float
     message: str
@@ -26,8 +54,17 @@ class Alert:
         return f"{self.name}: {self.message}"
 
 
+class MonitorState(TypedDict):
+    """What a `HealthMonitor` remembers between checks, by the names of the fields of `Vitals`."""
+
+    checks: int
+    first: dict[str, float]
+    recent: dict[str, list[float]]
+    last_alert: dict[str, int]
+
+
 def check_finite(stats: Mapping[str, float]) -> None:
-    """Raise TrainingDivergedError naming every statistic that is NaN or infinite."""
+    """Raises TrainingDivergedError that names every statistic that is NaN or infinite."""
     broken = [f"{name}={value}" for name, value in stats.items() if not math.isfinite(value)]
     if broken:
         raise TrainingDivergedError(
@@ -37,95 +74,122 @@ def check_finite(stats: Mapping[str, float]) -> None:
 
 
 def entropy_collapse(entropy: float, start: float, *, least_share: float) -> Alert | None:
-    """entropy, start: nats per token, now and at the first check; alert below `least_share` of the start."""
+    """Alerts when the entropy is below a share of the first.
+
+    Args:
+        entropy: nats per token.
+        start: the entropy at the first check.
+        least_share: of the start, in [0, 1].
+    """
     threshold = least_share * start
     if entropy >= threshold:
         return None
     return Alert(
-        "health/entropy_collapse", entropy, threshold,
+        "health/entropy_collapse",
+        entropy,
+        threshold,
         f"entropy is {entropy:.4g} nats, below {threshold:.4g} ({least_share:.0%} of the first): the policy stops "
         "exploring. Lower the learning rate, raise the KL coefficient, or add an entropy bonus.",
-    )  # fmt: skip
+    )
 
 
 def runaway_kl(kl: float, target: float, *, most_times: float) -> Alert | None:
-    """kl, target: nats per response; alert above `most_times` the target."""
+    """Alerts when the KL is above `most_times` the target; both in nats per response."""
     threshold = most_times * target
     if kl <= threshold:
         return None
     return Alert(
-        "health/runaway_kl", kl, threshold,
+        "health/runaway_kl",
+        kl,
+        threshold,
         f"KL to the reference is {kl:.4g}, above {threshold:.4g} ({most_times:g} times the target {target:g}): the "
         "reward may be exploited. Raise the KL coefficient, lower its horizon or the learning rate, and read samples.",
-    )  # fmt: skip
+    )
 
 
 def negative_kl(kl: float, *, least: float) -> Alert | None:
-    """kl: the sample mean of log-ratios, nats per response; alert below `least`, where chance no longer explains it."""
+    """Alerts when the mean log-ratio, in nats per response, is below what sampling noise explains."""
     if kl >= least:
         return None
     return Alert(
-        "health/negative_kl", kl, least,
+        "health/negative_kl",
+        kl,
+        least,
         f"KL to the reference is {kl:.4g}, below {least:g}: responses are not drawn from the policy that is scored. "
         "Generate with top_k=0, top_p=1, no min_length, no ban on EOS; score at the sampling temperature; "
         "check the padding side and the attention mask.",
-    )  # fmt: skip
+    )
 
 
 def clipping(fraction: float, *, most: float) -> Alert | None:
-    """fraction: of tokens (or samples) whose ratio is clipped, in [0, 1]."""
+    """Alerts when the share of clipped ratios, in [0, 1], is above `most`."""
     if fraction <= most:
         return None
     return Alert(
-        "health/clipping", fraction, most,
+        "health/clipping",
+        fraction,
+        most,
         f"{fraction:.1%} of the ratios are clipped, above {most:.1%}: updates are larger than the clip range. "
         "Lower the learning rate or the epochs per batch, or enlarge the batch.",
-    )  # fmt: skip
+    )
 
 
 def bad_value_function(explained: Iterable[float], *, least: float) -> Alert | None:
-    """explained: explained variance at the last checks (at most 1); alert when each of them is below `least`."""
+    """Alerts when the explained variance, at most 1, was below `least` at each of the last checks."""
     best = max(explained)
     if best >= least:
         return None
     return Alert(
-        "health/bad_value_function", best, least,
+        "health/bad_value_function",
+        best,
+        least,
         f"explained variance has not been above {best:.4g}, {least:g} is needed: the value function does worse than a "
         "constant. Raise the value loss coefficient, whiten or scale rewards, give the critic its own warm-up.",
-    )  # fmt: skip
+    )
 
 
 def constant_rewards(spread: Iterable[float], *, least: float) -> Alert | None:
-    """spread: standard deviations of the scores at the last checks; alert when none is above `least`."""
+    """Alerts when the standard deviation of the scores was at most `least` at each of the last checks."""
     widest = max(spread)
     if widest > least:
         return None
     return Alert(
-        "health/constant_rewards", widest, least,
+        "health/constant_rewards",
+        widest,
+        least,
         f"the rewards' standard deviation has not been above {widest:.4g}, more than {least:g} is needed: nothing to "
         "learn from. Check the reward function, its truncation, and whether the prompts are too easy or too hard.",
-    )  # fmt: skip
+    )
 
 
 def growing_responses(length: float, start: float, *, most_times: float) -> Alert | None:
-    """length, start: mean tokens per response, now and at the first check; alert above `most_times` the start."""
+    """Alerts when the mean tokens per response are above `most_times` those of the first check."""
     threshold = most_times * start
     if length <= threshold:
         return None
     return Alert(
-        "health/growing_responses", length, threshold,
+        "health/growing_responses",
+        length,
+        threshold,
         f"responses have {length:.4g} tokens, above {threshold:.4g} ({most_times:g} times the first): the reward may "
         "favour length, or EOS is not learnt. Check that EOS is scored and not masked; penalize missing EOS or length.",
-    )  # fmt: skip
+    )
 
 
 class HealthMonitor:
-    """Checks the statistics of every step, and repeats an alert at most every `repeat_after` checks.
+    """Checks the vitals of every step, and repeats an alert at most every `repeat_after` checks.
 
-    kl_target: nats per response that the KL controller aims at; None leaves runaway KL unchecked.
-    entropy_share, length_times: limits relative to the first check.
-    kl_times: limit relative to the target. kl_least: nats per response, negative: chance alone gives a little.
-    clip_fraction: in [0, 1]. explained_variance, reward_std: limits that all of the last `patience` checks must miss.
+    Args:
+        kl_target: nats per response that the KL controller aims at; None leaves runaway KL unchecked.
+        kl_times: largest KL, in multiples of the target.
+        kl_least: smallest KL, nats per response; negative, because sampling noise alone gives a little.
+        entropy_share: smallest entropy, as a share of the first check's.
+        clip_fraction: largest share of clipped ratios, in [0, 1].
+        explained_variance: limit that all of the last `patience` checks must miss.
+        reward_std: limit that all of the last `patience` checks must miss, in the unit of the reward.
+        length_times: largest mean response length, in multiples of the first check's.
+        patience: checks that a slow condition must last.
+        repeat_after: checks after which a condition that still holds is reported again.
     """
 
     def __init__(
@@ -151,57 +215,68 @@ class HealthMonitor:
         self._recent: dict[str, deque[float]] = {}
         self._last_alert: dict[str, int] = {}
 
-    def check(self, stats: Mapping[str, float]) -> list[Alert]:
-        """The alerts that are due; statistics that are not there are not checked.
+    def check(self, vitals: Vitals, stats: Mapping[str, float] = {}) -> list[Alert]:
+        """Judges one step.
 
-        Raises TrainingDivergedError if any statistic is NaN or infinite.
+        Args:
+            vitals: the quantities that the conditions are about.
+            stats: other statistics, which must be finite and are not judged further.
+
+        Returns:
+            The alerts that are due.
+
+        Raises:
+            TrainingDivergedError: a statistic or a vital is NaN or infinite.
         """
         check_finite(stats)
+        check_finite({name: value for name, value in asdict(vitals).items() if value is not None})
         self._checks += 1
-        return [alert for alert in self._conditions(stats) if alert is not None and self._is_due(alert.name)]
+        return [alert for alert in self._conditions(vitals) if alert is not None and self._is_due(alert.name)]
 
     def metrics(self, alerts: Iterable[Alert]) -> dict[str, float]:
         """What to log of a check: the value that each alert names, and their count as health/alerts."""
         values = {alert.name: alert.value for alert in alerts}
         return {"health/alerts": float(len(values)), **values}
 
-    def state_dict(self) -> dict[str, Any]:
-        recent = {key: list(values) for key, values in self._recent.items()}
+    def state_dict(self) -> MonitorState:
+        """What the next check depends on."""
         return {
-            "checks": self._checks, "first": dict(self._first), "recent": recent, "last_alert": dict(self._last_alert),
-        }  # fmt: skip
+            "checks": self._checks,
+            "first": dict(self._first),
+            "recent": {name: list(values) for name, values in self._recent.items()},
+            "last_alert": dict(self._last_alert),
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: MonitorState) -> None:
+        """Restores what `state_dict` returned."""
         self._checks, self._first = state["checks"], dict(state["first"])
-        self._recent = {key: deque(values, maxlen=self.patience) for key, values in state["recent"].items()}
+        self._recent = {name: deque(values, maxlen=self.patience) for name, values in state["recent"].items()}
         self._last_alert = dict(state["last_alert"])
 
-    def _conditions(self, stats: Mapping[str, float]) -> Iterable[Alert | None]:
-        if (kl := stats.get("objective/kl")) is not None:
-            yield negative_kl(kl, least=self.kl_least)
+    def _conditions(self, vitals: Vitals) -> Iterator[Alert | None]:
+        if vitals.kl is not None:
+            yield negative_kl(vitals.kl, least=self.kl_least)
             if self.kl_target is not None:
-                yield runaway_kl(kl, self.kl_target, most_times=self.kl_times)
-        if (entropy := stats.get("ppo/policy/entropy")) is not None:
-            yield entropy_collapse(entropy, self._start("ppo/policy/entropy", entropy), least_share=self.entropy_share)
-        if (fraction := stats.get("ppo/policy/clipfrac")) is not None:
-            yield clipping(fraction, most=self.clip_fraction)
-        if (explained := self._window("ppo/val/var_explained", stats)) is not None:
+                yield runaway_kl(vitals.kl, self.kl_target, most_times=self.kl_times)
+        if vitals.entropy is not None:
+            start = self._first.setdefault("entropy", vitals.entropy)
+            yield entropy_collapse(vitals.entropy, start, least_share=self.entropy_share)
+        if vitals.clip_fraction is not None:
+            yield clipping(vitals.clip_fraction, most=self.clip_fraction)
+        if (explained := self._window("explained_variance", vitals.explained_variance)) is not None:
             yield bad_value_function(explained, least=self.explained_variance)
-        if (spread := self._window("env/reward_std", stats)) is not None:
+        if (spread := self._window("reward_std", vitals.reward_std)) is not None:
             yield constant_rewards(spread, least=self.reward_std)
-        if (length := stats.get("tokens/responses_len_mean")) is not None:
-            start = self._start("tokens/responses_len_mean", length)
-            yield growing_responses(length, start, most_times=self.length_times)
+        if vitals.response_length is not None:
+            start = self._first.setdefault("response_length", vitals.response_length)
+            yield growing_responses(vitals.response_length, start, most_times=self.length_times)
 
-    def _start(self, key: str, value: float) -> float:
-        return self._first.setdefault(key, value)
-
-    def _window(self, key: str, stats: Mapping[str, float]) -> deque[float] | None:
-        """The last `patience` values of a statistic, once there are as many."""
-        if key not in stats:
+    def _window(self, name: str, value: float | None) -> deque[float] | None:
+        """The last `patience` values of a quantity, once there are as many."""
+        if value is None:
             return None
-        window = self._recent.setdefault(key, deque(maxlen=self.patience))
-        window.append(stats[key])
+        window = self._recent.setdefault(name, deque(maxlen=self.patience))
+        window.append(value)
         return window if len(window) == self.patience else None
 
     def _is_due(self, name: str) -> bool:

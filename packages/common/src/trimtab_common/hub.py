@@ -50,7 +50,8 @@ def write_model_card(
     if base_model and not Path(base_model).exists():
         header["base_model"] = base_model
     table = "\n".join(
-        ["| setting | value |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in settings.items())]
+        ["| setting | value |", "| --- | --- |"]
+        + [f"| {key} | {value} |" for key, value in settings.items() if value not in (None, {}, "")]
     )
     page = PAGE.format(
         name=name,

@@ -57,7 +57,8 @@ def start_tracking(
     folder: W&B writes to folder/wandb, TensorBoard to folder/tensorboard.
     run_id: the id a checkpoint holds. Without it W&B takes WANDB_RUN_ID, or draws one. Under a sweep agent W&B takes
         the agent's id in any case, or the sweep would not see its run; `Tracker.run_id` is the one in use.
-    init_kwargs: more arguments for `wandb.init` or TensorBoard's `SummaryWriter`; they win over those above.
+    init_kwargs: more arguments for `wandb.init` or TensorBoard's `SummaryWriter`, as they are or under the tracker's
+        name; they win over those above.
     is_main: False on every process but one, where the tracker does nothing.
 
     W&B needs no account: without a key the run is offline. WANDB_MODE (online, offline, disabled) is obeyed, and
@@ -66,7 +67,8 @@ def start_tracking(
     chosen = check_tracker_name(log_with)
     if not is_main:
         return Tracker(None, run_id)
-    folder, extra = Path(folder), dict(init_kwargs or {})
+    folder, options = Path(folder), dict(init_kwargs or {})
+    extra = options.get(chosen, options)
     if chosen == "wandb":
         given = {"project": project, "name": name, "group": group, "job_type": job_type, "tags": list(tags)}
         wandb_writer = _Wandb({**given, "id": run_id, **extra}, config, folder)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,13 @@ from trimtab_common.seeding import private_rngs
 from trimtab_diffusion.recording import Trajectories
 
 RewardFunction = Callable[[Tensor, tuple[str, ...], tuple[Any, ...]], Any]
-PromptFunction = Callable[[], tuple[str, Any]]
+
+
+class PromptFunction(Protocol):
+    """Draws a prompt, with metadata for the reward function."""
+
+    def __call__(self) -> tuple[str, Any]:
+        """A text, and what the reward function is to know of it."""
 
 
 @dataclass

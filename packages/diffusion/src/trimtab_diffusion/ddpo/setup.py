@@ -3,20 +3,31 @@
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from trimtab_common.config import to_flat_dict
+from trimtab_common.health import HealthMonitor
 from trimtab_common.kl import AdaptiveKLController, FixedKLController
+from trimtab_common.run import Run, create_accelerator
+from trimtab_common.runs import RunRecord, result_settings
 from trimtab_common.tracking import Tracker, start_tracking
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import DDPOConfig
 
+WITHOUT_EFFECT = (
+    *("exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq"),
+    *("num_checkpoint_limit", "resume_*", "max_workers", "async_reward_computation", "train_gradient_checkpointing"),
+    "trajectory_on_cpu",
+)
+"""Fields of DDPOConfig that change no result."""
+HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
+"""Fields of DDPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -39,14 +50,7 @@ def accelerator_of(config: DDPOConfig) -> Accelerator:
         precision = "no"
     if config.allow_tf32 and has_gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
-    return Accelerator(
-        **{
-            "mixed_precision": precision,
-            "project_config": ProjectConfiguration(**config.project_kwargs),
-            "cpu": not has_gpu,  # without it, torchrun on a machine with no GPU gives processes that never synchronise
-            **config.accelerator_kwargs,
-        }
-    )
+    return create_accelerator(config.accelerator_kwargs, config.project_kwargs, mixed_precision=precision)
 
 
 def place(pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> None:
@@ -97,17 +101,24 @@ def kl_controller(config: DDPOConfig) -> FixedKLController:
     return FixedKLController(config.init_kl_coef)
 
 
-def start_run(config: DDPOConfig, accelerator: Accelerator, run_id: str | None) -> Tracker:
-    """The tracker's run that the config asks for, or the one of `run_id` again."""
-    return start_tracking(
-        config.log_with,
-        project=config.tracker_project_name,
-        config=to_flat_dict(config),
-        name=config.run_name or config.exp_name,
-        folder=accelerator.logging_dir or config.logdir,
-        run_id=run_id,
-        init_kwargs=config.tracker_kwargs.get(config.log_with or "", config.tracker_kwargs),
-        is_main=accelerator.is_main_process,
+def run_of(config: DDPOConfig, accelerator: Accelerator, model: nn.Module) -> Run:
+    """The run that the config asks for. Collective."""
+    return Run(
+        accelerator,
+        model,
+        RunRecord.new(result_settings(config, without=WITHOUT_EFFECT)),
+        health=HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None),
+        start_tracker=partial(
+            start_tracking,
+            config.log_with,
+            project=config.tracker_project_name,
+            config=to_flat_dict(config),
+            name=config.run_name or config.exp_name,
+            folder=accelerator.logging_dir or config.logdir,
+            init_kwargs=config.tracker_kwargs,
+        ),
+        accepts_changes=config.resume_with_changes,
+        held=HELD,
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from trimtab_common.advantages import group_whitened
 from trimtab_common.config import to_flat_dict
-from trimtab_common.health import HealthMonitor, TrainingDivergedError
-from trimtab_common.hub import push_folder, write_model_card
+from trimtab_common.health import TrainingDivergedError, Vitals
+from trimtab_common.hub import write_model_card
+from trimtab_common.run import Stateful
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Deviation, Mean, gather_over_ranks, gather_stats, merge_stats
 from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
@@ -31,9 +31,8 @@ from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 from .config import DDPOConfig
 from .loss import denoising_loss, rwr_weights, score_function_loss, sparse_weights
 from .sampling import Pictures, PromptFunction, RewardFunction, Rewards, draw_prompts
-from .saving import record_of, resume, save
 from .selfcheck import check_replay
-from .setup import HookTracker, accelerator_of, kl_controller, optimizer_of, place, start_run, warmup
+from .setup import HookTracker, accelerator_of, kl_controller, optimizer_of, place, run_of, warmup
 
 Pairs = tuple[Tensor, Tensor]
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
@@ -99,16 +98,19 @@ class DDPOTrainer:
             self.prompt_stats = PerPromptStatTracker(
                 config.per_prompt_stat_tracking_buffer_size, config.per_prompt_stat_tracking_min_count
             )
-        self.health = HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None)
         self.first_epoch = self.global_step = self.queries = 0
-        self.run_id: str | None = None  # the tracker's
-        self._tracker: Tracker | None = None
         self._drawn: Trajectories | None = None  # the last, whose schedule and guidance `calculate_loss` replays
         self._is_checked = False
         self._parts: list[dict[str, Mean]] = []  # statistics of losses, until they are logged
-        self.run = record_of(self)
+        self.run = run_of(config, self.accelerator, self.model)
+        self.run.keep(
+            self, "optimizer", "lr_scheduler", "kl_ctl", "prompt_stats", "first_epoch", "global_step", "queries"
+        )
+        self.run.keep(self.accelerator, "scaler")
+        if isinstance(prompt_function, Stateful):
+            self.run.keep_per_rank("prompt_function", prompt_function)
         if config.resume_from:
-            resume(self, config.resume_from)
+            self.run.resume(config.resume_from, self.checkpoint_folder)
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -131,7 +133,7 @@ class DDPOTrainer:
         `with trainer.tracker:` around the call closes it.
         """
         if self.first_epoch == 0:
-            self.run.claim(self.checkpoint_folder)
+            self.run.record.claim(self.checkpoint_folder)
         history = []
         total = self.config.num_epochs if epochs is None else epochs
         for epoch in progress(range(self.first_epoch, total), "DDPO epochs"):
@@ -400,13 +402,13 @@ class DDPOTrainer:
         self.last_stats: dict[str, float] = {
             name: value for name, value in gathered.items() if isinstance(value, float)
         }
-        known = {"ppo/policy/clipfrac": "clipfrac", "env/reward_std": "reward_std", "objective/kl": "objective/kl"}
-        watched = {name: self.last_stats[own] for name, own in known.items() if own in self.last_stats}
-        alerts = self.health.check({**self.last_stats, **watched})
-        if self.accelerator.is_main_process:
-            for alert in alerts:
-                warnings.warn(f"epoch {self.first_epoch - 1}: {alert}", stacklevel=3)
-        self.tracker.log({**gathered, **self.health.metrics(alerts)}, self.global_step)
+        vitals = Vitals(
+            kl=self.last_stats.get("objective/kl"),
+            clip_fraction=self.last_stats.get("clipfrac"),
+            reward_std=self.last_stats["reward_std"],
+        )
+        health = self.run.check_health(vitals, self.last_stats, when=f"epoch {self.first_epoch - 1}")
+        self.tracker.log({**gathered, **health}, self.global_step)
         images, prompts, _, rewards, _ = pictures.batches[-1]
         captions = [f"{prompt} | {reward:.3f}" for prompt, reward in zip(prompts, rewards.tolist(), strict=True)]
         self.tracker.images("pictures", list(images.clamp(0, 1))[:16], captions[:16], self.global_step)
@@ -414,16 +416,19 @@ class DDPOTrainer:
     @property
     def tracker(self) -> Tracker:
         """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
-        if self._tracker is None:
-            self._tracker = start_run(self.config, self.accelerator, self.run_id)
-            self.run_id = self._tracker.run_id
-        return self._tracker
+        return self.run.tracker
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the tracker's run; None until it starts."""
+        return self.run.tracker_id
 
     # ------------------------------------------------------------------ saving
 
     def save_checkpoint(self) -> Path:
         """Everything that the next epoch depends on, atomically, as checkpoint-<epochs> in `checkpoint_folder`."""
-        return save(self)
+        keep = self.config.project_kwargs.get("total_limit") or self.config.num_checkpoint_limit
+        return self.run.save(self.checkpoint_folder, self.first_epoch, keep=keep)
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """The adapters, for `load_lora_weights`, or the whole pipeline, for `from_pretrained`; with a model card."""
@@ -433,12 +438,12 @@ class DDPOTrainer:
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload what `save_pretrained` writes; arguments as of huggingface_hub.upload_folder, and `private`."""
-        if not self.accelerator.is_main_process:
-            return None
-        with TemporaryDirectory() as folder:
+
+        def write(folder: str) -> None:
             self.save_pretrained(folder)
             self.create_model_card(folder, repo_id=repo_id)
-            return push_folder(Path(folder), repo_id, **kwargs)
+
+        return self.run.push(write, repo_id, **kwargs)
 
     def create_model_card(
         self, path: str, model_name: str | None = "TRL DDPO Model", *, repo_id: str | None = None
@@ -454,7 +459,7 @@ class DDPOTrainer:
             usage=USAGE[self.sd_pipeline.use_lora].format(base=base or "<the base pipeline>"),
             library="diffusers",
             base_model=base,
-            settings={name: value for name, value in to_flat_dict(self.config).items() if value not in (None, {}, "")},
+            settings=to_flat_dict(self.config),
             repo_id=repo_id,
             tags=["text-to-image", "lora"] if self.sd_pipeline.use_lora else ["text-to-image"],
         )

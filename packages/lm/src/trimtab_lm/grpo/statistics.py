@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from trimtab_common.health import HealthMonitor
+from trimtab_common.health import HealthMonitor, Vitals
 from trimtab_common.stats import Mean
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.support import Recorder, Tables
@@ -20,14 +20,6 @@ from trimtab_lm.sampling.backends import Rollout, sampler_mismatch
 from .batches import Group
 
 LENGTHS = "completions/lengths"
-
-HEALTH_NAMES = {
-    "reward_std": "env/reward_std",
-    "entropy": "ppo/policy/entropy",
-    "clip_ratio/region_mean": "ppo/policy/clipfrac",
-    "completions/mean_length": "tokens/responses_len_mean",
-}
-"""Our statistics under the names that the health monitor knows."""
 
 
 def rollout_stats(groups: Sequence[Group], rollout: Rollout, scored: Scored, *, names: Sequence[str]) -> dict[str, Any]:
@@ -97,7 +89,13 @@ class Journal:
 
     def warn(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Warn of constant rewards, collapsing entropy, much clipping, growing completions; what to log of it."""
-        alerts = self.health.check({known: numbers[name] for name, known in HEALTH_NAMES.items() if name in numbers})
+        vitals = Vitals(
+            entropy=numbers.get("entropy"),
+            clip_fraction=numbers.get("clip_ratio/region_mean"),
+            reward_std=numbers.get("reward_std"),
+            response_length=numbers.get("completions/mean_length"),
+        )
+        alerts = self.health.check(vitals)
         for alert in alerts:
             warnings.warn(str(alert), stacklevel=4)
         return self.health.metrics(alerts)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
-from trimtab_common.health import HealthMonitor, TrainingDivergedError
+from trimtab_common.health import HealthMonitor, TrainingDivergedError, Vitals
 from trimtab_common.hub import push_folder, write_model_card
 from trimtab_common.kl import SAMPLED_KL, full
 from trimtab_common.masking import rescale, whiten
@@ -695,7 +695,15 @@ class PPOTrainer:
     def _check_health(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """Warn of what goes wrong, each with number, threshold and remedy; raises if a statistic is not finite."""
         scalars = {name: value for name, value in stats.items() if isinstance(value, float)}
-        alerts = self.health.check({**scalars, "env/reward_std": scalars["ppo/std_scores"]})
+        vitals = Vitals(
+            kl=scalars["objective/kl"],
+            entropy=scalars.get("ppo/policy/entropy"),
+            clip_fraction=scalars.get("ppo/policy/clipfrac"),
+            explained_variance=scalars.get("ppo/val/var_explained"),
+            reward_std=scalars["ppo/std_scores"],
+            response_length=scalars.get("tokens/responses_len_mean"),
+        )
+        alerts = self.health.check(vitals, scalars)
         if self.accelerator.is_main_process:
             for alert in alerts:
                 warnings.warn(f"step {self.steps_done}: {alert}", stacklevel=3)

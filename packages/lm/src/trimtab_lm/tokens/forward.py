@@ -12,9 +12,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
+from trimtab_lm.models.interface import base_of
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out, tree_mask
 from trimtab_lm.tokens.logprobs import LanguageHead, TokenScores, positioned
 
@@ -90,11 +90,6 @@ def model_inputs(model: Any, tokens: dict[str, Tensor]) -> dict[str, Any]:
         for name in ("input_ids", "attention_mask"):  # without input_ids FSMT has no causal mask
             inputs[name] = inputs[name].index_select(0, rows)
     return inputs
-
-
-def base_of(model: Any) -> Any:
-    """The transformers model itself, inside its adapters if it has any."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _attention_mask(model: Any, document: Tensor, branch: Tensor) -> Any:

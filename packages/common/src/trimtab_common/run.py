@@ -1,0 +1,278 @@
+"""A training run: its tracker, its health, its checkpoints and its way to the hub.
+
+A trainer that owns its loop has one `Run` and tells it which attributes its next step depends on. `Run` knows no
+algorithm, and never looks at a trainer beyond the attributes that the trainer named.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from huggingface_hub import CommitInfo
+from torch import nn
+
+from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from trimtab_common.health import HealthMonitor, Vitals
+from trimtab_common.hub import push_folder
+from trimtab_common.runs import RunRecord
+from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
+from trimtab_common.tracking import Tracker
+
+TRACKER_ID = "run_id"
+"""The name under which checkpoints hold the tracker's id."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state goes into checkpoints."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """A tree of tensors, numbers, strings, lists and dicts."""
+
+    def load_state_dict(self, state_dict: Any, /) -> object:
+        """Restores what `state_dict` returned."""
+
+
+def create_accelerator(
+    accelerator_kwargs: Mapping[str, Any],
+    project_kwargs: Mapping[str, Any],
+    *,
+    mixed_precision: str | None = None,
+) -> Accelerator:
+    """The accelerator of a run, on the CPU where there is no GPU.
+
+    Args:
+        accelerator_kwargs: arguments of `accelerate.Accelerator`; they take precedence.
+        project_kwargs: arguments of `accelerate.utils.ProjectConfiguration`.
+        mixed_precision: "no", "fp16" or "bf16"; None leaves it to the launcher.
+    """
+    defaults = {
+        # Without cpu=True, torchrun on a machine without a GPU gives processes that never synchronise.
+        "cpu": not torch.accelerator.is_available(),
+        "mixed_precision": mixed_precision,
+        "project_config": ProjectConfiguration(**project_kwargs),
+    }
+    return Accelerator(**{**defaults, **accelerator_kwargs})
+
+
+class Run:
+    """What a training loop has besides its algorithm.
+
+    Args:
+        accelerator: places and synchronises the model.
+        model: as the accelerator prepared it. Checkpoints hold those of its weights that require gradients; the others
+            are the caller's to load as before.
+        record: the run's identity, and the settings that it is resumed with.
+        health: checks the statistics of every step.
+        start_tracker: `start_tracking` with all settings but `run_id` and `is_main`.
+        accepts_changes: whether `load` warns of settings that differ from the checkpoint's, instead of raising.
+        held: names of settings, or patterns, whose values the state of a checkpoint brings along.
+
+    Attributes:
+        tracker_id: the id of the tracker's run, by which a resumed run goes on in it; None until the tracker starts.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        record: RunRecord,
+        *,
+        health: HealthMonitor,
+        start_tracker: Callable[..., Tracker],
+        accepts_changes: bool = False,
+        held: Collection[str] = (),
+    ) -> None:
+        self.accelerator, self.model, self.record, self.health = accelerator, model, record, health
+        self.accepts_changes, self.held = accepts_changes, held
+        self.tracker_id: str | None = None
+        self._start_tracker = start_tracker
+        self._tracker: Tracker | None = None
+        self._kept: dict[str, object] = {"health": self}
+        self._kept_per_rank: dict[str, Stateful] = {}
+
+    def keep(self, owner: object, *names: str) -> None:
+        """Puts attributes of `owner` into every checkpoint.
+
+        They are read when a checkpoint is saved: the state of an attribute that is `Stateful`, any other as it is.
+        None is left out.
+        """
+        self._kept |= dict.fromkeys(names, owner)
+
+    def keep_per_rank(self, name: str, part: Stateful) -> None:
+        """Puts a part into every checkpoint whose state differs between processes."""
+        self._kept_per_rank[name] = part
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, root: str | Path, step: int, *, keep: int | None = None) -> Path:
+        """Writes root/checkpoint-<step> with everything that the next step depends on. Collective.
+
+        Args:
+            root: a folder that holds checkpoints of this run alone.
+            step: how many steps of the run are done.
+            keep: how many checkpoints stay, this one included; None keeps all.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: the folder holds checkpoints of another run.
+        """
+        weights, trained = self.accelerator.get_state_dict(self.model), self._trained_shapes()
+        parts, numbers = self._parts_and_numbers()
+        return save_checkpoint(
+            root,
+            step,
+            accelerator=self.accelerator,
+            weights={name: weight for name, weight in weights.items() if name in trained},
+            state={**{name: part.state_dict() for name, part in parts.items()}, **numbers, TRACKER_ID: self.tracker_id},
+            rank_state={name: part.state_dict() for name, part in self._kept_per_rank.items()},
+            run=self.record,
+            keep=keep,
+        )
+
+    def load(self, path: str | Path) -> None:
+        """Goes on from a checkpoint: everything that `save` wrote is put back.
+
+        Args:
+            path: a folder named checkpoint-<step>.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or was saved with other settings, data, weights or parts.
+        """
+        checkpoint = load_checkpoint(path, accelerator=self.accelerator)
+        record = self.record.continued(
+            checkpoint.path, checkpoint.run, accepts_changes=self.accepts_changes, held=self.held
+        )
+        rank_state = {name: state for name, state in checkpoint.rank_state.items() if state is not None}
+        parts, numbers = self._parts_and_numbers()
+        self._check_weights(checkpoint)
+        per_rank = self._kept_per_rank.keys()  # a part that was saved without a state stays as it is
+        needed, saved = {*parts, *numbers, TRACKER_ID, *per_rank}, {*checkpoint.state, *rank_state, *per_rank}
+        _check_names(checkpoint.path, "parts", needed, saved)
+
+        self.accelerator.unwrap_model(self.model).load_state_dict(checkpoint.weights, strict=False)
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint.state[name])
+        for name in numbers:
+            setattr(self._kept[name], name, checkpoint.state[name])
+        for name, state in rank_state.items():
+            self._kept_per_rank[name].load_state_dict(state)
+        self.tracker_id = checkpoint.state[TRACKER_ID]
+        self.record = record
+        checkpoint.restore_rng()
+
+    def resume(self, where: str | Path, root: str | Path) -> Path | None:
+        """Goes on from a checkpoint, wherever it is.
+
+        Args:
+            where: a checkpoint's folder, a folder of checkpoints, of which the newest is taken, or "latest" for the
+                newest in `root`.
+            root: the folder that this run saves to.
+
+        Returns:
+            The checkpoint's folder; None for "latest" if there is none, which is a run that starts.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or `load` refuses it.
+        """
+        if where == "latest":
+            newest = latest_checkpoint(root)
+        elif (Path(where) / MANIFEST).is_file() or Path(where).match("checkpoint-*"):
+            newest = Path(where)  # without a manifest `load` says what it lacks
+        else:
+            newest = latest_checkpoint(where)
+        if newest is not None:
+            self.load(newest)
+        elif where != "latest":
+            state = "is not a checkpoint, and holds none" if Path(where).is_dir() else "does not exist"
+            raise CheckpointError(
+                f"resume_from={str(where)!r}: {state}. Give a folder checkpoint-<step>, the folder that holds such "
+                "folders, or 'latest'."
+            )
+        return newest
+
+    def _parts_and_numbers(self) -> tuple[dict[str, Stateful], dict[str, object]]:
+        """What the trainer named, as it is at this moment."""
+        values = {name: getattr(owner, name) for name, owner in self._kept.items()}
+        parts = {name: value for name, value in values.items() if isinstance(value, Stateful)}
+        numbers = {name: value for name, value in values.items() if value is not None and name not in parts}
+        return parts, numbers
+
+    def _trained_shapes(self) -> dict[str, list[int]]:
+        module = self.accelerator.unwrap_model(self.model)
+        named = module.named_parameters(remove_duplicate=False)
+        return {name: list(weight.shape) for name, weight in named if weight.requires_grad}
+
+    def _check_weights(self, checkpoint: Checkpoint) -> None:
+        shapes = self._trained_shapes()
+        _check_names(checkpoint.path, "weights", set(shapes), set(checkpoint.weights))
+        for name, weight in checkpoint.weights.items():
+            if list(weight.shape) != shapes[name]:
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name} has shape {list(weight.shape)}, this trainer's has {shapes[name]}. "
+                    "Make the trainer with the model that was saved."
+                )
+
+    # ------------------------------------------------------- tracker, health, hub
+
+    @property
+    def tracker(self) -> Tracker:
+        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
+        if self._tracker is None:
+            self._tracker = self._start_tracker(run_id=self.tracker_id, is_main=self.accelerator.is_main_process)
+            self.tracker_id = self._tracker.run_id
+        return self._tracker
+
+    def check_health(self, vitals: Vitals, stats: Mapping[str, float], *, when: str) -> dict[str, float]:
+        """Warns of what goes wrong in a step, each with number, threshold and remedy.
+
+        Args:
+            vitals: the step's quantities, equal on all processes.
+            stats: other statistics, which must be finite.
+            when: the step's name, for the warnings.
+
+        Returns:
+            What to log: `health/alerts`, the number of alerts, and the value that each alert is about.
+
+        Raises:
+            TrainingDivergedError: a statistic is NaN or infinite.
+        """
+        alerts = self.health.check(vitals, stats)
+        if self.accelerator.is_main_process:
+            for alert in alerts:
+                warnings.warn(f"{when}: {alert}", stacklevel=3)
+        return self.health.metrics(alerts)
+
+    def push(self, write: Callable[[str], None], repo_id: str, **options: Any) -> CommitInfo | None:
+        """Uploads the files that `write` puts into a folder.
+
+        Args:
+            write: takes the folder; called on the main process.
+            repo_id: the repository, created where it does not exist.
+            options: see `trimtab_common.hub.push_folder`.
+
+        Returns:
+            The commit; None on other processes than the main one.
+        """
+        if not self.accelerator.is_main_process:
+            return None
+        with TemporaryDirectory() as folder:
+            write(folder)
+            return push_folder(Path(folder), repo_id, **options)
+
+
+def _check_names(path: Path, what: str, needed: set[str], saved: set[str]) -> None:
+    if needed != saved:
+        raise CheckpointError(
+            f"{path} holds other {what} than this trainer: {', '.join(sorted(needed ^ saved)[:4])} on one side alone. "
+            "Make the trainer as the one that saved it: same model, config, scheduler and data."
+        )

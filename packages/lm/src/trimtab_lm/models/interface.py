@@ -1,0 +1,82 @@
+"""The types of models, tokenizers and datasets that trainers take, and functions that look inside their wrappers."""
+
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+from datasets import Dataset, IterableDataset
+from peft import PeftModel
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+Model: TypeAlias = PreTrainedModel | PeftModel
+"""A transformers model, with or without PEFT adapters around it."""
+
+Processor: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+"""A tokenizer, or a multimodal processor that holds one."""
+
+Data: TypeAlias = Dataset | IterableDataset
+"""A dataset in memory or on disk, or a stream of rows."""
+
+Batch: TypeAlias = dict[str, Tensor]
+"""Named tensors of one batch: model inputs, labels and columns of `trimtab_lm.tokens.layout.lay_out`."""
+
+
+class SamplingModel(Protocol):
+    """A model that generates text: a transformers model with an LM head, a PeftModel, or a value-head wrapper.
+
+    `PreTrainedModel` does not declare `generate`; cast a model that is known to have it.
+    """
+
+    generation_config: GenerationConfig
+
+    @property
+    def config(self) -> PreTrainedConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def base_of(model: Model) -> PreTrainedModel:
+    """Returns the transformers model itself, without the PEFT wrapper around it."""
+    return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
+
+
+def decoder_config(model: Model) -> PreTrainedConfig:
+    """Returns the configuration of the text decoder, which is the model's own unless the model is multimodal."""
+    return base_of(model).config.get_text_config(decoder=True)
+
+
+def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer, out of a multimodal processor if `processor` is one."""
+    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+
+
+def decoder_start_of(model: Model) -> int | None:
+    """Returns the token id that the decoder reads first; None for a causal model, which has no such token.
+
+    Generation reads the id from the generation configuration and falls back to the model's configuration. Training
+    reads it in the same order, so that a model is trained on what it samples from.
+
+    Raises:
+        ValueError: the model is an encoder-decoder, and neither configuration has a `decoder_start_token_id`.
+    """
+    base = base_of(model)
+    if not base.config.is_encoder_decoder:
+        return None
+    sources = [base.generation_config, base.config] if base.can_generate() else [base.config]
+    for source in sources:
+        # T5Config has the field only where the checkpoint or the user has set it.
+        if (start := getattr(source, "decoder_start_token_id", None)) is not None:
+            return int(start)
+    raise ValueError(
+        f"{type(base).__name__} names no decoder_start_token_id, so its decoder has no first token to read. Set it in "
+        "model.generation_config."
+    )
