@@ -11,9 +11,10 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
-from trimtab_lm.tokens.forward import base_of, model_inputs
+from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl, positioned
 
@@ -76,12 +77,19 @@ class Compared(NamedTuple):
 
     logprobs: Tensor
     ref_logprobs: Tensor
-    values: Tensor
+    values: Tensor | None
     entropy: Tensor | None
     mask: Tensor
     kl: Tensor | None = None
     distributions: Tensor | None = None
     ref_distributions: Tensor | None = None
+
+    @property
+    def compared(self) -> tuple[Tensor, Tensor]:
+        """What `compute_rewards` takes of policy and reference: log-probabilities of tokens, or whole distributions."""
+        if self.distributions is None or self.ref_distributions is None:
+            return self.logprobs, self.ref_logprobs
+        return self.distributions, self.ref_distributions
 
 
 class Critic(nn.Module):
@@ -242,10 +250,10 @@ class Scorer:
         """[B, R] of the policy; every process takes part."""
         return self._policy(self.actor_critic, samples, temperature, return_logits)
 
-    def policy_alone(self, samples: Samples, *, temperature: float) -> PolicyOutputs:
-        """[B, R] of the policy, on this process alone, without gradients."""
+    def policy_alone(self, samples: Samples, *, temperature: float) -> Tensor:
+        """Log-probabilities [B, R] of the policy, on this process alone, without gradients."""
         with torch.no_grad():
-            return self._policy(self.bare, samples, temperature, return_logits=False)
+            return self._policy(self.bare, samples, temperature, return_logits=False).logprobs
 
     def _policy(self, module: nn.Module, samples: Samples, temperature: float, return_logits: bool) -> PolicyOutputs:
         tokens = self.bare.tokens(samples, **self.padding)

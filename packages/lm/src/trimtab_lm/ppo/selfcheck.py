@@ -35,7 +35,7 @@ def check_reference(rollout: Rollout, *, most: float) -> None:
 
 
 def check_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, most: float) -> None:
-    """Before any update the policy gives the log-probabilities of the rollout: all [b, R]."""
+    """Before any update the policy gives the log-probabilities of the rollout; all [b, R]."""
     gap = float(((logprobs - old_logprobs) * mask).abs().max())
     if gap > most:
         warnings.warn(

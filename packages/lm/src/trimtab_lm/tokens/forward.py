@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 from trimtab_lm.models.interface import base_of
