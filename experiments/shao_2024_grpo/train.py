@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab_common.config import parse_config
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
-from trimtab_lm.sampling.backends import Rollout, RolloutBackend
+from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 
 # The file is run by its path, from anywhere; the experiments are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

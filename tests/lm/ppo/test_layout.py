@@ -8,8 +8,8 @@ import torch
 from tests.lm import tiny
 
 from trimtab_lm import PPOTrainer
+from trimtab_lm.ppo import passes
 from trimtab_lm.ppo import samples as samples_module
-from trimtab_lm.ppo import trainer as trainer_module
 from trimtab_lm.ppo.policy import PolicyOutputs
 from trimtab_lm.ppo.samples import Samples
 
@@ -88,7 +88,7 @@ def test_equal_queries_are_read_once():
 def test_a_step_builds_no_padded_inputs_unless_a_subclass_reads_them(monkeypatch):
     calls: list[str] = []
     padded_of = samples_module.padded_inputs
-    monkeypatch.setattr(trainer_module, "padded_inputs", lambda *args, **kw: calls.append("") or padded_of(*args, **kw))
+    monkeypatch.setattr(passes, "padded_inputs", lambda *args, **kw: calls.append("") or padded_of(*args, **kw))
     tiny.ppo(mini_batch_size=2).step(*tiny.batch())
     assert calls == []
 

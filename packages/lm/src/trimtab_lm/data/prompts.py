@@ -256,7 +256,3 @@ def endless(batches: Iterable[Any]) -> Iterator[Any]:
     """Epoch after epoch of batches."""
     while True:
         yield from batches
-
-
-RewardFunction = Callable[..., Sequence[float]]
-"""reward(queries: list[str], responses: list[str], **columns) -> one score per response."""

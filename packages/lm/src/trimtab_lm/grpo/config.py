@@ -6,7 +6,7 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
-from trimtab_lm.sampling.backends import SamplingSettings
+from trimtab_lm.sampling.rollout import SamplingSettings
 
 from .loss import LOG_RATIOS, NORMALIZATIONS, SCALES
 

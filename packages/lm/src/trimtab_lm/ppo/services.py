@@ -1,4 +1,4 @@
-"""What PPOTrainer offers besides the algorithm: batches, samples, forward passes, statistics and files."""
+"""What PPOTrainer offers besides the algorithm: batches, samples, statistics and files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,25 +13,22 @@ from datasets import Dataset
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
-from trimtab_common.kl import full
 from trimtab_common.run import Run
 from trimtab_common.stats import gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, used_columns
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.sampling.generate import Sampler, sampling_config
+from trimtab_lm.sampling.backends import make_backend
+from trimtab_lm.sampling.generate import response_texts, sampling_config
+from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
 
 from .checks import check_logged
-from .config import PPOConfig
-from .policy import Compared, PolicyOutputs, Scorer
-from .samples import Samples, full_logprobs, in_minibatches, padded_inputs, token_entropy
+from .passes import ForwardPasses
 from .selfcheck import check_sampler
 from .statistics import rollout_stats
 
@@ -42,20 +39,13 @@ model = {model}.from_pretrained("{repo_id}")  # transformers' own Auto classes l
 tokenizer = AutoTokenizer.from_pretrained("{repo_id}")"""
 
 
-class PolicyServices:
+class PolicyServices(ForwardPasses):
     """The methods of PPOTrainer that are no part of the algorithm. PPOTrainer's constructor sets the attributes."""
 
-    config: PPOConfig
-    model: PreTrainedModelWrapper
-    ref_model: PreTrainedModelWrapper | None
     reference: Reference
-    tokenizer: PreTrainedTokenizerBase
     is_encoder_decoder: bool
     accelerator: Accelerator
-    actor_critic: nn.Module
-    decoder_start: int | None
-    scorer: Scorer
-    sampler: Sampler
+    rollout: RolloutBackend | None
     rounding: float
     run: Run
     steps_done: int
@@ -74,16 +64,6 @@ class PolicyServices:
     @current_device.setter
     def current_device(self, device: torch.device | str | int) -> None:
         self._device = torch.device(device)
-
-    def _replaces(self, *names: str) -> bool:
-        """Whether a subclass, or an assignment to this trainer, replaces one of these methods.
-
-        What only a replaced method reads, such as logits, is computed for one alone.
-        """
-        return any(
-            name in vars(self) or getattr(type(self), name).__module__.rpartition(".")[0] != __package__
-            for name in names
-        )
 
     # ---------------------------------------------------------------- batches and samples
 
@@ -134,10 +114,11 @@ class PolicyServices:
         Args:
             query_tensor: a query [T], or a list of queries.
             length_sampler: draws `max_new_tokens`, once per call.
-            batch_size: queries at a time.
+            batch_size: queries at a time; a rollout has a size of its own.
             return_prompt: whether a response begins with its query (causal models).
             generate_ref_response: whether the reference responds as well.
-            generation_kwargs: settings of transformers' GenerationConfig; see `Sampler`.
+            generation_kwargs: settings of transformers' GenerationConfig; see `Sampler`. A rollout has settings of its
+                own and takes none.
 
         Returns:
             A [1, T] tensor for one query, a list of 1-D tensors for several; a pair of these with
@@ -147,117 +128,68 @@ class PolicyServices:
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
         if length_sampler is not None:
             generation_kwargs["max_new_tokens"] = length_sampler()
-        models: list[AbstractContextManager[Any]] = [nullcontext(self.model.pretrained_model)]
-        if generate_ref_response:
-            models.append(self.reference.active())
-        options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
-        with torch.no_grad(), without_dropout(self.model):
-            is_first = self.sampler.calls == 0
-            responses = self.sampler(models, queries, **options)  # refuses bad queries by name
-            if is_first:
-                self._check_sampler(queries, generation_kwargs)
+        if self.rollout is not None:
+            if generation_kwargs or generate_ref_response:
+                raise ValueError(
+                    f"The rollout samples by its own settings, from the policy alone: leave {sorted(generation_kwargs)}"
+                    ", length_sampler and generate_ref_response out."
+                )
+            responses = [self._roll_out(self.rollout, queries, return_prompt=return_prompt)]
+        else:
+            models: list[AbstractContextManager[Any]] = [nullcontext(self.model.pretrained_model)]
+            if generate_ref_response:
+                models.append(self.reference.active())
+            options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
+            with torch.no_grad(), without_dropout(self.model):
+                is_first = self.sampler.calls == 0
+                responses = self.sampler(models, queries, **options)  # refuses bad queries by name
+                if is_first:
+                    self._check_sampler(queries, generation_kwargs)
         answers = [rows[0][None] if is_single else rows for rows in responses]
         return tuple(answers) if generate_ref_response else answers[0]
+
+    def _roll_out(self, rollout: RolloutBackend, queries: list[Tensor], *, return_prompt: bool) -> list[Tensor]:
+        responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
+        if self.is_encoder_decoder or not return_prompt:
+            return responses
+        return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         model = self.model.pretrained_model
         config, _ = sampling_config(model, **{"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs})
         check_sampler(model, partial(self.scorer.policy_alone, temperature=1.0), queries, config, most=self.rounding)
 
-    # ---------------------------------------------------------------- forward passes
+    def _sampling_options(self, generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `generate` for whole batches; makes the sampler where the config names one."""
+        config = self.config
+        if config.rollout_backend != "transformers":
+            at = {} if config.temperature is None else {"temperature": config.temperature}
+            settings = SamplingSettings.of({**at, **generation_kwargs})
+            if self.rollout is None or self.rollout.settings != settings:
+                options = config.rollout_backend_kwargs
+                self.rollout = make_backend(
+                    config.rollout_backend, settings, self.tokenizer, options, batch_size=config.batch_size
+                )
+            return {}
+        if self.rollout is not None:
+            return dict(generation_kwargs)  # which `generate` refuses
+        options = {"batch_size": config.batch_size, "do_sample": True, **generation_kwargs}
+        return {name: value for name, value in options.items() if name != "return_prompt"}
 
-    def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
-        """Padded inputs, as `batched_forward_pass` takes them; `step` needs none unless a subclass replaces either."""
-        pad_token_id = self.tokenizer.pad_token_id
-        return padded_inputs(queries, responses, pad_token_id=pad_token_id, decoder_start=self.decoder_start)
+    def _completions(
+        self, batch: dict[str, Any], responses: list[Tensor]
+    ) -> tuple[list[str], list[str], list[list[int]], dict[str, Any]]:
+        """Prompts, completions, their ids and the batch's other columns, as a `RewardSet` takes them.
 
-    def batched_forward_pass(
-        self,
-        model: nn.Module | None,
-        queries: list[Tensor],
-        responses: list[Tensor],
-        model_inputs: dict[str, Tensor],
-        return_logits: bool = False,
-        response_masks: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """Log-probabilities, logits, values and mask of B responses, `mini_batch_size` rows of like length at a time.
-
-        A subclass's method may return columns of its own layout, such as [B, T - 1] over query and response: `step`
-        reads the positions where the mask is 1, and calls it for one minibatch at a time, with gradients in the
-        updates. `model` is then a module that gives (logits, loss, values) of the model inputs.
-
-        Args:
-            model: `trainer.model`, or `trainer.ref_model`, which is None where the adapters are switched off.
-            queries: B rows of token ids.
-            responses: B rows of token ids.
-            model_inputs: as from `prepare_model_inputs`, [B, T] each, padded on either side.
-            return_logits: whether to return logits as well.
-            response_masks: for each response, 1 where a token counts.
-
-        Returns:
-            Log-probabilities in nats at the sampling temperature, [B, R]; logits [B, R, V], or None; values [B, R], or
-            None for the reference; the mask [B, R]. All are 0 where a token does not count.
+        The batch gets the texts too, as `query` and `response`.
         """
-        of_reference = model is None or model is self.ref_model
-        if not of_reference and model is not self.model and model is not self.actor_critic:
-            raise ValueError(
-                "batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model."
-            )
-        score = self.scorer.ref if of_reference else self.scorer.policy
-        forward = partial(score, temperature=self.sampler.temperature, return_logits=return_logits)
-        with without_dropout(self.actor_critic):
-            samples = Samples(queries, responses, response_masks, model_inputs)
-            outputs = in_minibatches(forward, samples, self.config.mini_batch_size)
-        return outputs.logprobs, outputs.logits, outputs.values, outputs.mask
-
-    def _forward(self, samples: Samples, *, of_reference: bool = False, return_logits: bool = False) -> PolicyOutputs:
-        """A minibatch under the policy or the reference, by the built-in pass or by a subclass's.
-
-        The built-in pass needs no logits for log-probabilities and entropies. A subclass's is asked for the policy's.
-        """
-        temperature = self.sampler.temperature
-        if not self._replaces("batched_forward_pass"):
-            score = self.scorer.ref if of_reference else self.scorer.policy
-            return score(samples, temperature=temperature, return_logits=return_logits)
-        model: Any = (self.ref_model or self.model) if of_reference else self.actor_critic
-        context = self.scorer.of_reference() if of_reference else nullcontext()
-        with context, without_dropout(self.actor_critic):
-            logprobs, logits, values, mask = self.batched_forward_pass(
-                model,
-                samples.queries,
-                samples.responses,
-                samples.model_inputs or {},
-                return_logits=return_logits or not of_reference,
-                response_masks=samples.response_masks,
-            )
-        counts = mask.bool()
-        return PolicyOutputs(
-            logprobs=torch.where(counts, logprobs, 0.0),
-            entropy=None if logits is None else token_entropy(logits, mask, temperature=temperature),
-            values=None if values is None else torch.where(counts, values, 0.0),
-            mask=mask,
-            logits=logits,
-        )
-
-    def _compare(self, samples: Samples) -> Compared:
-        """A minibatch under policy and reference.
-
-        With `kl_penalty="full"` a subclass's `compute_rewards` reads the log-probabilities of the whole vocabulary, as
-        documented; the built-in one takes the exact KL, for which no logits are kept.
-        """
-        is_full, temperature = self.config.kl_penalty == "full", self.sampler.temperature
-        needs_logits = is_full and self._replaces("compute_rewards", "batched_forward_pass")
-        policy = self._forward(samples, return_logits=needs_logits)
-        ref = self._forward(samples, of_reference=True, return_logits=needs_logits)
-        compared = Compared(policy.logprobs, ref.logprobs, policy.values, policy.entropy, policy.mask)
-        if not is_full:
-            return compared
-        if policy.logits is None or ref.logits is None:
-            return compared._replace(kl=self.scorer.exact_kl(samples, temperature=temperature))
-        pair = [full_logprobs(logits, temperature=temperature) for logits in (policy.logits, ref.logits)]
-        if self._replaces("compute_rewards"):
-            return compared._replace(distributions=pair[0], ref_distributions=pair[1])
-        return compared._replace(kl=full(*pair))
+        queries = batch["input_ids"]
+        texts = response_texts(self.tokenizer, queries, responses, is_encoder_decoder=self.is_encoder_decoder)
+        batch["response"] = texts
+        if "query" not in batch:
+            batch["query"] = self.tokenizer.batch_decode(queries, skip_special_tokens=True)
+        columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
+        return batch["query"], texts, [row.tolist() for row in responses], columns
 
     # ---------------------------------------------------------------- statistics
 

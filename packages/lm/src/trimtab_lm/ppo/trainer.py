@@ -21,11 +21,12 @@ from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
-from trimtab_lm.data.prompts import RewardFunction, ShuffledBatches, endless, open_prompts
+from trimtab_lm.data.prompts import ShuffledBatches, endless, open_prompts
 from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.rewards.model import RewardModel
-from trimtab_lm.sampling.generate import Sampler, eos_token_ids, response_texts
+from trimtab_lm.rewards.functions import function_stats, rewards_of
+from trimtab_lm.sampling.generate import eos_token_ids
+from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 
 from .checks import check_step
@@ -33,6 +34,7 @@ from .config import PPOConfig
 from .loss import policy_log_ratio, ppo_loss
 from .policy import ActorCritic, Scorer
 from .returns import gae, per_token_rewards
+from .sampler import Sampler
 from .samples import Samples, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
@@ -61,6 +63,8 @@ class PPOTrainer(PolicyServices):
         num_shared_layers: layers that the copied reference shares with the model, frozen in both.
         lr_scheduler: stepped once per PPO step.
         value_model: a model for the values in place of the value head, such as a reward model; see `Critic`.
+        rollout: what samples in `generate` and `train`, by its own settings, such as a VLLMRollout; None: transformers'
+            generate, or in `train` the backend that `config.rollout_backend` names.
     """
 
     def __init__(
@@ -76,8 +80,11 @@ class PPOTrainer(PolicyServices):
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         *,
         value_model: nn.Module | None = None,
+        rollout: RolloutBackend | None = None,
     ):
         config = replace(config or PPOConfig())  # checked again: fields may have been assigned
+        if rollout is not None and config.rollout_backend != "transformers":
+            raise ValueError(f"rollout_backend={config.rollout_backend!r} and a rollout: leave one of them out.")
         self.model = model = policy_of(config, model)
         self.tokenizer = tokenizer_of(config, tokenizer)
         self.is_encoder_decoder, self.decoder_start = model.is_encoder_decoder, decoder_start_of(model.pretrained_model)
@@ -102,6 +109,7 @@ class PPOTrainer(PolicyServices):
             rank=self.accelerator.process_index,
             temperature=config.temperature,
         )
+        self.rollout = rollout
         self.steps_done, self.best_score = 0, float("-inf")
 
         self.data_collator = data_collator
@@ -127,45 +135,46 @@ class PPOTrainer(PolicyServices):
 
     def train(
         self,
-        reward: RewardFunction | nn.Module | None = None,
+        reward: Any = None,
         *,
         generation_kwargs: Mapping[str, Any] | None = None,
         steps: int | None = None,
         resume_from: str | Path | None = None,
         on_step: Callable[[int, dict[str, Any], dict[str, Any]], None] | None = None,
+        reward_weights: Sequence[float] | None = None,
     ) -> list[dict[str, Any]]:
         """Generate, score and step over the dataset until `steps` are done; logs and saves.
 
         Args:
-            reward: `reward(queries, responses, **columns) -> scores`, with texts and the batch's other columns, or a
-                sequence classifier with the policy's tokenizer; None: `config.reward_model`.
+            reward: what scores the responses, one or a list: functions, plain or async, as of `RewardSet` or
+                `reward(queries, responses, **columns) -> scores`, with texts and the batch's other columns; sequence
+                classifiers, a module with the policy's tokenizer. None: `config.reward_model`.
             generation_kwargs: arguments of `generate`; by default the whole batch is sampled at once.
             steps: PPO steps in all; default: the config's.
             resume_from: a checkpoint's folder, or "latest" for the newest in `output_dir`, if there is one.
             on_step: called with the step's number, the logged statistics and the batch.
+            reward_weights: one per reward; None: 1.
 
         Returns:
             The numbers among the logged statistics of every step.
         """
-        reward_function = self._reward_function(reward)
         if self.dataloader is None:
             raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
+        if (reward := self.config.reward_model if reward is None else reward) is None:
+            raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
+        rewards = rewards_of(reward, reward_weights, tokenizer=self.tokenizer, device=self.current_device)
         self._resume(resume_from)
-        options = {"batch_size": self.config.batch_size, "do_sample": True, **(generation_kwargs or {})}
+        options = self._sampling_options(generation_kwargs or {})
         total, history = steps or self.config.steps, []
         batches = endless(self.dataloader)
         for _ in progress(range(self.steps_done, total), "PPO steps"):
             batch = next(batches)
-            queries = batch["input_ids"]
-            responses = self.generate(queries, **{**options, "return_prompt": False})
-            batch["response"] = response_texts(
-                self.tokenizer, queries, responses, is_encoder_decoder=self.is_encoder_decoder
-            )
-            if "query" not in batch:
-                batch["query"] = self.tokenizer.batch_decode(queries, skip_special_tokens=True)
-            columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
-            scores = list(reward_function(batch["query"], batch["response"], **columns))
-            stats = self.step(queries, responses, scores)
+            responses = self.generate(batch["input_ids"], return_prompt=False, **options)
+            scored = rewards(*self._completions(batch, responses))
+            scores = scored.rewards.tolist()
+            stats = self.step(batch["input_ids"], responses, scores)
+            if len(rewards.names) > 1:
+                stats |= self.gather_stats(function_stats(rewards.names, scored))
             logs = self.log_stats(stats, batch, scores)
             history.append({name: value for name, value in logs.items() if isinstance(value, float)})
             if on_step is not None:
@@ -173,15 +182,6 @@ class PPOTrainer(PolicyServices):
             if self.config.save_steps and self.steps_done % self.config.save_steps == 0:
                 self.save_checkpoint()
         return history
-
-    def _reward_function(self, reward: RewardFunction | nn.Module | None) -> RewardFunction:
-        if isinstance(reward, nn.Module):
-            return RewardModel(reward, self.tokenizer, device=self.current_device)
-        if reward is None and self.config.reward_model:
-            return RewardModel(self.config.reward_model, device=self.current_device)
-        if reward is None:
-            raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
-        return reward
 
     def step(
         self,
