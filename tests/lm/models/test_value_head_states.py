@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from trimtab_lm.ppo.policy import ActorCritic
-from trimtab_lm.ppo.samples import Samples, padded_inputs
+from trimtab_lm.ppo.samples import Padding, Samples, padded_inputs
 from trimtab_lm.tokens.heads import lm_head_of
 
 QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]
@@ -71,9 +71,9 @@ def batch_of(module: ActorCritic):
 
 def batch_from(module: ActorCritic, start: int | None):
     samples = Samples(QUERIES, RESPONSES)
-    inputs = padded_inputs(QUERIES, RESPONSES, pad_token_id=0, decoder_start=start)
-    padded = replace(samples, model_inputs=inputs).tokens(module.layouts, pad_token_id=0, decoder_start=start)
-    return module.tokens(samples, pad_token_id=0, decoder_start=start), inputs, padded["source"], padded["targets"]
+    inputs = padded_inputs(QUERIES, RESPONSES, Padding(0, start))
+    padded = replace(samples, model_inputs=inputs).tokens(module.layouts, Padding(0, start))
+    return module.tokens(samples, Padding(0, start)), inputs, padded["source"], padded["targets"]
 
 
 def at(states: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -226,7 +226,7 @@ def test_an_adapter_of_a_sequence_classifier_goes_on_as_critic_with_its_trained_
     config = LoraConfig(target_modules=["c_attn"], task_type="SEQ_CLS", init_lora_weights=False, fan_in_fan_out=True)
     classifier = get_peft_model(tiny.scorer(), config).eval()
     module = ActorCritic(tiny.policy().eval(), classifier)
-    values = module(**module.tokens(Samples(QUERIES[:1], RESPONSES[:1]), pad_token_id=0, decoder_start=None)).values
+    values = module(**module.tokens(Samples(QUERIES[:1], RESPONSES[:1]), Padding(0))).values
     last_read = torch.cat([QUERIES[0], RESPONSES[0]])[None, :-1]
     torch.testing.assert_close(values[-1], classifier(last_read).logits[0, 0])
     values.sum().backward()

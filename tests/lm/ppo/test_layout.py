@@ -71,17 +71,17 @@ def test_rows_of_unlike_lengths_share_rows():
     queries = [torch.tensor([token]) for token in (5, 6, 7, 8)]
     responses = [torch.arange(6, 6 + length) for length in (3, 1, 1, 1)]
     trainer = TRAINERS["llama"]()
-    tokens = Samples(queries, responses).tokens(trainer.scorer.bare.layouts, **trainer.scorer.padding)
+    tokens = Samples(queries, responses).tokens(trainer.scorer.bare.layouts, trainer.scorer.padding)
     assert tokens["input_ids"].numel() == 12
 
 
 def test_equal_queries_are_read_once():
     trainer = TRAINERS["gpt2"]()
-    (tokens,) = trainer.scorer.bare.tokens(SAMPLES["equal queries"], **trainer.scorer.padding).values()
+    (tokens,) = trainer.scorer.bare.tokens(SAMPLES["equal queries"], trainer.scorer.padding).values()
     read = tokens["document"] >= 0
     assert int(read.sum()) == sum(map(len, [QUERIES[i] for i in (0, 1, 3)])) + sum(map(len, RESPONSES))
     trainer = TRAINERS["t5"]()
-    (tokens,) = trainer.scorer.bare.tokens(SAMPLES["equal queries"], **trainer.scorer.padding).values()
+    (tokens,) = trainer.scorer.bare.tokens(SAMPLES["equal queries"], trainer.scorer.padding).values()
     assert len(tokens["input_ids"]) == 3
 
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from trimtab_lm.ppo.policy import ActorCritic, PolicyOutputs, TokenOutputs
-from trimtab_lm.ppo.samples import Samples, padded_inputs
+from trimtab_lm.ppo.samples import Padding, Samples, padded_inputs
 from trimtab_lm.tokens import logprobs
 from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl, score_logits
 
@@ -61,7 +61,7 @@ def batch_of(module: ActorCritic, rows: list[int], side: str = "right") -> Sampl
     """Samples that are read from padded inputs."""
     queries, responses = [QUERIES[i] for i in rows], [RESPONSES[i] for i in rows]
     start = 0 if module.head.is_encoder_decoder else None
-    inputs = padded_inputs(queries, responses, pad_token_id=0, decoder_start=start)
+    inputs = padded_inputs(queries, responses, Padding(0, start))
     if side == "left":
         for mask_name in [name for name in inputs if name.endswith("mask")]:
             ids_name = mask_name.replace("attention_mask", "input_ids")
@@ -74,7 +74,7 @@ def batch_of(module: ActorCritic, rows: list[int], side: str = "right") -> Sampl
 
 def tokens_of(module: ActorCritic, samples: Samples) -> dict[str, torch.Tensor]:
     start = 0 if module.head.is_encoder_decoder else None
-    return module.tokens(samples, pad_token_id=0, decoder_start=start)["tokens"]
+    return module.tokens(samples, Padding(0, start))["tokens"]
 
 
 def score(module: ActorCritic, samples: Samples, temperature: float = 1.0) -> PolicyOutputs:

@@ -2,11 +2,10 @@
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.kl import full
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
@@ -24,9 +23,7 @@ class ForwardPasses:
     config: PPOConfig
     model: PreTrainedModelWrapper
     ref_model: PreTrainedModelWrapper | None
-    tokenizer: PreTrainedTokenizerBase
     actor_critic: nn.Module
-    decoder_start: int | None
     scorer: Scorer
     sampler: Sampler
 
@@ -42,8 +39,7 @@ class ForwardPasses:
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
         """Padded inputs, as `batched_forward_pass` takes them; `step` needs none unless a subclass replaces either."""
-        pad_token_id = self.tokenizer.pad_token_id
-        return padded_inputs(queries, responses, pad_token_id=pad_token_id, decoder_start=self.decoder_start)
+        return padded_inputs(queries, responses, self.scorer.padding)
 
     def batched_forward_pass(
         self,
@@ -123,7 +119,8 @@ class ForwardPasses:
         needs_logits = is_full and self._replaces("compute_rewards", "batched_forward_pass")
         policy = self._forward(samples, return_logits=needs_logits)
         ref = self._forward(samples, of_reference=True, return_logits=needs_logits)
-        compared = Compared(policy.logprobs, ref.logprobs, policy.values, policy.entropy, policy.mask)
+        values = cast(Tensor, policy.values)  # None for a reference alone
+        compared = Compared(policy.logprobs, ref.logprobs, values, policy.entropy, policy.mask)
         if not is_full:
             return compared
         if policy.logits is None or ref.logits is None:

@@ -11,6 +11,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
@@ -18,7 +19,7 @@ from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl, positioned
 
-from .samples import Layouts, Samples
+from .samples import Layouts, Padding, Samples
 
 
 class TokenOutputs(NamedTuple):
@@ -57,8 +58,16 @@ class PolicyOutputs(NamedTuple):
     @classmethod
     def of(cls, samples: Samples, outputs: TokenOutputs) -> "PolicyOutputs":
         """Outputs of tokens, spread to their places."""
-        logprobs, entropy, values, logits = (x if x is None else samples.spread(x) for x in outputs)
-        return cls(logprobs, entropy, values, samples.mask, logits)
+        values, logits = (x if x is None else samples.spread(x) for x in (outputs.values, outputs.logits))
+        return cls(samples.spread(outputs.logprobs), samples.spread(outputs.entropy), values, samples.mask, logits)
+
+    def of_minibatch(self) -> dict[str, Any]:
+        """What `PPOTrainer.train_minibatch` takes of the policy as it is, by its names."""
+        return {"logprobs": self.logprobs, "logits": self.logits, "vpreds": self.values, "mask": self.mask}
+
+    def entropy_stats(self) -> dict[str, Mean]:
+        """The entropy of a token, where it is known."""
+        return {} if self.entropy is None else {"policy/entropy": Mean.of(self.entropy, self.mask)}
 
 
 class Compared(NamedTuple):
@@ -77,7 +86,7 @@ class Compared(NamedTuple):
 
     logprobs: Tensor
     ref_logprobs: Tensor
-    values: Tensor | None
+    values: Tensor
     entropy: Tensor | None
     mask: Tensor
     kl: Tensor | None = None
@@ -173,15 +182,12 @@ class ActorCritic(nn.Module):
     def config(self) -> Any:
         return self.policy.config
 
-    def tokens(self, samples: Samples, *, pad_token_id: int, decoder_start: int | None) -> dict[str, dict[str, Tensor]]:
+    def tokens(self, samples: Samples, padding: Padding) -> dict[str, dict[str, Tensor]]:
         """Samples as `forward` takes them, laid out for the policy and for the critic."""
-        options = {"pad_token_id": pad_token_id, "decoder_start": decoder_start}
-        tokens = {"tokens": samples.tokens(self.layouts, **options)}
-        return (
-            tokens
-            if self.critic is None
-            else tokens | {"critic_tokens": samples.tokens(self.critic.layouts, **options)}
-        )
+        tokens = {"tokens": samples.tokens(self.layouts, padding)}
+        if self.critic is not None:
+            tokens["critic_tokens"] = samples.tokens(self.critic.layouts, padding)
+        return tokens
 
     def forward(
         self,
@@ -225,22 +231,13 @@ class Scorer:
         actor_critic: prepared by the accelerator.
         reference: of the KL penalty.
         accelerator: that prepared the policy.
-        pad_token_id: the id at padding.
-        decoder_start: what a decoder reads first; None for causal models.
+        padding: what layouts add.
     """
 
-    def __init__(
-        self,
-        actor_critic: nn.Module,
-        reference: Reference,
-        accelerator: Accelerator,
-        *,
-        pad_token_id: int,
-        decoder_start: int | None,
-    ):
+    def __init__(self, actor_critic: nn.Module, reference: Reference, accelerator: Accelerator, padding: Padding):
         self.actor_critic, self.reference, self.accelerator = actor_critic, reference, accelerator
         self.bare: ActorCritic = accelerator.unwrap_model(actor_critic)
-        self.padding = {"pad_token_id": pad_token_id, "decoder_start": decoder_start}
+        self.padding = padding
         self.ref_head, self.ref_layouts = self.bare.head, self.bare.layouts
         if not reference.is_adapter_off:
             self.ref_head, self.ref_layouts = LanguageHead(reference.model), Layouts.of(reference.model)
@@ -256,7 +253,7 @@ class Scorer:
             return self._policy(self.bare, samples, temperature, return_logits=False).logprobs
 
     def _policy(self, module: nn.Module, samples: Samples, temperature: float, return_logits: bool) -> PolicyOutputs:
-        tokens = self.bare.tokens(samples, **self.padding)
+        tokens = self.bare.tokens(samples, self.padding)
         return PolicyOutputs.of(samples, module(**tokens, temperature=temperature, return_logits=return_logits))
 
     @contextmanager
@@ -267,12 +264,12 @@ class Scorer:
 
     def ref(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
         """[B, R] of the reference, which has no values."""
-        tokens = samples.tokens(self.ref_layouts, **self.padding)
+        tokens = samples.tokens(self.ref_layouts, self.padding)
         with self.of_reference():
             heads = self._read(self.ref_head, tokens)
             scores = self.ref_head.score(heads, tokens["targets"], temperature=temperature)
             logits = self.ref_head.logits(heads) if return_logits else None
-        return PolicyOutputs.of(samples, TokenOutputs(*scores, logits=logits))
+        return PolicyOutputs.of(samples, TokenOutputs(scores.logprobs, scores.entropy, logits=logits))
 
     @torch.no_grad()
     def exact_kl(self, samples: Samples, *, temperature: float) -> Tensor:
@@ -284,9 +281,9 @@ class Scorer:
 
         with self.accelerator.autocast():
             head = self.bare.head
-            policy = self._read(head, samples.tokens(self.bare.layouts, **self.padding))
+            policy = self._read(head, samples.tokens(self.bare.layouts, self.padding))
             with self.reference.active():
-                ref = self._read(self.ref_head, samples.tokens(self.ref_layouts, **self.padding))
+                ref = self._read(self.ref_head, samples.tokens(self.ref_layouts, self.padding))
             size = head.config.vocab_size
             flat = exact_kl(head.logits, policy, ref_logits, ref, vocab_size=size, temperature=temperature)
         return samples.spread(flat)

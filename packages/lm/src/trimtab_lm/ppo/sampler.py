@@ -5,11 +5,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
 from trimtab_lm.sampling.rollout import Notes, RolloutBackend
+
+from .config import PPOConfig
 
 
 class Sampler:
@@ -42,6 +45,13 @@ class Sampler:
         self.calls = 0
         self._note = Notes()
 
+    @classmethod
+    def of(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, rank: int) -> "Sampler":
+        """The sampler that the config asks for, on one process."""
+        return cls(
+            tokenizer.pad_token_id, tokenizer.eos_token_id, seed=config.seed, rank=rank, temperature=config.temperature
+        )
+
     def __call__(
         self,
         models: Sequence[AbstractContextManager[Any]],
@@ -71,8 +81,8 @@ class Sampler:
                     self._take_temperature(config.temperature)
                 self._note(config)
                 self.eos_ids = eos_token_ids(model, self.eos_token_id, config)
-                options = {"eos_ids": self.eos_ids, "batch_size": batch_size, "return_prompt": return_prompt}
-                answers.append(generate(model, queries, config, **options, **rest))
+                rest |= {"batch_size": batch_size, "return_prompt": return_prompt}
+                answers.append(generate(model, queries, config, eos_ids=self.eos_ids, **rest))
         return answers
 
     def from_backend(self, backend: RolloutBackend, model: Model, queries: Sequence[Tensor]) -> list[Tensor]:

@@ -27,6 +27,18 @@ class Layouts(NamedTuple):
         return cls(apart, best_layout(model, share_prefix=True) if apart == "packed" else apart)
 
 
+class Padding(NamedTuple):
+    """Tokens that a layout adds to samples.
+
+    Attributes:
+        pad_token_id: the id at padding.
+        decoder_start: what a decoder reads first; None for a causal model.
+    """
+
+    pad_token_id: int
+    decoder_start: int | None = None
+
+
 @dataclass(frozen=True)
 class Samples:
     """B queries with their responses, of up to R tokens.
@@ -80,7 +92,7 @@ class Samples:
             for rows in self.rows_of_query
         ]
 
-    def tokens(self, layouts: Layouts, *, pad_token_id: int, decoder_start: int | None) -> dict[str, Tensor]:
+    def tokens(self, layouts: Layouts, padding: Padding) -> dict[str, Tensor]:
         """The rows as one model reads them, with the columns of `lay_out`; tokens that count come in `order`."""
         if self.model_inputs is not None:
             return self.model_inputs | self._predictions(self.model_inputs)
@@ -89,9 +101,8 @@ class Samples:
         if layout == "tree":
             lengths = [len(group.prefix) + sum(map(len, group.branches)) for group in self.groups]
         width = lean_width(lengths) if layout in ("packed", "tree") else None
-        tokens = lay_out(
-            self.groups, layout, pad_token_id=pad_token_id, width=width, decoder_start_token_id=decoder_start
-        )
+        pad_token_id, start = padding
+        tokens = lay_out(self.groups, layout, pad_token_id=pad_token_id, width=width, decoder_start_token_id=start)
         return {name: column.to(self.queries[0].device) for name, column in tokens.items()}
 
     def _predictions(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -137,21 +148,19 @@ class Samples:
         )
 
 
-def padded_inputs(
-    queries: Sequence[Tensor], responses: Sequence[Tensor], *, pad_token_id: int, decoder_start: int | None
-) -> dict[str, Tensor]:
+def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], padding: Padding) -> dict[str, Tensor]:
     """What a causal model reads (query and response in one row), or an encoder-decoder one, padded on the right.
 
     Args:
         queries: B rows of token ids.
         responses: B rows of token ids.
-        pad_token_id: the id at padding.
-        decoder_start: what the decoder reads first; None for a causal model.
+        padding: with a decoder start for an encoder-decoder model.
 
     Returns:
         `input_ids` and `attention_mask` [B, T]; for an encoder-decoder model the query's, and
         `decoder_input_ids` and `decoder_attention_mask` [B, R] beside them.
     """
+    pad_token_id, decoder_start = padding
     if decoder_start is None:
         rows = [torch.cat([query, response]) for query, response in zip(queries, responses, strict=True)]
         return dict(zip(("input_ids", "attention_mask"), pad(rows, pad_token_id), strict=True))
@@ -184,7 +193,7 @@ def in_minibatches(forward: Callable[[Samples], Columns], samples: Samples, size
     """
     order = samples.lengths.argsort(stable=True).split(size)
     parts = [forward(samples.rows(rows)) for rows in order]
-    return type(parts[0])(*(_joined(order, column) for column in zip(*parts, strict=True)))
+    return type(parts[0])(*(_joined(order, column) for column in zip(*parts, strict=True)))  # type: ignore[arg-type]
 
 
 def _joined(order: Iterable[Tensor], parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -19,18 +19,18 @@ from trimtab_common.hub import write_model_card
 from trimtab_common.run import Run
 from trimtab_common.stats import gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
-from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, used_columns
+from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend
-from trimtab_lm.sampling.generate import response_texts, sampling_config
+from trimtab_lm.sampling.generate import eos_token_ids, response_texts, sampling_config
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
 
 from .checks import check_logged
 from .passes import ForwardPasses
 from .selfcheck import check_sampler
-from .statistics import rollout_stats
+from .statistics import Clock, Rollout, as_numbers, one_dimensional, rollout_stats
 
 USAGE = """from transformers import AutoTokenizer
 from trimtab_lm import {model}
@@ -66,6 +66,23 @@ class PolicyServices(ForwardPasses):
         self._device = torch.device(device)
 
     # ---------------------------------------------------------------- batches and samples
+
+    def _open_data(
+        self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
+    ) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
+        """The prompts, their batches, and the position in them, of which checkpoints hold the state."""
+        dataset = open_prompts(
+            dataset,
+            self.config.query_dataset,
+            self.tokenizer,
+            is_encoder_decoder=self.is_encoder_decoder,
+            is_collated=data_collator is not None,
+        )
+        if dataset is None:
+            return None, None, None
+        dataloader = self.prepare_dataloader(dataset, data_collator)
+        batches = dataloader.batch_sampler
+        return dataset, dataloader, batches if isinstance(batches, ShuffledBatches) else None
 
     def prepare_dataloader(
         self,
@@ -191,7 +208,27 @@ class PolicyServices(ForwardPasses):
         columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
         return batch["query"], texts, [row.tolist() for row in responses], columns
 
-    # ---------------------------------------------------------------- statistics
+    # ---------------------------------------------------------------- scores and statistics
+
+    def _shaped(self, scores: Tensor, responses: list[Tensor]) -> Tensor:
+        """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
+        config = self.config
+        if config.missing_eos_penalty is not None:
+            ends = self.sampler.eos_ids or eos_token_ids(self.model, self.tokenizer.eos_token_id)
+            unended = torch.tensor([int(row[-1]) not in ends for row in responses], device=scores.device)
+            scores = scores - config.missing_eos_penalty * unended
+        if config.use_score_scaling:
+            self.running.update(scores)
+            scores = (scores - (self.running.mean if config.use_score_norm else 0.0)) / self.running.std
+        return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
+
+    def _step_stats(self, rollout: Rollout, train_stats: Mapping[str, Tensor], clock: Clock) -> dict[str, Any]:
+        """The statistics of a step, over all processes."""
+        stats = self.record_step_stats(kl_coef=self.kl_ctl.value, **rollout.step_data(), train_stats=train_stats)
+        clock.lap("calc_stats")
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        stats = one_dimensional({**stats, "ppo/learning_rate": learning_rate, **clock.stats()})
+        return as_numbers(self.gather_stats(stats))
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
         """This process's statistics of a step, under their documented names.

@@ -1,7 +1,7 @@
 """PPO for language models (Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347)."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,22 +10,19 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.kl import SAMPLED_KL, full
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.run import create_accelerator
-from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
-from trimtab_lm.data.prompts import ShuffledBatches, endless, open_prompts
+from trimtab_lm.data.prompts import endless
 from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.rewards.functions import function_stats, rewards_of
-from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -35,12 +32,12 @@ from .loss import policy_log_ratio, ppo_loss
 from .policy import ActorCritic, Scorer
 from .returns import gae, per_token_rewards
 from .sampler import Sampler
-from .samples import Samples, in_minibatches, token_entropy
+from .samples import Padding, Samples, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
 from .setup import filled, kl_controller, optimizer_of, policy_of, reference_of, run_of, tokenizer_of
-from .statistics import Clock, Rollout, as_numbers, one_dimensional, token_means, training_stats, vitals
-from .update import Update
+from .statistics import Clock, Rollout, token_means, training_stats, vitals
+from .update import Update, rows_of_updates
 
 
 class PPOTrainer(PolicyServices):
@@ -98,34 +95,16 @@ class PPOTrainer(PolicyServices):
         self.lr_scheduler = lr_scheduler
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
-        padding = {"pad_token_id": self.tokenizer.pad_token_id, "decoder_start": self.decoder_start}
-        self.scorer = Scorer(self.actor_critic, self.reference, self.accelerator, **padding)
+        padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
+        self.scorer = Scorer(self.actor_critic, self.reference, self.accelerator, padding)
         self.rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
         self.kl_ctl, self.running = kl_controller(config), RunningMoments()
-        self.sampler = Sampler(
-            self.tokenizer.pad_token_id,
-            self.tokenizer.eos_token_id,
-            seed=config.seed,
-            rank=self.accelerator.process_index,
-            temperature=config.temperature,
-        )
+        self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
         self.rollout = rollout
         self.steps_done, self.best_score = 0, float("-inf")
 
         self.data_collator = data_collator
-        self.dataset = open_prompts(
-            dataset,
-            config.query_dataset,
-            self.tokenizer,
-            is_encoder_decoder=self.is_encoder_decoder,
-            is_collated=data_collator is not None,
-        )
-        self.dataloader: DataLoader[Any] | None = None
-        self.batches: ShuffledBatches | None = None
-        if self.dataset is not None:
-            self.dataloader = self.prepare_dataloader(self.dataset, data_collator)
-            if isinstance(self.dataloader.batch_sampler, ShuffledBatches):
-                self.batches = self.dataloader.batch_sampler
+        self.dataset, self.dataloader, self.batches = self._open_data(dataset, data_collator)
         self.run = run_of(self.config, self.accelerator, self.actor_critic, self.dataset)
         self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "sampler", "running", "batches")
         self.run.keep(self, "steps_done", "best_score")
@@ -216,16 +195,12 @@ class PPOTrainer(PolicyServices):
         recorded: list[dict[str, Any]] = []
         with without_dropout(self.actor_critic):
             rollout = self._evaluate(samples, raw_scores, clock)
-            for rows in self._rows_of_updates():
+            for rows in rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done):
                 if self._update(rollout, rows, recorded):
                     break
             train_stats = training_stats(rollout, recorded)
             clock.lap("optimize_step")
-        stats = self.record_step_stats(kl_coef=self.kl_ctl.value, **rollout.step_data(), train_stats=train_stats)
-        clock.lap("calc_stats")
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        stats = one_dimensional({**stats, "ppo/learning_rate": learning_rate, **clock.stats()})
-        stats = as_numbers(self.gather_stats(stats))
+        stats = self._step_stats(rollout, train_stats, clock)
 
         self.kl_ctl.update(stats["objective/kl"], config.batch_size * self.accelerator.num_processes)
         if self.lr_scheduler is not None:
@@ -247,36 +222,16 @@ class PPOTrainer(PolicyServices):
             clock.lap("forward_pass")
             scores = self._shaped(raw_scores, samples.responses)
             known = {} if old.kl is None else {"kl": old.kl}
-            rewards, non_score_rewards, *kl = self.compute_rewards(scores, *old.compared, old.mask, **known)
-            kl = kl[0] if kl else self._kl_penalty(*old.compared)
+            rewards, non_score_rewards, *rest = self.compute_rewards(scores, *old.compared, old.mask, **known)
+            kl = rest[0] if rest else self._kl_penalty(*old.compared)
             clock.lap("compute_rewards")
             values, advantages, returns = self.compute_advantages(old.values, rewards, old.mask)
             clock.lap("compute_advantages")
-        rollout = Rollout.of(
-            samples,
-            raw_scores,
-            old,
-            values=values,
-            kl=kl,
-            non_score_rewards=non_score_rewards,
-            advantages=advantages,
-            returns=returns,
-        )
+        columns = {"values": values, "kl": kl, "non_score_rewards": non_score_rewards}
+        rollout = Rollout.of(samples, raw_scores, old, **columns, advantages=advantages, returns=returns)
         if self.steps_done == 0:
             check_reference(rollout, most=self.rounding)
         return rollout
-
-    def _shaped(self, scores: Tensor, responses: list[Tensor]) -> Tensor:
-        """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
-        config = self.config
-        if config.missing_eos_penalty is not None:
-            ends = self.sampler.eos_ids or eos_token_ids(self.model, self.tokenizer.eos_token_id)
-            unended = torch.tensor([int(row[-1]) not in ends for row in responses], device=scores.device)
-            scores = scores - config.missing_eos_penalty * unended
-        if config.use_score_scaling:
-            self.running.update(scores)
-            scores = (scores - (self.running.mean if config.use_score_norm else 0.0)) / self.running.std
-        return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor, kl: Tensor | None = None
@@ -314,14 +269,6 @@ class PPOTrainer(PolicyServices):
 
     # ---------------------------------------------------------------- updates
 
-    def _rows_of_updates(self) -> Iterator[Tensor]:
-        """The rows of each optimizer step, in `ppo_epochs` shuffled passes over the batch."""
-        # A stream above those of the ranks, which `generate` draws from.
-        seed = sampling_seed(self.config.seed, rank=self.accelerator.num_processes, draw=self.steps_done)
-        shuffle = torch.Generator().manual_seed(seed)
-        for _ in range(self.config.ppo_epochs):
-            yield from torch.randperm(self.config.batch_size, generator=shuffle).split(self.config.backward_batch_size)
-
     def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> bool:
         """One optimizer step over `rows`, minibatch by minibatch.
 
@@ -333,29 +280,23 @@ class PPOTrainer(PolicyServices):
         Returns:
             Whether the policy has moved too far to go on.
         """
-        processes, divergence = self.accelerator.num_processes, Mean(0.0, 0.0)
-        needs_logits = self._replaces("loss", "train_minibatch")
-        tokens = float(sum_over_ranks(rollout.mask[rows].sum()))
+        divergence, needs_logits = Mean(0.0, 0.0), self._replaces("loss", "train_minibatch")
+        tokens = float(sum_over_ranks(rollout.mask[rows].sum())) / self.accelerator.num_processes
         parts = rows[rollout.samples.lengths[rows].argsort(stable=True)].split(self.config.mini_batch_size)
         try:
             for number, part in enumerate(parts, start=1):
                 # The gradient is that of all tokens of the step at once, averaged over processes.
-                share = float(rollout.mask[part].sum()) * processes / tokens
+                share = float(rollout.mask[part].sum()) / tokens
                 with self.update.minibatch(share=share, is_last=number == len(parts)):
                     new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
                     old = rollout.rows(part, new.mask)
                     if self.steps_done == 0 and not recorded:
                         check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
-                    divergence += self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)[
-                        "approxkl"
-                    ]
-                    # A subclass may call model.train(), which switches dropout on.
-                    with without_dropout(self.actor_critic):
-                        stats = self.train_minibatch(
-                            **old, logprobs=new.logprobs, logits=new.logits, vpreds=new.values, mask=new.mask
-                        )
-                    entropy = {} if new.entropy is None else {"policy/entropy": Mean.of(new.entropy, new.mask)}
-                    recorded.append(entropy | token_means(stats, new.mask))
+                    moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
+                    divergence += moves["approxkl"]
+                    with without_dropout(self.actor_critic):  # a subclass may call model.train()
+                        stats = token_means(self.train_minibatch(**old, **new.of_minibatch()), new.mask)
+                    recorded.append(new.entropy_stats() | stats)
         except TrainingDivergedError:
             self.update.drop()
             raise

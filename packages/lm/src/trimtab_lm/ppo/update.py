@@ -2,15 +2,30 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from trimtab_common.health import TrainingDivergedError
+from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, sum_over_ranks
 
 from .config import PPOConfig
+
+
+def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tensor]:
+    """The rows of each optimizer step of a PPO step, in `ppo_epochs` shuffled passes over the batch.
+
+    Args:
+        config: sizes and seed.
+        rank: a number above those of the ranks, whose random numbers `generate` draws.
+        step: PPO steps done before.
+    """
+    shuffle = torch.Generator().manual_seed(sampling_seed(config.seed, rank=rank, draw=step))
+    for _ in range(config.ppo_epochs):
+        yield from torch.randperm(config.batch_size, generator=shuffle).split(cast(int, config.backward_batch_size))
 
 
 class Update:
