@@ -4,7 +4,17 @@ from typing import Any, Literal, Optional, Union
 
 import pytest
 
-from trimtab_common.config import parse_config, to_flat_dict
+from trimtab_common.config import (
+    COUNT,
+    DECAY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    check_ranges,
+    parse_config,
+    setting,
+    to_flat_dict,
+)
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,36 @@ def test_mistakes_in_a_file_name_the_file(tmp_path, capsys, content, words):
     assert words in error
 
 
+def test_a_recipe_replaces_defaults_and_files_and_flags_replace_the_recipe(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("steps: 4\n")
+    recipe = {"steps": 3, "learning_rate": 1e-4, "seed": 5, "run": {"seed": 6}, "tracker_kwargs": {"a": 1}}
+    argv = [f"--config={file}", "--learning_rate=1e-3", "--tracker_kwargs.b=2"]
+    config, run = parse_config(PPOConfig, RunConfig, argv=argv, recipe=recipe)
+    assert (config.steps, config.learning_rate, config.seed, run.seed) == (4, 1e-3, 5, 6)
+    assert config.tracker_kwargs == {"a": 1, "b": 2}
+    assert recipe["tracker_kwargs"] == {"a": 1}
+
+
+def test_help_shows_the_defaults_of_the_recipe(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(PPOConfig, argv=["--help"], recipe={"steps": 77})
+    assert stop.value.code == 0
+    assert "--steps  int, default 77" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [({"stepz": 4}, "recipe: stepz is not a setting. Did you mean steps?"), ({"steps": "many"}, "recipe: steps")],
+)
+def test_a_mistake_in_a_recipe_is_an_error(argv, recipe, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(PPOConfig, argv=argv, recipe=recipe)
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 def test_missing_value_and_help(capsys):
     @dataclass
     class Needs:
@@ -193,3 +233,62 @@ def test_flat_dict_leaves_deprecated_names_out():
         old: int | None = field(default=None, metadata={"help": "Deprecated: use new."})
 
     assert to_flat_dict(Options()) == {"new": 1}
+
+
+@dataclass
+class Shapes:
+    sizes: list[int] = field(default_factory=list)
+    limits: dict[str, float] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--sizes=many"], "unable to parse string as an integer"),
+        (["--sizes", "1", "2.5", "3"], "got a number with a fractional part"),
+        (["--limits.high=low"], "unable to parse string as a number"),
+        (["--limits=3"], "should be a valid dictionary"),
+    ],
+)
+def test_the_problem_that_is_shown_lies_deepest_in_the_value(argv, problem, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(Shapes, argv=argv)
+    assert problem in capsys.readouterr().err
+
+
+@dataclass
+class Ranges:
+    count: int = setting("A count.", within=COUNT, default=1)
+    rate: float | None = setting("A rate.", within=POSITIVE, default=None)
+    weight: float = setting("A weight.", within=NOT_NEGATIVE, default=0.0)
+    share: float = setting("A share.", within=SHARE, default=1.0)
+    decay: float = setting("A decay.", within=DECAY, default=0.0)
+    free: float = 0.0
+
+    def __post_init__(self):
+        check_ranges(self)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"count": 0}, "count=0 must be a whole number of at least 1"),
+        ({"count": 1.5}, "count=1.5 must be a whole number"),
+        ({"rate": 0.0}, "rate=0.0 must be a finite number above 0"),
+        ({"rate": float("inf")}, "rate=inf must be a finite number"),
+        ({"weight": -1.0}, "weight=-1.0 must be a finite number, 0 or above"),
+        ({"weight": float("inf")}, "weight=inf"),
+        ({"share": 0.0}, "share=0.0 must be a number above 0 and up to 1"),
+        ({"share": 1.1}, "share=1.1"),
+        ({"decay": 1.0}, "decay=1.0 must be a number from 0 to below 1"),
+        ({"decay": -0.1}, "decay=-0.1"),
+    ],
+)
+def test_a_setting_outside_its_range_is_refused_with_the_range(settings, words):
+    with pytest.raises(ValueError, match=words):
+        Ranges(**settings)
+
+
+def test_the_ends_of_a_range_and_an_absent_setting_are_accepted():
+    Ranges(count=3.0, rate=1e-9, weight=0.0, share=1.0, decay=0.0, free=float("nan"))
+    Ranges(rate=None)

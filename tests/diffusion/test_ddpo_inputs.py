@@ -21,9 +21,14 @@ from trimtab_diffusion import (
 )
 
 SMALL = {
-    "mixed_precision": "no", "sample_num_steps": 2, "sample_guidance_scale": 1.0, "sample_batch_size": 2,
-    "sample_num_batches_per_epoch": 2, "train_batch_size": 2, "train_learning_rate": 1e-2,
-}  # fmt: skip
+    "mixed_precision": "no",
+    "sample_num_steps": 2,
+    "sample_guidance_scale": 1.0,
+    "sample_batch_size": 2,
+    "sample_num_batches_per_epoch": 2,
+    "train_batch_size": 2,
+    "train_learning_rate": 1e-2,
+}
 
 
 def redness(images: torch.Tensor, prompts: Any, metadata: Any) -> torch.Tensor:
@@ -48,8 +53,8 @@ def weights(one: DDPOTrainer) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sample_batch_size": 3, "train_batch_size": 4}, r"3 x .* 2 = 6 pictures .* 4 x .* 1 = 4.* one of 1, 2, 3, 6"),
-        ({"sample_batch_size": 4, "train_batch_size": 3}, r"4 x .* 2 = 8 pictures .* one of 1, 2, 4, 8"),
+        ({"sample_batch_size": 3, "train_batch_size": 4}, r"3 x .* 2 = 6 samples .* 4 x .* 1 = 4.* one of 1, 2, 3, 6"),
+        ({"sample_batch_size": 4, "train_batch_size": 3}, r"4 x .* 2 = 8 samples .* one of 1, 2, 4, 8"),
         ({"train_gradient_accumulation_steps": 3}, r"2 x train_gradient_accumulation_steps 3 = 6.* one of 1, 2, 4"),
         ({"sample_batch_size": 6, "group_size": 4}, r"group_size=4 does not divide.*=6.*Use one of 1, 2, 3, 6"),
         ({"sample_eta": 0}, "sample_eta=0 must be a finite number above 0"),
@@ -79,10 +84,22 @@ def test_a_config_that_cannot_work(settings, message):
 @pytest.mark.parametrize("value", [0, -1, 1.5])
 @pytest.mark.parametrize(
     "name",
-    ["num_epochs", "save_freq", "num_checkpoint_limit", "sample_num_steps", "sample_batch_size",
-     "sample_num_batches_per_epoch", "train_batch_size", "train_gradient_accumulation_steps", "train_num_inner_epochs",
-     "per_prompt_stat_tracking_buffer_size", "per_prompt_stat_tracking_min_count", "max_workers", "group_size"],
-)  # fmt: skip
+    [
+        "num_epochs",
+        "save_freq",
+        "num_checkpoint_limit",
+        "sample_num_steps",
+        "sample_batch_size",
+        "sample_num_batches_per_epoch",
+        "train_batch_size",
+        "train_gradient_accumulation_steps",
+        "train_num_inner_epochs",
+        "per_prompt_stat_tracking_buffer_size",
+        "per_prompt_stat_tracking_min_count",
+        "max_workers",
+        "group_size",
+    ],
+)
 def test_counts_are_whole_and_positive(name, value):
     with pytest.raises(ValueError, match=f"{name}={value} must be a whole number of at least 1"):
         DDPOConfig(**{name: value})
@@ -91,17 +108,38 @@ def test_counts_are_whole_and_positive(name, value):
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "name",
-    ["train_learning_rate", "train_max_grad_norm", "train_adv_clip_max", "train_clip_range", "train_clip_range_nats",
-     "sample_eta", "target", "horizon", "train_adam_epsilon"],
-)  # fmt: skip
+    [
+        "train_learning_rate",
+        "train_max_grad_norm",
+        "train_adv_clip_max",
+        "train_clip_range",
+        "train_clip_range_nats",
+        "sample_eta",
+        "target",
+        "horizon",
+        "train_adam_epsilon",
+    ],
+)
 def test_numbers_are_positive(name, value):
     with pytest.raises(ValueError, match=f"{name}={value} must be a finite number above 0"):
         DDPOConfig(**{name: value})
 
 
 def test_the_flags_of_both_parsers():
-    words = ["--num_epochs", "3", "--train_clip_range", "1e-3", "--per_prompt_stat_tracking", "true", "--log_with",
-             "wandb", "--negative_prompts", "dull", "--sample_guidance_scale", "1"]  # fmt: skip
+    words = [
+        "--num_epochs",
+        "3",
+        "--train_clip_range",
+        "1e-3",
+        "--per_prompt_stat_tracking",
+        "true",
+        "--log_with",
+        "wandb",
+        "--negative_prompts",
+        "dull",
+        "--sample_guidance_scale",
+        "1",
+    ]
     [ours] = parse_config(DDPOConfig, argv=words)
     [theirs] = HfArgumentParser(DDPOConfig).parse_args_into_dataclasses(words)
     assert ours == theirs
@@ -148,11 +186,11 @@ def test_a_config_that_was_changed_is_checked_again():
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda images, *_: torch.zeros(3), r"reward_function returned rewards of shape \[3\] for 2 pictures"),
-        (lambda images, *_: 1.0, r"shape \[\] for 2 pictures"),
-        (lambda images, *_: images.mean(1), r"shape \[2, 16, 16\] for 2 pictures"),
-        (lambda images, *_: torch.tensor([0.5, float("nan")]), r"nan for picture 1 .*'a cat' \(1 of 2 are not finite"),
-        (lambda images, *_: (torch.tensor([float("inf")] * 2), {}), "inf for picture 0 .*Nothing was trained"),
+        (lambda images, *_: torch.zeros(3), r"reward_function returned rewards of shape \[3\] for 2 images"),
+        (lambda images, *_: 1.0, r"shape \[\] for 2 images"),
+        (lambda images, *_: images.mean(1), r"shape \[2, 16, 16\] for 2 images"),
+        (lambda images, *_: torch.tensor([0.5, float("nan")]), r"nan for image 1 .*'a cat' \(1 of 2 are not finite"),
+        (lambda images, *_: (torch.tensor([float("inf")] * 2), {}), "inf for image 0 .*Nothing was trained"),
     ],
 )
 def test_unusable_rewards_train_nothing(reward, message, is_async):
@@ -173,9 +211,12 @@ def test_unusable_rewards_train_nothing(reward, message, is_async):
 def test_another_reward_that_is_unusable_is_named():
     with pytest.raises(ValueError, match=r"brightness returned rewards of shape \[\]"):
         DDPOTrainer(
-            DDPOConfig(**SMALL), redness, a_cat, tiny.stable_diffusion(),
+            DDPOConfig(**SMALL),
+            redness,
+            a_cat,
+            tiny.stable_diffusion(),
             other_rewards={"brightness": lambda images, *_: images.mean()},
-        ).step(0, 0)  # fmt: skip
+        ).step(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +292,9 @@ def test_more_noise_than_ddim_has_is_refused():
         trainer(sample_eta=1.5).step(0, 0)
 
 
-def test_calculate_loss_needs_a_schedule():
-    with pytest.raises(ValueError, match="none was drawn yet"):
-        trainer().calculate_loss(*[torch.zeros(1)] * 6)
+def test_calculate_loss_refuses_a_timestep_that_is_not_of_the_schedule():
+    with pytest.raises(ValueError, match=r"timesteps \[7\] are not steps of the schedule"):
+        trainer().calculate_loss(torch.zeros(1, 4, 8, 8), torch.tensor([7]), *[torch.zeros(1)] * 4)
 
 
 # ------------------------------------------------------------------ a script of 2024
@@ -282,11 +323,19 @@ def test_the_documented_example_runs_with_its_import_changed(tmp_path, offline_w
         logged.append((global_step, list(result)))
 
     config = DDPOConfig(
-        num_epochs=2, train_gradient_accumulation_steps=1, sample_num_steps=3, sample_batch_size=2,
-        train_batch_size=2, sample_num_batches_per_epoch=2, per_prompt_stat_tracking=True,
-        per_prompt_stat_tracking_buffer_size=32, tracker_project_name="stable_diffusion_training", log_with=tracker,
-        train_learning_rate=1e-2, num_checkpoint_limit=1,
-    )  # fmt: skip
+        num_epochs=2,
+        train_gradient_accumulation_steps=1,
+        sample_num_steps=3,
+        sample_batch_size=2,
+        train_batch_size=2,
+        sample_num_batches_per_epoch=2,
+        per_prompt_stat_tracking=True,
+        per_prompt_stat_tracking_buffer_size=32,
+        tracker_project_name="stable_diffusion_training",
+        log_with=tracker,
+        train_learning_rate=1e-2,
+        num_checkpoint_limit=1,
+    )
     config.project_kwargs = {
         "logging_dir": str(tmp_path / "logs"),
         "automatic_checkpoint_naming": True,

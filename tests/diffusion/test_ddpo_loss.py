@@ -9,12 +9,14 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from tests.diffusion import tiny
-from tests.diffusion.run_ddpo_distributed import trainer, weights
+from tests.diffusion.run_ddpo_distributed import samples_of, trainer, weights
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from trimtab_diffusion.ddpo import DDPOTrainer
 from trimtab_diffusion.ddpo.loss import denoising_loss, rwr_weights, score_function_loss, sparse_weights
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
+from trimtab_diffusion.recording import Trajectories
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PICTURES, STEPS, SCALE, CLIP = 4, 3, 3.0, 2e-3
@@ -166,9 +168,10 @@ def stepped(kind: str, denoiser: Any, pipe: Any, x: Tensor, step: int) -> Normal
     return Normal(mean, deviation)
 
 
-def by_hand(kind: str, trained: DDPOTrainer, old: Any, new: Any, rewards: Tensor) -> tuple[Tensor, Tensor, int, Tensor]:
+def by_hand(
+    kind: str, pipe: Any, drawn: Trajectories, old: Any, new: Any, rewards: Tensor
+) -> tuple[Tensor, Tensor, int, Tensor]:
     """The surrogate and KL of all pairs, each per dimension, how many the clip stops, and the advantages."""
-    pipe, drawn = trained.sd_pipeline.sd_pipeline, trained._drawn
     way = torch.cat([drawn.first[:, None], drawn.latents], 1)
     # The trainer hands advantages on in float32.
     exact = rewards.double()
@@ -204,20 +207,28 @@ def test_an_update_follows_the_gradient_of_the_loss_by_hand(tmp_path: Path, kind
         copies["rewards"] = torch.cat([batch[3] for batch in batches])
 
     made = trainer(
-        str(tmp_path), pipeline(kind), prompt_function=lambda: (PROMPT, {}), image_samples_hook=move,
-        sample_num_batches_per_epoch=PICTURES // 2, train_batch_size=2, train_gradient_accumulation_steps=2,
-        train_clip_range=CLIP, negative_prompts="dull", init_kl_coef=0.3,
-    )  # fmt: skip
-    found = gradients(made)
+        str(tmp_path),
+        pipeline(kind),
+        prompt_function=lambda: (PROMPT, {}),
+        image_samples_hook=move,
+        sample_num_batches_per_epoch=PICTURES // 2,
+        train_batch_size=2,
+        train_gradient_accumulation_steps=2,
+        train_clip_range=CLIP,
+        negative_prompts="dull",
+        init_kl_coef=0.3,
+    )
+    found, samples = gradients(made), samples_of(made)
     made.step(0, 0)
+    drawn, pipe = samples[0].trajectories, made.sd_pipeline.sd_pipeline
     new = copies["new"].requires_grad_(True)
-    loss, kl, stopped, advantages = by_hand(kind, made, copies["old"], new, copies["rewards"])
+    loss, kl, stopped, advantages = by_hand(kind, pipe, drawn, copies["old"], new, copies["rewards"])
     (loss + 0.3 * kl).backward()
     assert 0 < stopped < PICTURES * STEPS
     assert made.last_stats["clipfrac"] == pytest.approx(stopped / (PICTURES * STEPS))
     assert {float(sign) for sign in advantages.sign()} == {-1.0, 1.0}
     assert made.last_stats["loss"] == pytest.approx(float(loss), rel=1e-6)
-    assert made.last_stats["objective/kl"] == pytest.approx(float(kl) * made._drawn.dimensions * STEPS, rel=1e-6)
+    assert made.last_stats["objective/kl"] == pytest.approx(float(kl) * drawn.dimensions * STEPS, rel=1e-6)
     largest = max(float(weight.grad.abs().max()) for weight in new.parameters() if weight.grad is not None)
     # The flow's steps in time are differences of its schedule's float32 sigmas.
     near = {"rtol": 1e-5, "atol": 1e-6 * largest} if kind == "flow" else {"rtol": 1e-6, "atol": 1e-9 * largest}
@@ -274,7 +285,7 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
 
     def hook(batches: list[Any], *_: Any) -> None:
         perturb(made, 3e-4)
-        drawn, pipe = made._drawn, made.sd_pipeline.sd_pipeline
+        drawn, pipe = samples[0].trajectories, made.sd_pipeline.sd_pipeline
         assert isinstance(pipe.scheduler, scheduler)
         way = torch.cat([drawn.first[:, None], drawn.latents], 1)
         rewards = torch.cat([batch[3] for batch in batches]).double()
@@ -294,19 +305,65 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
         for step in range(STEPS):
             times = pipe.scheduler.timesteps[step].expand(4)
             with torch.no_grad():
-                results.append(made.calculate_loss(
-                    way[:, step], times, way[:, step + 1], drawn.logprobs[:, step], advantages, embeds
-                ))  # fmt: skip
-        made._parts.clear()
+                results.append(
+                    made.calculate_loss(
+                        way[:, step], times, way[:, step + 1], drawn.logprobs[:, step], advantages, embeds
+                    )
+                )
 
     made = trainer(
-        str(tmp_path), getattr(tiny, kind)(dtype=torch.float64), prompt_function=lambda: (PROMPT, {}),
-        image_samples_hook=hook, sample_num_batches_per_epoch=2, train_batch_size=4,
-        train_gradient_accumulation_steps=1, sample_guidance_scale=scale,
-    )  # fmt: skip
+        str(tmp_path),
+        getattr(tiny, kind)(dtype=torch.float64),
+        prompt_function=lambda: (PROMPT, {}),
+        image_samples_hook=hook,
+        sample_num_batches_per_epoch=2,
+        train_batch_size=4,
+        train_gradient_accumulation_steps=1,
+        sample_guidance_scale=scale,
+    )
+    samples = samples_of(made)
     made.step(0, 0)
     loss, approx_kl, clipped = (torch.stack([each[i] for each in results]).mean() for i in range(3))
     assert made.last_stats["loss"] == pytest.approx(float(loss), rel=1e-5, abs=1e-8)
     assert made.last_stats["approx_kl"] == pytest.approx(float(approx_kl), rel=1e-3)
     assert made.last_stats["clipfrac"] == pytest.approx(float(clipped))
     assert float(approx_kl) > 1e-9
+
+
+@pytest.mark.parametrize("kind", ["stable_diffusion", "stable_diffusion_3"])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_calculate_loss_works_before_any_step(tmp_path: Path, kind: str, scale: float):
+    """Of steps that a pipeline with the same weights sampled: ratios are 1, and the loss is minus the advantage."""
+    build, call = getattr(tiny, kind), {"num_inference_steps": STEPS, "guidance_scale": scale}
+    elsewhere = DDPOStableDiffusionPipeline(build(dtype=torch.float64))
+    drawn = elsewhere([PROMPT] * 4, generator=tiny.generator(3), output_type="pt", **call).trajectories
+    made = trainer(str(tmp_path), build(dtype=torch.float64), sample_guidance_scale=scale)
+    advantages, rows = torch.tensor([1.0, -2.0, 0.5, 3.0]), torch.arange(4)
+    for step in range(STEPS):
+        steps = torch.full((4,), step)
+        loss, approx_kl, clipped = made.calculate_loss(
+            drawn.before(rows, steps, "cpu"),
+            drawn.steps.timesteps[steps],
+            drawn.after(rows, steps, "cpu"),
+            drawn.scored(rows, steps, "cpu"),
+            advantages,
+            drawn.conditions.select(rows, steps, "cpu"),
+        )
+        assert float(loss) == pytest.approx(-0.625, rel=1e-6)
+        assert (float(approx_kl), float(clipped)) == (pytest.approx(0, abs=1e-12), 0)
+
+
+def test_a_subclass_trains_on_its_calculate_loss(tmp_path: Path):
+    class Doubled(DDPOTrainer):
+        def calculate_loss(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+            loss, approx_kl, clipped = super().calculate_loss(*given)
+            return 2 * loss, approx_kl, clipped
+
+    kinds = {name: trainer(str(tmp_path), tiny.stable_diffusion(dtype=torch.float64)) for name in ("plain", "doubled")}
+    kinds["doubled"].__class__ = Doubled
+    for made in kinds.values():
+        made.step(0, 0)
+    plain, doubled = (made.last_stats for made in kinds.values())
+    assert doubled["loss"] == pytest.approx(2 * plain["loss"], rel=1e-5)
+    assert doubled["approx_kl"] == pytest.approx(plain["approx_kl"], rel=1e-5)
+    assert doubled["clipfrac"] == plain["clipfrac"]

@@ -218,7 +218,7 @@ def test_models_by_name(tmp_path):
         ({}, {"ref_adapter_name": "old"}, r"has the adapters \[\]"),
         ({}, {"model_adapter_name": "new"}, r"has the adapters \[\]"),
         ({}, {"ref_model_init_kwargs": {"dtype": "float32"}}, "ref_model is no name"),
-        ({}, {"model_init_kwargs": {"dtype": "float32"}}, "the model given is loaded"),
+        ({}, {"model_init_kwargs": {"dtype": "float32"}}, "the model is loaded already"),
     ],
 )
 def test_references_that_contradict_each_other(given, config, says, tmp_path):

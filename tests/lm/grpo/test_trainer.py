@@ -278,7 +278,7 @@ def test_truncated_completions_are_in_neither_baseline_nor_loss(make):
     assert [group.advantages.tolist() for group in batches[0]["groups"]] == [[-2.0, 2.0, 0.0]] * 2
     assert batches[0]["targets"].tolist() == [5, 6, 6] * 2
     assert (window.sequences, window.tokens) == (4, 6)
-    made._config.mask_truncated_completions = False
+    made.config.mask_truncated_completions = False
     made._begin()
     batches, window = made.get_batch_samples(iter([rows]), 1, made.args.device)
     assert (window.sequences, window.tokens) == (6, 12)

@@ -73,7 +73,7 @@ def run(trainer: Any, *, resume: str | bool | None) -> None:
         return
     if resume:
         trainer.train(resume_from_checkpoint=resume)
-    for call in range(trainer._calls, STEPS // 2):  # each is two optimizer steps
+    for call in range(trainer.progress.calls, STEPS // 2):  # each is two optimizer steps
         trainer.step(texts=[text + "abcd"[call] for text in TEXTS[:4]])
 
 

@@ -24,7 +24,7 @@ from transformers import (
     EarlyStoppingCallback,
 )
 
-from trimtab_lm.hf.support import CHECKPOINTING
+from trimtab_lm.hf.config import CHECKPOINTING
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words.", "tiny.", "end."]

@@ -7,7 +7,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from trimtab_common.config import parse_config
-from trimtab_lm.hf.support import CHECKPOINTING
+from trimtab_lm.hf.config import CHECKPOINTING
 from trimtab_lm.legacy.arguments import config_from
 from trimtab_lm.reward import RewardConfig
 

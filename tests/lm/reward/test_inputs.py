@@ -104,7 +104,7 @@ def test_model_init_makes_a_new_scorer_for_each_training(tmp_path):
 
 
 def test_a_model_is_needed(tmp_path):
-    with pytest.raises(ValueError, match="needs a model, or model_init"):
+    with pytest.raises(ValueError, match="either a model or model_init"):
         trainer(None, tmp_path)
     with pytest.raises(ValueError, match="processing_class=tokenizer"):
         trainer(None, tmp_path, {"model_init": scorer, "processing_class": None})

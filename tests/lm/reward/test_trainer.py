@@ -12,7 +12,7 @@ from tests.lm import tiny
 from tests.lm.reward.run_distributed import SETTINGS, D, config, good_and_bad, pairs, scorer, trainer
 from torch import Tensor
 
-from trimtab_lm.hf.support import checkpointing_of
+from trimtab_lm.hf.config import checkpointing_of
 from trimtab_lm.reward import RewardTrainer
 from trimtab_lm.reward import trainer as module
 from trimtab_lm.reward.collator import PairCollator, RewardDataCollatorWithPadding

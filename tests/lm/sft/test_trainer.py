@@ -145,6 +145,14 @@ def test_the_loss_of_an_evaluation_weighs_tokens(tmp_path):
     assert own.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
+def test_an_evaluation_of_packed_rows_counts_every_token(tmp_path):
+    """A batch of two packed rows holds more documents than two."""
+    data = {"given": {"eval_dataset": Dataset.from_dict({"text": TEXTS[:7]})}, "per_device_eval_batch_size": 2}
+    expected = trainer(exact(tiny.gpt2), tmp_path, **data).evaluate()["eval_loss"]
+    packed = trainer(exact(tiny.gpt2), tmp_path, packing=True, max_length=32, **data).evaluate()["eval_loss"]
+    assert packed == pytest.approx(expected, rel=1e-9)
+
+
 def test_metrics_see_the_logits_of_each_row(tmp_path):
     model = tiny.gpt2()
     seen = {}
@@ -266,7 +274,7 @@ def test_models_come_by_name_by_function_or_with_adapters(tmp_path):
 
 def test_quantized_weights_are_prepared(tmp_path, monkeypatch):
     """A real 4-bit model needs a GPU: seen is that PEFT's preparation is called, with checkpointing as asked."""
-    from trimtab_lm.hf import support as training
+    from trimtab_lm.hf import models as training
 
     calls = []
     monkeypatch.setattr(training, "prepare_model_for_kbit_training", lambda model, **kw: calls.append(kw) or model)

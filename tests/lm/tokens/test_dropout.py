@@ -3,9 +3,9 @@ import copy
 import pytest
 import torch
 from tests.lm.tiny import gpt2, llama, t5
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import FalconConfig, FalconForCausalLM, OPTConfig, OPTForCausalLM
 
-from trimtab_lm.tokens.dropout import without_dropout
+from trimtab_lm.tokens.dropout import dropout_rates_at_zero, without_dropout
 
 IDS = torch.arange(4, 14)[None]
 
@@ -69,3 +69,23 @@ def test_checkpointing_stays_off_where_there_are_no_gradients():
     model.gradient_checkpointing_enable()
     with torch.no_grad(), without_dropout(model):
         assert not any(module.training for module in model.modules())
+
+
+def falcon():
+    """A model that reads its rates from the config in each forward pass."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    return FalconForCausalLM(FalconConfig(**sizes, hidden_dropout=0.5, attention_dropout=0.5))
+
+
+@pytest.mark.parametrize("name", [*MODELS, "falcon"])
+def test_rates_at_zero_are_no_dropout_in_training_mode_and_are_put_back(name):
+    model = (MODELS | {"falcon": falcon})[name]().double().train()
+    plain = copy.deepcopy(model).eval()
+    with_dropout = gradients(model)
+    with dropout_rates_at_zero(model):
+        ours = gradients(model)
+        assert model.training
+    expected = gradients(plain)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    assert any(not torch.allclose(one, other) for one, other in zip(with_dropout, expected, strict=True))
+    assert any(not torch.allclose(one, other) for one, other in zip(gradients(model), expected, strict=True))

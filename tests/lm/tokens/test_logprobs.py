@@ -190,7 +190,7 @@ def test_a_model_that_cannot_be_split_is_run_whole_and_says_so():
         **(SIZES | {"num_hidden_layers": 1}), num_key_value_heads=2, lm_head_multiplier=0.3, mamba_d_ssm=16,
         mamba_n_heads=2, mamba_d_head=8,
     )  # fmt: skip
-    with pytest.warns(UserWarning, match="computed whole"):
+    with pytest.warns(UserWarning, match="computes all of them"):
         module = actor_critic(lambda: FalconH1ForCausalLM(config))
     batch = batch_of(module, [0])
     source = tokens_of(module, batch)["source"]

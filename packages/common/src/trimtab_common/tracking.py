@@ -1,4 +1,4 @@
-"""Where a run's numbers, samples and images go: Weights & Biases (online or not), TensorBoard, or nowhere."""
+"""Sends a run's numbers, tables and images to Weights & Biases, online or not, to TensorBoard, or nowhere."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 TRACKERS = ("wandb", "tensorboard", "none")
-MAX_TABLE_ROWS = 32  # per call: W&B keeps every row of a run in memory, and nobody reads more
+MAX_TABLE_ROWS = 32  # of a call: W&B keeps every row of a run in memory
 MAX_CELL_CHARACTERS = 2000
 SIGTERM_EXIT = 128 + signal.SIGTERM
 
 T = TypeVar("T")
 Picture = Image.Image | np.ndarray | torch.Tensor
-Stats = Mapping[str, Any]
+Stats = Mapping[str, object]
+Cell = str | float | bool | None
 
 
 def check_tracker_name(name: str | None) -> str:
-    """The tracker's name, "none" for None; ValueError with the choices for any other."""
+    """Returns the tracker's name, "none" for None; raises ValueError with the choices for an unknown one."""
     chosen = "none" if name is None else name
     if chosen not in TRACKERS:
         raise ValueError(f"log_with={name!r} is not a tracker of trimtab. Choose one of {', '.join(TRACKERS)}.")
@@ -42,7 +43,7 @@ def start_tracking(
     log_with: str | None,
     *,
     project: str,
-    config: Mapping[str, Any],
+    config: Stats,
     name: str | None = None,
     group: str | None = None,
     job_type: str = "train",
@@ -52,17 +53,26 @@ def start_tracking(
     init_kwargs: Mapping[str, Any] | None = None,
     is_main: bool = True,
 ) -> Tracker:
-    """Start a run, or go on with the one called `run_id`; use it as a context manager, so that it is always finished.
+    """Starts a tracker's run, or goes on with the one called `run_id`.
 
-    folder: W&B writes to folder/wandb, TensorBoard to folder/tensorboard.
-    run_id: the id a checkpoint holds. Without it W&B takes WANDB_RUN_ID, or draws one. Under a sweep agent W&B takes
-        the agent's id in any case, or the sweep would not see its run; `Tracker.run_id` is the one in use.
-    init_kwargs: more arguments for `wandb.init` or TensorBoard's `SummaryWriter`, as they are or under the tracker's
-        name; they win over those above.
-    is_main: False on every process but one, where the tracker does nothing.
+    Use it as a context manager, so that the run is always finished. W&B needs no account: without a key the run is
+    offline. WANDB_MODE (online, offline, disabled) is obeyed, and nothing is asked at the terminal. A wandb run that is
+    already open is used, and left open.
 
-    W&B needs no account: without a key the run is offline. WANDB_MODE (online, offline, disabled) is obeyed, and
-    nothing is ever asked at the terminal. A wandb run that is already open is used, and left open.
+    Args:
+        log_with: "wandb", "tensorboard", "none" or None.
+        project: W&B's project.
+        config: the run's settings by name, plain values.
+        name: of the run.
+        group: W&B's group of runs.
+        job_type: W&B's type of the run.
+        tags: W&B's tags.
+        folder: W&B writes to folder/wandb, TensorBoard to folder/tensorboard.
+        run_id: the id that a checkpoint holds. Without it W&B takes WANDB_RUN_ID, or draws one. Under a sweep agent W&B
+            always takes the agent's id, so that the sweep sees its run; `Tracker.run_id` is the one in use.
+        init_kwargs: more arguments of `wandb.init` or TensorBoard's `SummaryWriter`, as they are or under the tracker's
+            name; they take precedence.
+        is_main: False on every process but one, where the tracker does nothing.
     """
     chosen = check_tracker_name(log_with)
     if not is_main:
@@ -70,8 +80,8 @@ def start_tracking(
     folder, options = Path(folder), dict(init_kwargs or {})
     extra = options.get(chosen, options)
     if chosen == "wandb":
-        given = {"project": project, "name": name, "group": group, "job_type": job_type, "tags": list(tags)}
-        wandb_writer = _Wandb({**given, "id": run_id, **extra}, config, folder)
+        arguments = {"project": project, "name": name, "group": group, "job_type": job_type, "tags": list(tags)}
+        wandb_writer = _Wandb({**arguments, "id": run_id, **extra}, config, folder)
         return Tracker(wandb_writer, wandb_writer.run.id)
     run_id = run_id or secrets.token_hex(4)
     if chosen == "none":
@@ -81,18 +91,28 @@ def start_tracking(
 
 
 class Tracker:
-    """What trainers log to. Does nothing on processes other than the main one, and for `log_with="none"`."""
+    """What trainers log to.
+
+    Args:
+        writer: the kind of tracker; None drops everything, as on all processes but the main one.
+        run_id: the id of the tracker's run, for checkpoints; None on other processes of a new run.
+    """
 
     def __init__(self, writer: Writer | None, run_id: str | None) -> None:
-        self.run_id = run_id  # to be stored in checkpoints; None on other processes of a new run
+        self.run_id = run_id
         self._writer = writer
         self._step = 0
         self._columns: dict[str, tuple[list[str], list[type]]] = {}
 
     def log(self, stats: Stats, step: int) -> None:
-        """Log numbers (0-d) as floats and 1-D arrays, tensors or lists as histograms of their finite values.
+        """Logs numbers as floats, and 1-D arrays, tensors or lists as histograms of their finite values.
 
-        step: never smaller than in an earlier call, else ValueError; the same step may be logged in several calls.
+        Args:
+            stats: numbers and columns by name.
+            step: the same step may be logged in several calls.
+
+        Raises:
+            ValueError: the step is smaller than in an earlier call, or a value is neither a number nor 1-D.
         """
         if self._writer is None:
             return
@@ -106,11 +126,18 @@ class Tracker:
                 histograms[name] = finite
         self._writer.stats(scalars, histograms, step)
 
-    def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int) -> None:
-        """Add rows to a table that grows over the run; a first column holds the step.
+    def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]], step: int) -> None:
+        """Adds rows to a table that grows over the run; a first column holds the step.
 
-        The first rows fix what each column is (text, number or boolean). At most MAX_TABLE_ROWS rows of a call
-        are kept, and MAX_CELL_CHARACTERS of a text.
+        Args:
+            name: of the table.
+            columns: their names, the same in every call.
+            rows: texts, numbers or booleans; the first row fixes which of them each column holds. At most
+                MAX_TABLE_ROWS rows of a call are kept, and MAX_CELL_CHARACTERS of a text.
+            step: as for `log`.
+
+        Raises:
+            ValueError: the columns are others than before, or the step is smaller.
         """
         if self._writer is None:
             return
@@ -118,16 +145,23 @@ class Tracker:
         kept = [list(row) for _, row in zip(range(MAX_TABLE_ROWS), rows, strict=False)]
         if not kept:
             return
-        known, types = self._columns.setdefault(name, (list(columns), [_cell_type(cell) for cell in kept[0]]))
+        known, types = self._columns.setdefault(name, (list(columns), [cell_type(cell) for cell in kept[0]]))
         if known != list(columns):
             raise ValueError(f"table {name!r} has columns {known}, got {list(columns)}. Use another name for it.")
-        cells = [[step, *map(_cell, row, types)] for row in kept]
+        cells = [[step, *map(cell, row, types)] for row in kept]
         self._writer.table(name, ["step", *columns], cells, step)
 
     def images(self, name: str, images: Sequence[Picture], captions: Sequence[str], step: int) -> None:
-        """Log pictures, each with its caption.
+        """Logs images, each with its caption.
 
-        images: PIL images, or arrays [3, H, W] or [H, W, 3], either uint8 or float within [0, 1].
+        Args:
+            name: of the group of images.
+            images: PIL images, or arrays [3, H, W] or [H, W, 3], either uint8 or float within [0, 1].
+            captions: one for each image.
+            step: as for `log`.
+
+        Raises:
+            ValueError: the counts differ, an image has another shape or range, or the step is smaller than before.
         """
         if self._writer is None:
             return
@@ -139,7 +173,12 @@ class Tracker:
         )
 
     def finish(self, summary: Stats | None = None, exit_code: int = 0) -> None:
-        """Close the run; `summary` holds final numbers, such as a sweep's metric. Further calls do nothing."""
+        """Closes the run; further calls do nothing.
+
+        Args:
+            summary: final numbers, such as a sweep's metric.
+            exit_code: of the program, as W&B shows it.
+        """
         if self._writer is not None:
             self._writer.finish(
                 {name: float(_to_array(name, value)) for name, value in (summary or {}).items()}, exit_code
@@ -167,13 +206,13 @@ class Writer(Protocol):
     """One kind of tracker: receives what `Tracker` has checked and converted."""
 
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None: ...
-    def table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None: ...
+    def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None: ...
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None: ...
     def finish(self, summary: dict[str, float], exit_code: int) -> None: ...
 
 
 class _Wandb:
-    def __init__(self, kwargs: dict[str, Any], config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, kwargs: dict[str, Any], config: Stats, folder: Path) -> None:
         import wandb
 
         self._wandb = wandb
@@ -198,7 +237,7 @@ class _Wandb:
         }
         self._log({**scalars, **values}, step)
 
-    def table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
         if name not in self._tables:
             types = [type(cell) if cell is not None else str for cell in rows[0]]
             self._tables[name] = self._wandb.Table(
@@ -209,8 +248,8 @@ class _Wandb:
         self._log({name: self._tables[name]}, step)
 
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
-        pictures = [self._wandb.Image(image, caption=text) for image, text in zip(images, captions, strict=True)]
-        self._log({name: pictures}, step)
+        logged = [self._wandb.Image(image, caption=text) for image, text in zip(images, captions, strict=True)]
+        self._log({name: logged}, step)
 
     def finish(self, summary: dict[str, float], exit_code: int) -> None:
         self.run.summary.update(summary)
@@ -222,15 +261,15 @@ class _Wandb:
             self.run.mark_preempting()
         self.run.finish(exit_code=SIGTERM_EXIT if self._preempted else exit_code)
 
-    def _log(self, values: dict[str, Any], step: int) -> None:
+    def _log(self, values: dict[str, object], step: int) -> None:
         axes = {"train/step": step} | ({"eval/step": step} if any(key.startswith("eval/") for key in values) else {})
         # A run resumed from a checkpoint repeats steps that W&B has seen; its own counter must not go back.
         self.run.log({**values, **axes}, step=max(step, self.run.step))
 
     def _catch_sigterm(self) -> None:
-        """Turn SIGTERM into SystemExit, so that `with` blocks close; the run is marked as preempted by `finish`.
+        """Turns SIGTERM into SystemExit, so that `with` blocks close, and `finish` marks the run as preempted.
 
-        Nothing is sent to W&B from the handler, which may have interrupted a call to W&B that holds a lock.
+        The handler sends nothing to W&B: it may have interrupted a call that holds a lock.
         """
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -240,7 +279,7 @@ class _Wandb:
         raise SystemExit(SIGTERM_EXIT)
 
 
-def _init_wandb(kwargs: dict[str, Any], config: Mapping[str, Any], folder: Path) -> Run:
+def _init_wandb(kwargs: dict[str, Any], config: Stats, folder: Path) -> Run:
     import wandb
 
     mode = kwargs.get("mode") or os.environ.get("WANDB_MODE")
@@ -253,36 +292,22 @@ def _init_wandb(kwargs: dict[str, Any], config: Mapping[str, Any], folder: Path)
         mode, reason = "offline", "no API key"
     quiet = {"settings": wandb.Settings(silent=True)} if mode == "offline" else {}
     run_id = kwargs["id"] or os.environ.get("WANDB_RUN_ID")
-    run = wandb.init(
-        **{
-            "dir": str(folder),
-            "resume": "allow",
-            **quiet,
-            **kwargs,
-            "config": dict(config),
-            "id": run_id,
-            "mode": mode,
-        }
-    )
+    defaults = {"dir": str(folder), "resume": "allow", **quiet}
+    run = wandb.init(**{**defaults, **kwargs, "config": dict(config), "id": run_id, "mode": mode})
     if mode == "offline":
-        place = Path(run.settings.sync_dir)
-        print(
-            f"W&B run {run.id} is offline ({reason}); upload it later with: wandb sync {place}",
-            file=sys.stderr,
-        )
+        command = f"wandb sync {run.settings.sync_dir}"
+        print(f"W&B run {run.id} is offline ({reason}); upload it later with: {command}", file=sys.stderr)
     return run
 
 
 class _TensorBoard:
-    def __init__(self, kwargs: dict[str, Any], config: Mapping[str, Any]) -> None:
+    def __init__(self, kwargs: dict[str, Any], config: Stats) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError(
-                "log_with='tensorboard' needs the package tensorboard: pip install tensorboard"
-            ) from error
+            raise ImportError("log_with='tensorboard' needs its package: pip install tensorboard") from error
         self._writer = SummaryWriter(**kwargs)
-        self._writer.add_text("config", _markdown(["name", "value"], [[key, repr(config[key])] for key in config]))
+        self._writer.add_text("config", markdown_table(["name", "value"], [[key, repr(config[key])] for key in config]))
 
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
         for name, value in scalars.items():
@@ -290,22 +315,29 @@ class _TensorBoard:
         for name, array in histograms.items():
             self._writer.add_histogram(name, array, step)
 
-    def table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-        self._writer.add_text(name, _markdown(columns, rows), step)
+    def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
+        self._writer.add_text(name, markdown_table(columns, rows), step)
 
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
         for index, image in enumerate(images):
             self._writer.add_image(f"{name}/{index}", np.asarray(image), step, dataformats="HWC")
-        self._writer.add_text(f"{name}/captions", _markdown(["image", "caption"], list(enumerate(captions))), step)
+        self._writer.add_text(f"{name}/captions", markdown_table(["image", "caption"], list(enumerate(captions))), step)
 
     def finish(self, summary: dict[str, float], exit_code: int) -> None:
         if summary:
-            self._writer.add_text("summary", _markdown(["name", "value"], list(summary.items())))
+            self._writer.add_text("summary", markdown_table(["name", "value"], list(summary.items())))
         self._writer.close()
 
 
 def to_pil(image: Picture) -> Image.Image:
-    """An RGB picture out of a PIL image or an array [3, H, W] or [H, W, 3], uint8 or float within [0, 1]."""
+    """Converts an image to RGB.
+
+    Args:
+        image: a PIL image, or an array [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
+
+    Raises:
+        ValueError: the array has another shape, or floats outside [0, 1].
+    """
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     if isinstance(image, torch.Tensor):
@@ -332,7 +364,7 @@ def progress(items: Iterable[T] | int, description: str) -> Iterable[T]:
     return tqdm(iterable, desc=description, disable=None, dynamic_ncols=True)
 
 
-def _to_array(name: str, value: Any) -> np.ndarray:
+def _to_array(name: str, value: object) -> np.ndarray:
     plain = value.detach().float().cpu() if isinstance(value, torch.Tensor) else value
     try:
         array = np.asarray(plain, dtype=np.float64)
@@ -345,23 +377,26 @@ def _to_array(name: str, value: Any) -> np.ndarray:
     return array
 
 
-def _cell_type(cell: Any) -> type:
-    if isinstance(cell, (bool, np.bool_)):
+def cell_type(value: object) -> type:
+    """What a cell of a table holds: bool, float or str."""
+    if isinstance(value, (bool, np.bool_)):
         return bool
-    is_number = isinstance(cell, (int, float, np.number)) or (isinstance(cell, torch.Tensor) and cell.ndim == 0)
+    is_number = isinstance(value, (int, float, np.number)) or (isinstance(value, torch.Tensor) and value.ndim == 0)
     return float if is_number else str
 
 
-def _cell(cell: Any, kind: type) -> Any:
-    if cell is None:
+def cell(value: object, kind: type) -> Cell:
+    """A value as a table shows it: of `cell_type` kind, a text at most MAX_CELL_CHARACTERS long; None stays None."""
+    if value is None:
         return None
     if kind is not str:
-        return kind(cell)
-    text = str(cell)
+        return kind(value)
+    text = str(value)
     return text if len(text) <= MAX_CELL_CHARACTERS else text[: MAX_CELL_CHARACTERS - 1] + "…"
 
 
-def _markdown(columns: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+def markdown_table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table as Markdown, which TensorBoard shows; line breaks in a cell become <br>."""
     lines = [columns, ["---"] * len(columns), *rows]
     cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
     return "\n".join("|" + "|".join(line) + "|" for line in cells)

@@ -1,10 +1,9 @@
 """Configuration of DDPO."""
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from trimtab_common.config import script_name
+from trimtab_common.config import COUNT, DECAY, NOT_NEGATIVE, POSITIVE, SHARE, check_ranges, script_name, setting
 from trimtab_common.tracking import check_tracker_name
 
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
@@ -12,124 +11,142 @@ STORAGE = (None, "float32", "float16", "bfloat16")
 PRECISIONS = ("no", "fp16", "bf16", None)
 
 
-def _help(text: str, **default: Any) -> Any:
-    return field(**default, metadata={"help": text})
-
-
 @dataclass
 class DDPOConfig:
-    """DDPO (Black et al. 2023, arXiv:2305.13301). Checked when it is made, and once more by the trainer.
+    """Settings of DDPO (Black et al. 2023, arXiv:2305.13301). Sizes count samples on one process.
 
-    Sizes count pictures on one process.
+    Raises:
+        ValueError: a setting is out of its range, or does not go with another. The trainer checks once more.
     """
 
-    exp_name: str = _help("Name of the run in the tracker.", default_factory=script_name)
-    run_name: str | None = _help("Name of the run in the tracker, in place of exp_name.", default="")
-    seed: int = _help("Seed of prompts, pictures and the order of training.", default=0)
-    log_with: str | None = _help("Tracker: wandb (offline without an account), tensorboard or none.", default=None)
-    tracker_kwargs: dict[str, Any] = _help("Arguments of wandb.init or SummaryWriter.", default_factory=dict)
-    accelerator_kwargs: dict[str, Any] = _help("Arguments of accelerate.Accelerator.", default_factory=dict)
-    project_kwargs: dict[str, Any] = _help(
+    exp_name: str = setting("Name of the run in the tracker.", default_factory=script_name)
+    run_name: str | None = setting("Name of the run in the tracker, in place of exp_name.", default="")
+    seed: int = setting("Seed of prompts, samples and the order of training.", default=0)
+    log_with: str | None = setting("Tracker: wandb (offline without an account), tensorboard or none.", default=None)
+    tracker_kwargs: dict[str, Any] = setting("Arguments of wandb.init or SummaryWriter.", default_factory=dict)
+    accelerator_kwargs: dict[str, Any] = setting("Arguments of accelerate.Accelerator.", default_factory=dict)
+    project_kwargs: dict[str, Any] = setting(
         "Arguments of accelerate's ProjectConfiguration: checkpoints go to project_dir/checkpoints (else "
         "logdir/checkpoints), the tracker to logging_dir (else project_dir, else logdir); total_limit counts like "
         "num_checkpoint_limit.",
         default_factory=dict,
     )
-    tracker_project_name: str = _help("Project in the tracker.", default="trl")
-    logdir: str = _help("Folder of the tracker's files and of checkpoints.", default="logs")
-    num_epochs: int = _help("Epochs of `train`: each samples pictures and learns from them.", default=100)
-    save_freq: int = _help("`train` saves a checkpoint every so many epochs.", default=1)
-    num_checkpoint_limit: int = _help("Checkpoints kept; older ones are removed.", default=5)
-    mixed_precision: str | None = _help(
+    tracker_project_name: str = setting("Project in the tracker.", default="trl")
+    logdir: str = setting("Folder of the tracker's files and of checkpoints.", default="logs")
+    num_epochs: int = setting("Epochs of `train`: each samples images and learns from them.", within=COUNT, default=100)
+    save_freq: int = setting("`train` saves a checkpoint every so many epochs.", within=COUNT, default=1)
+    num_checkpoint_limit: int = setting("Checkpoints kept; older ones are removed.", within=COUNT, default=5)
+    mixed_precision: str | None = setting(
         "fp16, bf16 or no: the frozen parts' dtype, and autocast of what trains, which stays float32. On a CPU fp16 "
         "becomes no, with a warning. None: what accelerate launch says, else no.",
         default="fp16",
     )
-    allow_tf32: bool = _help("Let a GPU multiply float32 matrices in TF32.", default=True)
-    resume_from: str | None = _help(
+    allow_tf32: bool = setting("Let a GPU multiply float32 matrices in TF32.", default=True)
+    resume_from: str | None = setting(
         "Checkpoint to go on from: its folder, one that holds several, or latest for the newest of this run's.",
         default="",
     )
-    sample_num_steps: int = _help("Denoising steps of a picture.", default=50)
-    sample_eta: float = _help("Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", default=1.0)
-    sample_guidance_scale: float = _help("Scale of classifier-free guidance; 1 or less is none.", default=5.0)
-    sample_batch_size: int = _help("Pictures drawn at a time.", default=1)
-    sample_num_batches_per_epoch: int = _help("Times that an epoch draws.", default=2)
-    train_batch_size: int = _help("(picture, step) pairs of a forward and backward pass.", default=1)
-    train_use_8bit_adam: bool = _help("AdamW with 8-bit moments (needs bitsandbytes).", default=False)
-    train_learning_rate: float = _help("AdamW's learning rate.", default=3e-4)
-    train_adam_beta1: float = _help("AdamW's beta 1.", default=0.9)
-    train_adam_beta2: float = _help("AdamW's beta 2.", default=0.999)
-    train_adam_weight_decay: float = _help("AdamW's weight decay.", default=1e-4)
-    train_adam_epsilon: float = _help("AdamW's epsilon.", default=1e-8)
-    train_gradient_accumulation_steps: int = _help(
-        "An optimizer step learns from train_batch_size times this many pictures, all their trained steps included.",
+    sample_num_steps: int = setting("Denoising steps of a sample.", within=COUNT, default=50)
+    sample_eta: float = setting(
+        "Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", within=POSITIVE, default=1.0
+    )
+    sample_guidance_scale: float = setting("Scale of classifier-free guidance; 1 or less is none.", default=5.0)
+    sample_batch_size: int = setting("Samples at a time.", within=COUNT, default=1)
+    sample_num_batches_per_epoch: int = setting("Sampling batches of an epoch.", within=COUNT, default=2)
+    train_batch_size: int = setting("(sample, step) pairs of a forward and backward pass.", within=COUNT, default=1)
+    train_use_8bit_adam: bool = setting("AdamW with 8-bit moments (needs bitsandbytes).", default=False)
+    train_learning_rate: float = setting("AdamW's learning rate.", within=POSITIVE, default=3e-4)
+    train_adam_beta1: float = setting("AdamW's beta 1.", within=DECAY, default=0.9)
+    train_adam_beta2: float = setting("AdamW's beta 2.", within=DECAY, default=0.999)
+    train_adam_weight_decay: float = setting("AdamW's weight decay.", within=NOT_NEGATIVE, default=1e-4)
+    train_adam_epsilon: float = setting("AdamW's epsilon.", within=POSITIVE, default=1e-8)
+    train_gradient_accumulation_steps: int = setting(
+        "An optimizer step learns from train_batch_size times this many samples, all their trained steps included.",
+        within=COUNT,
         default=1,
     )
-    train_max_grad_norm: float = _help("Clip the gradient's norm to this at every update.", default=1.0)
-    train_num_inner_epochs: int = _help("Passes over an epoch's pictures.", default=1)
-    train_cfg: bool = _help("Train with guidance, as pictures are drawn with it.", default=True)
-    train_adv_clip_max: float = _help("Clip advantages to +- this.", default=5)
-    train_clip_range: float = _help(
+    train_max_grad_norm: float = setting(
+        "Clip the gradient's norm to this at every update.", within=POSITIVE, default=1.0
+    )
+    train_num_inner_epochs: int = setting("Passes over an epoch's samples.", within=COUNT, default=1)
+    train_cfg: bool = setting("Train with guidance, with which images are sampled.", default=True)
+    train_adv_clip_max: float = setting("Clip advantages to +- this.", within=POSITIVE, default=5)
+    train_clip_range: float = setting(
         "Keep the ratio of probabilities per dimension within 1 +- this; times the dimensions it is in nats.",
+        within=POSITIVE,
         default=1e-4,
     )
-    train_timestep_fraction: float = _help("Share of a picture's steps, drawn anew, that is trained on.", default=1.0)
-    per_prompt_stat_tracking: bool = _help(
+    train_timestep_fraction: float = setting(
+        "Share of a sample's steps, drawn at random, that is trained on.", within=SHARE, default=1.0
+    )
+    per_prompt_stat_tracking: bool = setting(
         "Advantages against earlier rewards of the same prompt, not against the epoch's.", default=False
     )
-    per_prompt_stat_tracking_buffer_size: int = _help("Rewards of a prompt that are remembered.", default=16)
-    per_prompt_stat_tracking_min_count: int = _help(
-        "Rewards that a prompt needs before they are its measure.", default=16
+    per_prompt_stat_tracking_buffer_size: int = setting(
+        "Rewards that are remembered of each prompt.", within=COUNT, default=16
     )
-    async_reward_computation: bool = _help(
-        "Compute rewards in threads while the next pictures are drawn.", default=False
+    per_prompt_stat_tracking_min_count: int = setting(
+        "Rewards that a prompt needs; with fewer, advantages are against the epoch's.", within=COUNT, default=16
     )
-    max_workers: int = _help("Threads of async_reward_computation.", default=2)
-    negative_prompts: str | None = _help("What guidance leads away from, for every picture.", default="")
+    async_reward_computation: bool = setting(
+        "Compute rewards in threads while the next batch is sampled.", default=False
+    )
+    max_workers: int = setting("Threads of async_reward_computation.", within=COUNT, default=2)
+    negative_prompts: str | None = setting("What guidance leads away from, for every sample.", default="")
 
-    estimator: str = _help(
+    estimator: str = setting(
         "is: clipped importance sampling; sf: score function, one update per epoch; rwr, rwr_sparse: reward-weighted "
         "regression.",
         default="is",
     )
-    group_size: int = _help(
-        "Pictures of each prompt that is drawn; above 1 advantages are against the others of the group (GRPO).",
+    group_size: int = setting(
+        "Samples of each prompt that is drawn; above 1, advantages are against the samples of the group (GRPO).",
+        within=COUNT,
         default=1,
     )
-    rwr_beta: float = _help("rwr: inverse temperature of its weights; 0 trains on all pictures alike.", default=0.2)
-    rwr_top: float = _help("rwr_sparse: share of pictures, the best, that is trained on.", default=0.1)
-    train_clip_range_nats: float | None = _help(
+    rwr_beta: float = setting(
+        "rwr: inverse temperature of its weights; 0 trains on all samples alike.", within=NOT_NEGATIVE, default=0.2
+    )
+    rwr_top: float = setting(
+        "rwr_sparse: share of the samples, the best, that is trained on.", within=SHARE, default=0.1
+    )
+    train_clip_range_nats: float | None = setting(
         "The clip range as nats of a step's joint probability, whatever the latents' size; in place of "
         "train_clip_range.",
+        within=POSITIVE,
         default=None,
     )
-    train_warmup_steps: int = _help(
-        "Updates over which the learning rate rises from 0: Adam's first steps leave any trust region.", default=0
-    )
-    train_gradient_checkpointing: bool = _help(
-        "Compute activations again in the backward pass: less memory, a third more time.", default=False
-    )
-    init_kl_coef: float = _help(
-        "Coefficient of the KL penalty to the model without its adapters, or, trained whole, as it was; 0: none.",
+    train_warmup_steps: int = setting(
+        "Updates over which the learning rate rises from 0: Adam's first steps leave any trust region.",
+        within=NOT_NEGATIVE,
         default=0,
     )
-    adap_kl_ctrl: bool = _help("Move the coefficient until the KL meets `target`.", default=False)
-    target: float = _help("KL that the adaptive controller aims at, in nats per picture.", default=6)
-    horizon: float = _help("Pictures over which the adaptive controller corrects an error.", default=10000)
-    trajectory_dtype: str | None = _help(
-        "float32, float16 or bfloat16: latents are rounded to it as they are drawn, and kept so; None: as they are.",
+    train_gradient_checkpointing: bool = setting(
+        "Compute activations again in the backward pass: less memory, a third more time.", default=False
+    )
+    init_kl_coef: float = setting(
+        "Coefficient of the KL penalty to the model without its adapters, or, trained whole, as it was; 0: none.",
+        within=NOT_NEGATIVE,
+        default=0,
+    )
+    adap_kl_ctrl: bool = setting("Move the coefficient until the KL meets `target`.", default=False)
+    target: float = setting("KL that the adaptive controller aims at, in nats per sample.", within=POSITIVE, default=6)
+    horizon: float = setting(
+        "Samples over which the adaptive controller corrects an error.", within=POSITIVE, default=10000
+    )
+    trajectory_dtype: str | None = setting(
+        "float32, float16 or bfloat16: latents are rounded to it while sampling; None: they are not rounded.",
         default=None,
     )
-    trajectory_on_cpu: bool = _help("Keep trajectories in the host's memory.", default=False)
-    resume_with_changes: bool = _help(
+    trajectory_on_cpu: bool = setting("Keep trajectories in the host's memory.", default=False)
+    resume_with_changes: bool = setting(
         "Resume although settings differ from the checkpoint's, with a warning that lists them; else an error.",
         default=False,
     )
 
     def __post_init__(self) -> None:
         check_tracker_name(self.log_with)
-        self._check_numbers()
+        check_ranges(self)
         self._check_choices()
         if self.trained_steps < 1:
             raise ValueError(
@@ -139,12 +156,12 @@ class DDPOConfig:
         self._check_sizes()
         if self.is_guided and not self.train_cfg:
             raise ValueError(
-                f"sample_guidance_scale={self.sample_guidance_scale} with train_cfg=False would draw from one policy "
+                f"sample_guidance_scale={self.sample_guidance_scale} with train_cfg=False would sample from one policy "
                 "and train another. Set train_cfg=True, or sample_guidance_scale=1."
             )
         if self.estimator == "sf" and self.updates_per_epoch > 1:
             raise ValueError(
-                f"estimator='sf' is right for the policy that drew the pictures alone, and this makes "
+                f"estimator='sf' is right only for the policy that sampled, and this makes "
                 f"{self.updates_per_epoch} updates per epoch. Set train_batch_size * train_gradient_accumulation_steps "
                 f"= {self.samples_per_epoch} and train_num_inner_epochs=1, or estimator='is'."
             )
@@ -153,70 +170,48 @@ class DDPOConfig:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Pictures that an epoch draws."""
+        """Samples of an epoch."""
         return self.sample_batch_size * self.sample_num_batches_per_epoch
 
     @property
     def samples_per_update(self) -> int:
-        """Pictures that an optimizer step learns from."""
+        """Samples that an optimizer step learns from."""
         return self.train_batch_size * self.train_gradient_accumulation_steps
 
     @property
     def updates_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
         return self.samples_per_epoch // self.samples_per_update * self.train_num_inner_epochs
 
     @property
     def trained_steps(self) -> int:
-        """Steps of a picture that are trained on."""
+        """Steps of a sample that are trained on."""
         return int(self.sample_num_steps * self.train_timestep_fraction + 1e-9)
 
     @property
     def is_guided(self) -> bool:
+        """Whether there is classifier-free guidance."""
         return self.sample_guidance_scale > 1
 
-    def _check_numbers(self) -> None:
-        whole = [
-            "num_epochs", "save_freq", "num_checkpoint_limit", "sample_num_steps", "sample_batch_size",
-            "sample_num_batches_per_epoch", "train_batch_size", "train_gradient_accumulation_steps",
-            "train_num_inner_epochs", "per_prompt_stat_tracking_buffer_size", "per_prompt_stat_tracking_min_count",
-            "max_workers", "group_size",
-        ]  # fmt: skip
-        for name in whole:
-            if getattr(self, name) < 1 or int(getattr(self, name)) != getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)} must be a whole number of at least 1.")
-        positive = ["train_learning_rate", "train_max_grad_norm", "train_adv_clip_max", "train_clip_range", "target"]
-        positive += ["sample_eta", "horizon", "train_adam_epsilon"]
-        positive += ["train_clip_range_nats"] if self.train_clip_range_nats is not None else []
-        for name in positive:
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number above 0.")
-        for name in ("train_adam_weight_decay", "rwr_beta", "init_kl_coef", "train_warmup_steps"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number, 0 or above.")
-        for name in ("train_adam_beta1", "train_adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie from 0 to below 1.")
-        for name in ("train_timestep_fraction", "rwr_top"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie above 0 and up to 1.")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} is outside [0, 2**32), the range NumPy takes. Choose a seed within it.")
-        if self.per_prompt_stat_tracking_min_count > self.per_prompt_stat_tracking_buffer_size:
-            raise ValueError(
-                f"per_prompt_stat_tracking_min_count={self.per_prompt_stat_tracking_min_count} rewards never fit into "
-                f"a buffer of {self.per_prompt_stat_tracking_buffer_size}: make the buffer larger."
-            )
+    @property
+    def is_regression(self) -> bool:
+        """Whether the estimator is reward-weighted regression, which has no ratios and no KL."""
+        return self.estimator.startswith("rwr")
+
+    def clip_range(self, dimensions: int) -> float:
+        """What ratios per dimension are clipped to, 1 +- this, where latents have `dimensions` numbers."""
+        return self.train_clip_range if self.train_clip_range_nats is None else self.train_clip_range_nats / dimensions
 
     def _check_choices(self) -> None:
-        for name, choices in (
-            ("estimator", ESTIMATORS), ("trajectory_dtype", STORAGE), ("mixed_precision", PRECISIONS),
-        ):  # fmt: skip
-            if getattr(self, name) not in choices:
-                known = ", ".join(str(choice) for choice in choices)
-                raise ValueError(f"{name}={getattr(self, name)!r} is none of {known}.")
-        if self.init_kl_coef and self.estimator.startswith("rwr"):
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} is outside [0, 2**32), the range NumPy takes. Choose a seed within it.")
+        choices = {"estimator": ESTIMATORS, "trajectory_dtype": STORAGE, "mixed_precision": PRECISIONS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(str, known))}.")
+        if self.init_kl_coef and self.is_regression:
             raise ValueError(
-                "init_kl_coef penalises the steps of DDPO; reward-weighted regression has none. Set it to 0."
+                "init_kl_coef penalises a policy's steps, and reward-weighted regression has none. Set it to 0."
             )
         if self.adap_kl_ctrl and not self.init_kl_coef:
             raise ValueError("adap_kl_ctrl multiplies the coefficient, and init_kl_coef=0 stays 0: start above it.")
@@ -231,10 +226,15 @@ class DDPOConfig:
             fitting = [n for n in range(1, self.samples_per_epoch + 1) if self.samples_per_epoch % n == 0]
             raise ValueError(
                 f"sample_batch_size {self.sample_batch_size} x sample_num_batches_per_epoch "
-                f"{self.sample_num_batches_per_epoch} = {self.samples_per_epoch} pictures do not split into updates of "
+                f"{self.sample_num_batches_per_epoch} = {self.samples_per_epoch} samples do not split into updates of "
                 f"train_batch_size {self.train_batch_size} x train_gradient_accumulation_steps "
                 f"{self.train_gradient_accumulation_steps} = {self.samples_per_update}. Make that product one of "
                 f"{', '.join(map(str, fitting))}."
+            )
+        if self.per_prompt_stat_tracking_min_count > self.per_prompt_stat_tracking_buffer_size:
+            raise ValueError(
+                f"per_prompt_stat_tracking_min_count={self.per_prompt_stat_tracking_min_count} rewards never fit into "
+                f"a buffer of {self.per_prompt_stat_tracking_buffer_size}: make the buffer larger."
             )
         if self.sample_batch_size % self.group_size:
             fitting = [n for n in range(1, self.sample_batch_size + 1) if self.sample_batch_size % n == 0]

@@ -1,15 +1,19 @@
-"""An epoch's pictures: prompts, drawing, rewards."""
+"""An epoch's samples: prompts, images and rewards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from trimtab_common.seeding import private_rngs
+from trimtab_common.stats import Deviation, Mean
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
+
+from .config import DDPOConfig
 
 RewardFunction = Callable[[Tensor, tuple[str, ...], tuple[Any, ...]], Any]
 
@@ -22,23 +26,56 @@ class PromptFunction(Protocol):
 
 
 @dataclass
-class Pictures:
-    """What an epoch drew on this process: B pictures.
+class Samples:
+    """What one process sampled in an epoch: B images.
 
-    batches: as the documented hook gets them, each [images, prompts, metadata, rewards, reward metadata].
+    Args:
+        trajectories: how they came about.
+        prompts: B texts.
+        rewards: [B], float32, on the CPU.
+        others: rewards that are not trained on, [B] each, by name.
+        batches: as the documented hook gets them, each [images, prompts, metadata, rewards, reward metadata].
     """
 
     trajectories: Trajectories
     prompts: list[str]
-    rewards: Tensor  # [B], float32, on the CPU
-    others: dict[str, Tensor]  # of rewards that are not trained on, [B]
+    rewards: Tensor
+    others: dict[str, Tensor]
     batches: list[list[Any]]
+
+    def stats(self) -> dict[str, Any]:
+        """Statistics of the rewards, and the memory of the trajectories."""
+        return {
+            "reward_mean": Mean.of(self.rewards),
+            "reward_std": Deviation.of(self.rewards),
+            "rewards": self.rewards,
+            "memory/trajectories_mb": self.trajectories.nbytes / 1e6,
+            **{f"other/{name}": Mean.of(values) for name, values in self.others.items()},
+        }
+
+
+class Scored(NamedTuple):
+    """A batch's rewards [b], the reward function's metadata, and rewards [b] that are not trained on, by name."""
+
+    rewards: Tensor
+    metadata: Any
+    others: dict[str, Tensor]
 
 
 def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int, seed: int) -> list[tuple[str, Any]]:
-    """`count` prompts with their metadata, each `group_size` times in a row; whatever it draws with is seeded.
+    """Draws prompts with their metadata, and repeats each `group_size` times in a row.
 
-    Prompts are plain `str` from here on, as checkpoints need them: `np.random.choice` returns a subclass.
+    Python's, NumPy's and torch's generators are seeded around the function. Prompts are plain `str`, as checkpoints
+    need them: `np.random.choice` returns a subclass.
+
+    Args:
+        prompt_function: draws one prompt.
+        count: prompts to return, repetitions included.
+        group_size: divides `count`.
+        seed: in [0, 2**63).
+
+    Raises:
+        TypeError: the function returns something else than a text and its metadata.
     """
     with private_rngs(seed):
         drawn = [prompt_function() for _ in range(count // group_size)]
@@ -49,46 +86,109 @@ def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int
 
 
 class Rewards:
-    """Calls reward functions on each batch of pictures, in this thread or in others, and checks what they return."""
+    """Calls reward functions on each batch of images, and checks what they return.
 
-    def __init__(self, function: RewardFunction, others: Mapping[str, RewardFunction], *, workers: int | None):
+    Args:
+        function: the reward that is trained on.
+        others: rewards that are logged only, by name.
+        workers: threads that compute rewards while the next batch is sampled; None computes them at once.
+    """
+
+    def __init__(self, function: RewardFunction, others: Mapping[str, RewardFunction], *, workers: int | None) -> None:
         self.function, self.others = function, others
         self._pool = None if workers is None else ThreadPoolExecutor(workers)
 
-    def start(self, images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> Callable[[], list[Any]]:
-        """Begin to score a batch; the result is a function that waits for it.
+    def start(self, images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> Callable[[], Scored]:
+        """Begins to score a batch; the result is a function that waits for its rewards."""
 
-        It returns rewards [b], their metadata, and the rewards of the others by name.
-        """
-
-        def score() -> list[Any]:
-            rewards, found = checked_rewards(self.function(images, prompts, metadata), prompts, "reward_function")
-            others = {name: checked_rewards(function(images, prompts, metadata), prompts, name)[0]
-                      for name, function in self.others.items()}  # fmt: skip
-            return [rewards, found, others]
+        def score() -> Scored:
+            rewards, facts = checked_rewards(self.function(images, prompts, metadata), prompts, "reward_function")
+            others = {
+                name: checked_rewards(function(images, prompts, metadata), prompts, name)[0]
+                for name, function in self.others.items()
+            }
+            return Scored(rewards, facts, others)
 
         if self._pool is None:
             scored = score()
             return lambda: scored
-        future: Future[list[Any]] = self._pool.submit(score)
+        future: Future[Scored] = self._pool.submit(score)
         return future.result
 
 
+def sample_and_score(
+    pipeline: DDPOStableDiffusionPipeline,
+    drawn: Sequence[tuple[str, Any]],
+    rewards: Rewards,
+    *,
+    config: DDPOConfig,
+    generator: torch.Generator,
+) -> Samples:
+    """Samples an image for each prompt, records how, and scores it.
+
+    Args:
+        pipeline: draws `config.sample_batch_size` images at a time.
+        drawn: prompts and their metadata.
+        rewards: scores each batch.
+        config: says how images are sampled.
+        generator: of the noise, on the pipeline's device.
+    """
+    trajectories, pending, batches = [], [], []
+    for start in range(0, len(drawn), config.sample_batch_size):
+        prompts, metadata = zip(*drawn[start : start + config.sample_batch_size], strict=True)
+        guidance = {"negative_prompt": [config.negative_prompts or ""] * len(prompts)} if config.is_guided else {}
+        output = pipeline(
+            prompt=list(prompts),
+            eta=config.sample_eta,
+            generator=generator,
+            output_type="pt",
+            num_inference_steps=config.sample_num_steps,
+            guidance_scale=config.sample_guidance_scale,
+            storage_dtype=getattr(torch, config.trajectory_dtype) if config.trajectory_dtype else None,
+            storage_device="cpu" if config.trajectory_on_cpu else None,
+            **guidance,
+        )
+        images = output.images.float()
+        trajectories.append(output.trajectories)
+        pending.append(rewards.start(images, prompts, metadata))
+        batches.append([images, prompts, metadata])
+    scored = [wait() for wait in pending]
+    return Samples(
+        Trajectories.joined(trajectories),
+        [prompt for prompt, _ in drawn],
+        torch.cat([each.rewards for each in scored]),
+        {name: torch.cat([each.others[name] for each in scored]) for name in rewards.others},
+        [[*batch, each.rewards, each.metadata] for batch, each in zip(batches, scored, strict=True)],
+    )
+
+
 def checked_rewards(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:
-    """Rewards [b] as float32 on the CPU, and their metadata ({} if the function gave none); ValueError if unusable."""
+    """Checks what a reward function returned for a batch.
+
+    Args:
+        result: rewards [b] or [b, 1], or a pair of rewards and metadata.
+        prompts: the b prompts.
+        name: of the function, for errors.
+
+    Returns:
+        Rewards [b] as float32 on the CPU, and their metadata; {} where there is none.
+
+    Raises:
+        ValueError: there is not one finite number per image.
+    """
     rewards, metadata = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     values = torch.as_tensor(rewards).detach().float().cpu()
     if values.dim() > 1 and values.shape[1:].numel() == 1:
         values = values.flatten()
     if values.shape != (len(prompts),):
         raise ValueError(
-            f"{name} returned rewards of shape {list(values.shape)} for {len(prompts)} pictures. Return one number for "
+            f"{name} returned rewards of shape {list(values.shape)} for {len(prompts)} images. Return one number for "
             "each: a tensor [B], or the pair of it and metadata."
         )
     broken = (~values.isfinite()).nonzero().flatten().tolist()
     if broken:
         raise ValueError(
-            f"{name} returned {float(values[broken[0]])} for picture {broken[0]} of a batch, prompt "
+            f"{name} returned {float(values[broken[0]])} for image {broken[0]} of a batch, prompt "
             f"{prompts[broken[0]]!r} ({len(broken)} of {len(prompts)} are not finite). Nothing was trained on them."
         )
     return values, metadata

@@ -1,8 +1,10 @@
-"""What a DDPOTrainer is given, made ready."""
+"""The parts of a DDPOTrainer, as its config asks for them."""
 
+import copy
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,13 +14,16 @@ from torch import nn
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
+from trimtab_common.hub import write_model_card
 from trimtab_common.kl import AdaptiveKLController, FixedKLController
 from trimtab_common.run import Run, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings
 from trimtab_common.tracking import Tracker, start_tracking
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
+from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 
 from .config import DDPOConfig
+from .objective import Reference
 
 WITHOUT_EFFECT = (
     *("exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq"),
@@ -28,6 +33,15 @@ WITHOUT_EFFECT = (
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
 """Fields of DDPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
+USAGE = {
+    True: """from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("{base}")
+pipeline.load_lora_weights("{{repo_id}}")""",
+    False: """from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("{{repo_id}}")""",
+}
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -94,6 +108,32 @@ def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sched
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, steps)))
 
 
+def reference_of(
+    config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator
+) -> Reference | None:
+    """What the KL penalty is against: the denoiser without its adapters, or a frozen copy; None without a penalty."""
+    if not config.init_kl_coef:
+        return None
+    if pipeline.use_lora:
+        return partial(_without_adapters, pipeline)
+    frozen = copy.deepcopy(pipeline.denoiser).requires_grad_(False)
+    prepared = accelerator.prepare_model(frozen, evaluation_mode=True)  # in the policy's precision
+    return lambda: nullcontext(prepared)
+
+
+@contextmanager
+def _without_adapters(pipeline: DDPOStableDiffusionPipeline) -> Iterator[nn.Module]:
+    with pipeline.reference():
+        yield pipeline.denoiser
+
+
+def prompt_stats_of(config: DDPOConfig) -> PerPromptStatTracker | None:
+    """The statistics of each prompt's rewards, if the config asks for them."""
+    if not config.per_prompt_stat_tracking:
+        return None
+    return PerPromptStatTracker(config.per_prompt_stat_tracking_buffer_size, config.per_prompt_stat_tracking_min_count)
+
+
 def kl_controller(config: DDPOConfig) -> FixedKLController:
     """The controller of the KL coefficient that the config asks for."""
     if config.adap_kl_ctrl:
@@ -122,21 +162,46 @@ def run_of(config: DDPOConfig, accelerator: Accelerator, model: nn.Module) -> Ru
     )
 
 
+def write_card(
+    path: str,
+    pipeline: DDPOStableDiffusionPipeline,
+    config: DDPOConfig,
+    *,
+    name: str,
+    trainer: str,
+    repo_id: str | None,
+) -> None:
+    """Writes the model card of a trained pipeline; see `trimtab_common.hub.write_model_card`."""
+    base = getattr(pipeline.sd_pipeline.config, "_name_or_path", None) or None
+    write_model_card(
+        path,
+        name=name,
+        trainer=trainer,
+        paper="Black et al. 2023, arXiv:2305.13301",
+        usage=USAGE[pipeline.use_lora].format(base=base or "<the base pipeline>"),
+        library="diffusers",
+        base_model=base,
+        settings=to_flat_dict(config),
+        repo_id=repo_id,
+        tags=["text-to-image", "lora"] if pipeline.use_lora else ["text-to-image"],
+    )
+
+
 class HookTracker:
     """The tracker as `image_samples_hook` knows it from accelerate."""
 
-    def __init__(self, tracker: Tracker):
+    def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
 
     def log(self, values: Mapping[str, Any], step: int, **_: Any) -> None:
-        """Log numbers."""
+        """Logs numbers."""
         self.tracker.log(values, step)
 
     def log_images(self, values: Mapping[str, Any], step: int, **_: Any) -> None:
-        """Log pictures by caption, each [3, H, W] or a batch [n, 3, H, W], of which all get the caption."""
-        images = [(picture, caption) for caption, given in values.items() for picture in _pictures(given)]
+        """Logs images by caption: one [3, H, W], or a batch [n, 3, H, W] or a list, which share the caption."""
+        images = [(image, caption) for caption, value in values.items() for image in _images(value)]
         self.tracker.images("hook", [image for image, _ in images], [caption for _, caption in images], step)
 
 
-def _pictures(given: Any) -> list[Any]:
-    return list(given) if getattr(given, "ndim", None) == 4 or isinstance(given, list | tuple) else [given]
+def _images(value: Any) -> list[Any]:
+    return list(value) if getattr(value, "ndim", None) == 4 or isinstance(value, list | tuple) else [value]

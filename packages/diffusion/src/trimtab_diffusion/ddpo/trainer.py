@@ -1,8 +1,6 @@
 """DDPO: policy gradients for diffusion pipelines (Black et al. 2023, arXiv:2305.13301)."""
 
-import copy
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,53 +9,44 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from huggingface_hub import CommitInfo
 from torch import Tensor
 
 from trimtab_common.advantages import group_whitened
-from trimtab_common.config import to_flat_dict
 from trimtab_common.health import TrainingDivergedError, Vitals
-from trimtab_common.hub import write_model_card
 from trimtab_common.run import Stateful
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import Deviation, Mean, gather_over_ranks, gather_stats, merge_stats
-from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
+from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
 from trimtab_common.tracking import Tracker, progress
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
-from trimtab_diffusion.prompt_stats import PerPromptStatTracker
-from trimtab_diffusion.recording import Trajectories, predict
+from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.rewards import jpeg_incompressibility
-from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 
+from . import setup
 from .config import DDPOConfig
-from .loss import denoising_loss, rwr_weights, score_function_loss, sparse_weights
-from .sampling import Pictures, PromptFunction, RewardFunction, Rewards, draw_prompts
-from .selfcheck import check_replay
-from .setup import HookTracker, accelerator_of, kl_controller, optimizer_of, place, run_of, warmup
+from .loss import rwr_weights, sparse_weights
+from .objective import Stats, policy_loss, regression_loss
+from .replay import Replay, draw_pairs
+from .sampling import PromptFunction, RewardFunction, Rewards, Samples, draw_prompts, sample_and_score
+from .selfcheck import check_first
 
-Pairs = tuple[Tensor, Tensor]
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
-USAGE = {
-    True: """from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("{base}")
-pipeline.load_lora_weights("{{repo_id}}")""",
-    False: """from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("{{repo_id}}")""",
-}
 
 
 class DDPOTrainer:
-    """Draw pictures, score them, and make the steps that led to the better ones more probable.
+    """Samples images, scores them, and makes the denoising steps that led to the better ones more probable.
 
-    config: a DDPOConfig. reward_function: `(images [B, 3, H, W] within [0, 1], prompts, metadata) -> rewards [B]`, or
-    the pair of them and metadata for the hook. prompt_function: `() -> (prompt, metadata)`; Python's, NumPy's and
-    torch's generators are seeded around it, anew for each process and epoch. If it has `state_dict` and
-    `load_state_dict`, checkpoints keep its state. sd_pipeline: a DDPOStableDiffusionPipeline, or a diffusers pipeline,
-    all of whose denoiser is then trained.
-    image_samples_hook: called after each epoch's drawing with its batches [images, prompts, metadata, rewards, reward
-    metadata], the global step, and a tracker with `log_images` and `log`. other_rewards: rewards by name that are
-    logged and not trained on, against over-optimisation; by default the pictures' size in kB as JPEG.
+    Args:
+        config: a copy of it is `trainer.config`.
+        reward_function: `(images [B, 3, H, W] within [0, 1], prompts, metadata) -> rewards [B]`, or a pair of rewards
+            and metadata for the hook.
+        prompt_function: `() -> (prompt, metadata)`. Python's, NumPy's and torch's generators are seeded around it, for
+            each process and epoch by itself. Checkpoints keep its state if it has `state_dict` and `load_state_dict`.
+        sd_pipeline: a DDPOStableDiffusionPipeline; or a diffusers pipeline, all of whose denoiser is then trained.
+        image_samples_hook: called after each epoch's sampling with its batches [images, prompts, metadata, rewards,
+            reward metadata], the global step, and a tracker with `log_images` and `log`.
+        other_rewards: rewards by name that are logged and not trained on, against over-optimisation; by default the
+            images' size in kB as JPEG.
     """
 
     def __init__(
@@ -66,71 +55,53 @@ class DDPOTrainer:
         reward_function: RewardFunction,
         prompt_function: PromptFunction,
         sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
-        image_samples_hook: Callable[[Any, Any, Any], Any] | None = None,
+        image_samples_hook: Callable[[list[list[Any]], int, setup.HookTracker], object] | None = None,
         *,
         other_rewards: Mapping[str, RewardFunction] | None = None,
-    ):
+    ) -> None:
         self.config = config = replace(config)
         self.prompt_function, self.image_samples_callback = prompt_function, image_samples_hook
         if not isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline = DDPOStableDiffusionPipeline(sd_pipeline)
         self.sd_pipeline = sd_pipeline
         others = {"jpeg_kb": jpeg_incompressibility} if other_rewards is None else other_rewards
-        self.rewards = Rewards(
-            reward_function, others, workers=config.max_workers if config.async_reward_computation else None
-        )
-        self.accelerator = accelerator_of(config)
-        place(sd_pipeline, self.accelerator)
+        workers = config.max_workers if config.async_reward_computation else None
+        self.rewards = Rewards(reward_function, others, workers=workers)
+        self.accelerator = setup.accelerator_of(config)
+        setup.place(sd_pipeline, self.accelerator)
         if config.train_gradient_checkpointing:
             sd_pipeline.denoiser.enable_gradient_checkpointing()
         sd_pipeline.set_progress_bar_config(disable=True)
-        self.reference = None
-        if config.init_kl_coef and not sd_pipeline.use_lora:
-            frozen = copy.deepcopy(sd_pipeline.denoiser).requires_grad_(False)
-            self.reference = self.accelerator.prepare_model(frozen, evaluation_mode=True)  # in the policy's precision
-        optimizer = optimizer_of(config, sd_pipeline.denoiser)
+        self.reference = setup.reference_of(config, sd_pipeline, self.accelerator)
+        optimizer = setup.optimizer_of(config, sd_pipeline.denoiser)
         self.model, self.optimizer = self.accelerator.prepare(sd_pipeline.denoiser, optimizer)
-        self.model.eval()  # dropout would make the policy that trains another than the one that drew
-        self.lr_scheduler = warmup(optimizer, config.train_warmup_steps)
-        self.kl_ctl = kl_controller(config)
-        self.prompt_stats = None
-        if config.per_prompt_stat_tracking:
-            self.prompt_stats = PerPromptStatTracker(
-                config.per_prompt_stat_tracking_buffer_size, config.per_prompt_stat_tracking_min_count
-            )
+        self.model.eval()  # dropout would make the policy that trains another than the one that sampled
+        self.lr_scheduler = setup.warmup(optimizer, config.train_warmup_steps)
+        self.kl_ctl = setup.kl_controller(config)
+        self.prompt_stats = setup.prompt_stats_of(config)
         self.first_epoch = self.global_step = self.queries = 0
-        self._drawn: Trajectories | None = None  # the last, whose schedule and guidance `calculate_loss` replays
-        self._is_checked = False
-        self._parts: list[dict[str, Mean]] = []  # statistics of losses, until they are logged
-        self.run = run_of(config, self.accelerator, self.model)
-        self.run.keep(
-            self, "optimizer", "lr_scheduler", "kl_ctl", "prompt_stats", "first_epoch", "global_step", "queries"
-        )
+        self.last_stats: dict[str, float] = {}
+        self.run = setup.run_of(config, self.accelerator, self.model)
+        self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "prompt_stats")
+        self.run.keep(self, "first_epoch", "global_step", "queries")
         self.run.keep(self.accelerator, "scaler")
         if isinstance(prompt_function, Stateful):
             self.run.keep_per_rank("prompt_function", prompt_function)
         if config.resume_from:
             self.run.resume(config.resume_from, self.checkpoint_folder)
 
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Where checkpoints go."""
-        return Path(self.config.project_kwargs.get("project_dir") or self.config.logdir) / "checkpoints"
-
-    @property
-    def clip_range(self) -> float:
-        """What ratios per dimension are clipped to: 1 +- this. In nats it is this times the latents' dimensions."""
-        if self.config.train_clip_range_nats is None or self._drawn is None:
-            return self.config.train_clip_range
-        return self.config.train_clip_range_nats / self._drawn.dimensions
-
     # ------------------------------------------------------------ the algorithm
 
     def train(self, epochs: int | None = None) -> list[dict[str, float]]:
-        """Run epochs up to number `epochs` (default: the config's), each drawing and learning; logs and saves.
+        """Runs epochs up to number `epochs` (default: the config's); logs and saves.
 
-        Returns the numbers that each epoch logged. The tracker stays open for what you log yourself;
-        `with trainer.tracker:` around the call closes it.
+        The tracker stays open for what you log yourself; `with trainer.tracker:` around the call closes it.
+
+        Returns:
+            The numbers that each epoch logged.
+
+        Raises:
+            CheckpointError: a new run would save beside the checkpoints of another.
         """
         if self.first_epoch == 0:
             self.run.record.claim(self.checkpoint_folder)
@@ -144,140 +115,134 @@ class DDPOTrainer:
         return history
 
     def step(self, epoch: int, global_step: int) -> int:
-        """Draw an epoch's pictures, score them, learn from them and log; returns the number of updates made so far."""
+        """One epoch: samples images, scores them, learns from them, and logs.
+
+        Args:
+            epoch: its number, from 0, on which its random numbers depend.
+            global_step: optimizer steps before it.
+
+        Returns:
+            Optimizer steps after it.
+        """
         started = time.perf_counter()
         self.global_step = global_step
-        pictures = self.draw(epoch)
-        advantages = self.advantages(pictures.prompts, pictures.rewards)
-        drawn = time.perf_counter()
-        stats: dict[str, Any] = {}
-        if not (self._is_checked or self.config.estimator.startswith("rwr")):
-            stats["selfcheck/nats"] = self._check_replay(pictures.trajectories)
-            self._is_checked = True
+        samples = self.draw(epoch)
+        advantages = self.advantages(samples.prompts, samples.rewards)
+        sampled = time.perf_counter()
+        stats: list[Mapping[str, Mean | float]] = []
+        if global_step == 0:
+            stats.append(check_first(samples.trajectories, self.model, self.config, self.accelerator))
         if self.image_samples_callback is not None:
-            self.image_samples_callback(pictures.batches, self.global_step, HookTracker(self.tracker))
+            self.image_samples_callback(samples.batches, global_step, setup.HookTracker(self.tracker))
         for inner_epoch in range(self.config.train_num_inner_epochs):
             generator = self._generator(TRAIN, epoch * self.config.train_num_inner_epochs + inner_epoch)
-            order = torch.randperm(len(pictures.rewards), generator=generator)
+            order = torch.randperm(len(advantages), generator=generator)
             for rows in order.split(self.config.samples_per_update):
-                self._update(pictures.trajectories, advantages, rows, generator)
+                stats += self._update(samples.trajectories, advantages, rows, generator)
         self.first_epoch = epoch + 1
-        stats |= {"time/sampling": drawn - started, "time/training": time.perf_counter() - drawn, "epoch": float(epoch)}
-        self._log(pictures, advantages, stats)
+        stats.append({"time/sampling": sampled - started, "time/training": time.perf_counter() - sampled})
+        self._log(epoch, samples, advantages, stats)
         return self.global_step
 
-    def draw(self, epoch: int) -> Pictures:
-        """An epoch's pictures with their rewards."""
+    def draw(self, epoch: int) -> Samples:
+        """Samples an epoch's images on this process, and scores them."""
         config, generator = self.config, self._generator(SAMPLE, epoch, self.accelerator.device)
         seed = sampling_seed(config.seed, rank=self.accelerator.process_index, draw=2 * epoch)
         drawn = draw_prompts(self.prompt_function, config.samples_per_epoch, group_size=config.group_size, seed=seed)
-        parts, pending, batches = [], [], []
-        dtype = getattr(torch, config.trajectory_dtype) if config.trajectory_dtype else None
-        guidance = {"negative_prompt": config.negative_prompts or ""} if config.is_guided else {}
-        for start in range(0, len(drawn), config.sample_batch_size):
-            prompts, metadata = zip(*drawn[start : start + config.sample_batch_size], strict=True)
-            made = self.sd_pipeline(
-                prompt=list(prompts), eta=config.sample_eta, generator=generator, output_type="pt",
-                num_inference_steps=config.sample_num_steps, guidance_scale=config.sample_guidance_scale,
-                storage_dtype=dtype, storage_device="cpu" if config.trajectory_on_cpu else None,
-                **{name: [text] * len(prompts) for name, text in guidance.items()},
-            )  # fmt: skip
-            parts.append(made.trajectories)
-            images = made.images.float()
-            pending.append(self.rewards.start(images, prompts, metadata))
-            batches.append([images, prompts, metadata])
-        scored = [wait() for wait in pending]
+        samples = sample_and_score(self.sd_pipeline, drawn, self.rewards, config=config, generator=generator)
         self.queries += len(drawn) * self.accelerator.num_processes
-        self._drawn = Trajectories.joined(parts)
-        return Pictures(
-            self._drawn, [prompt for prompt, _ in drawn], torch.cat([rewards for rewards, _, _ in scored]),
-            {name: torch.cat([others[name] for _, _, others in scored]) for name in self.rewards.others},
-            [[*batch, rewards, found] for batch, (rewards, found, _) in zip(batches, scored, strict=True)],
-        )  # fmt: skip
+        return samples
 
     def advantages(self, prompts: list[str], rewards: Tensor) -> Tensor:
-        """What each of this process's pictures is better than expected, or its weight for RWR; [B], float32.
+        """How much better than expected each of this process's samples is; for RWR its weight. Collective.
 
-        The measure is taken over all processes: the prompt's earlier rewards (section 4.2), the group of pictures of
-        one draw of the prompt (GRPO), or the epoch. Deviations are the population's (Black et al. 2023). Collective.
+        The expectation is taken over all processes: of the prompt's earlier rewards (section 4.2), of the group of one
+        draw of the prompt (GRPO), or of the epoch. Deviations are the population's (Black et al. 2023).
+
+        Args:
+            prompts: B texts.
+            rewards: [B].
+
+        Returns:
+            [B], float32.
         """
         config, rank = self.config, self.accelerator.process_index
         gathered = gather_over_ranks((prompts, rewards))
-        everyone = [prompt for part, _ in gathered for prompt in part]
-        whole = torch.cat([part for _, part in gathered]).double()
-        numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(everyone))}
-        of_prompt = torch.tensor([numbers[prompt] for prompt in everyone])
+        all_prompts = [prompt for part, _ in gathered for prompt in part]
+        all_rewards = torch.cat([part for _, part in gathered]).double()
         if config.estimator == "rwr":
-            found = rwr_weights(whole, of_prompt, beta=config.rwr_beta)
+            numbers = {prompt: number for number, prompt in enumerate(all_prompts)}
+            groups = torch.tensor([numbers[prompt] for prompt in all_prompts])
+            advantages = rwr_weights(all_rewards, groups, beta=config.rwr_beta)
         elif config.estimator == "rwr_sparse":
-            found = sparse_weights(whole, top=config.rwr_top)
+            advantages = sparse_weights(all_rewards, top=config.rwr_top)
         elif self.prompt_stats is not None:
-            found = self.prompt_stats.update(everyone, whole)
+            advantages = self.prompt_stats.update(all_prompts, all_rewards)
         else:
-            groups = torch.arange(len(whole)) // config.group_size if config.group_size > 1 else torch.zeros(len(whole))
-            found = group_whitened(whole, groups.long(), correction=0)
-        if not config.estimator.startswith("rwr"):
-            found = found.clamp(-config.train_adv_clip_max, config.train_adv_clip_max)
-        return found.split([len(part) for part, _ in gathered])[rank].float()
+            size = config.group_size if config.group_size > 1 else len(all_rewards)
+            advantages = group_whitened(all_rewards, torch.arange(len(all_rewards)) // size, correction=0)
+        if not config.is_regression:
+            advantages = advantages.clamp(-config.train_adv_clip_max, config.train_adv_clip_max)
+        return advantages.split([len(part) for part, _ in gathered])[rank].float()
 
-    def _update(self, made: Trajectories, advantages: Tensor, rows: Tensor, generator: torch.Generator) -> None:
-        """One optimizer step from pictures `rows`: their trained steps, in shuffled micro-batches of pairs."""
-        rows, steps = self._pairs(made, rows, generator)
-        chunks = torch.randperm(len(rows), generator=generator).split(self.config.train_batch_size)
+    def _update(
+        self, trajectories: Trajectories, advantages: Tensor, rows: Tensor, generator: torch.Generator
+    ) -> list[Stats]:
+        """One optimizer step on the samples `rows`: their trained steps, in shuffled micro-batches of pairs."""
+        config = self.config
+        rows, steps = draw_pairs(trajectories.steps, rows, count=config.trained_steps, generator=generator)
+        chunks = torch.randperm(len(rows), generator=generator).split(config.train_batch_size)
+        parts = []
         for i, chunk in enumerate(chunks):
-            pairs = rows[chunk], steps[chunk]
-            is_last = i == len(chunks) - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                loss = self._loss(made, advantages, pairs, generator)
-                if not torch.isfinite(loss):
-                    self.optimizer.zero_grad()
-                    raise TrainingDivergedError(
-                        f"The loss is {float(loss)} at update {self.global_step}. No update was made. Lower "
-                        f"train_learning_rate ({self.config.train_learning_rate}), or train in bf16 or float32."
-                    )
+            with nullcontext() if i == len(chunks) - 1 else self.accelerator.no_sync(self.model):
+                loss, stats = self._loss(trajectories, advantages, rows[chunk], steps[chunk], generator)
+                self._require_finite(loss, "loss")
                 self.accelerator.backward(loss * len(chunk) / len(rows))
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train_max_grad_norm)
-        if self.accelerator.scaler is None and not torch.isfinite(norm):
-            self.optimizer.zero_grad()
-            raise TrainingDivergedError(
-                f"The gradient has norm {float(norm)} at update {self.global_step}. None was made."
-            )
+            parts.append(stats)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), config.train_max_grad_norm)
+        if self.accelerator.scaler is None:  # which would skip the update by itself
+            self._require_finite(norm, "gradient's norm")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.global_step += 1
-        self._parts.append({"grad_norm": Mean(norm, 1.0)})
+        return [*parts, {"grad_norm": Mean(norm, 1.0)}]
 
-    def _pairs(self, made: Trajectories, rows: Tensor, generator: torch.Generator) -> Pairs:
-        """Every picture of `rows` with its trained steps, drawn for each by itself from those that have noise."""
-        random = made.steps.is_random.nonzero().flatten()
-        if len(random) < len(made.steps) and self.global_step == 0:
-            warnings.warn(
-                f"{len(made.steps) - len(random)} of {len(made.steps)} steps have no noise in this schedule, and so no "
-                "log-probability: they are left out of training. With timestep_spacing='leading', steps_offset=1 and "
-                "set_alpha_to_one=False every step has.",
-                stacklevel=4,
+    def _require_finite(self, value: Tensor, name: str) -> None:
+        if not torch.isfinite(value):
+            self.optimizer.zero_grad()
+            raise TrainingDivergedError(
+                f"The {name} is {float(value)} at update {self.global_step}. No update was made. Lower "
+                f"train_learning_rate ({self.config.train_learning_rate}), or train in bf16 or float32."
             )
-        count = min(self.config.trained_steps, len(random))
-        if count == 0:
-            raise ValueError("No step of this schedule has noise: there is nothing to train. Use another scheduler.")
-        chosen = torch.stack([random[torch.randperm(len(random), generator=generator)[:count]] for _ in rows])
-        return rows.repeat_interleave(count), chosen.flatten()
 
     # ------------------------------------------------------------------ losses
 
-    def _loss(self, made: Trajectories, advantages: Tensor, pairs: Pairs, generator: torch.Generator) -> Tensor:
-        rows, steps = pairs
-        device = self.accelerator.device
-        weights = advantages[rows].to(device)
-        if self.config.estimator.startswith("rwr"):
-            return self._denoising_loss(made, weights, pairs, generator)
-        loss, _, _ = self.calculate_loss(
-            made.before(rows, steps, device), made.steps.timesteps[steps], made.after(rows, steps, device),
-            made.scored(rows, steps, device), weights,
-            made.conditions.select(rows, steps, device),
-        )  # fmt: skip
-        return loss
+    def _loss(
+        self, trajectories: Trajectories, advantages: Tensor, rows: Tensor, steps: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Stats]:
+        """The loss of pairs of samples `rows` [n] and steps `steps` [n], a mean over them, with its statistics."""
+        weights = advantages[rows].to(self.accelerator.device)
+        if self.config.is_regression:
+            return regression_loss(self.model, trajectories, rows, steps, weights, generator)
+        replay = Replay.of(trajectories, rows, steps, weights.device)
+        if type(self).calculate_loss is not DDPOTrainer.calculate_loss:  # a subclass has a loss of its own
+            loss, approx_kl, clipped = self.calculate_loss(
+                replay.latents, replay.timesteps, replay.next_latents, replay.logprobs, weights, replay.conditions
+            )
+            return loss, {"loss": Mean.of(loss), "approx_kl": Mean.of(approx_kl), "clipfrac": Mean.of(clipped)}
+        return self._policy_loss(replay, weights)
+
+    def _policy_loss(self, replay: Replay, advantages: Tensor) -> tuple[Tensor, Stats]:
+        return policy_loss(
+            self.model,
+            replay,
+            advantages,
+            estimator=self.config.estimator,
+            clip=self.config.clip_range(replay.dimensions),
+            reference=self.reference,
+            kl_coef=self.kl_ctl.value,
+        )
 
     def calculate_loss(
         self,
@@ -288,128 +253,65 @@ class DDPOTrainer:
         advantages: Tensor,
         embeds: Tensor | Mapping[str, Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """DDPO's loss of B steps of the last drawn schedule, with its approximate KL and the share that was clipped.
+        """DDPO's loss of B steps, of the schedule that the pipeline's last call set.
 
-        latents, next_latents: [B, ...], before and after; timesteps: [B]; log_probs: [B], per dimension, when drawn;
-        advantages: [B]; embeds: of the prompts, [B, ...], or [2B, ...] with those without a prompt first, or all of the
-        denoiser's other arguments by name. The loss is a mean over the B.
+        Before the first call the schedule has the config's `sample_num_steps`.
+
+        Args:
+            latents: [B, ...], before the step.
+            timesteps: [B].
+            next_latents: [B, ...], after the step.
+            log_probs: [B], when sampled, nats per dimension.
+            advantages: [B].
+            embeds: of the prompts, [B, ...], or with guidance [2B, ...], those without a prompt first; or all of the
+                denoiser's other arguments by name.
+
+        Returns:
+            Tensors without a dimension: the loss, a mean over the B; its approximate KL; the share that was clipped.
+
+        Raises:
+            ValueError: a timestep is not one of the schedule.
         """
-        if self._drawn is None:
-            raise ValueError("calculate_loss replays steps of a schedule, and none was drawn yet: call step first.")
-        conditions = embeds if isinstance(embeds, Mapping) else {"encoder_hidden_states": embeds}
-        index = self._drawn.steps.index_of(timesteps)
-        output = self._predict(self.model, latents, index, conditions)
-        mean, std = self._drawn.steps.gaussian(output, latents, index)
-        logprobs = gaussian_logprob(next_latents, mean, std)
-        log_ratio, clip = logprobs - log_probs, self.clip_range
-        if self.config.estimator == "sf":
-            loss = score_function_loss(logprobs, advantages).mean()
-        else:
-            loss = clipped_surrogate(log_ratio, advantages, clip_low=clip, clip_high=clip).mean()
-        everything = torch.ones_like(log_ratio)
-        stats = surrogate_stats(log_ratio, advantages, everything, clip_low=clip, clip_high=clip)
-        parts = {
-            "loss": Mean.of(loss), "approx_kl": stats["approxkl"], "clipfrac": stats["clipfrac"],
-            "ratio": stats["ratio"], "policy/nats": Mean.of(log_ratio.abs() * self._drawn.dimensions),
-        }  # fmt: skip
-        if self.config.init_kl_coef:
-            ref_mean, _ = self._drawn.steps.gaussian(self._reference(latents, index, conditions), latents, index)
-            kl = gaussian_kl(mean, ref_mean, std)
-            loss = loss + self.kl_ctl.value * kl.mean()
-            steps = int(self._drawn.steps.is_random.sum())
-            parts["objective/kl"] = Mean.of(kl * self._drawn.dimensions * steps)
-        self._parts.append(parts)
+        replay = Replay.by_scheduler(
+            self.sd_pipeline, self.config, latents, timesteps, next_latents, logprobs=log_probs, embeds=embeds
+        )
+        loss, stats = self._policy_loss(replay, advantages)
         # Tensors on the device: a number would make every micro-batch wait for it.
         approx_kl, clipped = (
-            torch.as_tensor(stats[name].total / stats[name].weight) for name in ("approxkl", "clipfrac")
+            torch.as_tensor(stats[name].total / stats[name].weight) for name in ("approx_kl", "clipfrac")
         )
         return loss, approx_kl, clipped
 
-    def _denoising_loss(self, made: Trajectories, weights: Tensor, pairs: Pairs, generator: torch.Generator) -> Tensor:
-        """Reward-weighted regression on the pictures that were drawn (section 4.1)."""
-        rows, steps = pairs
-        if made.conditions.stepwise:
-            raise ValueError(
-                "This pipeline's conditions depend on the latents of each step, which reward-weighted regression makes "
-                "anew. Use estimator='is'."
-            )
-        device = self.accelerator.device
-        x0 = made.after(rows, torch.full_like(rows, len(made.steps) - 1), device).float()
-        noise = torch.randn(x0.shape, generator=generator).to(device)
-        x, target = made.steps.noised(x0, noise, steps)
-        output = self._predict(self.model, x.to(made.first.dtype), steps, made.conditions.select(rows, steps, device))
-        loss = denoising_loss(output, target, weights).mean()
-        self._parts.append({"loss": Mean.of(loss)})
-        return loss
-
-    def _predict(self, model: Any, latents: Tensor, index: Tensor, conditions: Mapping[str, Any]) -> Tensor:
-        """The denoiser's output at steps `index` [B], guided as when the last pictures were drawn."""
-        drawn = self._drawn
-        assert drawn is not None
-        times = drawn.times[index].to(latents.device)
-        return predict(model, latents, times, conditions, guidance=drawn.guidance, name=drawn.name)
-
-    @torch.no_grad()
-    def _reference(self, latents: Tensor, index: Tensor, conditions: Mapping[str, Any]) -> Tensor:
-        if self.reference is not None:
-            return self._predict(self.reference, latents, index, conditions)
-        with self.sd_pipeline.reference():
-            return self._predict(self.sd_pipeline.denoiser, latents, index, conditions)
-
-    def _check_replay(self, made: Trajectories) -> float:
-        device = self.accelerator.device
-
-        def score(rows: Tensor, steps: Tensor) -> Tensor:
-            before = made.before(rows, steps, device)
-            output = made.predict(self.model, before, rows, steps)
-            return made.steps.logprob(output, before, made.after(rows, steps, device), steps)
-
-        config = self.config
-        return check_replay(
-            made, score, pictures=config.sample_batch_size, batch_size=config.train_batch_size, clip=self.clip_range,
-            exact=self._is_exact and made.first.dtype in (torch.float32, torch.float64),
-        )  # fmt: skip
-
-    @property
-    def _is_exact(self) -> bool:
-        """Whether the denoiser computes in float32, or wider."""
-        is_tf32 = self.config.allow_tf32 and self.accelerator.device.type == "cuda"
-        return self.accelerator.mixed_precision == "no" and not is_tf32
-
     def _generator(self, use: int, number: int, device: torch.device | str = "cpu") -> torch.Generator:
-        """Random numbers that depend on the seed, the process, what they are for and which time: never on the past."""
+        """Random numbers that depend on the seed, the process, their use and its number, and not on earlier draws."""
         seed = sampling_seed(self.config.seed, rank=self.accelerator.process_index, draw=2 * number + use)
         return torch.Generator(device).manual_seed(seed)
 
     # -------------------------------------------------------------- statistics
 
-    def _log(self, pictures: Pictures, advantages: Tensor, stats: dict[str, Any]) -> None:
-        """Merge the epoch's statistics over processes, check their health, and send them on. Collective."""
-        own = {
-            **merge_stats(self._parts), **stats, "reward_mean": Mean.of(pictures.rewards),
-            "reward_std": Deviation.of(pictures.rewards), "rewards": pictures.rewards,
-            "advantages/zero": Mean.of((advantages == 0).float()), "queries": float(self.queries),
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]), "clip_range": self.clip_range,
-            "clip_range_nats": self.clip_range * pictures.trajectories.dimensions,
-            "memory/trajectories_mb": pictures.trajectories.nbytes / 1e6,
-            **{f"other/{name}": Mean.of(values) for name, values in pictures.others.items()},
-        }  # fmt: skip
-        self._parts.clear()
-        gathered = gather_stats(own)
+    def _log(self, epoch: int, samples: Samples, advantages: Tensor, stats: list[Mapping[str, Mean | float]]) -> None:
+        """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""
+        summary = samples.stats() | {
+            "epoch": float(epoch),
+            "advantages/zero": Mean.of((advantages == 0).float()),
+            "queries": float(self.queries),
+            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "clip_range": (clip_range := self.config.clip_range(samples.trajectories.dimensions)),
+            "clip_range_nats": clip_range * samples.trajectories.dimensions,
+        }
+        gathered = gather_stats(merge_stats([*stats, summary]))
         if "objective/kl" in gathered:
             gathered["objective/kl_coef"] = self.kl_ctl.value
-            self.kl_ctl.update(gathered["objective/kl"], len(pictures.rewards) * self.accelerator.num_processes)
-        self.last_stats: dict[str, float] = {
-            name: value for name, value in gathered.items() if isinstance(value, float)
-        }
+            self.kl_ctl.update(gathered["objective/kl"], len(samples.rewards) * self.accelerator.num_processes)
+        self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
         vitals = Vitals(
             kl=self.last_stats.get("objective/kl"),
             clip_fraction=self.last_stats.get("clipfrac"),
             reward_std=self.last_stats["reward_std"],
         )
-        health = self.run.check_health(vitals, self.last_stats, when=f"epoch {self.first_epoch - 1}")
+        health = self.run.check_health(vitals, self.last_stats, when=f"epoch {epoch}")
         self.tracker.log({**gathered, **health}, self.global_step)
-        images, prompts, _, rewards, _ = pictures.batches[-1]
+        images, prompts, _, rewards, _ = samples.batches[-1]
         captions = [f"{prompt} | {reward:.3f}" for prompt, reward in zip(prompts, rewards.tolist(), strict=True)]
         self.tracker.images("pictures", list(images.clamp(0, 1))[:16], captions[:16], self.global_step)
 
@@ -425,19 +327,24 @@ class DDPOTrainer:
 
     # ------------------------------------------------------------------ saving
 
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where checkpoints go."""
+        return Path(self.config.project_kwargs.get("project_dir") or self.config.logdir) / "checkpoints"
+
     def save_checkpoint(self) -> Path:
-        """Everything that the next epoch depends on, atomically, as checkpoint-<epochs> in `checkpoint_folder`."""
+        """Writes everything that the next epoch depends on, atomically, as checkpoint-<epochs>. Collective."""
         keep = self.config.project_kwargs.get("total_limit") or self.config.num_checkpoint_limit
         return self.run.save(self.checkpoint_folder, self.first_epoch, keep=keep)
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """The adapters, for `load_lora_weights`, or the whole pipeline, for `from_pretrained`; with a model card."""
+        """Writes the adapters, for `load_lora_weights`, or the pipeline, for `from_pretrained`; with a model card."""
         if self.accelerator.is_main_process:
             self.sd_pipeline.save_pretrained(save_directory)
             self.create_model_card(str(save_directory))
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload what `save_pretrained` writes; arguments as of huggingface_hub.upload_folder, and `private`."""
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
+        """Uploads what `save_pretrained` writes; kwargs as of huggingface_hub.upload_folder, and `private`."""
 
         def write(folder: str) -> None:
             self.save_pretrained(folder)
@@ -448,18 +355,12 @@ class DDPOTrainer:
     def create_model_card(
         self, path: str, model_name: str | None = "TRL DDPO Model", *, repo_id: str | None = None
     ) -> None:
-        """Write a model card (README.md) into the folder `path`; repo_id: what it is loaded by, if not its name."""
-        pipeline = self.sd_pipeline.sd_pipeline
-        base = getattr(pipeline.config, "_name_or_path", None) or None
-        write_model_card(
-            path,
-            name=model_name or "Model",
-            trainer=type(self).__name__,
-            paper="Black et al. 2023, arXiv:2305.13301",
-            usage=USAGE[self.sd_pipeline.use_lora].format(base=base or "<the base pipeline>"),
-            library="diffusers",
-            base_model=base,
-            settings=to_flat_dict(self.config),
-            repo_id=repo_id,
-            tags=["text-to-image", "lora"] if self.sd_pipeline.use_lora else ["text-to-image"],
-        )
+        """Writes a model card (README.md) into the folder `path`.
+
+        Args:
+            path: created where it does not exist.
+            model_name: the card's title.
+            repo_id: what the model is loaded by; by default the folder's name.
+        """
+        name, trainer = model_name or "Model", type(self).__name__
+        setup.write_card(path, self.sd_pipeline, self.config, name=name, trainer=trainer, repo_id=repo_id)

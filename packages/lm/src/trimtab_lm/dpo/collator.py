@@ -43,7 +43,7 @@ class PreferencePairCollator:
         if not bool(batch["lengths"].all()):
             raise ValueError(
                 f"Answers of these pairs have {batch['lengths'].tolist()} tokens that count (chosen and rejected, pair "
-                "by pair), and each needs one. Drop such pairs, or mend their labels."
+                "by pair), and each needs one. Drop such pairs, or fix their labels."
             )
         given = [name for name in REFERENCE_COLUMNS if name in rows[0]]
         return batch | {name: torch.tensor([row[name] for row in rows], dtype=REFERENCE_DTYPE) for name in given}

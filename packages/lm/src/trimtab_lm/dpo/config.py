@@ -1,108 +1,101 @@
 """Configuration of DPO and its relatives."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
-
 from trimtab_lm.data.truncation import check_mode
-from trimtab_lm.hf.support import refuse_label_smoothing
+from trimtab_lm.hf.config import TrainerConfig, setting
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 from .loss import check_losses, mixed
 
 
-def _help(text: str, **default: Any) -> Any:
-    return field(**default, metadata={"help": text})
-
-
 @dataclass
 @takes_arguments_of_2024
-class DPOConfig(TrainingArguments):
+class DPOConfig(TrainerConfig):
     """Learning from preferences without a reward model (Rafailov et al. 2023, arXiv:2305.18290).
 
     All settings of `transformers.TrainingArguments`, and the following. Lengths are in tokens.
     """
 
-    beta: float = _help(
+    beta: float = setting(
         "How strongly the policy is held to the reference: rewards are beta x (log pi - log ref). tau of ipo.",
         default=0.1,
     )
-    label_smoothing: float = _help(
+    label_smoothing: float = setting(
         "Share of preferences that are wrong, from 0 to 0.5: conservative DPO, robust, exo_pair, aot, aot_pair.",
         default=0.0,
     )
-    loss_type: str | list[str] = _help(
+    loss_type: str | list[str] = setting(
         "sigmoid, hinge, ipo, kto_pair (or kto), robust, exo_pair, nca_pair, apo_zero, apo_down, sppo_hard, aot, "
         "aot_pair, discopop; or several, whose weighted sum is the loss.",
         default="sigmoid",
     )
-    loss_weights: list[float] | None = _help(
+    loss_weights: list[float] | None = setting(
         "One weight for each loss of loss_type; they need not sum to 1. None: 1 each.", default=None
     )
-    reference_free: bool = _help(
+    reference_free: bool = setting(
         "Measure against a reference that gives all answers the same probability; no reference model.", default=False
     )
-    disable_dropout: bool = _help("Train without dropout. The reference has none in any case.", default=True)
+    disable_dropout: bool = setting("Train without dropout. The reference has none in any case.", default=True)
 
-    max_length: int | None = _help(
+    max_length: int | None = setting(
         "Prompt and answer together; of an encoder-decoder model each of them. What is longer is cut: the prompt "
         "first, though not below half of max_length, then the answers. None: no limit.",
         default=None,
     )
-    max_prompt_length: int | None = _help("Prompt, cut before anything else. None: no limit of its own.", default=None)
-    max_target_length: int | None = _help("Answers. None: no limit of their own.", default=None)
-    truncation_mode: str = _help(
+    max_prompt_length: int | None = setting(
+        "Prompt, cut before anything else. None: no limit of its own.", default=None
+    )
+    max_target_length: int | None = setting("Answers. None: no limit of their own.", default=None)
+    truncation_mode: str = setting(
         "What is kept of a prompt or an answer that is too long: keep_end (and the prompt's BOS) or keep_start (and "
         "the answer's EOS).",
         default="keep_end",
     )
-    label_pad_token_id: int = _help("Marks, in the labels, what does not count. Negative.", default=-100)
-    padding_value: int | None = _help("Token that pads. None: the tokenizer's pad token, else its EOS.", default=None)
-    is_encoder_decoder: bool | None = _help(
+    label_pad_token_id: int = setting("Marks, in the labels, what does not count. Negative.", default=-100)
+    padding_value: int | None = setting("Token that pads. None: the tokenizer's pad token, else its EOS.", default=None)
+    is_encoder_decoder: bool | None = setting(
         "What kind of model it is; only needed to be certain: training stops if the model is of the other kind.",
         default=None,
     )
-    dataset_num_proc: int | None = _help("Processes that tokenize the data sets.", default=None)
+    dataset_num_proc: int | None = setting("Processes that tokenize the data sets.", default=None)
 
-    precompute_ref_log_probs: bool = _help(
+    precompute_ref_log_probs: bool = setting(
         "Take the reference's log-probabilities once, when the trainer is made, for the training set and all "
         "evaluation sets, and keep no copy of the model as the reference.",
         default=False,
     )
-    ref_log_probs_cache: str | None = _help(
+    ref_log_probs_cache: str | None = setting(
         "Folder of precomputed log-probabilities, found again by the content of reference and data set. None: "
         "output_dir/_ref_log_probs.",
         default=None,
     )
-    model_init_kwargs: dict[str, Any] | None = _help(
+    model_init_kwargs: dict[str, Any] | None = setting(
         "Arguments of from_pretrained, if the model is given by its name.", default=None
     )
-    ref_model_init_kwargs: dict[str, Any] | None = _help(
+    ref_model_init_kwargs: dict[str, Any] | None = setting(
         "Arguments of from_pretrained, if the reference model is given by its name.", default=None
     )
-    model_adapter_name: str | None = _help(
+    model_adapter_name: str | None = setting(
         "PEFT adapter that trains, of a model that has several. None: the one that is active.", default=None
     )
-    ref_adapter_name: str | None = _help(
+    ref_adapter_name: str | None = setting(
         "PEFT adapter that makes the model its own reference. None: the model without adapters.", default=None
     )
 
-    generate_during_eval: bool = _help(
+    generate_during_eval: bool = setting(
         "At each evaluation sample answers of policy and reference to some prompts, into a table of the trackers.",
         default=False,
     )
-    num_eval_samples: int = _help("Prompts of that table.", default=8)
-    max_new_tokens: int = _help("Longest answer in that table; less where the model has fewer positions.", default=128)
-    generation_kwargs: dict[str, Any] | None = _help(
+    num_eval_samples: int = setting("Prompts of that table.", default=8)
+    max_new_tokens: int = setting(
+        "Longest answer in that table; less where the model has fewer positions.", default=128
+    )
+    generation_kwargs: dict[str, Any] | None = setting(
         "Settings of generation for that table, such as temperature. None: samples of the model's own distribution.",
         default=None,
-    )
-    resume_with_changes: bool = _help(
-        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
-        "error.",
-        default=False,
     )
 
     def __post_init__(self) -> None:
@@ -113,7 +106,7 @@ class DPOConfig(TrainingArguments):
         check_losses(self.loss_type, beta=self.beta, label_smoothing=self.label_smoothing)
         mixed(self.loss_type, self.loss_weights)
         check_mode(self.truncation_mode)
-        refuse_label_smoothing(self, "DPO")
+        self.refuse_label_smoothing("DPO")
         self._check_numbers()
         self._check_reference()
         self._check_evaluation()

@@ -92,7 +92,7 @@ def tokens_to_score(
     if not bool(tokens["lengths"].all()):
         raise ValueError(
             f"Answers of this batch have {tokens['lengths'].tolist()} labels that count (all chosen, then all "
-            "rejected), and each needs one. Drop such pairs, or mend data_collator."
+            "rejected), and each needs one. Drop such pairs, or fix data_collator."
         )
     count = len(labels) // 2
     tokens["sequence"] = tokens["sequence"] % count * 2 + tokens["sequence"] // count
@@ -126,11 +126,11 @@ def get_batch_logps(
 
 
 def pair_statistics(
-    scores: PairScores, losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor
+    scores: PairScores, losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor, *, count: int | None = None
 ) -> dict[str, Mean]:
-    """The documented statistics of B pairs, and their loss; losses and rewards are [B].
+    """The documented statistics of the first `count` of B pairs, by default of all, and their loss.
 
-    A tie of rewards is no success. `entropy/*` are per token.
+    Losses and rewards are [B]. A tie of rewards is no success. `entropy/*` are per token.
     """
     per_pair = {
         "loss": losses,
@@ -145,5 +145,7 @@ def pair_statistics(
         "entropy/chosen": (scores.chosen_entropy, scores.chosen_length),
         "entropy/rejected": (scores.rejected_entropy, scores.rejected_length),
     }
-    means = {name: Mean.of(values) for name, values in per_pair.items()}
-    return means | {name: Mean(sums.detach().sum(), counts.sum()) for name, (sums, counts) in per_token.items()}
+    means = {name: Mean.of(values[:count]) for name, values in per_pair.items()}
+    return means | {
+        name: Mean(sums[:count].detach().sum(), counts[:count].sum()) for name, (sums, counts) in per_token.items()
+    }

@@ -7,7 +7,7 @@ from typing import Any
 
 from peft import PeftConfig, PeftModel
 
-from trimtab_lm.hf.support import load_language_model, with_adapters
+from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.forward import base_of, score_tokens_in_forward
 
@@ -58,7 +58,7 @@ def _merged(model: PeftModel, config: DPOConfig) -> Any:
     warnings.warn(
         f"The model has adapters, and peft_config adds new ones: {active} is merged into the weights, in place, and "
         f"the merged model is the reference.{lost} Leave peft_config out to train the adapters of the model.",
-        stacklevel=4,
+        stacklevel=7,
     )
     return model.merge_and_unload()
 
@@ -137,14 +137,3 @@ def padding_of(tokenizer: Any, config: DPOConfig) -> int:
     """The token that pads. It may be EOS, for a batch's masks go by places and not by tokens."""
     choices = (config.padding_value, tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next(int(choice) for choice in choices if choice is not None)
-
-
-def decoder_start(model: Any) -> int | None:
-    """The token that an encoder-decoder model's decoder reads first; None for a decoder."""
-    base = base_of(model)
-    if not base.config.is_encoder_decoder:
-        return None
-    for source in (base.generation_config, base.config):
-        if (start := getattr(source, "decoder_start_token_id", None)) is not None:
-            return int(start)
-    raise ValueError("The model names no decoder_start_token_id: set it in model.config.")

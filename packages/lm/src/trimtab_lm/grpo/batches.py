@@ -15,6 +15,7 @@ from trimtab_lm.data.prompts import epoch_order
 from trimtab_lm.sampling.rollout import Rollout
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 
+from .config import GRPOConfig
 from .loss import Window, advantages
 
 # Prompts -------------------------------------------------------------------------------------------------------------
@@ -84,6 +85,36 @@ class PromptLoader(DataLoader):
             collate_fn=as_list,
             generator=torch.Generator(),
             **options,
+        )
+
+    @classmethod
+    def of_process(cls, rows: Dataset, config: GRPOConfig, *, batch_size: int) -> "PromptLoader":
+        """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch.
+
+        Args:
+            rows: of the training set.
+            config: of the trainer.
+            batch_size: prompts of a micro-batch on this process.
+        """
+        micro_batches = config.gradient_accumulation_steps * config.steps_per_generation
+        batches = PromptBatches(
+            len(rows),
+            prompts_per_step=batch_size * config.gradient_accumulation_steps,
+            steps=config.steps_per_generation,
+            repeats=micro_batches * config.num_iterations,
+            seed=config.seed if config.data_seed is None else config.data_seed,
+            rank=config.process_index,
+            world_size=config.world_size,
+            shuffle=config.shuffle_dataset and config.train_sampling_strategy == "random",
+        )
+        return cls(
+            rows,
+            batches,
+            num_workers=config.dataloader_num_workers,
+            persistent_workers=config.dataloader_persistent_workers,
+            prefetch_factor=config.dataloader_prefetch_factor,
+            multiprocessing_context=config.dataloader_multiprocessing_context,
+            in_order=config.dataloader_in_order,
         )
 
     def set_epoch(self, epoch: int) -> None:

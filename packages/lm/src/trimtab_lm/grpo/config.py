@@ -1,10 +1,9 @@
 """Configuration of GRPO."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers import TrainingArguments
-
+from trimtab_lm.hf.config import TrainerConfig, setting
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.sampling.rollout import SamplingSettings
 
@@ -13,13 +12,9 @@ from .loss import LOG_RATIOS, NORMALIZATIONS, SCALES
 BACKENDS = ("transformers", "continuous_batching", "vllm")
 
 
-def _help(text: str, **default: Any) -> Any:
-    return field(**default, metadata={"help": text})
-
-
 @dataclass
 @takes_arguments_of_2024
-class GRPOConfig(TrainingArguments):
+class GRPOConfig(TrainerConfig):
     """GRPO (Shao et al. 2024, arXiv:2402.03300) and its relatives: all of transformers' TrainingArguments, and more.
 
     per_device_train_batch_size counts prompts, each with num_generations completions, so that a group never leaves its
@@ -27,82 +22,81 @@ class GRPOConfig(TrainingArguments):
     steps_per_generation prompts on each process.
     """
 
-    learning_rate: float = _help("Peak learning rate of the optimizer.", default=1e-6)
-    logging_steps: float = _help("Optimizer steps between logs; below 1, a share of all steps.", default=10)
-    remove_unused_columns: bool = _help("Always False in effect: reward functions read the columns.", default=False)
+    learning_rate: float = setting("Peak learning rate of the optimizer.", default=1e-6)
+    logging_steps: float = setting("Optimizer steps between logs; below 1, a share of all steps.", default=10)
+    remove_unused_columns: bool = setting("Always False in effect: reward functions read the columns.", default=False)
 
-    num_generations: int = _help("Completions of each prompt, which are compared with one another.", default=8)
-    max_completion_length: int = _help("Tokens of a completion at most.", default=256)
-    max_prompt_length: int | None = _help(
+    num_generations: int = setting("Completions of each prompt, which are compared with one another.", default=8)
+    max_completion_length: int = setting("Tokens of a completion at most.", default=256)
+    max_prompt_length: int | None = setting(
         "Tokens of a prompt at most; longer ones lose their beginning, and it is said how much. None: no limit.",
         default=None,
     )
-    shuffle_dataset: bool = _help("Take the prompts in a new order in every epoch.", default=True)
-    steps_per_generation: int = _help("Optimizer steps that one call of generation provides for.", default=1)
-    num_iterations: int = _help("Passes over each rollout, the mu of Algorithm 1.", default=1)
+    shuffle_dataset: bool = setting("Take the prompts in a new order in every epoch.", default=True)
+    steps_per_generation: int = setting("Optimizer steps that one call of generation provides for.", default=1)
+    num_iterations: int = setting("Passes over each rollout, the mu of Algorithm 1.", default=1)
 
-    temperature: float = _help("Divides the logits, in sampling and in log-probabilities alike.", default=1.0)
-    top_p: float = _help("Sample from the likeliest tokens that hold this much probability. 1: from all.", default=1.0)
-    top_k: int = _help("Sample from so many of the likeliest tokens. 0: from all.", default=0)
-    min_p: float | None = _help("Never sample tokens less likely than this times the likeliest.", default=None)
-    repetition_penalty: float = _help("Divides the logits of tokens that were seen. 1: off.", default=1.0)
-    generation_kwargs: dict[str, Any] | None = _help(
+    temperature: float = setting("Divides the logits, in sampling and in log-probabilities alike.", default=1.0)
+    top_p: float = setting(
+        "Sample from the likeliest tokens that hold this much probability. 1: from all.", default=1.0
+    )
+    top_k: int = setting("Sample from so many of the likeliest tokens. 0: from all.", default=0)
+    min_p: float | None = setting("Never sample tokens less likely than this times the likeliest.", default=None)
+    repetition_penalty: float = setting("Divides the logits of tokens that were seen. 1: off.", default=1.0)
+    generation_kwargs: dict[str, Any] | None = setting(
         "Further settings in the sampler's own terms: those of GenerationConfig or vllm.SamplingParams.", default=None
     )
-    rollout_backend: str = _help(
+    rollout_backend: str = setting(
         "What samples: transformers (generate), continuous_batching (transformers' own engine) or vllm.",
         default="transformers",
     )
-    use_vllm: bool = _help("The same as rollout_backend='vllm'.", default=False)
-    rollout_backend_kwargs: dict[str, Any] | None = _help(
+    use_vllm: bool = setting("The same as rollout_backend='vllm'.", default=False)
+    rollout_backend_kwargs: dict[str, Any] | None = setting(
         "Settings of the sampler: arguments of TransformersRollout, ContinuousBatchingRollout or VLLMRollout.",
         default=None,
     )
 
-    beta: float = _help("Weight of the KL to the reference. At 0 there is no reference in memory.", default=0.0)
-    use_bias_correction_kl: bool = _help(
+    beta: float = setting("Weight of the KL to the reference. At 0 there is no reference in memory.", default=0.0)
+    use_bias_correction_kl: bool = setting(
         "Multiply the KL estimate k3 by the ratio: its gradient is then the KL's own (arXiv:2512.02556, Eq. 7). "
         "False is the penalty of the GRPO paper.",
         default=True,
     )
-    epsilon: float = _help("The ratio is clipped below 1 - epsilon, and above 1 + epsilon_high.", default=0.2)
-    epsilon_high: float | None = _help("None: as epsilon. DAPO takes 0.28.", default=None)
-    delta: float | None = _help(
+    epsilon: float = setting("The ratio is clipped below 1 - epsilon, and above 1 + epsilon_high.", default=0.2)
+    epsilon_high: float | None = setting("None: as epsilon. DAPO takes 0.28.", default=None)
+    delta: float | None = setting(
         "Bounds the ratio where the advantage is negative, above 1 + epsilon_high.", default=None
     )
-    importance_sampling_level: str = _help(
+    importance_sampling_level: str = setting(
         "token: a ratio per token. sequence: one per completion, GSPO.", default="token"
     )
-    loss_type: str = _help(
+    loss_type: str = setting(
         "What a token weighs. dapo: the same over the whole step. grpo: the same within its completion, and each "
         "completion the same. bnpo: the same within its process. dr_grpo: 1 / max_completion_length.",
         default="dapo",
     )
     # Not bool | str: transformers' parser would make of that a bool.
-    scale_rewards: Literal["group", "batch", "none", "raw", True, False] = _help(
+    scale_rewards: Literal["group", "batch", "none", "raw", True, False] = setting(
         "Divide advantages by the deviation of the group, of the whole batch of all processes, or none (Dr. GRPO). "
         "raw: rewards as they are, without the group's mean taken off (REINFORCE). True is group, False is none.",
         default="group",
     )
-    reward_weights: list[float] | None = _help("Weight of each reward function. None: 1.", default=None)
-    reward_names: list[str] | None = _help("Names of the reward functions in the logs. None: their own.", default=None)
-    mask_truncated_completions: bool = _help(
+    reward_weights: list[float] | None = setting("Weight of each reward function. None: 1.", default=None)
+    reward_names: list[str] | None = setting(
+        "Names of the reward functions in the logs. None: their own.", default=None
+    )
+    mask_truncated_completions: bool = setting(
         "Leave completions without an end out of the loss, and of the mean and deviation of their group.", default=False
     )
-    disable_dropout: bool = _help("Train without dropout, as completions are sampled.", default=True)
+    disable_dropout: bool = setting("Train without dropout, as completions are sampled.", default=True)
 
-    model_init_kwargs: dict[str, Any] | None = _help(
+    model_init_kwargs: dict[str, Any] | None = setting(
         "Arguments of from_pretrained, for a model given by name.", default=None
     )
-    chat_template_kwargs: dict[str, Any] | None = _help("Arguments of the chat template.", default=None)
-    dataset_num_proc: int | None = _help("Processes that tokenize the prompts.", default=None)
-    log_completions: bool = _help("Print some completions at every log.", default=False)
-    num_completions_to_print: int | None = _help("How many of them. None: all of the last rollout.", default=None)
-    resume_with_changes: bool = _help(
-        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
-        "error.",
-        default=False,
-    )
+    chat_template_kwargs: dict[str, Any] | None = setting("Arguments of the chat template.", default=None)
+    dataset_num_proc: int | None = setting("Processes that tokenize the prompts.", default=None)
+    log_completions: bool = setting("Print some completions at every log.", default=False)
+    num_completions_to_print: int | None = setting("How many of them. None: all of the last rollout.", default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,14 +144,10 @@ class GRPOConfig(TrainingArguments):
             )
         if self.neftune_noise_alpha is not None and self.disable_dropout:
             raise ValueError(
-                f"neftune_noise_alpha={self.neftune_noise_alpha} adds noise where dropout does, and disable_dropout "
-                "turns both off. Set disable_dropout=False for noise in training, or leave neftune_noise_alpha out."
+                f"neftune_noise_alpha={self.neftune_noise_alpha} adds noise in training, and disable_dropout asks for "
+                "the log-probabilities of sampling. Set disable_dropout=False, or leave neftune_noise_alpha out."
             )
-        if self.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor={self.label_smoothing_factor} smooths token labels, which GRPO's loss does "
-                "not have. Set it to 0."
-            )
+        self.refuse_label_smoothing("GRPO")
 
     def _check_numbers(self) -> None:
         if self.num_generations < 2:

@@ -1,4 +1,4 @@
-"""What a rollout and an update tell: numbers for the logs, rows for the table, warnings of what goes wrong."""
+"""Statistics of rollouts and updates: numbers for the logs, rows for the table, warnings."""
 
 import math
 import warnings
@@ -13,25 +13,31 @@ from transformers import Trainer
 from trimtab_common.health import HealthMonitor, Vitals
 from trimtab_common.stats import Mean
 from trimtab_common.tracking import MAX_TABLE_ROWS
-from trimtab_lm.hf.support import Recorder, Tables
+from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.rewards.functions import Scored, reward_stats
-from trimtab_lm.sampling.rollout import Rollout, sampler_mismatch
+from trimtab_lm.sampling.rollout import sampler_mismatch
 
 from .batches import Group
+from .rollout import SampledGroups
 
 LENGTHS = "completions/lengths"
 
 
-def rollout_stats(groups: Sequence[Group], rollout: Rollout, scored: Scored, *, names: Sequence[str]) -> dict[str, Any]:
-    """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of these groups, a rollout's first ones.
+def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Sequence[str]) -> dict[str, Any]:
+    """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of some groups.
 
-    `completions/clipped_ratio` is the share that was cut at the length limit. names: of the reward functions.
+    `completions/clipped_ratio` is the share that was cut at the length limit.
+
+    Args:
+        groups: the first ones of the rollout.
+        sampled: the whole rollout.
+        names: of the reward functions.
     """
     lengths = torch.tensor([len(ids) for group in groups for ids in group.completions], dtype=torch.float32)
     if not len(lengths):
         return {}
-    size, ended = len(groups[0].completions), torch.tensor(rollout.ended[: len(lengths)])
-    scored = Scored(*(column[: len(lengths)] for column in scored))
+    size, ended = len(groups[0].completions), torch.tensor(sampled.ended[: len(lengths)])
+    scored = Scored(*(column[: len(lengths)] for column in sampled.scored))
     return reward_stats(names, scored, num_generations=size) | {
         "completions/mean_length": Mean.of(lengths),
         "completions/mean_terminated_length": Mean.of(lengths, ended),
@@ -49,61 +55,57 @@ def mismatch_stats(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tenso
     }
 
 
-class Journal:
-    """Statistics, sampled completions and alerts between logs, apart for training and evaluation.
+def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Gathered statistics as numbers, the least and greatest length among them; means of nothing (NaN) are left out."""
+    numbers = {name: value for name, value in stats.items() if name != LENGTHS}
+    if (lengths := stats.get(LENGTHS)) is not None:
+        numbers |= {"completions/min_length": lengths.min(), "completions/max_length": lengths.max()}
+    return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
-    names: of the reward functions. printed: completions that `show` prints; None prints all that it has.
+
+def warn_of_alerts(health: HealthMonitor, numbers: Mapping[str, float]) -> dict[str, float]:
+    """Warn of constant rewards, collapsing entropy, much clipping and growing completions.
+
+    Returns:
+        What to log of the alerts.
+    """
+    vitals = Vitals(
+        entropy=numbers.get("entropy"),
+        clip_fraction=numbers.get("clip_ratio/region_mean"),
+        reward_std=numbers.get("reward_std"),
+        response_length=numbers.get("completions/mean_length"),
+    )
+    alerts = health.check(vitals)
+    for alert in alerts:
+        warnings.warn(str(alert), stacklevel=4)
+    return health.metrics(alerts)
+
+
+class SampleTable:
+    """The last completions between logs, separate for training and evaluation.
+
+    Args:
+        names: of the reward functions.
+        printed: how many completions `show` prints; None prints all of them.
     """
 
     def __init__(self, names: Sequence[str], *, printed: int | None = 0):
         self.names, self.printed = list(names), printed
-        self.recorder, self.tables, self.health = Recorder(), Tables(), HealthMonitor()
         self._rows: dict[bool, deque[list[Any]]] = {flag: deque(maxlen=MAX_TABLE_ROWS) for flag in (True, False)}
 
-    def add_rollout(
-        self,
-        groups: Sequence[Group],
-        rollout: Rollout,
-        scored: Scored,
-        *,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        training: bool,
-    ) -> None:
-        """groups: P, whose completions are the first of the rollout, and of `completions`; prompts: P texts."""
-        self.recorder.add(rollout_stats(groups, rollout, scored, names=self.names), training=training)
-        numbers = torch.cat([scored.scores, scored.rewards[:, None]], dim=1).tolist()
-        advantages = [value for group in groups for value in group.advantages.tolist()]
-        for i, advantage in enumerate(advantages):
-            prompt = prompts[i * len(prompts) // len(advantages)]
-            self._rows[training].append([prompt, completions[i], *numbers[i], advantage])
+    def add(self, groups: Sequence[Group], sampled: SampledGroups, *, training: bool) -> None:
+        """Keep the completions of some groups, the first ones of a rollout."""
+        numbers = torch.cat([sampled.scored.scores, sampled.scored.rewards[:, None]], dim=1).tolist()
+        number = 0
+        for group, prompt in zip(groups, sampled.prompts, strict=False):
+            for advantage in group.advantages.tolist():
+                self._rows[training].append([prompt, sampled.texts[number], *numbers[number], advantage])
+                number += 1
 
-    def numbers(self, *, training: bool, prefix: str = "") -> dict[str, float]:
-        """The statistics since the last time, of all processes; those of nothing (NaN) are left out. Collective."""
-        numbers = self.recorder.flush(training=training, prefix=prefix)
-        lengths: Any = numbers.pop(prefix + LENGTHS, None)
-        if lengths is not None:
-            numbers[f"{prefix}completions/min_length"] = float(lengths.min())
-            numbers[f"{prefix}completions/max_length"] = float(lengths.max())
-        return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
-
-    def warn(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Warn of constant rewards, collapsing entropy, much clipping, growing completions; what to log of it."""
-        vitals = Vitals(
-            entropy=numbers.get("entropy"),
-            clip_fraction=numbers.get("clip_ratio/region_mean"),
-            reward_std=numbers.get("reward_std"),
-            response_length=numbers.get("completions/mean_length"),
-        )
-        alerts = self.health.check(vitals)
-        for alert in alerts:
-            warnings.warn(str(alert), stacklevel=4)
-        return self.health.metrics(alerts)
-
-    def show(self, trainer: Trainer, name: str, *, training: bool) -> None:
-        """The last completions since the last time, as rows of a table and on the screen."""
+    def show(self, trainer: Trainer, tables: Tables, name: str, *, training: bool) -> None:
+        """Put the completions that were kept since the last call into a table, and print some."""
         rows, self._rows[training] = list(self._rows[training]), deque(maxlen=MAX_TABLE_ROWS)
-        self.tables.add(trainer, name, ["prompt", "completion", *self.names, "reward", "advantage"], rows)
+        tables.add(trainer, name, ["prompt", "completion", *self.names, "reward", "advantage"], rows)
         if not trainer.is_world_process_zero():
             return
         for prompt, completion, *numbers in rows if self.printed is None else rows[: self.printed]:

@@ -1,18 +1,13 @@
-"""transformers.Trainer whose checkpoints are sealed, belong to one run, and are verified before they are resumed."""
+"""Checkpoints of `transformers.Trainer`: sealed, of one run, and verified before they are resumed."""
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from datasets import Dataset
-from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import TrainOutput
+from transformers import TrainerCallback, TrainingArguments
 
-from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
+from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import (
     MANIFEST,
     UNFINISHED,
@@ -45,70 +40,6 @@ HELD = ("learning_rate", "weight_decay", "adam_*")
 """Settings whose values the optimizer brings along from a checkpoint."""
 SIGTERM_MARK = "checkpoint-is-incomplete.txt"
 """What transformers puts into a folder that it opens itself, when a signal makes it save (enable_jit_checkpoint)."""
-
-
-class CheckpointedTrainer(Trainer):
-    """Adds to `transformers.Trainer` what its checkpoints lack; knows no algorithm.
-
-    A checkpoint counts once its manifest is written, after all other files. `resume_from_checkpoint=True` resumes the
-    last one that counts. A resumed checkpoint is verified file by file, and must be of a run with the same settings,
-    data and model (or `resume_with_changes=True`). A folder holds the checkpoints of one run. `save_total_limit`
-    removes an old checkpoint after the new one counts, never before. A finished run that is resumed trains nothing.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.checkpoints = Checkpoints(self.accelerator)
-        self.add_callback(self.checkpoints)
-
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
-    ) -> TrainOutput:
-        """Train as `Trainer.train` does; see the class for what is asked of a checkpoint.
-
-        Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last complete one in output_dir.
-            trial: of a hyperparameter search.
-            ignore_keys_for_eval: as in transformers.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged or of another run; or a new run would save beside the
-                checkpoints of another.
-        """
-        checkpoint = self.open_run(resume_from_checkpoint, trial)
-        return super().train(checkpoint, trial, ignore_keys_for_eval)
-
-    def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Any = None) -> str | None:
-        """Begin a run, or take one up: the folder of its verified checkpoint. Collective; raises as `train` does."""
-        args: Any = self.args
-        data, model = self.data_of_run(), self.model  # a trial makes its model later
-        record = RunRecord.new(
-            result_settings(args, without=WITHOUT_EFFECT, processes=args.world_size),
-            data=rows_fingerprint(data) if isinstance(data, Dataset) else None,
-            model=layout_fingerprint(model) if isinstance(model, nn.Module) else None,
-        )
-        if resume_from_checkpoint:
-            return self.checkpoints.resume(args, record, resume_from_checkpoint)
-        self.checkpoints.begin_run(args, record, is_trial=trial is not None)
-        return None
-
-    def data_of_run(self) -> Any:
-        """The dataset by which a run is told from another."""
-        return self.train_dataset
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model so that `from_pretrained` loads it; for a checkpoint, open its folder first."""
-        if _internal_call and output_dir is not None:
-            self.checkpoints.begin_save(self.args, Path(output_dir))
-        super().save_model(output_dir, _internal_call)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        """The micro-batches of an optimizer step; none where all steps are done already, as in a finished run."""
-        if 0 < self.state.max_steps <= self.state.global_step:
-            return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
 
 class Checkpoints(TrainerCallback):

@@ -1,54 +1,48 @@
 """Configuration of fine-tuning in steps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import TrainingArguments
-
 from trimtab_lm.data.truncation import check_mode
+from trimtab_lm.hf.config import TrainerConfig, setting
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
-
-
-def _help(text: str, **default: Any) -> Any:
-    return field(**default, metadata={"help": text})
 
 
 @dataclass
 @takes_arguments_of_2024
-class IterativeSFTConfig(TrainingArguments):
+class IterativeSFTConfig(TrainerConfig):
     """Fine-tuning in steps: all of transformers' TrainingArguments, and what becomes of the rows of a step.
 
     The batch size and the accumulation say how the rows of one `step` call are split; max_steps how long the learning
     rate's schedule is.
     """
 
-    model_init_kwargs: dict[str, Any] | None = _help(
+    model_init_kwargs: dict[str, Any] | None = setting(
         "Arguments of from_pretrained, for a model given by name.", default=None
     )
-    max_length: int | None = _help("Tokens of a row; longer ones are cut. None: no limit.", default=None)
-    truncation_mode: str = _help(
+    max_length: int | None = setting("Tokens of a row; longer ones are cut. None: no limit.", default=None)
+    truncation_mode: str = setting(
         "Which part of a row that is too long stays: keep_end or keep_start.", default="keep_end"
     )
-    optimize_device_cache: bool = _help(
+    optimize_device_cache: bool = setting(
         "Give unused accelerator memory back after each step: leaner beside other programs, slightly slower.",
         default=False,
     )
-    logging_steps: float = _help("Log every so many optimizer steps, or this part of max_steps if below 1.", default=10)
+    logging_steps: float = setting(
+        "Log every so many optimizer steps, or this part of max_steps if below 1.", default=10
+    )
     # The documented defaults, where transformers 5 has others.
-    bf16: bool | None = _help("Mixed precision in bfloat16.", default=None)  # type: ignore[assignment]
-    optim: str = _help("The optimizer; see transformers.TrainingArguments.", default="adamw_torch")
-    report_to: None | str | list[str] = _help(  # noqa: RUF036  HfArgumentParser takes None in the first place alone
+    bf16: bool | None = setting("Mixed precision in bfloat16.", default=None)  # type: ignore[assignment]
+    optim: str = setting("The optimizer; see transformers.TrainingArguments.", default="adamw_torch")
+    report_to: None | str | list[str] = setting(  # noqa: RUF036  HfArgumentParser takes None in the first place alone
         "Trackers: wandb, tensorboard, all, ...; None or none: none.", default=None
     )
-    fsdp: str | None = _help("FSDP sharding options; see transformers.TrainingArguments. Empty: no FSDP.", default="")
-    gradient_checkpointing: bool | None = _help("Compute activations again in backward, to save memory.", default=False)
-    include_num_input_tokens_seen: str | bool = _help(
-        "Count the tokens seen in training: all, non_padding, or no.", default=False
+    fsdp: str | None = setting("FSDP sharding options; see transformers.TrainingArguments. Empty: no FSDP.", default="")
+    gradient_checkpointing: bool | None = setting(
+        "Compute activations again in backward, to save memory.", default=False
     )
-    resume_with_changes: bool = _help(
-        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
-        "error.",
-        default=False,
+    include_num_input_tokens_seen: str | bool = setting(
+        "Count the tokens seen in training: all, non_padding, or no.", default=False
     )
 
     def __post_init__(self) -> None:

@@ -1,10 +1,11 @@
-"""Fine-tuning in steps that the caller takes, on transformers.Trainer."""
+"""Fine-tuning in steps that the caller takes: a loop on Accelerate, with the evaluation and the hub of Trainer."""
 
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +14,75 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from peft import PeftConfig
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import TrainerCallback, TrainerState
+from transformers.integrations.deepspeed import deepspeed_init
 from transformers.integrations.neftune import activate_neftune
-from transformers.trainer_utils import SchedulerType, TrainOutput
+from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType, TrainOutput
 
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import Mean, gather_over_ranks
-from trimtab_lm.data.collator import DocumentCollator
-from trimtab_lm.hf.checkpoints import CheckpointedTrainer
-from trimtab_lm.hf.support import (
-    CHECKPOINTING,
-    Recorder,
-    checkpointing_of,
-    device_share,
-    load_language_model,
-    load_processing_class,
-    numbered_rows,
-    own_arguments,
-    prepare_trackers,
-    require_finite,
-    stats_of_logits,
-    window_total,
-    with_adapters,
-    with_decoder_inputs,
-    without_repetitions,
-)
+from trimtab_common.stats import gather_over_ranks
+from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use
+from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
+from trimtab_lm.hf.labels import LabelTrainer, label_stats, score_labels
+from trimtab_lm.hf.models import load_language_model, load_weights
+from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
+from trimtab_lm.models.interface import Model, Processor, base_of
 from trimtab_lm.sft.loss import token_nll
-from trimtab_lm.tokens.forward import base_of, best_layout, score_tokens_in_forward
-from trimtab_lm.tokens.layout import from_labels, token_columns
 from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
-from .data import rows_of_tensors, rows_of_texts, tokenize_dataset
+from .data import Rows, rows_of_tensors, rows_of_texts, tokenize_dataset
 
-PROGRESS = "iterative_sft.json"
-"""The file of a checkpoint that says how far the caller has come."""
+PROGRESS, STATE = "iterative_sft.json", "trainer_state.json"
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
 
 
-class IterativeSFTTrainer(CheckpointedTrainer):
+@dataclass
+class Progress:
+    """How far the caller has come: `step` calls that are done, and updates of the call that is not."""
+
+    calls: int = 0
+    updates: int = 0
+
+    def count_update(self, updates_of_call: int) -> None:
+        """Counts one update of a call that has so many."""
+        is_last = self.updates + 1 == updates_of_call
+        self.calls, self.updates = (self.calls + 1, 0) if is_last else (self.calls, self.updates + 1)
+
+
+class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
     """Fine-tuning by `step(...)` on rows that the caller chooses, for instance the best of what the model generated.
 
-    model: a causal or encoder-decoder model, or the name of one. processing_class: its tokenizer, by default the one
-    beside the model. data_collator: from rows of `input_ids`, `attention_mask` and `labels` to a batch, instead of the
-    padding-free one. eval_dataset: rows of `input_ids` (and `labels`), of `text`, or of `prompt` and `completion`.
-
     One call of `step` goes through its rows once, in batches of per_device_train_batch_size, with an optimizer step
-    after every gradient_accumulation_steps batches and after the last one: no gradient is left over. Callbacks,
+    after every gradient_accumulation_steps batches and after the last one, so that no gradient is left over. Callbacks,
     logging, evaluation and checkpoints go by optimizer steps, as in `Trainer.train`. To resume, call
     `train(resume_from_checkpoint=...)` before the first step.
+
+    Args:
+        model: a causal or encoder-decoder model, or the name of one.
+        args: the config; None for the defaults.
+        data_collator: from rows of `input_ids`, `attention_mask` and `labels` to a batch, instead of the padding-free
+            one.
+        eval_dataset: rows of `input_ids` (and `labels`), of `text`, or of `prompt` and `completion`.
+        processing_class: the tokenizer; None loads the one beside the model.
+        train_dataset: rows as of eval_dataset, for `train`.
+        peft_config: adapters to add.
     """
 
-    loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole optimizer step
+    optimizer: Any  # Trainer may leave these at None; the constructor and `start` set them
+    lr_scheduler: Any
+    state: Any  # its max_steps is None while the progress bar starts without an end
 
     @takes_constructor_of_2024(IterativeSFTConfig, ITERATIVE_SFT)
     def __init__(
         self,
-        model: Any = None,
+        model: Model | str | None = None,
         args: Any = None,
-        data_collator: Callable[..., Any] | None = None,
+        data_collator: Callable[..., Batch] | None = None,
         eval_dataset: Any = None,
-        processing_class: Any = None,
+        processing_class: Processor | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         compute_metrics: Callable[..., dict[str, Any]] | None = None,
@@ -84,47 +91,27 @@ class IterativeSFTTrainer(CheckpointedTrainer):
         callbacks: list[TrainerCallback] | None = None,
         peft_config: PeftConfig | None = None,
     ):
-        args = own_arguments(args, train_dataset)
-        processing_class = load_processing_class(processing_class, model)
-        model = with_adapters(load_language_model(model, args.model_init_kwargs), peft_config, args)
-        score_tokens_in_forward(model)
-        self._config: IterativeSFTConfig = args
-        self.recorder = Recorder()
-        self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
-        self.is_encoder_decoder = bool(base_of(model).config.is_encoder_decoder)
-        self._of_model: dict[str, Any] = {
-            "is_encoder_decoder": self.is_encoder_decoder, "positions": Positions.of(model)
-        }  # fmt: skip
+        data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
+        hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
+        hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        language_model = load_language_model(model, args.model_init_kwargs)
+        super().__init__(language_model, args, processing_class, None, peft_config, data=data, **hooks)
+        self.model_facts: dict[str, Any] = {
+            "is_encoder_decoder": self.is_encoder_decoder,
+            "positions": Positions.of(self.model),
+        }
         if data_collator is None:
             pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-            data_collator = DocumentCollator(
-                next((token for token in (pad, eos) if token is not None), 0),  # masked by its place, whatever it is
-                layout=best_layout(model, share_prefix=False),
-                decoder_start_token_id=getattr(base_of(model).config, "decoder_start_token_id", None),
-            )
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=self._tokenized(train_dataset),
-            eval_dataset=(
-                {name: self._tokenized(one) for name, one in eval_dataset.items()}
-                if isinstance(eval_dataset, dict)
-                else self._tokenized(eval_dataset)
-            ),
-            processing_class=processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
-        prepare_trackers(args)
+            self.data_collator = self.document_collator(next((one for one in (pad, eos) if one is not None), 0))
+        self.prepare_datasets()
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which make it over the sharded parameters
             self.create_optimizer()
-        self._is_begun = False
-        self._calls = self._updates = 0  # calls of `step` that are done, and optimizer steps of the one that is not
-        self._call = Recorder()
-        self._learner: Any = self.model
+        self.progress = Progress()
+        self.is_started = False
+        self.unlogged_loss, self.last_log = torch.zeros((), device=self.args.device), 0
+        self.call_stats = Recorder()  # of one call of step; `recorder` holds those since the last log
+
+    # One call ---------------------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -134,142 +121,50 @@ class IterativeSFTTrainer(CheckpointedTrainer):
         texts: Sequence[str] | None = None,
         texts_labels: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """Train on these rows, once through.
+        """Trains on these rows, once through. Every process gives its own rows, the same number of them.
 
-        input_ids: 1-D tensors of token ids. attention_mask: of the same lengths, 0 where padding is to be left out.
-        labels: of the same lengths for a causal model, -100 where a token does not count, by default all of input_ids;
-            for an encoder-decoder model the targets, of any length, which it needs.
-        texts: instead of input_ids. texts_labels: what of each text is learnt (a part of it), by default all; for an
-            encoder-decoder model the target texts. EOS is put behind texts and targets that do not end in it.
+        Rows longer than max_length are truncated as truncation_mode says, with one warning.
 
-        Rows longer than max_length are cut to the tokens that truncation_mode keeps, with one warning. Every process
-        gives its own rows, the same number of them. Returns `loss` (per token, in nats, before the updates),
-        `grad_norm`, `learning_rate`, `epoch` (calls of step), `global_step` and `num_tokens`, over all processes.
+        Args:
+            input_ids: 1-D tensors of token ids.
+            attention_mask: of the same lengths, 0 where padding is to be left out.
+            labels: for a causal model of the same lengths, -100 where a token does not count; all of input_ids by
+                default. For an encoder-decoder model the targets, of any length, which it needs.
+            texts: instead of input_ids. EOS is added to texts and targets that do not end in it.
+            texts_labels: the part of each text that is learnt; all by default. For an encoder-decoder model the target
+                texts.
 
-        Raises ValueError for rows that do not fit together, that hold nothing to learn or are longer than the model's
-        positions, or when max_steps is reached.
+        Returns:
+            `loss` (per token, in nats, before the updates), `grad_norm`, `learning_rate`, `epoch` (calls of step),
+            `global_step` and `num_tokens`, over all processes.
+
+        Raises:
+            ValueError: rows do not fit together, hold nothing to learn or are longer than the model's positions, or
+                max_steps is reached.
         """
         if texts is not None:
-            rows = rows_of_texts(texts, texts_labels, self.tokenizer, self._config, **self._of_model)
+            rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, **self.model_facts)
         else:
-            rows = rows_of_tensors(input_ids, attention_mask, labels, self._config, **self._of_model)
-        if not self._is_begun:
-            self._begin(self.open_run(None))
-        self._check_step(len(rows))
-        batches = self._shuffled_batches(rows)
-        size = self.args.gradient_accumulation_steps
+            rows = rows_of_tensors(input_ids, attention_mask, labels, self.config, **self.model_facts)
+        if not self.is_started:
+            self.start(self.open_run(None))
+        self._check_call(len(rows))
+        batches, size = self.shuffled_batches(rows), self.args.gradient_accumulation_steps
         windows = [batches[start : start + size] for start in range(0, len(batches), size)]
-        done, summary = self._updates, {}  # done: of this call, before the checkpoint that was resumed
-        tokens = 0
-        for number, window in enumerate(windows[done:], start=done + 1):
-            summary = self._update(window)
-            tokens += summary["num_tokens"]
-            is_last = number == len(windows)
-            self._calls, self._updates = (self._calls + 1, 0) if is_last else (self._calls, number)
-            self.state.epoch = self._calls + self._updates / len(windows)
-            self._maybe_log_save_evaluate(
-                self._tr_loss, summary["grad_norm"], self._learner, None, self.state.epoch, None, 0.0,
-                learning_rate=summary["learning_rate"],
-            )  # fmt: skip
-        if self._config.optimize_device_cache:
+        summary: dict[str, Any] = {}
+        num_tokens = 0
+        for window in windows[self.progress.updates :]:  # those before were done before the checkpoint
+            summary = self.update(window)
+            num_tokens += summary["num_tokens"]
+            self.progress.count_update(len(windows))
+            self.state.epoch = self.progress.calls + self.progress.updates / len(windows)
+            self.log_evaluate_save(summary)
+        if self.config.optimize_device_cache:
             clear_device_cache(garbage_collection=True)
-        loss = self._call.flush(training=True)
-        return {**summary, **loss, "epoch": self._calls, "global_step": self.state.global_step, "num_tokens": tokens}
+        where = {"epoch": self.progress.calls, "global_step": self.state.global_step}
+        return {**summary, **self.call_stats.flush(training=True), **where, "num_tokens": num_tokens}
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """-sum of log p over the tokens that count, over their number in the whole step (or in this batch).
-
-        With return_outputs the model's own outputs come with it, whole logits included.
-        """
-        if return_outputs or self.label_smoother is not None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        found = from_labels(inputs["labels"], is_encoder_decoder=self.is_encoder_decoder)
-        scores = model(tokens=token_columns(with_decoder_inputs(self.model, inputs)) | found)
-        mean_loss = Mean.of(-scores.logprobs)
-        self.recorder.add({"entropy": Mean.of(scores.entropy), "loss": mean_loss}, training=model.training)
-        if num_items_in_batch is None:
-            return token_nll(scores.logprobs, count=max(len(scores.logprobs), 1))
-        self._call.add({"loss": mean_loss}, training=True)
-        return token_nll(scores.logprobs, count=num_items_in_batch) * device_share(self)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        """The micro-batches of an optimizer step, and how many of their tokens count, over all processes."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        skipped = 0 if self.is_encoder_decoder else 1  # nothing predicts a row's first token
-        total = window_total(self, [(batch["labels"][:, skipped:] != -100).sum() for batch in batches])
-        return batches, total.clamp(min=1)  # where no token counts the loss is 0, and not 0 / 0
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Forward and backward of a micro-batch; TrainingDivergedError before a loss that is not finite can train."""
-        return require_finite(super().training_step(model, inputs, num_items_in_batch), self)
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The loss, and logits and labels where they are asked for."""
-        inputs = without_repetitions(self, inputs)
-        if not prediction_loss_only:
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            if self.label_smoother is None:
-                stats = stats_of_logits(logits, labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
-                self.recorder.add(stats, training=False)
-            return loss, logits, labels
-        with torch.no_grad(), self.compute_loss_context_manager():
-            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """As in transformers; the loss is the mean over all tokens that count, not over batches."""
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        assert output.metrics is not None
-        output.metrics.update(self.recorder.flush(training=False, prefix=f"{metric_key_prefix}_"))
-        return output
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with what was recorded since the last time."""
-        if "loss" in logs:
-            logs = self.recorder.flush(training=True) | logs
-        super().log(logs, start_time)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Batches for evaluation; in several processes they say which of their rows each position comes from."""
-        own = self.data_collator
-        if isinstance(own, DocumentCollator) and self.accelerator.num_processes > 1:
-            self.data_collator = numbered_rows(own)
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.data_collator = own
-
-    def _tokenized(self, dataset: Any) -> Any:
-        return tokenize_dataset(dataset, self.tokenizer, self._config, **self._of_model)
-
-    def _shuffled_batches(self, rows: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
-        """The rows in batches, in an order that depends on the seed and the number of the call alone."""
-        seed = sampling_seed(self.args.seed, rank=self.args.process_index, draw=self._calls)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-        size = self.args.train_batch_size
-        return [
-            self.data_collator([rows[i] for i in order[start : start + size]]) for start in range(0, len(rows), size)
-        ]
-
-    def _check_step(self, count: int) -> None:
+    def _check_call(self, count: int) -> None:
         counts = gather_over_ranks(count)
         if len(set(counts)) > 1:
             raise ValueError(
@@ -281,50 +176,76 @@ class IterativeSFTTrainer(CheckpointedTrainer):
                 "ended. Raise max_steps, or leave it out for a constant learning rate."
             )
 
-    def _update(self, batches: list[dict[str, Any]]) -> dict[str, Any]:
-        """One optimizer step over micro-batches, with what Trainer does around one; its statistics."""
-        model, args = self._learner, self.args
-        batches, count = self.get_batch_samples(iter(batches), len(batches), args.device)
-        self.current_gradient_accumulation_steps = len(batches)
-        self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
-        for i, inputs in enumerate(batches):
-            is_last = i == len(batches) - 1
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
-            is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-            with nullcontext() if is_last or is_deepspeed else self.accelerator.no_sync(model=model):
-                self._tr_loss = self._tr_loss + self.training_step(model, inputs, count)
-            self.current_flos += int(self.floating_point_ops(inputs))
+    def shuffled_batches(self, rows: Rows) -> list[Batch]:
+        """The rows in batches, in an order that depends on the seed and the number of the call alone."""
+        seed = sampling_seed(self.args.seed, rank=self.args.process_index, draw=self.progress.calls)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        return [self.data_collator([rows[i] for i in part]) for part in order.split(self.args.train_batch_size)]
+
+    def update(self, window: Sequence[Batch]) -> dict[str, Any]:
+        """One optimizer step over micro-batches; returns its statistics."""
+        model, args = self.model_wrapped, self.args
+        count = self.items_of(window)
+        self._notify("on_step_begin")
+        for i, batch in enumerate(window):
+            self.accelerator.sync_gradients = is_last = i == len(window) - 1
+            exchanges = is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            with nullcontext() if exchanges else self.accelerator.no_sync(model):
+                self.unlogged_loss += self.training_step(model, batch, count)
+            self.current_flos += int(self.floating_point_ops(batch))
             if not is_last:
-                self.control = self.callback_handler.on_substep_end(args, self.state, self.control)
-        clipped = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
-        grad_norm = self._get_grad_norm(model, grad_norm=clipped)
-        self.control = self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
-        self.optimizer.step()  # type: ignore[union-attr]
-        self.control = self.callback_handler.on_optimizer_step(args, self.state, self.control)
-        learning_rate = self._get_learning_rate()
-        if not self.accelerator.optimizer_step_was_skipped:
-            self.lr_scheduler.step()  # type: ignore[union-attr]
+                self._notify("on_substep_end")
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
+        self._notify("on_pre_optimizer_step")
+        self.optimizer.step()
+        self._notify("on_optimizer_step")
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        if not (self.accelerator.optimizer_step_was_skipped or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
+            self.lr_scheduler.step()
         model.zero_grad()
         self.state.global_step += 1
-        self.control = self.callback_handler.on_step_end(args, self.state, self.control)
-        norm = None if grad_norm is None else float(grad_norm)
-        return {"grad_norm": norm, "learning_rate": learning_rate, "num_tokens": int(count)}
+        self._notify("on_step_end")
+        return {
+            "grad_norm": None if norm is None else float(norm),
+            "learning_rate": learning_rate,
+            "num_tokens": int(count),
+        }
+
+    # The loss ---------------------------------------------------------------------------------------------------------
+
+    def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
+        """The dataset as `input_ids` and `labels`."""
+        return tokenize_dataset(dataset, self.tokenizer, self.config, **self.model_facts)
+
+    def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:
+        """-sum of log p over the tokens that count, divided by their number in the whole step."""
+        scores = score_labels(model, batch, policy=self.model)
+        stats = label_stats(scores)
+        if model.training:
+            self.call_stats.add({"loss": stats["loss"]}, training=True)
+        return BatchLoss(token_nll(scores.logprobs, count=items), stats)
+
+    # The loop ---------------------------------------------------------------------------------------------------------
 
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-        **kwargs: Any,
     ) -> TrainOutput:
-        """Train on `train_dataset` as `Trainer.train` does; without one, only take up a checkpoint to `step` on from.
+        """Trains on `train_dataset` as `Trainer.train` does; without one, only resumes, so that `step` can go on.
 
-        resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
-        saved in the middle of a call of `step` needs that call again, with the same rows: what of it was done is left
-        out.
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
+                saved in the middle of a call of `step` needs that call again, with the same rows: its updates that were
+                done are left out.
+            trial: of a hyperparameter search.
+            ignore_keys_for_eval: as in transformers.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or of another run.
+            ValueError: there is neither a train_dataset nor a checkpoint, or steps were taken already.
         """
-        if kwargs:
-            raise TypeError(f"train() got unexpected arguments: {', '.join(kwargs)}.")
         if self.train_dataset is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         if not resume_from_checkpoint:
@@ -332,49 +253,132 @@ class IterativeSFTTrainer(CheckpointedTrainer):
                 "There is no train_dataset to go through. Call step(...) with rows, or pass resume_from_checkpoint to "
                 "go on from a checkpoint."
             )
-        if self._is_begun:
+        if self.args.restore_callback_states_from_checkpoint:
+            raise ValueError(
+                "restore_callback_states_from_checkpoint=True: step(...) resumes without the states of "
+                "callbacks. Leave it out, and restore what your callbacks need by themselves."
+            )
+        if self.is_started:
             raise ValueError("Steps were taken already. Resume before the first call of step, in a new trainer.")
-        self._begin(self.open_run(resume_from_checkpoint))
+        self.start(self.open_run(resume_from_checkpoint))
         return TrainOutput(self.state.global_step, float("nan"), {})
 
-    def _begin(self, checkpoint: str | None) -> None:
-        """What `Trainer.train` does before its first step: wrap the model, make the optimizer, load the checkpoint."""
-        args: Any = self.args
+    def start(self, checkpoint: str | None) -> None:
+        """Prepares the model, the optimizer and the learning rate's schedule, and loads a checkpoint."""
+        args = self.args
         self.is_in_train = True
+        self.accelerator.free_memory()
         is_checkpointing, checkpointing_kwargs = checkpointing_of(args)
         if is_checkpointing:
             getattr(base_of(self.model), f"{CHECKPOINTING}_enable")(checkpointing_kwargs)
         if self.neftune_noise_alpha is not None:
             self.neftune_hook_handle = activate_neftune(self.model, self.neftune_noise_alpha, self.accelerator)
-        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            self._load_from_checkpoint(checkpoint)
         if args.max_steps <= 0 and args.lr_scheduler_type not in ENDLESS_SCHEDULES:
             warnings.warn(
-                f"max_steps is not set, so the {args.lr_scheduler_type.value} schedule of the learning rate has no "
-                "end to go to: the learning rate stays constant. Set max_steps, or lr_scheduler_type='constant'.",
+                f"max_steps is not set, so the {SchedulerType(args.lr_scheduler_type).value} schedule of the learning "
+                "rate has no end to go to: the learning rate stays constant. Set max_steps, or "
+                "lr_scheduler_type='constant'.",
                 stacklevel=3,
             )
             args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
         horizon = args.max_steps if args.max_steps > 0 else sys.maxsize
-        self._init_training_state(horizon, horizon, 1, checkpoint, None)
-        self._learner, _ = self._prepare_for_training(horizon, None, checkpoint)
-        self._tr_loss = torch.tensor(0.0, device=args.device)
-        self._total_loss_scalar = 0.0
-        self._globalstep_last_logged = self._initial_global_step = self.state.global_step
-        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        self._learner.zero_grad()
+        self._prepare(horizon)
+        self.accelerator.register_for_checkpointing(self.lr_scheduler)
+        self.state = TrainerState()
+        self.state.train_batch_size = args.train_batch_size
+        self.state.compute_steps(args, horizon)
         if checkpoint is not None:
-            self._load_rng_state(checkpoint)
-            progress = json.loads((Path(checkpoint) / PROGRESS).read_text())
-            self._calls, self._updates = progress["calls"], progress["updates"]
-        state: Any = self.state
-        state.max_steps = args.max_steps if args.max_steps > 0 else None  # a progress bar of no known length
-        self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
-        state.max_steps = horizon
-        self._is_begun = True
+            self.load_state(Path(checkpoint))
+        self.state.init_training_references(self, horizon, 1, None)
+        self.last_log = self.state.global_step
+        self.model_wrapped.zero_grad()
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        self.state.max_steps = args.max_steps if args.max_steps > 0 else None  # a progress bar of no known length
+        self._notify("on_train_begin")
+        self.state.max_steps = horizon
+        self.is_started = True
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model so that `from_pretrained` loads it; a checkpoint also says how far the caller has come."""
-        super().save_model(output_dir, _internal_call)
-        if _internal_call and output_dir is not None and self.args.should_save:
-            (Path(output_dir) / PROGRESS).write_text(json.dumps({"calls": self._calls, "updates": self._updates}))
+    def _prepare(self, horizon: int) -> None:
+        """Places and wraps the model and the optimizer, and makes the schedule over `horizon` updates."""
+        if self.is_deepspeed_enabled:
+            self.optimizer, self.lr_scheduler = deepspeed_init(self, num_training_steps=horizon)
+            parts = [self.model, self.optimizer, *([self.lr_scheduler] if self.lr_scheduler is not None else [])]
+            self.model_wrapped, self.optimizer, *scheduler = self.accelerator.prepare(*parts)
+            self.lr_scheduler = scheduler[0] if scheduler else None
+        elif self.is_fsdp_enabled and not self.accelerator.is_fsdp2:  # the optimizer takes the sharded parameters
+            self.model_wrapped = self.accelerator.prepare(self.model)
+            self.optimizer = self.accelerator.prepare(self.create_optimizer(self.model_wrapped))
+        else:
+            self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
+        if self.is_fsdp_enabled:
+            self.model = self.model_wrapped
+        self.create_scheduler(num_training_steps=horizon)
+
+    def log_evaluate_save(self, update: dict[str, Any]) -> None:
+        """Logs, evaluates and saves where the callbacks ask for it after an update."""
+        if self.control.should_log:
+            updates, self.last_log = self.state.global_step - self.last_log, self.state.global_step
+            loss = self.accelerator.reduce(self.unlogged_loss, reduction="mean").item() / updates
+            self.unlogged_loss.zero_()
+            norm = {} if update["grad_norm"] is None else {"grad_norm": update["grad_norm"]}
+            self.store_flos()
+            self.log({"loss": loss, **norm, "learning_rate": update["learning_rate"]})
+        if self.control.should_evaluate:
+            metrics = self.evaluate()
+            is_best = self._note_best(metrics)
+            if self.args.save_strategy == SaveStrategy.BEST:
+                self.control.should_save = is_best
+        if self.control.should_save:
+            self.save_checkpoint()
+
+    def _note_best(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation is the best so far; a schedule that waits for a plateau hears of it too."""
+        if self.args.metric_for_best_model is None:
+            return False
+        name = f"eval_{self.args.metric_for_best_model.removeprefix('eval_')}"
+        if name not in metrics:
+            raise ValueError(f"metric_for_best_model={name!r} is none of the evaluation's {sorted(metrics)}.")
+        value, best = metrics[name], self.state.best_metric
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            self.lr_scheduler.step(value)
+        is_best = best is None or (value > best if self.args.greater_is_better else value < best)
+        if is_best:
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        return is_best
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        """Saves checkpoint-<updates> in output_dir: the model, the progress and all else that the next update needs."""
+        folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
+        self.save_model(str(folder), _internal_call=True)
+        best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
+        if self.state.best_global_step and best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+        if not self.args.save_only_model:
+            without_weights = self.accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.clear())
+            self.accelerator.save_state(str(folder))
+            without_weights.remove()
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / STATE))
+            (folder / PROGRESS).write_text(json.dumps(asdict(self.progress)))
+        self._notify("on_save")
+        if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+            self.push_to_hub(f"Updates done: {self.state.global_step}", blocking=False)
+
+    def load_state(self, folder: Path) -> None:
+        """Puts the run where `save_checkpoint` left it."""
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            load_weights(self.model, folder)
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        without_weights = self.accelerator.register_load_state_pre_hook(
+            lambda models, _: None if sharded else models.clear()
+        )
+        self.accelerator.load_state(str(folder))
+        without_weights.remove()
+        self.state = TrainerState.load_from_json(str(folder / STATE))
+        self.progress = Progress(**json.loads((folder / PROGRESS).read_text()))
+
+    def _notify(self, event: str) -> None:
+        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)

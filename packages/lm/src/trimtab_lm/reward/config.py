@@ -1,87 +1,76 @@
 """Configuration of reward-model training."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers import TrainingArguments
-
-from trimtab_lm.hf.support import refuse_label_smoothing
+from trimtab_lm.hf.config import TrainerConfig, setting
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 TruncationMode = Literal["filter", "keep_start", "keep_end"]
 MODES = ("filter", "keep_start", "keep_end")
 
 
-def _help(text: str, **default: Any) -> Any:
-    return field(**default, metadata={"help": text})
-
-
 @dataclass
 @takes_arguments_of_2024
-class RewardConfig(TrainingArguments):
+class RewardConfig(TrainerConfig):
     """A reward model from pairs of answers (Christiano et al. 2017; Ouyang et al. 2022, arXiv:2203.02155, Eq. 1).
 
     All settings of `transformers.TrainingArguments`, with the defaults that were documented in 2024: activation
     checkpointing is on.
     """
 
-    max_length: int | None = _help(
+    max_length: int | None = setting(
         "Tokens of a prompt with one of its answers, at most; what happens to longer pairs is truncation_mode's. "
         "None: as long as they are.",
         default=None,
     )
-    truncation_mode: TruncationMode = _help(
+    truncation_mode: TruncationMode = setting(
         "What is done to a pair of which a text is longer than max_length. filter: drop it. keep_start, keep_end: cut "
         "the prompt first, though not below half of max_length, then each answer, to its start (and its stop token) "
         "or its end; a pair whose answers are then the same is dropped.",
         default="filter",
     )
-    center_rewards_coefficient: float | None = _help(
+    center_rewards_coefficient: float | None = setting(
         "Weight of (chosen + rejected)^2, which keeps scores around 0 (Eisenstein et al. 2023, arXiv:2312.09244, who "
         "use 0.01). None: pairs leave the level of scores open.",
         default=None,
     )
-    init_reward_head: bool = _help(
+    init_reward_head: bool = setting(
         "Draw the head's weights anew from N(0, 1 / (d + 1)), a deviation of 1 / sqrt(d + 1) for d inputs, and set its "
         "bias to 0 (Huang et al. 2024, arXiv:2403.17031, detail 15).",
         default=False,
     )
-    disable_dropout: bool = _help("Train without dropout.", default=False)
-    num_eval_samples: int = _help(
+    disable_dropout: bool = setting("Train without dropout.", default=False)
+    num_eval_samples: int = setting(
         "Pairs, from the first of the main process, in the table of texts and scores that each evaluation gives to "
         "wandb and tensorboard. 0: none.",
         default=16,
     )
-    model_init_kwargs: dict[str, Any] | None = _help(
+    model_init_kwargs: dict[str, Any] | None = setting(
         "Arguments of from_pretrained, if the model is given by its name.", default=None
     )
-    dataset_num_proc: int | None = _help("Processes that tokenize the dataset.", default=None)
+    dataset_num_proc: int | None = setting("Processes that tokenize the dataset.", default=None)
 
     # Documented defaults that are not those of transformers 5.
-    gradient_checkpointing: bool | None = _help(
+    gradient_checkpointing: bool | None = setting(
         "Compute activations anew in backward, for less memory (alias of activation_checkpointing). A model that "
         "cannot warns, and trains without.",
         default=True,
     )
-    optim: str = _help("The optimizer; see transformers.TrainingArguments.", default="adamw_torch")
-    report_to: None | str | list[str] = _help(  # noqa: RUF036  HfArgumentParser takes None in the first place alone
+    optim: str = setting("The optimizer; see transformers.TrainingArguments.", default="adamw_torch")
+    report_to: None | str | list[str] = setting(  # noqa: RUF036  HfArgumentParser takes None in the first place alone
         "Trackers: wandb, tensorboard, all, ...; None or none: none.", default=None
     )
-    fsdp: str | None = _help("FSDP sharding options; see transformers.TrainingArguments. Empty: no FSDP.", default="")
-    hub_private_repo: bool | None = _help("Make the repository on the hub a private one.", default=False)
-    include_num_input_tokens_seen: str | bool = _help(
+    fsdp: str | None = setting("FSDP sharding options; see transformers.TrainingArguments. Empty: no FSDP.", default="")
+    hub_private_repo: bool | None = setting("Make the repository on the hub a private one.", default=False)
+    include_num_input_tokens_seen: str | bool = setting(
         "Count the tokens seen in training: all, non_padding, or no.", default=False
-    )
-    resume_with_changes: bool = _help(
-        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
-        "error.",
-        default=False,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_label_smoothing(self, "RewardTrainer")
+        self.refuse_label_smoothing("RewardTrainer")
         if self.truncation_mode not in MODES:
             raise ValueError(f"truncation_mode={self.truncation_mode!r} is unknown. Use one of {', '.join(MODES)}.")
         if self.max_length is not None and self.max_length < 2:

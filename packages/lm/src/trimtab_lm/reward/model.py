@@ -3,32 +3,33 @@
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, TaskType
 from torch import nn
-from transformers import AutoModelForSequenceClassification, ProcessorMixin
+from transformers import AutoModelForSequenceClassification
 
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.support import CHECKPOINTING, checkpointing_of, pretrained_kwargs
-from trimtab_lm.tokens.forward import base_of
+from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
+from trimtab_lm.hf.models import pretrained_kwargs, refuse_init_kwargs
+from trimtab_lm.models.interface import Model, Processor, base_of, tokenizer_of
 
 
-def load_scorer(model: Any, init_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """A classifier with one label by hub id or folder; a model that is one already is returned as it is.
+def load_scorer(model: Model | str | None, init_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """A classifier with one label by hub id or folder; a model that is loaded is returned as it is.
 
-    init_kwargs: arguments of `from_pretrained`, for a name only; ValueError with a model.
+    Args:
+        model: the model or its name.
+        init_kwargs: arguments of `from_pretrained`, for a name only.
+
+    Raises:
+        ValueError: init_kwargs for a model that is loaded.
     """
     if isinstance(model, str):
         return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **pretrained_kwargs(init_kwargs))
-    if init_kwargs:
-        raise ValueError(
-            f"model_init_kwargs={dict(init_kwargs)} say how to load a model, and the model given is loaded. Pass its "
-            "name, or leave model_init_kwargs out."
-        )
+    refuse_init_kwargs(init_kwargs)
     return model
 
 
@@ -41,7 +42,7 @@ def require_scorer(model: Any, tokenizer: Any) -> None:
             "its own: the loss is the mean over labels, and a text's score is the mean of its labels. For one score "
             "load the model by AutoModelForSequenceClassification.from_pretrained(name, num_labels=1); of this one "
             "read either the mean or one label.",
-            stacklevel=5,
+            stacklevel=6,
         )
     config.pad_token_id = tokenizer.pad_token_id
 
@@ -53,33 +54,10 @@ def turn_off_missing_checkpointing(model: Any, args: Any) -> None:
         warnings.warn(
             f"{type(base).__name__} does not support activation checkpointing, which RewardConfig turns on by default: "
             "it trains without. gradient_checkpointing=False says so.",
-            stacklevel=5,
+            stacklevel=6,
         )
         for name in {CHECKPOINTING, "gradient_checkpointing"}:
             setattr(args, name, False)
-
-
-@contextmanager
-def dropout_rates_at_zero(model: nn.Module) -> Iterator[None]:
-    """No dropout inside the block, whose modules stay in training mode; afterwards the rates are as they were.
-
-    For blocks that hold the backward pass too: `tokens.dropout.without_dropout` ends with the forward pass, since
-    `Trainer.training_step` sets the mode itself, and activations that are computed anew in backward would be dropped.
-    """
-    rates: list[tuple[nn.Module, str, float]] = []
-    for module in model.modules():
-        is_dropout = type(module).__name__.endswith("Dropout")
-        rates += [
-            (module, name, rate) for name, rate in vars(module).items()
-            if isinstance(rate, float) and ("drop" in name or (is_dropout and name == "p"))
-        ]  # fmt: skip
-    try:
-        for module, name, _ in rates:
-            setattr(module, name, 0.0)
-        yield
-    finally:
-        for module, name, rate in rates:
-            setattr(module, name, rate)
 
 
 def heads(base: Any) -> dict[str, nn.Module]:
@@ -140,15 +118,14 @@ def require_trained_head(model: Any) -> None:
         )
 
 
-def with_padding(processing_class: Any) -> tuple[Any, Any]:
-    """The processing class, a copy with EOS for padding if it has none, and its tokenizer."""
-    is_processor = isinstance(processing_class, ProcessorMixin)
-    tokenizer: Any = processing_class.tokenizer if is_processor else processing_class
-    if tokenizer.pad_token_id is None:
-        processing_class = copy.deepcopy(processing_class)
-        tokenizer = processing_class.tokenizer if is_processor else processing_class
-        tokenizer.pad_token_id = require_eos(tokenizer)
-    return processing_class, tokenizer
+def with_padding(processing_class: Processor) -> Processor:
+    """The processing class; a copy whose tokenizer pads with EOS if it has no padding token."""
+    if tokenizer_of(processing_class).pad_token_id is not None:
+        return processing_class
+    processing_class = copy.deepcopy(processing_class)
+    tokenizer = tokenizer_of(processing_class)
+    tokenizer.pad_token_id = require_eos(tokenizer)
+    return processing_class
 
 
 def check_padding(tokenizer: Any, model: Any, scores_in_forward: bool) -> None:
@@ -162,5 +139,5 @@ def check_padding(tokenizer: Any, model: Any, scores_in_forward: bool) -> None:
     warnings.warn(
         f"EOS is also the padding token. Here texts are scored at their EOS; transformers' own {name} will score the "
         f"token before it, and trimtab_lm.rewards.model.RewardModel will not. {remedy}",
-        stacklevel=5,
+        stacklevel=6,
     )

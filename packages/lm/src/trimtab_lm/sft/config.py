@@ -1,68 +1,58 @@
 """Configuration of supervised fine-tuning."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import TrainingArguments
-
 from trimtab_lm.data.truncation import check_mode
+from trimtab_lm.hf.config import TrainerConfig, setting
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 DATASET_KWARGS = {"skip_prepare_dataset", "add_special_tokens", "append_concat_token"}
 
 
-def _help(text: str, **default: Any) -> Any:
-    return field(**default, metadata={"help": text})
-
-
 @dataclass
 @takes_arguments_of_2024
-class SFTConfig(TrainingArguments):
+class SFTConfig(TrainerConfig):
     """Supervised fine-tuning: all of transformers' TrainingArguments, and what becomes of the rows."""
 
-    max_length: int | None = _help(
+    max_length: int | None = setting(
         "Tokens of a row; longer ones are cut, and it is said how much. None: no limit.", default=512
     )
-    truncation_mode: str = _help(
+    truncation_mode: str = setting(
         "Which part of a row that is too long stays: keep_start or keep_end.", default="keep_start"
     )
-    dataset_text_field: str = _help("Column of the texts, in data sets of texts.", default="text")
-    completion_only_loss: bool | None = _help(
+    dataset_text_field: str = setting("Column of the texts, in data sets of texts.", default="text")
+    completion_only_loss: bool | None = setting(
         "Learn the completion of prompt/completion rows alone. None: yes where there are such columns.", default=None
     )
-    assistant_only_loss: bool = _help("Learn the assistant's turns of a conversation alone.", default=False)
-    packing: bool = _help("Fill rows of max_length with documents, which do not see each other.", default=False)
-    packing_strategy: str | None = _help(
+    assistant_only_loss: bool = setting("Learn the assistant's turns of a conversation alone.", default=False)
+    packing: bool = setting("Fill rows of max_length with documents, which do not see each other.", default=False)
+    packing_strategy: str | None = setting(
         "best_fit: whole documents, in as few rows as they fit into. constant_length: documents one after the other, "
         "cut where a row is full. None: best_fit, unless one of the settings of constant_length is given.",
         default=None,
     )
-    eval_packing: bool | None = _help("The same for evaluation. None: as packing.", default=None)
-    infinite: bool | None = _help(
+    eval_packing: bool | None = setting("The same for evaluation. None: as packing.", default=None)
+    infinite: bool | None = setting(
         "constant_length: begin again at the end of the data (needs max_steps).", default=None
     )
-    num_of_sequences: int = _help("constant_length: rows that are tokenized at a time.", default=1024)
-    chars_per_token: float = _help(
+    num_of_sequences: int = setting("constant_length: rows that are tokenized at a time.", default=1024)
+    chars_per_token: float = setting(
         "constant_length: characters that make a token, to guess how many texts that takes.", default=3.6
     )
-    dataset_num_proc: int | None = _help("Processes that tokenize the data.", default=None)
-    dataset_batch_size: int | None = _help(
+    dataset_num_proc: int | None = setting("Processes that tokenize the data.", default=None)
+    dataset_batch_size: int | None = setting(
         "Rows that are tokenized, and of a stream packed, at a time. None or 0: all at once.", default=1000
     )
-    dataset_kwargs: dict[str, Any] | None = _help(
+    dataset_kwargs: dict[str, Any] | None = setting(
         "skip_prepare_dataset: the rows are the collator's business. add_special_tokens: False for texts that hold "
         "them already. append_concat_token: False for constant_length without EOS between texts.",
         default=None,
     )
-    model_init_kwargs: dict[str, Any] | None = _help(
+    model_init_kwargs: dict[str, Any] | None = setting(
         "Arguments of from_pretrained, for a model given by name.", default=None
     )
-    chat_template_kwargs: dict[str, Any] | None = _help("Arguments of the chat template.", default=None)
-    resume_with_changes: bool = _help(
-        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
-        "error.",
-        default=False,
-    )
+    chat_template_kwargs: dict[str, Any] | None = setting("Arguments of the chat template.", default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

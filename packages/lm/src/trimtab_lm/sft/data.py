@@ -17,6 +17,7 @@ from trimtab_lm.data.tokenization import (
     stop_token_ids,
 )
 from trimtab_lm.data.truncation import report_truncation, truncate_columns, truncate_row
+from trimtab_lm.legacy.constant_length import ConstantLengthDataset
 from trimtab_lm.tokens.layout import best_fit
 from trimtab_lm.tokens.positions import Positions
 
@@ -224,3 +225,26 @@ def pack(dataset: Any, config: SFTConfig) -> Any:
 
     size = config.dataset_batch_size or 1000
     return dataset.map(fill, batched=True, batch_size=size, remove_columns=["input_ids", "labels"])
+
+
+def rows_of_constant_length(
+    dataset: Any, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, *, formatting_func: Formatting | None
+) -> Any:
+    """Documents one after the other, cut where a row of max_length tokens is full; a stream if the data are one."""
+    options = {name: value for name, value in (config.dataset_kwargs or {}).items() if name != "skip_prepare_dataset"}
+    if format_of(columns_of(dataset), config, formatting_func) is RowFormat.TEXT:
+        options["formatting_func"] = text_of(dataset, config, formatting_func)
+    else:  # ids by the rules of the format, with the tokens that count
+        dataset = tokenize_rows(dataset, tokenizer, config, is_cut=False)
+    rows = ConstantLengthDataset(
+        tokenizer,
+        dataset,
+        infinite=bool(config.infinite),
+        seq_length=config.max_length or 0,
+        num_of_sequences=config.num_of_sequences,
+        chars_per_token=config.chars_per_token,
+        seed=config.seed,
+        **options,
+    )
+    is_stream = config.infinite or not isinstance(dataset, Dataset)
+    return rows if is_stream else Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in rows])

@@ -1,36 +1,63 @@
-"""Forward passes without dropout, in which gradient checkpointing still engages."""
+"""Forward passes without dropout, in which gradient checkpointing still runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside the block, for training passes too; afterwards every module is as it was.
+    """Switches dropout off inside the block, in training passes too, and restores every module afterwards.
 
-    `model.eval()` alone would silently switch gradient checkpointing off, which transformers ties to training mode. So,
-    where gradients are enabled, the modules that checkpoint stay in training mode, and the dropout rates that they
-    apply themselves are set to 0.
+    transformers runs gradient checkpointing only in training mode, so `model.eval()` alone would switch it off. Where
+    gradients are enabled, the modules that checkpoint therefore stay in training mode, with their dropout rates at 0.
+
+    Args:
+        model: any module; its parameters are not touched.
     """
     training = {module: module.training for module in model.modules()}
     rates: list[tuple[nn.Module, str, float]] = []
     try:
         model.eval()
         for module in model.modules():
+            # Only transformers' layers have the attribute.
             if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
                 module.training = True
-                own = [
-                    (name, rate) for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)
-                ]
-                rates += [(module, name, rate) for name, rate in own]
-                for name, _ in own:
-                    setattr(module, name, 0.0)
+                for name, rate in list(vars(module).items()):
+                    if "drop" in name and isinstance(rate, float):
+                        rates.append((module, name, rate))
+                        setattr(module, name, 0.0)
         yield
     finally:
         for module, flag in training.items():
             module.training = flag
         for module, name, rate in rates:
             setattr(module, name, rate)
+
+
+@contextmanager
+def dropout_rates_at_zero(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside the block, whose modules stay in training mode; afterwards the rates are as they were.
+
+    For blocks that hold the backward pass too. `without_dropout` would not do: `Trainer.training_step` sets the mode of
+    the modules itself. Rates that modules read from their config (as Falcon's do) are among those that are set to 0.
+    """
+    rates: dict[tuple[int, str], tuple[object, float]] = {}
+    for module in model.modules():
+        is_dropout = type(module).__name__.endswith("Dropout")
+        config = vars(module).get("config")
+        holders = [module, config] if isinstance(config, PreTrainedConfig) else [module]
+        for holder in holders:
+            for name, rate in vars(holder).items():
+                if isinstance(rate, float) and ("drop" in name or (is_dropout and name == "p")):
+                    rates[id(holder), name] = holder, rate
+    try:
+        for (_, name), (owner, _) in rates.items():
+            setattr(owner, name, 0.0)
+        yield
+    finally:
+        for (_, name), (owner, rate) in rates.items():
+            setattr(owner, name, rate)

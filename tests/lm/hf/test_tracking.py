@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import wandb
 
-from trimtab_lm.hf.support import Tables
+from trimtab_lm.hf.tracking import Tables
 
 PROGRAM = """
 import sys

@@ -1,0 +1,78 @@
+"""What the configs of the trainers on `transformers.Trainer` share."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import datasets
+import torch
+from transformers import TrainingArguments
+
+# transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
+_FIELDS = TrainingArguments.__dataclass_fields__
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
+
+
+def setting(description: str, **default: Any) -> Any:
+    """A field of a config, with the line that `--help` shows.
+
+    Args:
+        description: what the field decides, with units.
+        default: `default=...` or `default_factory=...`, as for `dataclasses.field`.
+    """
+    return field(**default, metadata={"help": description})
+
+
+@dataclass
+class TrainerConfig(TrainingArguments):
+    """transformers' TrainingArguments, and what every trainer of `TrainerAdapter` adds to them."""
+
+    resume_with_changes: bool = setting(
+        "Resume although settings, data or model differ from the checkpoint's, with a warning that lists them; else an "
+        "error.",
+        default=False,
+        kw_only=True,
+    )
+
+    def refuse_label_smoothing(self, trainer: str) -> None:
+        """Check that nobody asks for transformers' label smoothing where the loss has no token labels.
+
+        Raises:
+            ValueError: label_smoothing_factor is set.
+        """
+        if self.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor} smooths token labels, which the loss of "
+                f"{trainer} does not have. Set it to 0."
+            )
+
+
+Config = TypeVar("Config", bound=TrainerConfig)
+
+
+def checkpointing_of(args: TrainingArguments) -> tuple[bool, dict[str, object] | None]:
+    """Whether the model recomputes activations in backward, and its arguments of `torch.utils.checkpoint`."""
+    return bool(getattr(args, CHECKPOINTING)), getattr(args, f"{CHECKPOINTING}_kwargs")
+
+
+def for_own_collators(config: Config, data: Iterable[object]) -> Config:
+    """A copy of the config for a trainer whose collator makes the model's inputs; the caller's stays as it is.
+
+    Trainer does not drop columns by the names of the model's inputs. Each process reads its own rows of a stream,
+    because batches of different shapes cannot be sent to other processes.
+
+    Args:
+        config: as the caller gave it.
+        data: all datasets of the trainer.
+    """
+    config = copy.copy(config)
+    config.remove_unused_columns = False
+    if any(isinstance(one, torch.utils.data.IterableDataset | datasets.IterableDataset) for one in data):
+        config.accelerator_config = copy.copy(config.accelerator_config)
+        config.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
+    if config.use_liger_kernel:
+        # Liger's loss would replace the model's forward, where our trainers score tokens.
+        off = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+        config.liger_kernel_config = off | (config.liger_kernel_config or {})
+    return config

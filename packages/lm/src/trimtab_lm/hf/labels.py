@@ -1,0 +1,167 @@
+"""Trainers of language models on labels: which tokens count, evaluation by logits, statistics."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from trimtab_common.stats import Mean
+from trimtab_lm.data.collator import DocumentCollator
+from trimtab_lm.models.interface import base_of, decoder_start_of
+from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.layout import from_labels, token_columns
+from trimtab_lm.tokens.logprobs import TokenScores, score_logits
+from trimtab_lm.tokens.positions import Positions
+
+from .adapter import Batch, TrainerAdapter
+from .config import Config
+from .models import with_adapters
+
+
+class LabelTrainer(TrainerAdapter[Config, Tensor]):
+    """Trains a language model on batches of model inputs and `labels` [B, T], -100 where a token does not count.
+
+    A subclass supplies `tokenize_dataset` and `batch_loss`. Label smoothing, `compute_loss_func`, `compute_metrics` and
+    `return_outputs` work on whole logits, as in transformers; without them no logits of a whole batch are held.
+    """
+
+    def prepare_model(self, model: Any) -> Any:
+        """The model with its adapters, and with a forward that scores tokens."""
+        model = with_adapters(model, self.peft_config, self.config)
+        score_tokens_in_forward(model)
+        return model
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder reads the inputs, and the labels are the decoder's."""
+        return bool(base_of(self.model).config.is_encoder_decoder)
+
+    def document_collator(self, pad_token_id: int) -> DocumentCollator:
+        """A collator of `input_ids` and `labels` in the layout that the model reads best; its place masks padding."""
+        return DocumentCollator(
+            pad_token_id,
+            layout=best_layout(self.model, share_prefix=False),
+            decoder_start_token_id=decoder_start_of(self.model),
+            positions=Positions.of(self.model),
+        )
+
+    def count_items(self, batch: Batch) -> Tensor:
+        """The tokens that count; a decoder-only model's first one does not, because no token predicts it."""
+        return (batch["labels"][:, 0 if self.is_encoder_decoder else 1 :] != -100).sum()
+
+    def without_repetitions(self, batch: Batch, real_rows: int | None) -> Batch:
+        """A batch in which only labels of the first `real_rows` rows count; None: all of them."""
+        return labels_of_real_rows(batch, real_rows)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """`batch_loss`; but transformers' own loss for label smoothing, compute_loss_func, or with return_outputs.
+
+        The outputs are the model's own, whole logits included.
+        """
+        if return_outputs or self._has_loss_of_logits:
+            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @property
+    def _has_loss_of_logits(self) -> bool:
+        return self.label_smoother is not None or self.compute_loss_func is not None
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The loss, and logits and labels where they are asked for."""
+        if prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only)
+        inputs = self.without_repetitions(inputs, self.real_rows())
+        loss, logits, labels = Trainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+        if not self._has_loss_of_logits:
+            stats = stats_of_logits(logits, labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
+            self.recorder.add(stats, training=False)
+        return loss, logits, labels
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Batches for evaluation; a dataset that was not given to the constructor is prepared here."""
+        with self._evaluation_collator(is_row_by_row=self.compute_metrics is not None):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Batches for `predict`, in which each row of the dataset is a row of its own."""
+        with self._evaluation_collator(is_row_by_row=True):
+            return super().get_test_dataloader(test_dataset)
+
+    @contextmanager
+    def _evaluation_collator(self, *, is_row_by_row: bool) -> Iterator[None]:
+        """The collator of data loaders that are built inside the block.
+
+        Row by row, logits go with the labels of their row. Over several processes, positions name their rows.
+        """
+        collator = self.data_collator
+        if is_row_by_row and isinstance(collator, DocumentCollator) and collator.layout == "packed":
+            self.data_collator = DocumentCollator(collator.pad_token_id, layout="padded")
+        if isinstance(collator, DocumentCollator) and self.accelerator.num_processes > 1:
+            self.data_collator = numbered_rows(self.data_collator)
+        try:
+            yield
+        finally:
+            self.data_collator = collator
+
+
+def score_labels(model: nn.Module, batch: Batch, *, policy: Any) -> TokenScores:
+    """Scores [N] of the labels that count.
+
+    Args:
+        model: as it is wrapped; its forward takes `tokens`.
+        batch: model inputs and `labels` [B, T], -100 where a token does not count. Decoder inputs of an encoder-decoder
+            model that a collator leaves out are made of the labels.
+        policy: the same model, not wrapped.
+    """
+    base: Any = base_of(policy)
+    is_encoder_decoder = bool(base.config.is_encoder_decoder)
+    if is_encoder_decoder and "decoder_input_ids" not in batch:
+        batch = {**batch, "decoder_input_ids": base.prepare_decoder_input_ids_from_labels(batch["labels"])}
+    labels = from_labels(batch["labels"], is_encoder_decoder=is_encoder_decoder)
+    return model(tokens=token_columns(batch) | labels)
+
+
+def label_stats(scores: TokenScores) -> dict[str, Mean]:
+    """Loss and entropy per token, in nats."""
+    return {"entropy": Mean.of(scores.entropy), "loss": Mean.of(-scores.logprobs)}
+
+
+def stats_of_logits(
+    logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, is_encoder_decoder: bool
+) -> dict[str, Mean]:
+    """The same of logits [B, T, V], or of a tuple that begins with them."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    tokens = from_labels(labels, is_encoder_decoder=is_encoder_decoder)
+    return label_stats(score_logits(logits.flatten(0, 1).index_select(0, tokens["source"]), tokens["targets"]))
+
+
+def numbered_rows(collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
+    """A collator of `input_ids` and `labels` that adds the column `row`: the row that each position comes from."""
+
+    def collated(rows: list[Any]) -> Batch:
+        numbers = [
+            {**row, "input_ids": [i] * len(row["input_ids"]), "labels": row.get("labels", row["input_ids"])}
+            for i, row in enumerate(rows)
+        ]
+        return {**collate(rows), "row": collate(numbers)["input_ids"]}
+
+    return collated
+
+
+def labels_of_real_rows(batch: Batch, real_rows: int | None) -> Batch:
+    """A batch in which only labels of the first `real_rows` rows count: by the column `row`, or else row by row."""
+    if real_rows is None:
+        return {name: value for name, value in batch.items() if name != "row"}
+    labels = batch["labels"]
+    row = batch.get("row", torch.arange(len(labels), device=labels.device)[:, None])
+    row = row if row.shape == labels.shape else row[:, :1]  # of an encoder: the decoder's rows are the same
+    rest = {name: value for name, value in batch.items() if name != "row"}
+    return {**rest, "labels": labels.masked_fill(row >= real_rows, -100)}

@@ -1,0 +1,109 @@
+"""Models and tokenizers of the trainers on `transformers.Trainer`: by name, with adapters."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoProcessor,
+    AutoTokenizer,
+    TrainingArguments,
+)
+
+from trimtab_lm.models.interface import Model, Processor
+
+from .config import checkpointing_of
+
+
+def load_language_model(model: Model | str | None, init_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """A causal or encoder-decoder model by hub id or folder; a model that is loaded is returned as it is.
+
+    Args:
+        model: the model or its name.
+        init_kwargs: arguments of `from_pretrained`, for a name only.
+
+    Raises:
+        ValueError: init_kwargs for a model that is loaded.
+    """
+    if not isinstance(model, str):
+        refuse_init_kwargs(init_kwargs)
+        return model
+    kwargs = pretrained_kwargs(init_kwargs)
+    shared = {name: kwargs[name] for name in ("revision", "trust_remote_code", "token", "cache_dir") if name in kwargs}
+    is_encoder_decoder = AutoConfig.from_pretrained(model, **shared).is_encoder_decoder
+    kind: Any = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_pretrained(model, **kwargs)
+
+
+def refuse_init_kwargs(init_kwargs: Mapping[str, object] | None) -> None:
+    """Raise ValueError for arguments of `from_pretrained` beside a model that is loaded."""
+    if init_kwargs:
+        raise ValueError(
+            f"model_init_kwargs={dict(init_kwargs)} say how to load a model, and the model is loaded already. Pass its "
+            "name, or leave model_init_kwargs out."
+        )
+
+
+def pretrained_kwargs(init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained`; the older name `torch_dtype` is passed on as `dtype`."""
+    kwargs = dict(init_kwargs or {})
+    if "torch_dtype" in kwargs:
+        kwargs["dtype"] = kwargs.pop("torch_dtype")
+    return kwargs
+
+
+def load_processing_class(processing_class: Processor | None, model: Model) -> Any:
+    """The processing class, or the one that is saved beside the model.
+
+    Raises:
+        ValueError: there is neither a processing class nor a name that the model was loaded from.
+    """
+    if processing_class is not None:
+        return processing_class
+    if not (name := model.config.name_or_path):
+        raise ValueError(
+            f"The {type(model).__name__} was not loaded by name, so its tokenizer cannot be found. Pass "
+            "processing_class=tokenizer."
+        )
+    try:
+        return AutoProcessor.from_pretrained(name)
+    except (OSError, ValueError):
+        return AutoTokenizer.from_pretrained(name)
+
+
+def with_adapters(model: Any, peft_config: PeftConfig | None, args: TrainingArguments) -> Any:
+    """The model as it is trained: quantized weights prepared, adapters added, inputs made to need gradients.
+
+    Raises:
+        ValueError: peft_config for a model that has adapters already.
+    """
+    if peft_config is not None and isinstance(model, PeftModel):
+        raise ValueError(
+            "The model has adapters already, and peft_config would put new ones around them. Leave peft_config out to "
+            "train these, or pass model.merge_and_unload() to start new ones from them."
+        )
+    is_checkpointing, checkpointing_kwargs = checkpointing_of(args)
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        model = prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=is_checkpointing,
+            gradient_checkpointing_kwargs=checkpointing_kwargs,
+        )
+    if peft_config is not None:
+        model = get_peft_model(model, peft_config)
+    if is_checkpointing and isinstance(model, PeftModel):
+        # Frozen embeddings give outputs without gradients, so a checkpointed block over them would get none.
+        model.enable_input_require_grads()
+    return model
+
+
+def load_weights(model: Model, folder: Path) -> None:
+    """Loads into a model the weights that its `save_pretrained` wrote into a folder."""
+    if isinstance(model, PeftModel):
+        model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
+    else:
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())

@@ -1,0 +1,86 @@
+"""What the trainers on `transformers.Trainer` tell their trackers: statistics between logs, and tables."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers import Trainer, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+
+from trimtab_common.stats import gather_stats, merge_stats
+from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type, markdown_table
+
+
+class Recorder:
+    """Statistics of micro-batches until they are logged, separate for training and evaluation.
+
+    Weighted means (`trimtab_common.stats.Mean`) become those of everything that was recorded, over all processes.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[bool, list[dict[str, object]]] = {True: [], False: []}
+
+    def add(self, stats: Mapping[str, object], *, training: bool) -> None:
+        """Record statistics.
+
+        Args:
+            stats: Mean, Variance, Deviation or 1-D tensors; plain numbers are averaged over the calls.
+            training: whether they belong to training, or to evaluation.
+        """
+        parts = self._parts[training]
+        parts.append(dict(stats))
+        if len(parts) == 64:
+            parts[:] = [merge_stats(parts)]
+
+    def flush(self, *, training: bool) -> dict[str, Any]:
+        """The statistics since the last flush, over all processes. Collective."""
+        parts, self._parts[training] = self._parts[training], []
+        return gather_stats(merge_stats(parts))
+
+
+class Tables:
+    """Tables of samples that grow over a run, in the trackers that `report_to` names (wandb, tensorboard)."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, Any] = {}
+        self._waiting: list[tuple[str, list[str], list[list[object]]]] = []  # for a W&B run to go to
+
+    def add(self, trainer: Trainer, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Add rows under the current step; processes other than the main one do nothing."""
+        if not trainer.is_world_process_zero():
+            return
+        step = trainer.state.global_step
+        kept = zip(range(MAX_TABLE_ROWS), rows, strict=False)
+        cells = [[step, *(cell(value, cell_type(value)) for value in row)] for _, row in kept]
+        columns = ["step", *columns]
+        if "wandb" in (trainer.args.report_to or []):
+            self._to_wandb(name, columns, cells, step)
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+                callback.tb_writer.add_text(name, markdown_table(columns, cells), step)
+
+    def _to_wandb(self, name: str, columns: list[str], rows: list[list[object]], step: int) -> None:
+        import wandb
+
+        self._waiting.append((name, columns, rows))
+        if wandb.run is None:  # evaluate() before train(): transformers starts its run with the first log
+            return
+        for name, columns, rows in self._waiting:
+            table = self._tables.setdefault(name, wandb.Table(columns=[*columns], log_mode="INCREMENTAL"))
+            for row in rows:
+                table.add_data(*row)
+            wandb.log({name: table, "train/global_step": step})
+        self._waiting.clear()
+
+
+def prepare_trackers(args: TrainingArguments) -> None:
+    """Let W&B run offline if `report_to` names it and there is no key; nobody is asked at the terminal."""
+    if "wandb" not in (args.report_to or []) or os.environ.get("WANDB_MODE") or args.process_index != 0:
+        return
+    import wandb
+
+    if wandb.run is None and not wandb.login(prompt=False, verify=False):
+        os.environ["WANDB_MODE"] = "offline"
+        wandb.teardown()  # the login has read the environment, once and for all
+        print("W&B has no API key: the run is offline in ./wandb; upload it later with: wandb sync", file=sys.stderr)
