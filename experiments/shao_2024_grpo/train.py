@@ -13,7 +13,7 @@ from torch import Tensor
 from experiments.assets import smollm2_135m_instruct
 from experiments.runs import begin, finish, from_recipe, show, texts
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
-from trimtab_lm.sampling.backends import Rollout, RolloutBackend
+from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 
 PAPER = "shao_2024_grpo"
 RECIPE = Path(__file__).with_name("recipe.yaml")

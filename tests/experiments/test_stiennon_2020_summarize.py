@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification
 from experiments.runs import Run, read_history
 from experiments.stiennon_2020_summarize import comparisons, stages, train
 from experiments.stiennon_2020_summarize.report import judge
-from trimtab_lm.ppo.policy import token_batch
+from trimtab_lm.ppo.samples import Samples
 
 SIZES = {
     "words": 12,
@@ -212,10 +212,9 @@ def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_hum
             if not seen:
                 seen["text"] = "the film was good"
                 ids = torch.tensor([*self.tokenizer(seen["text"])["input_ids"], self.tokenizer.eos_token_id])
-                row = torch.cat([ids, ids[:1]])[None]  # values stand where a next token is predicted
-                inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+                samples = Samples([ids], [ids[:1]])  # values stand where a next token is predicted
                 with torch.no_grad():
-                    seen["value"] = self.actor_critic.critic(token_batch(inputs, [ids], [ids[:1]]))
+                    seen["value"] = self.scorer.policy(samples, temperature=1.0).values
             return super().step(queries, responses, scores)
 
     monkeypatch.setattr(stages, "PPOTrainer", Spied)

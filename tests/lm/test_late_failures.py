@@ -21,7 +21,7 @@ from trimtab_lm import (
     SFTTrainer,
 )
 from trimtab_lm.dpo.evaluation import sample_answers
-from trimtab_lm.sampling.backends import Rollout
+from trimtab_lm.sampling.rollout import Rollout
 
 COLUMNS = {
     "sft": ["text"],

@@ -15,7 +15,7 @@ from tests.lm import tiny
 from torch import Tensor
 
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
-from trimtab_lm.sampling.backends import Rollout, require_version
+from trimtab_lm.sampling.rollout import Rollout, require_version
 
 GLOBAL_BATCH = 8
 TEXTS = ["hi", "abc", "the cat", "dog.", "a b", "zzz", "go on", "m", "ten", "nine", "x y z", "quick"]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, TrainingArgument
 
 from trimtab_lm.grpo import GRPOTrainer
 from trimtab_lm.grpo.batches import Group
-from trimtab_lm.sampling.backends import Rollout, StaleWeightsError
+from trimtab_lm.sampling.rollout import Rollout, StaleWeightsError
 
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0)
 MODELS = {

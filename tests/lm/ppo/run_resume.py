@@ -101,7 +101,7 @@ class Session:
         }
         line = {
             "step": step, "stats": numbers, "prompts": [row.tolist() for row in prompts],
-            "kl_coef": self.trainer.kl_ctl.value, "run_id": self.trainer.run_id,
+            "kl_coef": self.trainer.kl_ctl.value, "run_id": self.trainer.run.tracker_id,
         }  # fmt: skip
         self.folder.mkdir(exist_ok=True)
         with (self.folder / f"steps-{self.trainer.accelerator.process_index}.jsonl").open("a") as file:

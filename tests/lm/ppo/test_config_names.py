@@ -186,7 +186,7 @@ def test_wandb_run_has_project_name_task_and_settings(tmp_path):
     try:
         assert (run.project, run.name, run.group, run.tags) == ("my-project", "my-run", "my-group", ("my-task",))
         assert run.config["learning_rate"] == 1e-3
-        assert trainer.run_id == run.id
+        assert trainer.run.tracker_id == run.id
         assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
     finally:
         trainer.tracker.finish()

@@ -202,7 +202,7 @@ def test_train_needs_a_dataset_and_a_reward():
 
 def test_a_reward_of_the_wrong_length_is_refused():
     trainer = tiny.ppo(given={"dataset": Dataset.from_dict({"input_ids": [[5]] * 4})})
-    with pytest.raises(ValueError, match="scores has 3 entries"):
+    with pytest.raises(ValueError, match="returned 3 scores for 4 completions"):
         trainer.train(lambda queries, responses: [0.0] * 3, steps=1, generation_kwargs={"max_new_tokens": 2})
 
 

@@ -33,7 +33,7 @@ class FakeTracker:
 
 def test_log_stats_sends_rewards_and_a_table_of_samples():
     trainer = tiny.ppo()
-    tracker = trainer._tracker = FakeTracker()
+    tracker = trainer.run._tracker = FakeTracker()
     stats = trainer.step(*tiny.batch())
     batch = {"query": list("abcd"), "response": list("wxyz"), "label": [0, 1, 0, 1]}
     rewards = [torch.tensor(1.0), 2.0, 3.0, torch.tensor([6.0])]
@@ -148,7 +148,7 @@ def test_train_hands_texts_and_columns_to_the_reward_and_steps_to_on_step():
 
     data = toy_data(label=list(range(8)), note=["x"] * 8)
     trainer = tiny.ppo(given={"dataset": data}, steps=2)
-    trainer._tracker = FakeTracker()
+    trainer.run._tracker = FakeTracker()
     history = trainer.train(
         reward,
         generation_kwargs={"max_new_tokens": 4},
@@ -162,7 +162,7 @@ def test_train_hands_texts_and_columns_to_the_reward_and_steps_to_on_step():
     assert [mean for _, mean, _ in steps] == [np.mean(label) for _, _, label in received]
     assert [responses for _, _, responses in steps] == [responses for _, responses, _ in received]
     assert [stats["env/reward_mean"] for stats in history] == [mean for _, mean, _ in steps]
-    assert [step for step, _ in trainer._tracker.logs] == [1, 2]
+    assert [step for step, _ in trainer.run._tracker.logs] == [1, 2]
 
 
 def test_train_takes_a_reward_model():

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 
-from trimtab_lm.sampling.backends import SamplingSettings, StaleWeightsError
+from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
 from trimtab_lm.sampling.vllm import VLLMRollout, checkpoint_weights
 
 PROMPTS = tiny.rows(3, 2, 6)

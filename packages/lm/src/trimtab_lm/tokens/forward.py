@@ -13,9 +13,9 @@ from types import MethodType
 from typing import TYPE_CHECKING
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out, tree_mask
@@ -95,7 +95,8 @@ def _extend_forward(model: nn.Module, run: Forward, score: Callable[..., object]
 def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
     """Returns what the model's forward takes of a laid-out batch.
 
-    For a tree it builds the attention mask [R, 1, W, W]. For an encoder-decoder it runs the encoder, once per prompt.
+    For a tree it builds the attention mask [R, 1, W, W]. It runs an encoder whose prompts have several branches, once
+    per prompt.
 
     Args:
         model: the model that will read the inputs.
@@ -105,11 +106,13 @@ def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
     base = base_of(model)
     if "branch" in tokens:
         inputs["attention_mask"] = _attention_mask(base, tokens["document"], tokens["branch"])
-    if "encoder_row" in tokens:
-        output = base.get_encoder()(input_ids=inputs.pop("input_ids"), attention_mask=inputs["attention_mask"])
+    if "encoder_row" in tokens and len(tokens["encoder_row"]) > len(tokens["input_ids"]):
         rows = tokens["encoder_row"]
-        inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=output.last_hidden_state.index_select(0, rows))
-        inputs["attention_mask"] = inputs["attention_mask"].index_select(0, rows)
+        output = base.get_encoder()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        output.last_hidden_state = output.last_hidden_state.index_select(0, rows)
+        inputs["encoder_outputs"] = output  # of the model's own class, which may hold more (router logits)
+        for name in ("input_ids", "attention_mask"):  # without input_ids FSMT has no causal mask
+            inputs[name] = inputs[name].index_select(0, rows)
     return inputs
 
 
@@ -144,6 +147,8 @@ def best_layout(model: Model, *, share_prefix: bool) -> Layout:
     base = base_of(model)
     if base.config.is_encoder_decoder:
         return "encoder-decoder"
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        return "padded"  # PEFT puts what it learned before each row, and drops position ids
     if "position_ids" in inspect.signature(base.forward).parameters:
         candidates: tuple[Layout, ...] = ("packed",)
         if share_prefix and not _has_local_attention(base):

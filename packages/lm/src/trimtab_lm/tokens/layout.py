@@ -11,6 +11,7 @@ prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts gr
 """
 
 import bisect
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -86,6 +87,22 @@ def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
         if room:
             bisect.insort(open_rows, (room, row))
     return sorted((sorted(row) for row in rows), key=lambda row: row[0])
+
+
+def lean_width(lengths: Sequence[int]) -> int:
+    """The width of rows in which `best_fit` leaves the least padding, between the longest length and twice that.
+
+    Attention costs grow with the width, and so bound it.
+    """
+    longest = max(lengths)
+    widths = {longest}
+    for count in range(1, len(lengths)):
+        rows = [0] * count  # filled evenly: the next longest piece goes into the emptiest row
+        for length in sorted(lengths, reverse=True):
+            heapq.heapreplace(rows, rows[0] + length)
+        if max(rows) <= 2 * longest:
+            widths.add(max(rows))
+    return min(widths, key=lambda width: (width * len(best_fit(lengths, width)), width))
 
 
 def lay_out(
