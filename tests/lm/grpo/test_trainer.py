@@ -67,9 +67,13 @@ def test_one_call_of_generation_serves_all_steps(make):
     made.train()
     assert made.backend.calls == [32]
     made = make(
-        per_device_train_batch_size=2, gradient_accumulation_steps=2, steps_per_generation=2, num_iterations=3,
-        max_steps=12, train_dataset=prompts(16),
-    )  # fmt: skip
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        steps_per_generation=2,
+        num_iterations=3,
+        max_steps=12,
+        train_dataset=prompts(16),
+    )
     made.train()
     assert made.backend.calls == [8, 8]
     assert made.state.global_step == 12
@@ -182,9 +186,12 @@ def test_async_functions_models_and_weights(make):
         return [float(len(text)) for text in completions]
 
     made = make(
-        reward=[slow, tiny.scorer(), vowels], reward_processing_classes=[None, tiny.tokenizer(), None],
-        reward_weights=[1.0, 0.5, 2.0], reward_names=["length", "taste", "vowels"], max_steps=1,
-    )  # fmt: skip
+        reward=[slow, tiny.scorer(), vowels],
+        reward_processing_classes=[None, tiny.tokenizer(), None],
+        reward_weights=[1.0, 0.5, 2.0],
+        reward_names=["length", "taste", "vowels"],
+        max_steps=1,
+    )
     made.train()
     log = made.state.log_history[0]
     parts = {name: log[f"rewards/{name}/mean"] for name in ("length", "taste", "vowels")}
@@ -270,9 +277,12 @@ class Fixed(Scripted):
 def test_truncated_completions_are_in_neither_baseline_nor_loss(make):
     rewards = [1.0, 5.0, 100.0]
     made = make(
-        reward=lambda completions, **_: rewards * 2, rollout=Fixed([True, True, False]), scale_rewards="none",
-        mask_truncated_completions=True, max_completion_length=3,
-    )  # fmt: skip
+        reward=lambda completions, **_: rewards * 2,
+        rollout=Fixed([True, True, False]),
+        scale_rewards="none",
+        mask_truncated_completions=True,
+        max_completion_length=3,
+    )
     rows = made.train_dataset.select(range(2)).to_list()
     batches, window = made.get_batch_samples(iter([rows]), 1, made.args.device)
     assert [group.advantages.tolist() for group in batches[0]["groups"]] == [[-2.0, 2.0, 0.0]] * 2
@@ -354,9 +364,12 @@ def test_dropout_stays_off_until_the_end_of_backward(make):
     grads = []
     for checkpointing in (False, True):
         made = make(
-            tiny.gpt2(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5), max_steps=1, learning_rate=0.0,
-            gradient_checkpointing=checkpointing, max_grad_norm=0.0,
-        )  # fmt: skip
+            tiny.gpt2(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
+            max_steps=1,
+            learning_rate=0.0,
+            gradient_checkpointing=checkpointing,
+            max_grad_norm=0.0,
+        )
         seen = {}
         for name, weight in made.model.named_parameters():
             weight.register_hook(lambda grad, name=name, seen=seen: seen.__setitem__(name, grad.clone()))
@@ -385,22 +398,34 @@ def test_it_learns_to_write_the_letter_a_and_not_with_a_broken_loss(make, monkey
 
         monkeypatch.setattr(module, "policy_losses", wrong_sign(module.policy_losses))
     made = make(
-        reward=letter_a, rollout=None, per_device_train_batch_size=8, num_generations=8, max_steps=40,
-        learning_rate=1e-2, logging_steps=4,
-    )  # fmt: skip
+        reward=letter_a,
+        rollout=None,
+        per_device_train_batch_size=8,
+        num_generations=8,
+        max_steps=40,
+        learning_rate=1e-2,
+        logging_steps=4,
+    )
     made.train()
     rewards = [entry["reward"] for entry in made.state.log_history if "reward" in entry]
     assert (rewards[-1] > 0.6) == (not is_broken)
     assert rewards[0] < 0.4
 
 
-@pytest.mark.parametrize("settings", [
-    {"loss_type": "grpo"}, {"loss_type": "bnpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"},
-    {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, {"delta": 1.5},
-    {"scale_rewards": "batch", "mask_truncated_completions": True}, {"beta": 0.1, "temperature": 0.8},
-    {"scale_rewards": "raw"},
-    {"rollout_backend": "continuous_batching", "rollout_backend_kwargs": {"max_batch_tokens": 256}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "bnpo"},
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+        {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        {"delta": 1.5},
+        {"scale_rewards": "batch", "mask_truncated_completions": True},
+        {"beta": 0.1, "temperature": 0.8},
+        {"scale_rewards": "raw"},
+        {"rollout_backend": "continuous_batching", "rollout_backend_kwargs": {"max_batch_tokens": 256}},
+    ],
+)
 def test_every_form_trains(make, settings):
     made = make(rollout=None, steps_per_generation=2, max_steps=2, **settings)
     before = tiny.weights(made.model)
@@ -432,10 +457,24 @@ def test_the_logs_say_what_happened(make):
     made.train()
     metrics = made.evaluate()
     log = made.state.log_history[0]
-    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/vowels/mean", "rewards/vowels/std", "entropy",
-                 "completions/mean_length", "completions/min_length", "completions/max_length",
-                 "completions/clipped_ratio", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
-                 "ratio", "loss", "health/alerts"):  # fmt: skip
+    for name in (
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "rewards/vowels/mean",
+        "rewards/vowels/std",
+        "entropy",
+        "completions/mean_length",
+        "completions/min_length",
+        "completions/max_length",
+        "completions/clipped_ratio",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "clip_ratio/region_mean",
+        "ratio",
+        "loss",
+        "health/alerts",
+    ):
         assert name in log
         if not name.startswith("health"):
             assert f"eval_{name}" in metrics
@@ -484,8 +523,13 @@ def test_prompts_come_in_order_if_asked(make):
 
 
 def test_neftune_is_noise_in_training_alone(make):
-    made = make(tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), neftune_noise_alpha=50.0, max_steps=1,
-                disable_dropout=False, num_iterations=2)  # fmt: skip
+    made = make(
+        tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        neftune_noise_alpha=50.0,
+        max_steps=1,
+        disable_dropout=False,
+        num_iterations=2,
+    )
     with pytest.warns(UserWarning, match="ratios do not start from 1"):
         made.train()
 
@@ -541,9 +585,16 @@ def test_a_trained_model_is_saved_as_what_it_is(make, tmp_path):
     tiny.gpt2().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")
     made = make(
-        str(tmp_path / "base"), peft_config=LORA, processing_class=None, save_strategy="steps", save_steps=2,
-        overwrite_output_dir=True, max_steps=2, beta=0.1, model_init_kwargs={"torch_dtype": "float32"},
-    )  # fmt: skip
+        str(tmp_path / "base"),
+        peft_config=LORA,
+        processing_class=None,
+        save_strategy="steps",
+        save_steps=2,
+        overwrite_output_dir=True,
+        max_steps=2,
+        beta=0.1,
+        model_init_kwargs={"torch_dtype": "float32"},
+    )
     made.train()
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     ids = torch.tensor([[5, 6, 7]])
@@ -566,8 +617,14 @@ def test_model_init_makes_the_model_and_its_reference(make):
 
 
 def test_plain_arguments_and_the_tokenizer_of_2024_are_taken(tmp_path):
-    args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to="none",
-                             disable_tqdm=True, use_cpu=True)  # fmt: skip
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
     with pytest.warns(FutureWarning, match="processing_class"):
         made = GRPOTrainer(tiny.gpt2(), vowels, args, prompts(4), tokenizer=tiny.tokenizer(), rollout=Scripted(limit=5))
     made.train()

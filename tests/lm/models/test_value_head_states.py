@@ -30,11 +30,21 @@ from trimtab_lm.tokens.heads import lm_head_of
 QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]
 RESPONSES = [torch.tensor(row) for row in ([11, 12], [13, 14, 15, 16, 1], [17, 3, 1])]
 T5_SIZES = {
-    "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0, **tiny.TOKENS,
-}  # fmt: skip
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+    **tiny.TOKENS,
+}
 SIZES = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, **tiny.TOKENS,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    **tiny.TOKENS,
+}
 ENCODER_DECODER = {
     "t5": T5Config(**T5_SIZES),
     "t5 untied": T5Config(**T5_SIZES, tie_word_embeddings=False),
@@ -139,8 +149,15 @@ def test_a_tied_t5_gives_the_values_of_its_old_head():
     "config",
     [
         ProphetNetConfig(
-            hidden_size=16, encoder_ffn_dim=24, decoder_ffn_dim=24, num_encoder_layers=2, num_decoder_layers=2,
-            num_encoder_attention_heads=2, num_decoder_attention_heads=2, decoder_start_token_id=0, **tiny.TOKENS,
+            hidden_size=16,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            num_encoder_attention_heads=2,
+            num_decoder_attention_heads=2,
+            decoder_start_token_id=0,
+            **tiny.TOKENS,
         ),
         EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**SIZES), BertConfig(**SIZES)),
         EncoderDecoderConfig.from_encoder_decoder_configs(
@@ -148,7 +165,7 @@ def test_a_tied_t5_gives_the_values_of_its_old_head():
         ),
     ],
     ids=["prophetnet", "bert to bert", "bert to gpt2"],
-)  # fmt: skip
+)
 def test_composed_models_give_a_value_per_position(config):
     torch.manual_seed(0)
     model = tiny.with_value_head(AutoModelForSeq2SeqLM.from_config(config)).eval()
@@ -165,11 +182,21 @@ def test_composed_models_give_a_value_per_position(config):
 def fsmt(**settings):
     """FSMT in float32: its causal mask cannot be made in float64. Its output embeddings are the decoder's table."""
     sizes = {
-        "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "langs": ["en", "de"],
-        "src_vocab_size": tiny.TOKENS["vocab_size"], "tgt_vocab_size": tiny.TOKENS["vocab_size"],
-        "forced_eos_token_id": None, "decoder_start_token_id": tiny.EOS, "init_std": 0.3, "num_beams": 1,
-    }  # fmt: skip
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "langs": ["en", "de"],
+        "src_vocab_size": tiny.TOKENS["vocab_size"],
+        "tgt_vocab_size": tiny.TOKENS["vocab_size"],
+        "forced_eos_token_id": None,
+        "decoder_start_token_id": tiny.EOS,
+        "init_std": 0.3,
+        "num_beams": 1,
+    }
     tokens = {name: value for name, value in tiny.TOKENS.items() if name != "vocab_size"}
     return tiny.seeded(AutoModelForSeq2SeqLM.from_config, FSMTConfig(**sizes | tokens | settings))
 

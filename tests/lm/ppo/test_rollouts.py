@@ -94,9 +94,13 @@ def test_every_rollout_has_the_weights_of_its_step_and_a_seed_of_its_own():
 
 def test_the_config_names_the_backend_of_train():
     trainer = tiny.ppo(
-        tiny.with_value_head(tiny.llama()), given={"dataset": data()}, steps=1, rollout_backend="continuous_batching",
-        rollout_backend_kwargs={"max_batch_tokens": 512}, temperature=0.8,
-    )  # fmt: skip
+        tiny.with_value_head(tiny.llama()),
+        given={"dataset": data()},
+        steps=1,
+        rollout_backend="continuous_batching",
+        rollout_backend_kwargs={"max_batch_tokens": 512},
+        temperature=0.8,
+    )
     trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 3, "do_sample": True})
     assert isinstance(trainer.rollout, ContinuousBatchingRollout)
     assert trainer.rollout.options == {"max_batch_tokens": 512}

@@ -117,9 +117,17 @@ def share_of_a(queries, responses, **_):
 
 def test_train_learns_a_toy_reward():
     trainer = tiny.ppo(
-        tiny.policy(initializer_range=0.05), given={"dataset": toy_data()}, batch_size=8, mini_batch_size=8,
-        ppo_epochs=4, learning_rate=1e-2, init_kl_coef=0.0, adap_kl_ctrl=False, max_grad_norm=1.0, steps=30,
-    )  # fmt: skip
+        tiny.policy(initializer_range=0.05),
+        given={"dataset": toy_data()},
+        batch_size=8,
+        mini_batch_size=8,
+        ppo_epochs=4,
+        learning_rate=1e-2,
+        init_kl_coef=0.0,
+        adap_kl_ctrl=False,
+        max_grad_norm=1.0,
+        steps=30,
+    )
     history = trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 8})
     means = [stats["env/reward_mean"] for stats in history]
     assert np.mean(means[:3]) < 0.2
@@ -129,9 +137,16 @@ def test_train_learns_a_toy_reward():
 def test_a_kl_penalty_holds_the_policy_back():
     def kl(init_kl_coef):
         trainer = tiny.ppo(
-            tiny.policy(initializer_range=0.05), given={"dataset": toy_data()}, batch_size=8, mini_batch_size=8,
-            learning_rate=1e-2, init_kl_coef=init_kl_coef, adap_kl_ctrl=False, ppo_epochs=4, steps=12,
-        )  # fmt: skip
+            tiny.policy(initializer_range=0.05),
+            given={"dataset": toy_data()},
+            batch_size=8,
+            mini_batch_size=8,
+            learning_rate=1e-2,
+            init_kl_coef=init_kl_coef,
+            adap_kl_ctrl=False,
+            ppo_epochs=4,
+            steps=12,
+        )
         history = trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 8})
         return np.mean([stats["objective/kl_k3"] for stats in history[-4:]])
 
@@ -188,9 +203,16 @@ def interrupted(tmp_path, model=tiny.policy, kill_at=None, **given):
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         made = tiny.ppo(
-            policy, given={"dataset": toy_data(), "optimizer": optimizer, "lr_scheduler": scheduler, **given},
-            output_dir=str(tmp_path), save_steps=1, steps=5, use_score_scaling=True, target=0.1, horizon=20, seed=4,
-        )  # fmt: skip
+            policy,
+            given={"dataset": toy_data(), "optimizer": optimizer, "lr_scheduler": scheduler, **given},
+            output_dir=str(tmp_path),
+            save_steps=1,
+            steps=5,
+            use_score_scaling=True,
+            target=0.1,
+            horizon=20,
+            seed=4,
+        )
         next(iter(made.prepare_dataloader(toy_data(4))))  # another loader is not part of the run
         return made
 

@@ -24,9 +24,12 @@ def config(**settings) -> SFTConfig:
 def tokenized(columns, tokenizer=None, formatting_func=None, is_encoder_decoder=False, **settings):
     dataset = columns if isinstance(columns, IterableDataset) else Dataset.from_dict(columns)
     return tokenize_rows(
-        dataset, tokenizer or tiny.tokenizer(), config(**settings), formatting_func=formatting_func,
+        dataset,
+        tokenizer or tiny.tokenizer(),
+        config(**settings),
+        formatting_func=formatting_func,
         is_encoder_decoder=is_encoder_decoder,
-    )  # fmt: skip
+    )
 
 
 def test_a_text_is_learnt_whole_with_its_end():
@@ -132,11 +135,16 @@ def test_special_tokens_of_the_text_may_be_all_there_are():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"truncation_mode": "middle"}, {"packing_strategy": "worst_fit"}, {"infinite": True}, {"chars_per_token": 2.0},
-        {"packing": True, "infinite": True}, {"packing": True, "max_length": None}, {"dataset_kwargs": {"x": 1}},
+        {"truncation_mode": "middle"},
+        {"packing_strategy": "worst_fit"},
+        {"infinite": True},
+        {"chars_per_token": 2.0},
+        {"packing": True, "infinite": True},
+        {"packing": True, "max_length": None},
+        {"dataset_kwargs": {"x": 1}},
         {"assistant_only_loss": True, "completion_only_loss": True},
     ],
-)  # fmt: skip
+)
 def test_settings_that_contradict_are_refused(settings):
     with pytest.raises(ValueError, match="|".join([*settings, "max_steps"])):
         config(**settings)

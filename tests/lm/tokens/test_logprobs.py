@@ -168,13 +168,20 @@ def test_full_kl_is_the_sum_over_the_vocabulary(build, monkeypatch):
         lambda: OPTForCausalLM(OPTConfig(hidden_size=16, ffn_dim=32, word_embed_proj_dim=8, **BLOCK)),
         lambda: BartForConditionalGeneration(
             BartConfig(
-                d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8, decoder_ffn_dim=8,
-                encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=40, decoder_start_token_id=2,
+                d_model=16,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_ffn_dim=8,
+                decoder_ffn_dim=8,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                vocab_size=40,
+                decoder_start_token_id=2,
             )
         ),
     ],
     ids=["gemma2 soft cap", "cohere scale", "granite scale", "opt projection", "bart"],
-)  # fmt: skip
+)
 def test_what_models_do_behind_the_head_is_done_here_too(build):
     module = actor_critic(build)
     assert module.head.separable
@@ -187,9 +194,13 @@ def test_what_models_do_behind_the_head_is_done_here_too(build):
 
 def test_a_model_that_cannot_be_split_is_run_whole_and_says_so():
     config = FalconH1Config(
-        **(SIZES | {"num_hidden_layers": 1}), num_key_value_heads=2, lm_head_multiplier=0.3, mamba_d_ssm=16,
-        mamba_n_heads=2, mamba_d_head=8,
-    )  # fmt: skip
+        **(SIZES | {"num_hidden_layers": 1}),
+        num_key_value_heads=2,
+        lm_head_multiplier=0.3,
+        mamba_d_ssm=16,
+        mamba_n_heads=2,
+        mamba_d_head=8,
+    )
     with pytest.warns(UserWarning, match="computes all of them"):
         module = actor_critic(lambda: FalconH1ForCausalLM(config))
     batch = batch_of(module, [0])
