@@ -56,6 +56,18 @@ class Scripted:
         return Rollout(completions, ended)
 
 
+class Fixed(Scripted):
+    """Three completions of each prompt; `ended` says which of them end by themselves."""
+
+    def __init__(self, ended: Sequence[bool]):
+        super().__init__()
+        self.ended = ended
+
+    def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
+        completions = [torch.tensor([5 + k] * (k + 1)) for k in range(num_generations)]
+        return Rollout(completions * len(prompts), list(self.ended) * len(prompts))
+
+
 def vowels(completions: list[str], **_: Any) -> list[float]:
     return [sum(text.count(vowel) for vowel in "aeiou") + 0.1 * len(text) for text in completions]
 
