@@ -466,9 +466,13 @@ def copied(package: str, folder: str, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("folder", STEPS)
 def test_a_copied_trainer_folder_runs(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = {
-        "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "max_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
         "per_device_train_batch_size": 2,
-    }  # fmt: skip
+    }
     with copied("trimtab_lm", folder, tmp_path, monkeypatch) as mine:
         torch.manual_seed(0)
         start = (tiny_scorer if folder == "reward" else tiny_gpt2)()
@@ -485,9 +489,13 @@ def test_the_copied_folder_of_ddpo_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
     with copied("trimtab_diffusion", "ddpo", tmp_path, monkeypatch) as mine:
         config = mine.DDPOConfig(
-            sample_num_steps=2, sample_batch_size=2, sample_num_batches_per_epoch=1, train_batch_size=2,
-            mixed_precision="no", logdir=str(tmp_path),
-        )  # fmt: skip
+            sample_num_steps=2,
+            sample_batch_size=2,
+            sample_num_batches_per_epoch=1,
+            train_batch_size=2,
+            mixed_precision="no",
+            logdir=str(tmp_path),
+        )
         trainer = mine.DDPOTrainer(
             config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), tiny.stable_diffusion()
         )
