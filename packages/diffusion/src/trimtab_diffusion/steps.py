@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Scheduler(Protocol):
-    """A diffusers scheduler after `set_timesteps`. DDIM has alphas, flow matching has sigmas."""
+    """A diffusers scheduler. DDIM has alphas, flow matching has sigmas."""
 
     config: Any
     timesteps: Tensor
@@ -20,6 +20,8 @@ class Scheduler(Protocol):
     alphas_cumprod: Tensor
     final_alpha_cumprod: Tensor
     sigmas: Tensor
+
+    def set_timesteps(self, num_inference_steps: int) -> None: ...
 
 
 def gaussian_logprob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from typing import Any
 from peft import PeftConfig, PeftModel
 
 from trimtab_lm.hf.models import load_language_model, with_adapters
+from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.tokens.forward import base_of, score_tokens_in_forward
+from trimtab_lm.tokens.forward import score_tokens_in_forward
 
 from .config import DPOConfig
 

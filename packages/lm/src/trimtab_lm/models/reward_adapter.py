@@ -49,7 +49,7 @@ def load_reward_adapter(model: Model, source: str, name: str, **hub: Any) -> nn.
     if unknown or result.missing_keys:
         model.delete_adapter(name)
         raise ValueError(
-            f"The reward adapter {source} does not fit {type(model.get_base_model()).__name__}: it holds "
+            f"The reward adapter {source} does not fit {type(base_of(model)).__name__}: it holds "
             f"{unknown[:2]}, which the model lacks, and lacks {list(result.missing_keys)[:2]}. Train it on the "
             "policy's base model."
         )
