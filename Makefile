@@ -11,7 +11,7 @@ LOWEST := .venv-lowest
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
-SOURCES := $(wildcard packages experiments tests tools)
+SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo reproduce test test-lowest check format sizes bench clean
@@ -22,14 +22,14 @@ help: ## list the targets
 	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce and test), JOBS=$(JOBS) (for test),"
 	@echo "             BENCH=name (for bench)"
 
-setup: $(STAMP) ## make .venv and install the three packages with their tools
+setup: $(STAMP) ## make .venv and install the three packages, the experiments and the tools
 	@echo "ready: $$($(PY) --version) in $(VENV)"
 
 demo: $(STAMP) ## teach a small model to write positive text (PPO, one CPU, W&B offline)
-	$(PY) experiments/ziegler_2019_sentiment/train.py $(ARGS)
+	$(PY) -m experiments.ziegler_2019_sentiment $(ARGS)
 
 reproduce: $(STAMP) ## run all experiments, and write the table of the papers' claims (an hour on two cores)
-	$(PY) experiments/reproduce.py $(ARGS)
+	$(PY) -m experiments.reproduce $(ARGS)
 
 test: $(STAMP) ## run the tests, JOBS at a time (slow and gpu ones only on request: ARGS='-m slow')
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)
@@ -62,7 +62,7 @@ endif
 
 clean: ## remove caches and build leftovers; keeps environments, runs and W&B folders
 	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist
-	find packages experiments tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+	find packages experiments examples tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
 # An interpreter is asked what it is and whether it can make environments: a name on PATH alone proves neither.
 $(PY):
@@ -86,7 +86,7 @@ $(STAMP): $(REQUIREMENTS) | $(PY)
 	@echo "installing the packages and their tools into $(VENV) (the first time takes a few minutes)"
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
 	$(PY) -m pip install --upgrade -c constraints.txt pip
-	$(PY) -m pip install -c constraints.txt $(PACKAGES:%=-e packages/%) --group dev --group experiments
+	$(PY) -m pip install -c constraints.txt -e . $(PACKAGES:%=-e packages/%) --group dev --group experiments
 	@touch $@
 
 # pip installs torch first, where it looks for builds for the CPU, and uv keeps what fits and adds the lowest of the rest.

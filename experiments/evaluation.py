@@ -1,12 +1,12 @@
-"""Looking at a policy from outside: what it writes, and how far it is from the model it started as."""
+"""Measures of a policy: what it writes, and its KL divergence from the model that training began with."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from experiments.runs import sampled
 from transformers import PreTrainedTokenizerBase
 
+from experiments.runs import sampled
 from trimtab_lm.sampling.generate import pad, response_texts
 from trimtab_lm.tokens.logprobs import score_logits
 
@@ -14,7 +14,7 @@ from trimtab_lm.tokens.logprobs import score_logits
 def continued(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, max_new_tokens: int, seed: int
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """Continuations as token ids, and as texts with the space that stands before them."""
+    """Samples a continuation of each prompt: token ids, and texts that keep their leading space."""
     rows = sampled(model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=seed)
     queries = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     return rows, response_texts(tokenizer, queries, rows)
@@ -24,9 +24,17 @@ def continued(
 def kl_of_samples(
     policy: Any, reference: Any, prompts: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], *, batch_size: int = 32
 ) -> float:
-    """Mean over sampled answers of log pi(answer) - log ref(answer): an estimate of the KL, in nats per response.
+    """Estimates the KL divergence KL(policy | reference) from samples of the policy, in nats per response.
 
-    policy, reference: causal models; prompts, rows: token ids [T_i], `rows` as `continued` gives them for `policy`.
+    Args:
+        policy: A causal model.
+        reference: A causal model.
+        prompts: Token ids, each [Q].
+        rows: The policy's answers as token ids, each [R].
+        batch_size: Answers per forward pass.
+
+    Returns:
+        The mean of log policy(answer) - log reference(answer) over the answers.
     """
     was_training, _ = policy.training, policy.eval()
     gaps = []

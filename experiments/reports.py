@@ -1,4 +1,4 @@
-"""What every report.py does alike: read finished runs, judge the claim, write the page, and exit by the verdicts."""
+"""What every report.py shares: it reads finished runs, judges the claim, writes a page, and exits by the verdicts."""
 
 import argparse
 import json
@@ -9,18 +9,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from experiments.figures import Verdict, exit_code, write_page
 from experiments.runs import Run, finished_runs
-from matplotlib.figure import Figure
 
 VERDICTS = "verdicts.json"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a paper's report finds in runs: verdicts, figures by file name (the first is the paper's), and samples.
+    """What a paper's report concludes from runs.
 
-    samples: heading -> cells [N], such as prompt, before and after.
+    Attributes:
+        verdicts: The judged claims.
+        figures: Figures by file name; the first is the paper's.
+        samples: A table, from heading to cells [N], such as prompt, before and after.
     """
 
     verdicts: Sequence[Verdict]
@@ -29,26 +33,26 @@ class Report:
 
 
 def write_report(folder: Path, title: str, claim: str, report: Report, runs: Sequence[Run]) -> Path:
-    """Write report.html with its figures as PNG beside it, and verdicts.json; returns the page."""
+    """Writes report.html, its figures as PNG files and verdicts.json; returns the path of the page."""
     path = write_page(folder, title, claim, report.verdicts, report.figures, report.samples, settings(runs))
-    found = {"figures": list(report.figures), "verdicts": [asdict(verdict) for verdict in report.verdicts]}
-    (folder / VERDICTS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    content = {"figures": list(report.figures), "verdicts": [asdict(verdict) for verdict in report.verdicts]}
+    (folder / VERDICTS).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
 
 
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
-    """Each setting with its value; where runs differ, with all of its values."""
-    found: dict[str, Any] = {}
+    """Each setting with its value, or with all of its values where the runs differ."""
+    shown: dict[str, Any] = {}
     for name in dict.fromkeys(name for run in runs for name in run.config):
         values = list(dict.fromkeys(str(run.config.get(name)) for run in runs))
-        found[name] = ", ".join(values) if len(values) <= 12 else f"{len(values)} values"
-    return found
+        shown[name] = ", ".join(values) if len(values) <= 12 else f"{len(values)} values"
+    return shown
 
 
 def report_on(
     title: str, claim: str, judge: Callable[[Sequence[Run]], Report], folders: Sequence[Path], out: Path | None = None
 ) -> Sequence[Verdict]:
-    """Judge the finished runs below `folders`, write the report into `out` (or the first of them), and print it."""
+    """Judges the finished runs below `folders`, writes the report into `out` (default: the first), and prints it."""
     runs = finished_runs(*folders)
     report = judge(runs)
     page = write_report(out or folders[0], title, claim, report, runs)
@@ -57,16 +61,16 @@ def report_on(
 
 
 def main(title: str, claim: str, judge: Callable[[Sequence[Run]], Report]) -> None:
-    """The program: report.py FOLDER [FOLDER ...] [--out FOLDER]. Exits with 0 if every verdict is a pass, else 1."""
+    """Runs report.py FOLDER [FOLDER ...] [--out FOLDER]. Exits with 0 if every verdict is a pass, else with 1."""
     parser = argparse.ArgumentParser(description=f"{title}. Reads finished runs, and judges: {claim}")
     parser.add_argument("folders", nargs="+", type=Path, help="folders of runs, or of a sweep's runs")
     parser.add_argument("--out", type=Path, help="where report.html and the figures go (default: the first folder)")
-    given = parser.parse_args()
-    sys.exit(exit_code(report_on(title, claim, judge, given.folders, given.out)))
+    arguments = parser.parse_args()
+    sys.exit(exit_code(report_on(title, claim, judge, arguments.folders, arguments.out)))
 
 
 def spread(values: Iterable[float], form: str = ".3f") -> str:
-    """Median and range of the seeds, as a table shows them: 0.812 (0.790 to 0.820)."""
+    """The median and the range of the seeds, as a table shows them: 0.812 (0.790 to 0.820)."""
     known = list(values)
     if len(known) == 1:
         return f"{known[0]:{form}}"

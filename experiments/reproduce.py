@@ -1,8 +1,8 @@
-"""Run every paper's experiment at its default size, and write the table of claims: `make reproduce`.
+"""Runs every paper's experiment at its default size, and writes the table of claims: `make reproduce`.
 
-For each paper: the sweeps experiments/<paper>/reproduce*.yaml, then its report.py over their runs. What ended well
-before, in runs/reproduce, is not run again; remove that folder to begin anew. The table and the figures go between the
-marks of experiments/README.md and, each paper's own, of its README.md.
+For each paper it runs the sweeps experiments/<paper>/reproduce*.yaml, and then report.py over their runs. It does not
+repeat the runs in runs/reproduce that have finished; remove that folder to start over. It writes the table and the
+figures between the marks of experiments/README.md and of each paper's README.md.
 """
 
 import argparse
@@ -29,7 +29,7 @@ FAILED = "failed"  # what tools/sweep.py calls a trial whose program failed
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a paper: rows of claim, expected, obtained and outcome; its figure; the minutes that it took."""
+    """The result of a paper: rows of claim, expected, obtained and outcome; its figure; the minutes that it took."""
 
     paper: str
     rows: Sequence[tuple[str, str, str, str]]
@@ -38,25 +38,25 @@ class Result:
     is_complete: bool  # every run ended well, and the report could be made
 
     def table(self) -> list[tuple[str, ...]]:
-        """Rows of the headings; the paper and its minutes stand in the first alone."""
+        """Rows under HEADINGS; only the first has the paper and its minutes."""
         link = f"[{self.paper}]({self.paper}/README.md)"
         sides = [(link, f"{self.minutes:.1f}"), *[("", "")] * len(self.rows)]
         return [(name, *row, minutes) for (name, minutes), row in zip(sides, self.rows, strict=False)]
 
 
 def papers() -> list[str]:
-    """Every folder with a reproduce*.yaml, oldest paper first."""
-    found = {file.parent.name for file in (ROOT / "experiments").glob("*/reproduce*.yaml")}
-    return sorted(found, key=lambda name: (name.split("_")[1], name))
+    """The folders that have a reproduce*.yaml, the oldest paper first."""
+    names = {file.parent.name for file in (ROOT / "experiments").glob("*/reproduce*.yaml")}
+    return sorted(names, key=lambda name: (name.split("_")[1], name))
 
 
 def reproduce(paper: str, jobs: int) -> Result:
-    """Run the paper's sweeps, as far as they have not been run, and its report."""
+    """Runs what is left of the paper's sweeps, and its report."""
     home, out = ROOT / "experiments" / paper, RUNS / paper
     folders, trials, failures = [], [], []
     for file in sorted(home.glob("reproduce*.yaml")):
         sweep = out / file.stem
-        command = ["tools/sweep.py", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
+        command = ["tools.sweep", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
         command.append("--retry-failed")
         failures += ["its sweep could not be run"] * bool(call(command))
         if (about := sweep / "sweep.json").exists():
@@ -64,44 +64,44 @@ def reproduce(paper: str, jobs: int) -> Result:
         trials += read_lines(sweep / "trials.jsonl")
     failures += [f"run {trial['run_id']} failed, see {trial['log']}" for trial in trials if trial["status"] == FAILED]
     (verdicts := out / "verdicts.json").unlink(missing_ok=True)
-    call([f"experiments/{paper}/report.py", *folders, "--out", str(out)])
-    found: dict[str, Any] = {"figures": [], "verdicts": []}
+    call([f"experiments.{paper}.report", *folders, "--out", str(out)])
+    judged: dict[str, Any] = {"figures": [], "verdicts": []}
     if verdicts.exists():
-        found = json.loads(verdicts.read_text(encoding="utf-8"))
+        judged = json.loads(verdicts.read_text(encoding="utf-8"))
     else:
         failures.append("its report could not be made")
     for failure in failures:
         print(f"{paper}: {failure}", file=sys.stderr)
-    rows = [(v["claim"], v["expected"], v["obtained"], "pass" if v["passed"] else "FAIL") for v in found["verdicts"]]
+    rows = [(v["claim"], v["expected"], v["obtained"], "pass" if v["passed"] else "FAIL") for v in judged["verdicts"]]
     rows += [("it runs", "no failure", f"{len(failures)} failed", "FAIL")] * bool(failures)
     return Result(
         paper,
         rows,
-        out / f"{found['figures'][0]}.png" if found["figures"] else None,
+        out / f"{judged['figures'][0]}.png" if judged["figures"] else None,
         sum(trial["seconds"] or 0 for trial in trials) / jobs / 60,
         not failures,
     )
 
 
 def call(command: Sequence[str]) -> int:
-    """Run one of the repository's programs, its words on the screen; returns its exit status."""
-    print(f"\n$ python {' '.join(command)}", flush=True)
-    return subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+    """Runs `python -m` with a module of the repository and its arguments; returns the exit status."""
+    print(f"\n$ python -m {' '.join(command)}", flush=True)
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False).returncode
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; none if it is not there."""
+    """The rows of a file of JSON lines; empty if there is no file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str] = HEADINGS) -> str:
-    """A table of Markdown."""
+    """Formats a table as Markdown."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def provenance(jobs: int) -> str:
-    """Commit, day, machine and versions."""
+    """The commit, the day, the machine and the versions, in words."""
     git = ["git", "-C", str(ROOT)]
     commit, changed = (
         subprocess.run([*git, *words], capture_output=True, text=True, check=False).stdout.strip()
@@ -117,22 +117,22 @@ def provenance(jobs: int) -> str:
 
 
 def around_marks(readme: Path) -> tuple[str, str]:
-    """What stands before and behind the marks of a README, the marks included."""
+    """The text of a README before and after its marks, the marks included."""
     before, mark, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (mark and end):
-        raise SystemExit(f"{readme}: the lines {BEGIN} and {END} are needed, for the table to stand between. Add them.")
+        raise SystemExit(f"{readme}: the lines {BEGIN} and {END} are needed, around the table. Add them.")
     return before + mark, end + after
 
 
 def write_between_marks(readme: Path, text: str) -> None:
-    """Replace what stands between the marks of a README."""
+    """Replaces the text between the marks of a README."""
     before, after = around_marks(readme)
     readme.write_text(f"{before}\n\n{text}\n\n{after}", encoding="utf-8")
 
 
 def publish(results: Sequence[Result], about: str, *, is_all: bool) -> None:
-    """Copy the figures into the papers' folders, and write their READMEs; the table of all if all are there."""
+    """Copies figures and tables into the papers' folders; with `is_all`, writes the table of all papers too."""
     home = ROOT / "experiments"
     parts = [markdown([row for result in results for row in result.table()]), about]
     for result in results:
@@ -141,28 +141,28 @@ def publish(results: Sequence[Result], about: str, *, is_all: bool) -> None:
             shutil.copyfile(ROOT / result.figure, home / result.paper / "figure.png")
             picture = f"\n\n![{result.paper}](figure.png)"
             parts.append(f"### {result.paper}\n\n![{result.paper}]({result.paper}/figure.png)")
-        own = markdown(result.rows, HEADINGS[1:-1])
-        whole = f"{own}\n\n{about} Here: {result.minutes:.1f} minutes.{picture}"
+        table = markdown(result.rows, HEADINGS[1:-1])
+        whole = f"{table}\n\n{about} Here: {result.minutes:.1f} minutes.{picture}"
         write_between_marks(home / result.paper / "README.md", whole)
     if is_all:
         write_between_marks(home / "README.md", "\n\n".join(parts))
 
 
 def main() -> int:
-    """0 if every paper could be run and judged, whatever the verdicts."""
+    """Returns 0 if every paper ran and was judged, whatever the verdicts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("papers", nargs="*", help=f"which of {', '.join(papers())} (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
-    given = parser.parse_args()
-    if unknown := set(given.papers) - set(papers()):
+    arguments = parser.parse_args()
+    if unknown := set(arguments.papers) - set(papers()):
         parser.error(f"unknown: {', '.join(sorted(unknown))}. Choose from {', '.join(papers())}.")
-    os.chdir(ROOT)  # where the sweeps' programs are named from
-    chosen = given.papers or papers()
+    os.chdir(ROOT)  # sweeps name their programs from here
+    chosen = arguments.papers or papers()
     for folder in ("", *chosen):  # before the hour of work, not after it
         around_marks(ROOT / "experiments" / folder / "README.md")
-    began, about = time.monotonic(), provenance(given.jobs)
-    results = [reproduce(paper, given.jobs) for paper in chosen]
-    publish(results, about, is_all=not given.papers)
+    began, about = time.monotonic(), provenance(arguments.jobs)
+    results = [reproduce(paper, arguments.jobs) for paper in chosen]
+    publish(results, about, is_all=not arguments.papers)
     print(f"\n{markdown([row for result in results for row in result.table()])}\n\n{about}")
     print(f"{(time.monotonic() - began) / 60:.0f} minutes in all")
     return 0 if all(result.is_complete for result in results) else 1

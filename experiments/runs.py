@@ -1,12 +1,12 @@
-"""What a run leaves behind, the same way in every experiment: settings, numbers, curves and samples.
+"""The settings of a run, and the files that every run leaves in its folder.
 
-In the run's folder: config.json at its start, history.jsonl as it goes, and summary.json once it is over.
+config.json holds the settings, history.jsonl a row for each step, and summary.json the results of a finished run.
 """
 
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
-from trimtab_common.config import to_flat_dict
+from trimtab_common.config import parse_config, read_settings, to_flat_dict
 from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_common.seeding import private_rng
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
@@ -27,23 +27,29 @@ from matplotlib import pyplot as plt
 HISTORY, CONFIG, SUMMARY, FIGURE = "history.jsonl", "config.json", "summary.json", "report.png"
 
 
-def changed(kind: type, name: str, value: Any) -> Any:
-    """The field `name` of a config, with a default of this experiment's; for the config's subclass."""
-    (known,) = (known for known in fields(kind) if known.name == name)
-    return field(default=value, metadata=known.metadata)
+def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, **changes: object) -> tuple[Any, ...]:
+    """Reads the settings of a run: the recipe, then `changes`, then `--config FILE.yaml`, then the flags.
 
+    In a sweep, the recipe's output_dir or logdir is followed by the ids of the sweep and of the run, so that no two
+    runs share a folder.
 
-def run_folder(*parts: str) -> Any:
-    """The field output_dir: runs/<parts>, and below it the ids of a sweep and its run, so that runs do not meet."""
-    ids = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")
-    return field(
-        default_factory=lambda: str(Path("runs", *parts, *(os.environ.get(name, "") for name in ids))),
-        metadata={"help": "Folder of history.jsonl, config.json, report.png and checkpoints."},
-    )
+    Args:
+        recipe: A YAML file of settings, by the names of the flags.
+        kinds: The dataclasses that the settings belong to.
+        argv: The words of the command line. None: those of the running program.
+        changes: Settings that replace the recipe's.
+
+    Returns:
+        An instance of each class.
+    """
+    values = read_settings(recipe)
+    ids = [os.environ.get(name, "") for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID")]
+    values |= {name: str(Path(str(values[name]), *ids)) for name in ("output_dir", "logdir") if name in values}
+    return parse_config(*kinds, argv=argv, recipe=values | changes)
 
 
 def begin(project: str, run: Any, args: TrainingArguments) -> "History":
-    """Quiet libraries, seed, name W&B's project, write config.json; the callback that writes history.jsonl."""
+    """Sets the seed, names W&B's project and writes config.json; returns the callback that writes history.jsonl."""
     transformers.logging.set_verbosity_error()
     transformers.set_seed(args.seed)
     os.environ.setdefault("WANDB_PROJECT", project)
@@ -54,9 +60,10 @@ def begin(project: str, run: Any, args: TrainingArguments) -> "History":
 
 
 def open_folder(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> None:
-    """Write config.json. Unless a run goes on, remove the history that an earlier one left, and rename its checkpoints.
+    """Writes config.json, and puts the files of an earlier run out of the way.
 
-    A folder holds the checkpoints of one run: those of an earlier one stay as replaced-1-checkpoint-N.
+    A folder holds the history and the checkpoints of one run. Unless the run continues an earlier one, this function
+    removes the earlier history and renames the earlier checkpoints to replaced-1-checkpoint-N.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -68,20 +75,22 @@ def open_folder(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> No
 
 
 def append(folder: Path, row: Mapping[str, Any]) -> None:
-    """A line of JSON at the end of history.jsonl; it has a step."""
+    """Appends a row, which has a `step`, to history.jsonl as a line of JSON."""
     with (folder / HISTORY).open("a", encoding="utf-8") as file:
         file.write(json.dumps(dict(row)) + "\n")
 
 
 def close_folder(folder: Path, summary: Mapping[str, float]) -> None:
-    """Write summary.json, by which a report knows that the run is over."""
+    """Writes summary.json, which tells a report that the run has finished."""
     (folder / SUMMARY).write_text(json.dumps(dict(summary), indent=2) + "\n", encoding="utf-8")
 
 
 class History(TrainerCallback):
-    """Appends what is logged to a file, a line of JSON with the optimizer steps that were done.
+    """Appends every log of a trainer to history.jsonl, with the number of optimizer steps.
 
-    config: what W&B's run is to know besides the trainer's own settings.
+    Args:
+        path: The file.
+        config: Settings that W&B's run shows beside the trainer's.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any]):
@@ -111,7 +120,7 @@ def sampled(
     batch_size: int = 64,
     **settings: Any,
 ) -> list[torch.Tensor]:
-    """Token ids that `model` continues each prompt with; the same random numbers for a seed, and none of training's."""
+    """Samples a continuation of each prompt, as token ids; leaves the random state of training as it is."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     settings = {"do_sample": True, "max_new_tokens": max_new_tokens, **settings}
     config, _ = sampling_config(model, pad_token_id=pad, **settings)
@@ -127,20 +136,20 @@ def sampled(
 def texts(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, max_new_tokens: int, seed: int
 ) -> list[str]:
-    """What `sampled` gives, in words."""
+    """Samples a continuation of each prompt, as text on one line."""
     rows = sampled(model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=seed)
     return [" ".join(text.split()) for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]
 
 
 def show(title: str, prompts: Sequence[str], answers: Sequence[str]) -> None:
-    """Print samples, the prompt set apart from what the model wrote."""
+    """Prints samples, each prompt in brackets before its answer."""
     lines = [f"[{prompt}] {answer}" for prompt, answer in zip(prompts, answers, strict=True)]
     print("\n".join(["", title, "-" * len(title), *lines, ""]), flush=True)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is over: its settings, what it logged (a dict for each step, in order), and what came out."""
+    """A finished run: its folder, its settings, its rows of history.jsonl in order, and its summary."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -148,13 +157,13 @@ class Run:
     summary: Mapping[str, float]
 
     def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
-        """What was logged under two names, where both were."""
+        """The values of two names, from the rows that have both."""
         rows = [row for row in self.history if x in row and y in row]
         return [row[x] for row in rows], [row[y] for row in rows]
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, a dict for each step, in order; of a step that a resumed run did again, the later numbers."""
+    """Reads history.jsonl as one row per step, in order; where a resumed run repeated a step, the later values win."""
     steps: dict[int, dict[str, Any]] = {}
     for line in (folder / HISTORY).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -163,15 +172,19 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
 
 
 def finished_runs(*folders: Path) -> list[Run]:
-    """Every run below the folders that is over, by its place; at least one."""
-    found = sorted({path.parent for folder in folders for path in Path(folder).rglob(SUMMARY)})
-    if not found:
+    """Reads every finished run below the folders, sorted by path.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    finished = sorted({path.parent for folder in folders for path in Path(folder).rglob(SUMMARY)})
+    if not finished:
         names = ", ".join(map(str, folders))
         raise ValueError(
-            f"no run that is over lies below {names}: a folder with {SUMMARY} is needed. Give the folder of a run or "
-            "of a sweep's runs, or let one finish."
+            f"no finished run is below {names}: a folder with {SUMMARY} is needed. Give the folder of a run or of a "
+            "sweep, or let a run finish."
         )
-    return [Run(folder, _json(folder / CONFIG), read_history(folder), _json(folder / SUMMARY)) for folder in found]
+    return [Run(folder, _json(folder / CONFIG), read_history(folder), _json(folder / SUMMARY)) for folder in finished]
 
 
 def _json(path: Path) -> Any:
@@ -179,9 +192,9 @@ def _json(path: Path) -> Any:
 
 
 def by(runs: Iterable[Run], *names: str) -> dict[Any, list[Run]]:
-    """Runs by what a setting is in them, in the order of that; by several settings, their tuples are the keys.
+    """Groups runs by the value of a setting, sorted by that value; by several settings, the keys are tuples.
 
-    What is left in a list should differ in its seed alone.
+    The runs of a group should differ in their seed alone.
     """
     groups: dict[Any, list[Run]] = {}
     for run in runs:
@@ -191,9 +204,13 @@ def by(runs: Iterable[Run], *names: str) -> dict[Any, list[Run]]:
 
 
 def finish(trainer: Trainer, title: str, panels: Mapping[str, Sequence[str]], summary: Mapping[str, float]) -> None:
-    """Log the summary as eval_<name>, write it, draw report.png, and say where it is. Every process calls it.
+    """Logs the summary as eval_<name>, writes it, and draws report.png. Every process calls this function.
 
-    panels: title -> names of what was logged, drawn over the optimizer steps.
+    Args:
+        trainer: The trainer of the run.
+        title: The title of the figure.
+        panels: For each panel, its title and the logged names that it draws over the optimizer steps.
+        summary: The results by name.
     """
     trainer.log({f"eval_{name}": value for name, value in summary.items()})
     if not trainer.is_world_process_zero():

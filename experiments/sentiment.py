@@ -1,4 +1,4 @@
-"""How positive a text sounds, by VADER's word list and rules (Hutto & Gilbert 2014), as a reward."""
+"""The sentiment of a text by VADER (Hutto & Gilbert 2014), as a reward."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,5 +12,5 @@ def _analyzer() -> SentimentIntensityAnalyzer:
 
 
 def sentiment(texts: Sequence[str]) -> list[float]:
-    """VADER's compound score of each text, from -1 (negative) to 1 (positive); 0 without a word that it knows."""
+    """VADER's compound score of each text, from -1 (negative) to 1 (positive); 0 if VADER knows none of its words."""
     return [float(_analyzer().polarity_scores(text)["compound"]) for text in texts]

@@ -1,4 +1,4 @@
-"""PPO on continuations of sentences, as several experiments train it: model, prompts, record of the steps, samples."""
+"""PPO on continuations of sentences, which several experiments share."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from experiments.assets import openings, stories15m
-from experiments.evaluation import continued, kl_of_samples
-from experiments.runs import Run, append, close_folder, open_folder, read_history, show
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from experiments.assets import openings, stories15m
+from experiments.evaluation import continued, kl_of_samples
+from experiments.runs import Run, append, close_folder, open_folder, read_history, show
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 from trimtab_lm.sampling.generate import eos_token_ids
@@ -27,7 +27,7 @@ Reward = Callable[[Sequence[str]], list[float]]
 
 @dataclass(frozen=True)
 class StoriesRun:
-    """What such an experiment adds to PPO's own settings."""
+    """The settings of such an experiment that PPOConfig does not have."""
 
     model: str = field(
         default="stories15m",
@@ -44,12 +44,12 @@ class StoriesRun:
     samples: int = field(default=6, metadata={"help": "Of them, how many are shown."})
     resume_from: str | None = field(
         default=None,
-        metadata={"help": "Checkpoint folder to go on from, or 'latest' (needs output_dir, save_steps)."},
+        metadata={"help": "Checkpoint folder to resume from, or 'latest' (needs output_dir, save_steps)."},
     )
 
 
 def load(model: str) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase]:
-    """The policy with its value head, from the hub id or folder `model` (stories15m is downloaded); its tokenizer."""
+    """Loads the policy with a value head, and its tokenizer; downloads stories15m."""
     name = str(stories15m()) if model == "stories15m" else model
     # This model's hidden states are large: a random head would start with values five times the largest reward.
     policy = AutoModelForCausalLMWithValueHead.from_pretrained(name, v_head_init_strategy="zero")
@@ -60,12 +60,12 @@ def load(model: str) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedToken
 
 
 def end_at(policy: Any, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-    """Let the tokens `stops` end what `policy` writes, wherever it is sampled from."""
+    """Adds the tokens `stops` to those that end a response of `policy`."""
     vocabulary = tokenizer.get_vocab()
     if unknown := [token for token in stops if token not in vocabulary]:
         raise ValueError(
-            f"stops={list(stops)}: {unknown} is no token of this model's tokenizer. Give tokens as its vocabulary "
-            "spells them."
+            f"stops={list(stops)}: {unknown} is no token of this model's tokenizer. Write tokens as its "
+            "vocabulary spells them."
         )
     config = policy.pretrained_model.generation_config
     known = eos_token_ids(policy.pretrained_model, tokenizer.eos_token_id)
@@ -73,14 +73,14 @@ def end_at(policy: Any, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, queries: Sequence[str]) -> Dataset:
-    """Columns query and input_ids."""
+    """A dataset of the columns query and input_ids."""
     return Dataset.from_dict({"query": list(queries), "input_ids": tokenizer(list(queries))["input_ids"]})
 
 
 class Evaluation:
-    """Reward and KL of the policy on openings that it is not trained on, the same random numbers at every look.
+    """Measures the policy on openings that it is not trained on, with the same random numbers every time.
 
-    The reference is the model as it is when this is made.
+    The reference of the KL is a copy of the model at construction.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, reward: Reward, run: StoriesRun, *, seed: int):
@@ -90,7 +90,7 @@ class Evaluation:
         self.reference = deepcopy(model).eval()
 
     def look(self) -> tuple[dict[str, float], list[str]]:
-        """{reward, kl (nats per response), ended (the share with an end token)}, and what was written."""
+        """Returns {reward, kl (nats per response), ended (share of answers with an end token)}, and the answers."""
         rows, answers = continued(
             self.model, self.tokenizer, self.prompts, max_new_tokens=self.run.max_new_tokens, seed=self.seed
         )
@@ -108,10 +108,18 @@ def train(
     on_step: Callable[[int, dict[str, float], Evaluation], None] | None = None,
     make_trainer: Callable[..., PPOTrainer] = PPOTrainer,
 ) -> Path:
-    """Train, with a look before and after; returns the run's folder, which is complete then. Every process calls it.
+    """Trains, evaluates before and after, and writes the run's folder. Every process calls this function.
 
-    on_step: called with the step, its row of history.jsonl, to which it may add, and the evaluation. make_trainer:
-    called as PPOTrainer(config, model, tokenizer=..., dataset=...), for another optimizer or a subclass.
+    Args:
+        run: The settings of the experiment.
+        ppo: The settings of PPO.
+        reward: From texts to one reward each.
+        on_step: Called with the step, its row of history.jsonl, which it may extend, and the evaluation.
+        make_trainer: Called as PPOTrainer(config, model, tokenizer=..., dataset=...), for another optimizer or a
+            subclass.
+
+    Returns:
+        The run's folder.
     """
     set_seed(ppo.seed)
     ppo = replace(ppo, model_name=run.model)  # for the tracker's config
@@ -146,22 +154,22 @@ def train(
 
 
 def samples_of(runs: Mapping[str, Run]) -> dict[str, list[str]]:
-    """A table of samples: the query, what was written before training, and after it by the run of each label.
+    """A table of samples: the queries, the answers before training, and the answers of each run after it.
 
-    Runs that left no samples, or none of the first one's queries, are left out.
+    Leaves out a run that has no samples, or has other queries than the first.
     """
     columns: dict[str, list[str]] = {}
     for label, run in runs.items():
         if (path := run.folder / SAMPLES).exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            columns = columns or {"query": found["query"], "before training": found["before"]}
-            if found["query"] == columns["query"]:
-                columns[label] = found["after"]
+            samples = json.loads(path.read_text(encoding="utf-8"))
+            columns = columns or {"query": samples["query"], "before training": samples["before"]}
+            if samples["query"] == columns["query"]:
+                columns[label] = samples["after"]
     return columns
 
 
 def held_kl(history: Sequence[Mapping[str, float]]) -> float:
-    """The KL that training held: the mean of the last third of the steps, in nats per response."""
+    """The mean KL of the last third of the steps, in nats per response."""
     return fmean(row[KL] for row in history[-max(1, len(history) // 3) :])
 
 
@@ -172,7 +180,7 @@ def learn(
     folder: Path,
     add: Callable[[int, dict[str, float]], Any],
 ) -> None:
-    """PPO's steps; each leaves its numbers in history.jsonl, and each fifth a line on the screen."""
+    """Runs PPO's steps; writes each to history.jsonl, and prints every fifth."""
 
     def on_step(step: int, stats: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
         row = {key: value for key, value in stats.items() if isinstance(value, int | float)}

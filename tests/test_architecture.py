@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -102,6 +103,13 @@ def module_name(path: Path) -> str:
     """Dotted name of a file under packages/<folder>/src."""
     parts = path.relative_to(ROOT / "packages").with_suffix("").parts[2:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def listed_files() -> list[str]:
+    """The files of the working tree that git does not ignore."""
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    return [name for name in listed.split("\0") if (ROOT / name).is_file()]
 
 
 def relative_to_root(paths: list[Path]) -> list[str]:
@@ -282,13 +290,33 @@ def test_script_imports(file: str, monkeypatch: pytest.MonkeyPatch):
     assert import_script(ROOT / file, monkeypatch).__doc__
 
 
-@pytest.mark.parametrize("file", relative_to_root(EXPERIMENT_SCRIPTS))
-def test_experiment_shows_its_help(file: str, tmp_path: Path):
-    command = [sys.executable, str(ROOT / file), "--help"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+def help_of(words: list[str], folder: Path) -> str:
+    """What a program prints with --help, run in a folder in which it must leave nothing."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, *words, "--help"]
+    environment = os.environ | {"PYTHONPATH": paths}
+    shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
     assert shown.returncode == 0, shown.stderr
-    assert "usage" in shown.stdout.lower()
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
+    return shown.stdout
+
+
+@pytest.mark.parametrize("paper", sorted(PAPERS))
+def test_an_experiment_run_as_a_module_shows_its_recipe_as_defaults(paper: str, tmp_path: Path):
+    shown = help_of(["-m", f"experiments.{paper}"], tmp_path)
+    assert shown.startswith(f"usage: python -m experiments.{paper} [--config FILE.yaml]")
+    assert f"default 'runs/{paper}'" in shown
+
+
+def test_an_experiment_is_run_by_its_path_too(tmp_path: Path):
+    shown = help_of([str(EXPERIMENT_SCRIPTS[0])], tmp_path)
+    assert shown.startswith("usage: train.py [--config FILE.yaml]")
+
+
+def test_no_file_changes_the_path_of_its_imports():
+    files = [ROOT / name for name in listed_files() if name.endswith(".py")]
+    insert = "sys.path" + ".insert"
+    assert [path.name for path in files if insert in path.read_text(encoding="utf-8")] == []
 
 
 # What is promised ------------------------------------------------------------------------------------------------
@@ -438,9 +466,13 @@ def copied(package: str, folder: str, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("folder", STEPS)
 def test_a_copied_trainer_folder_runs(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = {
-        "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "max_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
         "per_device_train_batch_size": 2,
-    }  # fmt: skip
+    }
     with copied("trimtab_lm", folder, tmp_path, monkeypatch) as mine:
         torch.manual_seed(0)
         start = (tiny_scorer if folder == "reward" else tiny_gpt2)()
@@ -457,9 +489,13 @@ def test_the_copied_folder_of_ddpo_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
     with copied("trimtab_diffusion", "ddpo", tmp_path, monkeypatch) as mine:
         config = mine.DDPOConfig(
-            sample_num_steps=2, sample_batch_size=2, sample_num_batches_per_epoch=1, train_batch_size=2,
-            mixed_precision="no", logdir=str(tmp_path),
-        )  # fmt: skip
+            sample_num_steps=2,
+            sample_batch_size=2,
+            sample_num_batches_per_epoch=1,
+            train_batch_size=2,
+            mixed_precision="no",
+            logdir=str(tmp_path),
+        )
         trainer = mine.DDPOTrainer(
             config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), tiny.stable_diffusion()
         )
@@ -473,12 +509,6 @@ def test_the_copied_folder_of_ddpo_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_no_file_reaches_beside_the_checkout():
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
     beside = ("../" + "shared").encode()
-    files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
-    assert [path.name for path in files if path.is_file() and beside in path.read_bytes()] == []
+    files = [ROOT / name for name in listed_files()]
+    assert [path.name for path in files if beside in path.read_bytes()] == []

@@ -13,7 +13,7 @@ import trimtab_diffusion
 import trimtab_lm
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("docs", "experiments", "packages", "tools")
+FOLDERS = ("docs", "examples", "experiments", "packages", "tools")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MIGRATION = ROOT / "docs" / "migration.md"

@@ -29,12 +29,23 @@ from trimtab_lm import (
 
 WORDS = ["the cat", "a dog", "an owl", "two ants", "hello", "go on", "nine", "x y z"]
 SETTINGS: dict[str, Any] = {
-    "max_steps": 2, "save_steps": 1, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-    "gradient_checkpointing": True, "report_to": "none", "disable_tqdm": True, "use_cpu": True,
-}  # fmt: skip
-PREFERENCES = Dataset.from_dict({
-    "prompt": WORDS, "chosen": [" is good" for _ in WORDS], "rejected": [f" is bad {word}" for word in WORDS],
-})  # fmt: skip
+    "max_steps": 2,
+    "save_steps": 1,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "gradient_checkpointing": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+PREFERENCES = Dataset.from_dict(
+    {
+        "prompt": WORDS,
+        "chosen": [" is good" for _ in WORDS],
+        "rejected": [f" is bad {word}" for word in WORDS],
+    }
+)
 
 
 class StopAfterFirstStep(TrainerCallback):
@@ -107,15 +118,22 @@ def train_iterative_sft(folder: Path, *, interrupt: bool) -> dict[str, torch.Ten
 def train_ppo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
     def train(steps: int) -> dict[str, torch.Tensor]:
         config = PPOConfig(
-            steps=2, save_steps=1, batch_size=4, mini_batch_size=2, learning_rate=1e-2, output_dir=str(folder),
-        )  # fmt: skip
+            steps=2,
+            save_steps=1,
+            batch_size=4,
+            mini_batch_size=2,
+            learning_rate=1e-2,
+            output_dir=str(folder),
+        )
         prompts = Dataset.from_dict({"query": WORDS})
         trainer = PPOTrainer(config, tiny.policy(), tokenizer=tiny.tokenizer(), dataset=prompts)
         before = tiny.weights(trainer.actor_critic)
         trainer.train(
             lambda queries, responses, **_: length(responses),
-            generation_kwargs={"max_new_tokens": 6}, steps=steps, resume_from="latest",
-        )  # fmt: skip
+            generation_kwargs={"max_new_tokens": 6},
+            steps=steps,
+            resume_from="latest",
+        )
         return trained_weights(before, trainer.actor_critic)
 
     if interrupt:
@@ -126,10 +144,20 @@ def train_ppo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
 def train_ddpo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
     def train(epochs: int) -> dict[str, torch.Tensor]:
         config = DDPOConfig(
-            num_epochs=2, save_freq=1, resume_from="latest", logdir=str(folder / "logs"), log_with=None, seed=3,
-            project_kwargs={"project_dir": str(folder)}, mixed_precision="no", sample_num_steps=3,
-            sample_batch_size=2, sample_num_batches_per_epoch=2, train_batch_size=2, train_learning_rate=1e-2,
-        )  # fmt: skip
+            num_epochs=2,
+            save_freq=1,
+            resume_from="latest",
+            logdir=str(folder / "logs"),
+            log_with=None,
+            seed=3,
+            project_kwargs={"project_dir": str(folder)},
+            mixed_precision="no",
+            sample_num_steps=3,
+            sample_batch_size=2,
+            sample_num_batches_per_epoch=2,
+            train_batch_size=2,
+            train_learning_rate=1e-2,
+        )
         with tiny_diffusion.from_seed(1):  # LoRA weights start from random values
             pipeline = DDPOStableDiffusionPipeline(tiny_diffusion.stable_diffusion(), use_lora=True)
         trainer = DDPOTrainer(config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), pipeline)

@@ -1,4 +1,4 @@
-"""Lines per package, tests against code, what is too long to read in one sitting, and how the packages are built."""
+"""Prints the size of the tree: lines per package, files and functions that are too long, duplicates and types."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE_LIMIT = 400
 FUNCTION_LIMIT = 80
 RUN = 6
-"""Lines that stand twice, one after the other, before they count as a duplicate."""
+"""The least number of consecutive equal lines that count as a duplicate."""
 ALGORITHMS = (
     *(f"lm/src/trimtab_lm/{name}" for name in ("sft", "reward", "dpo", "grpo", "ppo", "iterative_sft")),
     "diffusion/src/trimtab_diffusion/ddpo",
 )
 STORY = ("config.py", "loss.py", "trainer.py")
 LOOKUPS, ANY = r"\b(?:getattr|hasattr)\(", r"\bAny\b"
+FORMATTER_OFF = "# fmt" + ": skip"
 
 
 def sources(folder: Path) -> list[Path]:
-    """The Python files under a folder, without those in hidden folders and caches."""
+    """Returns the Python files under a folder, without those in hidden folders and caches."""
     return sorted(
         path
         for path in folder.rglob("*.py")
@@ -33,11 +34,12 @@ def sources(folder: Path) -> list[Path]:
 
 
 def lines(path: Path) -> int:
+    """Returns the number of lines of a file."""
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def functions(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, first line and length of every function in a file, decorators and nested functions included."""
+    """Yields name, first line and length of each function in a file, with its decorators and nested functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -45,7 +47,7 @@ def functions(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def too_long(paths: list[Path], root: Path) -> list[str]:
-    """One line per file over FILE_LIMIT and per function over FUNCTION_LIMIT, longest first within each kind."""
+    """Returns a line for each file over FILE_LIMIT, then one for each function over FUNCTION_LIMIT, longest first."""
     files = [(lines(path), str(path.relative_to(root))) for path in paths]
     parts = [
         (length, f"{path.relative_to(root)}:{first} {name}")
@@ -58,70 +60,100 @@ def too_long(paths: list[Path], root: Path) -> list[str]:
 
 
 def per_thousand(paths: list[Path], pattern: str) -> float:
-    """Matches of a pattern in 1000 lines of code."""
+    """Returns how often a pattern occurs in 1000 lines of code."""
     matches = sum(len(re.findall(pattern, path.read_text(encoding="utf-8"))) for path in paths)
     return 1000 * matches / max(sum(map(lines, paths)), 1)
 
 
 def imports(path: Path, modules: Mapping[str, Path]) -> set[str]:
-    """The modules of the packages that a file imports, those under TYPE_CHECKING included."""
+    """Returns the modules of the packages that a file imports, under TYPE_CHECKING too."""
     name = next(name for name, other in modules.items() if other == path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-    return {other for other in found if other in modules and other != name}
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return {other for other in names if other in modules and other != name}
 
 
 def circles(paths: list[Path], root: Path) -> list[str]:
-    """Pairs of modules, packages' tables of contents left out, each of which imports the other."""
+    """Returns the pairs of modules that import each other, apart from the packages' `__init__`."""
     modules = {
         ".".join(path.relative_to(root).with_suffix("").parts).split(".src.")[-1]: path
-        for path in paths if path.name != "__init__.py"
-    }  # fmt: skip
+        for path in paths
+        if path.name != "__init__.py"
+    }
     graph = {name: imports(path, modules) for name, path in modules.items()}
     return sorted(f"{one} <-> {other}" for one in graph for other in graph[one] if one < other and one in graph[other])
 
 
-def duplicate_runs(paths: list[Path]) -> int:
-    """How many runs of RUN or more equal lines stand in two places; imports, brackets and empty lines do not count."""
-    texts = {path: [line.strip() for line in path.read_text(encoding="utf-8").splitlines()] for path in paths}
+def statements(path: Path) -> list[tuple[int, str]]:
+    """Returns the lines of code of a file with their numbers, without indentation.
+
+    Leaves out what cannot be shared: imports, signatures of functions (`def` to the colon), docstrings, comments, empty
+    lines and lines of up to three characters, which are brackets.
+    """
+    source = path.read_text(encoding="utf-8")
+    excluded: set[int] = set()
+    for node in ast.walk(ast.parse(source, filename=str(path))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            excluded |= set(range(node.lineno, max(node.body[0].lineno, node.lineno + 1)))
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            excluded |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    stripped = ((number, line.strip()) for number, line in enumerate(source.splitlines(), start=1))
+    return [(n, line) for n, line in stripped if n not in excluded and len(line) > 3 and not line.startswith("#")]
+
+
+def duplicate_runs(paths: list[Path], root: Path) -> list[str]:
+    """Returns a line for each copy of a run of RUN or more statements that is in an earlier place too.
+
+    A run is as long as possible and counts once, however long. A run in three places has two copies.
+    """
+    code = {path: statements(path) for path in paths}
     places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
-    for path, text in texts.items():
-        kept = [line for line in text if len(line) > 3 and not line.startswith(("import ", "from "))]
-        for i in range(len(kept) - RUN + 1):
-            places[tuple(kept[i : i + RUN])].append((path, i))
+    for path, rows in code.items():
+        for i in range(len(rows) - RUN + 1):
+            places[tuple(line for _, line in rows[i : i + RUN])].append((path, i))
     pairs = {(one, other) for spots in places.values() for one in spots for other in spots if one < other}
-    begun = [((a, i), (b, j)) for (a, i), (b, j) in pairs if ((a, i - 1), (b, j - 1)) not in pairs]
-    return len(begun)
+    starts = sorted(((a, i), (b, j)) for (a, i), (b, j) in pairs if ((a, i - 1), (b, j - 1)) not in pairs)
+    first_of = {copy: first for first, copy in reversed(starts)}
+
+    def name(place: tuple[Path, int]) -> str:
+        path, i = place
+        return f"{path.relative_to(root)}:{code[path][i][0]}"
+
+    return [f"{name(copy)} repeats {name(first)}" for copy, first in sorted(first_of.items())]
 
 
 def figures(root: Path) -> list[tuple[str, str]]:
-    """What the packages are held to, by name."""
+    """Returns the figures of the packages by name."""
     paths = sources(root / "packages")
     longest = max(paths, key=lines)
     story = {}
     for name in ALGORITHMS:
         files = (root / "packages" / name / file for file in STORY)
         story[name.rpartition("/")[2]] = sum(lines(path) for path in files if path.is_file())
-    found = circles(paths, root)
+    pairs, repeats = circles(paths, root), duplicate_runs(paths, root)
     return [
         ("longest file in packages", f"{lines(longest)} ({longest.relative_to(root)})"),
         ("config + loss + trainer", ", ".join(f"{name} {count}" for name, count in story.items())),
-        (f"duplicate runs of {RUN} lines", str(duplicate_runs(paths))),
-        ("import circles", ", ".join(found) or "none"),
+        (f"duplicate runs of {RUN} lines", "".join([str(len(repeats)), *(f"\n    {repeat}" for repeat in repeats)])),
+        ("import circles", ", ".join(pairs) or "none"),
         ("getattr + hasattr per 1000 lines", f"{per_thousand(paths, LOOKUPS):.1f}"),
         ("Any per 1000 lines", f"{per_thousand(paths, ANY):.0f}"),
-        ("fmt: skip", str(sum(path.read_text(encoding="utf-8").count("# fmt: skip") for path in sources(root)))),
+        ("fmt: skip", str(sum(path.read_text(encoding="utf-8").count(FORMATTER_OFF) for path in sources(root)))),
     ]
 
 
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    """Prints all figures. Returns 1 if --check was passed and a file or function is too long, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a file or a function is over its limit")
     check = parser.parse_args(argv).check

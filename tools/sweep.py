@@ -1,4 +1,4 @@
-"""Run a W&B sweep file here, without a server: python tools/sweep.py experiments/X/sweep.yaml --count 8 --jobs 2
+"""Run a W&B sweep file here, without a server: python -m tools.sweep experiments/X/sweep.yaml --count 8 --jobs 2
 
 The file is the one that `wandb sweep` takes: method grid, random or bayes (Optuna's TPE), every distribution, nested
 parameters, the command with its macros, metric, run_cap, and hyperband early_terminate. Run it where `wandb agent`
@@ -16,9 +16,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-
-# The file is run by its path, from anywhere; the tools are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.sweeper.report import draw, table
 from tools.sweeper.runner import Runner

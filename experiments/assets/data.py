@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset, DatasetDict, load_from_disk
+
 from experiments.assets.registry import Package, build_once, cache_dir, unpacked
 
 # Words that a narrating sentence may begin with, and words that only speech or a narrator who says "I" would use.

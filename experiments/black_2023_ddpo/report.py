@@ -1,18 +1,13 @@
-"""Whether DDPO's estimators rank as in the paper: `python report.py FOLDER ...`, with folders of finished runs."""
+"""Judges how DDPO's estimators rank: `python -m experiments.black_2023_ddpo.report FOLDER ...`."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
 from matplotlib import pyplot as plt
 from PIL import Image
 from torch import Tensor
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.figures import Curve, Verdict, curves, tiled
 from experiments.reports import Report, main, spread

@@ -1,7 +1,6 @@
 """DDPO: rewards for what a diffusion model draws (Black et al. 2023, arXiv:2305.13301). The numbers: README.md."""
 
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,12 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from trimtab_common.config import parse_config, to_flat_dict
+from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
+from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, TITLE, contact_sheet, judge
+from experiments.black_2023_ddpo.shapes import CAPTIONS, colour_match, rgb_alignment, shape_match
+from experiments.reports import write_report
+from experiments.runs import append, close_folder, finished_runs, from_recipe, open_folder
+from trimtab_common.config import to_flat_dict
 from trimtab_common.tracking import progress
 from trimtab_diffusion import prompts as prompt_sets
 from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
@@ -25,16 +29,8 @@ from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_compressibility, jpeg_incompressibility
 
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
-from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, TITLE, contact_sheet, judge
-from experiments.black_2023_ddpo.shapes import CAPTIONS, colour_match, rgb_alignment, shape_match
-from experiments.reports import write_report
-from experiments.runs import append, changed, close_folder, finished_runs, open_folder, run_folder
-
 PAPER = "black_2023_ddpo"
+RECIPE = Path(__file__).with_name("recipe.yaml")
 OF_SHAPES = {"rgb_alignment": rgb_alignment, "colour_match": colour_match, "shape_match": shape_match}
 OF_FILES = {"jpeg_incompressibility": jpeg_incompressibility, "jpeg_compressibility": jpeg_compressibility}
 OF_MODELS = ("aesthetic", "clip_alignment")
@@ -42,7 +38,7 @@ OF_MODELS = ("aesthetic", "clip_alignment")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What is rewarded, and what draws."""
+    """The rewards and the model."""
 
     reward: list[str] = field(
         default_factory=lambda: ["rgb_alignment", "jpeg_incompressibility"],
@@ -71,30 +67,8 @@ class RunConfig:
     )
 
 
-@dataclass
-class ShapesDDPOConfig(DDPOConfig):
-    """DDPO with this experiment's defaults: a minute on two cores."""
-
-    exp_name: str = changed(DDPOConfig, "exp_name", PAPER)
-    tracker_project_name: str = changed(DDPOConfig, "tracker_project_name", PAPER)
-    log_with: str | None = changed(DDPOConfig, "log_with", "wandb")
-    logdir: str = run_folder(PAPER)
-    num_epochs: int = changed(DDPOConfig, "num_epochs", 30)
-    save_freq: int = changed(DDPOConfig, "save_freq", 50)
-    mixed_precision: str | None = changed(DDPOConfig, "mixed_precision", "no")
-    sample_num_steps: int = changed(DDPOConfig, "sample_num_steps", 10)
-    sample_guidance_scale: float = changed(DDPOConfig, "sample_guidance_scale", 1.0)
-    sample_batch_size: int = changed(DDPOConfig, "sample_batch_size", 64)
-    sample_num_batches_per_epoch: int = changed(DDPOConfig, "sample_num_batches_per_epoch", 2)
-    train_batch_size: int = changed(DDPOConfig, "train_batch_size", 32)
-    train_clip_range: float = changed(DDPOConfig, "train_clip_range", 1e-3)
-    train_warmup_steps: int = changed(DDPOConfig, "train_warmup_steps", 5)
-    per_prompt_stat_tracking: bool = changed(DDPOConfig, "per_prompt_stat_tracking", True)
-    per_prompt_stat_tracking_buffer_size: int = changed(DDPOConfig, "per_prompt_stat_tracking_buffer_size", 32)
-
-
 def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
-    """The function that is trained on, and the others by name that are only watched."""
+    """The reward to train on, and other measures by name, which are only logged."""
     is_shapes = run.model == "shapes"
     known = {**OF_FILES, **(OF_SHAPES if is_shapes else {})}
     if reward in OF_MODELS:
@@ -115,7 +89,7 @@ def _no_head() -> str:
 
 
 def prompt_set(run: RunConfig) -> Prompts:
-    """What the model is asked to draw."""
+    """The prompts of the model."""
     if run.model == "shapes":
         return Prompts(CAPTIONS, ({},) * len(CAPTIONS))
     if run.prompts in ("simple_animals", "imagenet_animals", "nouns_activities"):
@@ -131,16 +105,20 @@ def pictures(pipeline: DDPOStableDiffusionPipeline, asked: Sequence[str], ddpo: 
     for start in range(0, len(asked), ddpo.sample_batch_size):
         some = list(asked[start : start + ddpo.sample_batch_size])
         images = pipeline.sd_pipeline(
-            some, num_inference_steps=ddpo.sample_num_steps, guidance_scale=ddpo.sample_guidance_scale,
-            eta=ddpo.sample_eta, generator=generator, output_type="pt",
+            some,
+            num_inference_steps=ddpo.sample_num_steps,
+            guidance_scale=ddpo.sample_guidance_scale,
+            eta=ddpo.sample_eta,
+            generator=generator,
+            output_type="pt",
             **{name: [text] * len(some) for name, text in negative.items()},
-        ).images  # fmt: skip
+        ).images
         drawn.append(images.float().cpu())
     return torch.cat(drawn)
 
 
 def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[str, tuple[float, float]]:
-    """Train on one reward; leave history, pictures and pipeline in `folder`. Returns each measure before and after."""
+    """Trains on one reward, and writes history, pictures and pipeline; returns each measure before and after."""
     function, others = measures(reward, run)
     name = str(shapes_pipeline(run.pretrain_steps)) if run.model == "shapes" else run.model
     drawing = DiffusionPipeline.from_pretrained(name)
@@ -173,7 +151,7 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
 
 
 def learn(trainer: DDPOTrainer, folder: Path | None) -> None:
-    """Run the epochs, and write what each logged to the history in `folder` as it is done."""
+    """Runs the epochs, and appends the statistics of each to the history in `folder`."""
     config = trainer.config
     for epoch in progress(range(trainer.first_epoch, config.num_epochs), "DDPO epochs"):
         trainer.step(epoch, trainer.global_step)
@@ -189,7 +167,7 @@ def learn(trainer: DDPOTrainer, folder: Path | None) -> None:
 
 
 def side_by_side(run: RunConfig) -> int:
-    """Trainings at a time: of shapes as many as there are processors, of real models one."""
+    """Trainings at a time: one per processor for shapes, one in all for other models."""
     is_alone = "WORLD_SIZE" not in os.environ and run.model == "shapes" and not torch.accelerator.is_available()
     return min(len(run.reward), os.cpu_count() or 1) if is_alone else 1
 
@@ -206,19 +184,21 @@ def one(reward: str, run: RunConfig, ddpo: DDPOConfig) -> dict[str, tuple[float,
 
 
 def main(run: RunConfig, ddpo: DDPOConfig) -> None:
-    """Train on each reward, and report on all trainings in the run's folder."""
+    """Trains on each reward, and writes one report of all trainings into the run's folder."""
     if len(run.reward) > 1 and os.environ.get("WANDB_SWEEP_ID"):
         raise SystemExit(
             f"--reward {' '.join(run.reward)} asks for {len(run.reward)} trainings, and a sweep's run is one. Name one "
             "reward, and vary it by the sweep."
         )
     folder = Path(ddpo.logdir)
-    names = {reward: ddpo.run_name or reward + (f"-{ddpo.estimator}" if ddpo.estimator != "is" else "")
-             for reward in run.reward}  # fmt: skip
+    names = {
+        reward: ddpo.run_name or reward + (f"-{ddpo.estimator}" if ddpo.estimator != "is" else "")
+        for reward in run.reward
+    }
     own = [replace(ddpo, run_name=name, logdir=str(folder / name)) for name in names.values()]
     jobs = side_by_side(run)
     if run.model == "shapes":
-        shapes_pipeline(run.pretrain_steps)  # made once, before several ask for it
+        shapes_pipeline(run.pretrain_steps)  # before several processes need it
     if jobs > 1:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             results = list(pool.map(one, run.reward, repeat(run), own))
@@ -235,5 +215,10 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
         print("", *report.verdicts, f"page: {page}", sep="\n")
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, DDPOConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, DDPOConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, ShapesDDPOConfig))
+    main(*settings())

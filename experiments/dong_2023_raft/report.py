@@ -1,15 +1,10 @@
-"""Whether RAFT's reward rises each round, faster with larger K: `python report.py FOLDER ...`, of finished runs."""
+"""Judges the rewards of RAFT's rounds: `python -m experiments.dong_2023_raft.report FOLDER ...`."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib import pyplot as plt
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.figures import Verdict, curves
 from experiments.reports import Report, main, spread
@@ -18,7 +13,7 @@ from experiments.sentiment_ppo import samples_of
 
 TITLE = "Fine-tuning on the best of K samples, round after round"
 CLAIM = "Dong et al. 2023, arXiv:2304.06767 (RAFT): the reward rises each round, and a larger K climbs faster."
-SATURATED = 0.9  # of a reward that is 1 at most: behind it a round may stand still
+SATURATED = 0.9  # of a reward that is 1 at most: beyond it a round need not rise
 FIRST = 2  # rounds over which the speed of climbing is compared
 
 

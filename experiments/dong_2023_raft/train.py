@@ -1,7 +1,6 @@
-"""RAFT: fine-tuning on the best of K samples (Dong et al. 2023, arXiv:2304.06767). What you should see: README.md."""
+"""RAFT: fine-tuning on the best of K samples (Dong et al. 2023, arXiv:2304.06767). Claim and results: README.md."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -11,22 +10,18 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from trimtab_common.config import parse_config
+from experiments.assets import openings, stories15m
+from experiments.evaluation import continued
+from experiments.runs import begin, finish, from_recipe, sampled, show
+from experiments.sentiment import sentiment
+from experiments.sentiment_ppo import SAMPLES
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
 
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from experiments.assets import openings, stories15m
-from experiments.evaluation import continued
-from experiments.runs import begin, changed, finish, run_folder, sampled, show
-from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import SAMPLES
-
 PAPER = "dong_2023_raft"
+RECIPE = Path(__file__).with_name("recipe.yaml")
 PANELS = {
     "reward (VADER, -1 to 1)": ["reward", "reward_of_best", "eval_reward"],
     "loss (nats per token)": ["loss"],
@@ -35,7 +30,7 @@ PANELS = {
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What samples, and how much."""
+    """The model, and the size of the rounds."""
 
     model: str = field(
         default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
@@ -48,47 +43,38 @@ class RunConfig:
     samples: int = field(default=5, metadata={"help": "Of them, how many are shown."})
 
 
-@dataclass
-class SentimentRAFTConfig(IterativeSFTConfig):
-    """IterativeSFT with this experiment's defaults: a few minutes on two cores."""
-
-    output_dir: str | None = run_folder(PAPER)
-    report_to: None | str | list[str] = changed(IterativeSFTConfig, "report_to", "wandb")  # noqa: RUF036
-    run_name: str | None = changed(IterativeSFTConfig, "run_name", "raft")
-    save_strategy: str = changed(IterativeSFTConfig, "save_strategy", "no")
-    logging_steps: float = changed(IterativeSFTConfig, "logging_steps", 4)
-    per_device_train_batch_size: int = changed(IterativeSFTConfig, "per_device_train_batch_size", 16)
-    learning_rate: float = changed(IterativeSFTConfig, "learning_rate", 1e-4)
-    lr_scheduler_type: str = changed(IterativeSFTConfig, "lr_scheduler_type", "constant")
-
-
 def rows_of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """What `step` takes, only the response being learnt."""
+    """The arguments of `IterativeSFTTrainer.step`; the labels ignore the prompt."""
     ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    labels = [torch.cat([torch.full_like(prompt, -100), response])
-              for prompt, response in zip(prompts, responses, strict=True)]  # fmt: skip
+    labels = [
+        torch.cat([torch.full_like(prompt, -100), response])
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
     return {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids], "labels": labels}
 
 
 def one_round(trainer: IterativeSFTTrainer, prompts: Sequence[str], run: RunConfig, *, number: int) -> dict[str, float]:
-    """Algorithm 1: sample K responses of each prompt, keep the one of the highest reward, learn it."""
+    """Algorithm 1: samples K responses of each prompt, and learns the one with the highest reward."""
     rank = trainer.args.process_index
-    own = prompts[rank :: trainer.args.world_size]
+    prompts = prompts[rank :: trainer.args.world_size]
     responses = sampled(
-        trainer.accelerator.unwrap_model(trainer.model), trainer.tokenizer, [p for p in own for _ in range(run.k)],
-        max_new_tokens=run.max_new_tokens, seed=sampling_seed(trainer.args.seed, rank=rank, draw=number),
-    )  # fmt: skip
+        trainer.accelerator.unwrap_model(trainer.model),
+        trainer.tokenizer,
+        [prompt for prompt in prompts for _ in range(run.k)],
+        max_new_tokens=run.max_new_tokens,
+        seed=sampling_seed(trainer.args.seed, rank=rank, draw=number),
+    )
     written = trainer.tokenizer.batch_decode(responses, skip_special_tokens=True)
-    rewards = torch.tensor(sentiment(written), dtype=torch.float32).view(len(own), run.k)
+    rewards = torch.tensor(sentiment(written), dtype=torch.float32).view(len(prompts), run.k)
     best = [i * run.k + int(j) for i, j in enumerate(rewards.argmax(1))]
-    queries = [torch.tensor(trainer.tokenizer(prompt)["input_ids"]) for prompt in own]
+    queries = [torch.tensor(trainer.tokenizer(prompt)["input_ids"]) for prompt in prompts]
     trainer.step(**rows_of(queries, [responses[i] for i in best]))
     means = gather_over_ranks((float(rewards.mean()), float(rewards.amax(1).mean())))
     return {"reward": fmean(mean for mean, _ in means), "reward_of_best": fmean(best for _, best in means)}
 
 
 def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
-    """Train in rounds, with the reward of other prompts before the first and after each."""
+    """Trains in rounds; measures the reward of held-out prompts before the first round and after each."""
     history = begin(PAPER, run, raft)
     name = str(stories15m()) if run.model == "stories15m" else run.model
     queries = openings()
@@ -100,7 +86,7 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
         trainer.train(resume_from_checkpoint=raft.resume_from_checkpoint)
 
     def look() -> tuple[float, list[str]]:
-        """Reward of the other prompts, by the same random numbers each time, and the first answers to them."""
+        """The reward of the held-out prompts, with the same random numbers every time, and the first answers."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         settings = {"max_new_tokens": run.max_new_tokens, "seed": raft.seed}
         _, answers = continued(model, trainer.tokenizer, held_out, **settings)
@@ -130,5 +116,10 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     finish(trainer, f"RAFT: {run.model}, K = {run.k}", PANELS, {"reward_before": before, "reward": after})
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, IterativeSFTConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, IterativeSFTConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, SentimentRAFTConfig))
+    main(*settings())

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from experiments.assets import imdb_reviews, sentence_encoder
-from experiments.assets.registry import build_once, cache_dir
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
+from experiments.assets import imdb_reviews, sentence_encoder
+from experiments.assets.registry import build_once, cache_dir
 from trimtab_lm.sampling.generate import pad
 
 WORDS = 24  # of a review that are read: a continuation is about as long

@@ -6,9 +6,10 @@ from statistics import correlation, fmean, pstdev
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from experiments.evaluation import continued
 from experiments.gao_2022_overoptimization.gold import logistic_regression, mean_states
-from torch import Tensor
 
 Score = Callable[[Sequence[str]], list[float]]
 
@@ -38,7 +39,7 @@ class Proxy:
 
 
 def text_states(trunk: Any, tokenizer: Any, texts: Sequence[str]) -> Tensor:
-    """[N, D]; an end token is read behind each text, so that none is empty."""
+    """The mean hidden state of each text followed by an end token, which makes no text empty; [N, D]."""
     rows = tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]
     return mean_states(trunk, [torch.tensor(ids) for ids in rows])
 

@@ -1,16 +1,11 @@
-"""Whether gold fell while its proxy rose: `python report.py FOLDER ...`, with folders of finished runs."""
+"""Judges whether the gold score fell while its proxy rose: `python -m experiments.gao_2022_overoptimization.report`."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib import pyplot as plt
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.figures import Verdict
 from experiments.gao_2022_overoptimization.curve import Fit, fit, running_mean

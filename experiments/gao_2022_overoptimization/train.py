@@ -1,6 +1,5 @@
 """PPO without a KL penalty against a proxy of a gold reward (Gao et al. 2022, arXiv:2210.10760). See README.md."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,21 +9,16 @@ from typing import Any
 
 from accelerate import PartialState
 
-from trimtab_common.config import parse_config
-from trimtab_lm import PPOConfig, PPOTrainer
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from experiments.assets import openings
 from experiments.gao_2022_overoptimization.gold import load_gold
 from experiments.gao_2022_overoptimization.proxy import Score, gold_and_proxy
 from experiments.gao_2022_overoptimization.report import CLAIM, GOLD, TITLE, judge
 from experiments.reports import report_on
-from experiments.runs import changed, run_folder
+from experiments.runs import from_recipe
 from experiments.sentiment_ppo import StoriesRun, load, train
+from trimtab_lm import PPOConfig, PPOTrainer
 
-PAPER = "gao_2022_overoptimization"
+RECIPE = Path(__file__).with_name("recipe.yaml")
 
 
 @dataclass(frozen=True)
@@ -40,29 +34,10 @@ class RunConfig(StoriesRun):
     baseline: int = field(
         default=128, metadata={"help": "Samples of the initial policy over which both scores get mean 0, variance 1."}
     )
-    eval_prompts: int = changed(StoriesRun, "eval_prompts", 32)
-
-
-@dataclass
-class ProxyPPOConfig(PPOConfig):
-    """PPO with this experiment's defaults: no KL penalty, and two minutes on two cores."""
-
-    exp_name: str = changed(PPOConfig, "exp_name", PAPER)
-    tracker_project_name: str = changed(PPOConfig, "tracker_project_name", PAPER)
-    log_with: str | None = changed(PPOConfig, "log_with", "wandb")
-    output_dir: str | None = run_folder(PAPER)
-    steps: int = changed(PPOConfig, "steps", 30)
-    batch_size: int = changed(PPOConfig, "batch_size", 32)
-    mini_batch_size: int = changed(PPOConfig, "mini_batch_size", 16)
-    ppo_epochs: int = changed(PPOConfig, "ppo_epochs", 1)
-    learning_rate: float = changed(PPOConfig, "learning_rate", 5e-5)
-    max_grad_norm: float | None = changed(PPOConfig, "max_grad_norm", 1.0)
-    adap_kl_ctrl: bool = changed(PPOConfig, "adap_kl_ctrl", False)
-    init_kl_coef: float | None = changed(PPOConfig, "init_kl_coef", 0.0)
 
 
 class WatchedPPOTrainer(PPOTrainer):
-    """PPO that logs what the gold score thinks of each batch, and does not learn from it."""
+    """PPO that logs the mean gold score of each batch, without learning from it."""
 
     def __init__(self, *args: Any, gold: Score, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -71,13 +46,13 @@ class WatchedPPOTrainer(PPOTrainer):
     def log_stats(
         self, stats: dict[str, Any], batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], **options: Any
     ) -> dict[str, Any]:
-        """As PPOTrainer does, with the mean of gold."""
+        """Logs the mean gold score beside PPO's statistics."""
         stats |= self.gather_stats({GOLD: fmean(self.gold(batch["response"]))})
         return super().log_stats(stats, batch, rewards, **options)
 
 
 def main(run: RunConfig, ppo: PPOConfig) -> None:
-    """Learn the proxy, train against it, and write the report of this run into its folder."""
+    """Learns the proxy, trains against it, and writes the report of this run into its folder."""
     state = PartialState()
     policy, tokenizer = load(run.model)
     initial = policy.pretrained_model.eval().requires_grad_(False).to(state.device)
@@ -97,5 +72,10 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
         report_on(TITLE, CLAIM, judge, [folder])
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, PPOConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, PPOConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, ProxyPPOConfig))
+    main(*settings())

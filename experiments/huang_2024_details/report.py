@@ -1,18 +1,13 @@
-"""What each detail of PPO does to reward, KL and stability: `python report.py FOLDER ...`, with finished runs."""
+"""Judges what each detail of PPO changes: `python -m experiments.huang_2024_details.report FOLDER ...`."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib import pyplot as plt
 
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from experiments.figures import Verdict
-from experiments.huang_2024_details.details import RECIPE, UNCLIPPED
+from experiments.huang_2024_details.details import DETAILS, UNCLIPPED
 from experiments.reports import Report, main, spread
 from experiments.runs import Run
 from experiments.sentiment_ppo import samples_of
@@ -72,7 +67,7 @@ def by_setting(runs: Sequence[Run]) -> Groups:
     """Runs by what of the recipe they change, `name=value`, the recipe first; then by seed."""
     groups: dict[str, dict[int, Run]] = {}
     for run in runs:
-        changed = [f"{name}={run.config[name]}" for name, value in RECIPE.items() if run.config[name] != value]
+        changed = [f"{name}={run.config[name]}" for name, value in DETAILS.items() if run.config[name] != value]
         group = groups.setdefault(", ".join(changed) or "recipe", {})
         if run.config["seed"] in group:
             raise ValueError(
@@ -94,8 +89,11 @@ def rises(recipe: Mapping[int, Run]) -> Verdict:
 def differences(groups: Groups, setting: str, name: str) -> list[float]:
     """A number of the summary less that of the recipe with the same seed, for each seed that both have."""
     recipe = groups.get("recipe", {})
-    return [run.summary[name] - recipe[seed].summary[name]
-            for seed, run in groups.get(setting, {}).items() if seed in recipe]  # fmt: skip
+    return [
+        run.summary[name] - recipe[seed].summary[name]
+        for seed, run in groups.get(setting, {}).items()
+        if seed in recipe
+    ]
 
 
 # The table and the figures ---------------------------------------------------------------------------------------

@@ -1,28 +1,28 @@
 """PPO with the details of Huang et al. 2024 (arXiv:2403.17031), each of which can be left out. See README.md."""
 
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 from accelerate import PartialState
 
-from trimtab_common.config import parse_config
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from experiments.huang_2024_details.details import DetailsPPOConfig, RunConfig, make_trainer
+from experiments.huang_2024_details.details import RECIPE, DetailsPPOConfig, make_trainer
 from experiments.huang_2024_details.report import CLAIM, TITLE, judge
 from experiments.reports import report_on
+from experiments.runs import from_recipe
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import train
+from experiments.sentiment_ppo import StoriesRun, train
 
 
-def main(run: RunConfig, ppo: DetailsPPOConfig) -> None:
-    """Train, and write the report of this run into its folder."""
+def main(run: StoriesRun, ppo: DetailsPPOConfig) -> None:
+    """Trains, and writes the report of this run into its folder."""
     folder = train(run, ppo, sentiment, make_trainer=make_trainer)
     if PartialState().is_main_process:
         report_on(TITLE, CLAIM, judge, [folder])
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[StoriesRun, DetailsPPOConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, StoriesRun, DetailsPPOConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, DetailsPPOConfig))
+    main(*settings())

@@ -1,4 +1,4 @@
-"""What DPO and SFT on the chosen answers share: the pairs, and the looks at a policy on its way."""
+"""What DPO and SFT on the chosen answers share: the pairs, and the evaluations during training."""
 
 import hashlib
 import json
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback
+
 from experiments.assets import openings, stories15m
 from experiments.evaluation import continued
 from experiments.runs import finish, show
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import SAMPLES, Evaluation
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback
-
 from trimtab_lm.hf.tracking import Tables
 
 PAPER = "rafailov_2023_dpo_frontier"
@@ -23,7 +23,7 @@ Pair = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What the pairs are made of, and how often the policy is looked at."""
+    """The pairs, and how often the policy is evaluated."""
 
     model: str = field(
         default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
@@ -43,7 +43,7 @@ class RunConfig:
 
 
 def load(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The policy and its tokenizer, from a hub id or folder (stories15m is downloaded)."""
+    """Loads the policy and its tokenizer from a hub id or folder; downloads stories15m."""
     name = str(stories15m()) if name == "stories15m" else name
     return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
 
@@ -52,42 +52,42 @@ def load(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
 
 
 def extremes(answers: Sequence[str], per_prompt: int) -> list[tuple[int, int]]:
-    """Of each prompt's `per_prompt` answers the places of the most positive and of the least.
+    """The indices of the most and the least positive of each prompt's `per_prompt` answers.
 
-    Ties are left out, and so are answers without a word: the model has ended its text at the prompt.
+    Leaves out ties, and empty answers, where the model ended its text at once.
     """
     rewards = sentiment(answers)
-    found = []
+    indices = []
     for start in range(0, len(answers), per_prompt):
         written = [i for i in range(start, start + per_prompt) if answers[i].strip()]
         ranked = sorted(written, key=lambda i: rewards[i])
         if ranked and rewards[ranked[-1]] > rewards[ranked[0]]:
-            found.append((ranked[-1], ranked[0]))
-    return found
+            indices.append((ranked[-1], ranked[0]))
+    return indices
 
 
 def sampled_pairs(model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, *, seed: int) -> list[Pair]:
-    """Prompt, chosen and rejected answer as token ids, just as the model wrote them.
+    """Prompt, chosen and rejected answer, as the token ids that the model sampled.
 
-    As texts they would get an EOS each, behind what was only cut off at `max_new_tokens`, to be told apart by.
+    As texts, each answer would get an EOS, also where sampling stopped at `max_new_tokens`; the policy would learn it.
     """
     queries = openings()[run.eval_prompts :][: run.prompts]
     repeated = [query for query in queries for _ in range(run.per_prompt)]
     rows, answers = continued(model, tokenizer, repeated, max_new_tokens=run.max_new_tokens, seed=seed)
-    found = []
+    pairs = []
     for best, worst in extremes(answers, run.per_prompt):
         chosen, rejected = rows[best].tolist(), rows[worst].tolist()
-        found.append({"prompt": tokenizer(repeated[best])["input_ids"], "chosen": chosen, "rejected": rejected})
-    if not found:
+        pairs.append({"prompt": tokenizer(repeated[best])["input_ids"], "chosen": chosen, "rejected": rejected})
+    if not pairs:
         raise ValueError(
             f"No prompt of {len(queries)} has two answers of different reward among its {run.per_prompt}: there is no "
             "pair to learn from. Raise prompts, per_prompt or max_new_tokens."
         )
-    return found
+    return pairs
 
 
 def pairs_of(model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, *, seed: int) -> list[Pair]:
-    """`sampled_pairs`, or those that lie in `pairs_folder` from the same settings."""
+    """Samples pairs, or reads those that `pairs_folder` has for the same settings."""
     if run.pairs_folder is None:
         return sampled_pairs(model, tokenizer, run, seed=seed)
     settings = [run.model, run.prompts, run.per_prompt, run.max_new_tokens, run.eval_prompts, seed]
@@ -102,7 +102,7 @@ def pairs_of(model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, *, 
 
 
 def learnt(prompt: list[int], answer: list[int], *, ignored: int = -100) -> dict[str, list[int]]:
-    """The columns of a row of which the answer is learnt alone."""
+    """A tokenized row whose labels ignore the prompt."""
     ids = prompt + answer
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [ignored] * len(prompt) + answer}
 
@@ -111,14 +111,14 @@ def learnt(prompt: list[int], answer: list[int], *, ignored: int = -100) -> dict
 
 
 class Looks(TrainerCallback):
-    """Logs reward and KL every `look_every` steps, with a table of samples; the last step is left to `follow`."""
+    """Logs reward, KL and samples every `look_every` steps; `follow` does so after the last step."""
 
     def __init__(self, trainer: Trainer, evaluation: Evaluation, run: RunConfig):
         self.trainer, self.evaluation, self.run = trainer, evaluation, run
         self.tables = Tables()
 
     def look(self) -> tuple[dict[str, float], list[str]]:
-        """Reward and KL of the policy as it is, and the first of its answers."""
+        """Logs reward and KL of the policy; returns them with the first of its answers."""
         numbers, answers = self.evaluation.look()
         prompts, answers = self.evaluation.prompts[: self.run.samples], answers[: self.run.samples]
         self.trainer.log({f"eval_{name}": value for name, value in numbers.items()})
@@ -130,13 +130,13 @@ class Looks(TrainerCallback):
         if state.global_step % self.run.look_every == 0 and state.global_step < state.max_steps:
             should_log = control.should_log
             self.look()
-            control.should_log = should_log  # to log ends a wish to: that of the trainer's own numbers too
+            control.should_log = should_log  # logging here would cancel the trainer's log of this step
 
 
 def follow(
     trainer: Trainer, evaluation: Evaluation, run: RunConfig, *, title: str, panels: Mapping[str, Sequence[str]]
 ) -> None:
-    """Train with looks before, on the way and after, and leave the summary. Every process calls it."""
+    """Trains, evaluates before, during and after, and writes the summary. Every process calls this function."""
     looks = Looks(trainer, evaluation, run)
     before, written_before = looks.look()
     trainer.add_callback(looks)

@@ -1,14 +1,9 @@
-"""Whether DPO's frontier is on or above PPO's: `python report.py FOLDER ...`, with folders of finished runs."""
+"""Judges DPO's frontier against PPO's: `python -m experiments.rafailov_2023_dpo_frontier.report FOLDER ...`."""
 
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 
 from matplotlib import pyplot as plt
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.figures import Point, Verdict, curves, frontier
 from experiments.reports import Report, main, spread
@@ -67,9 +62,7 @@ def best_within(points: Sequence[Point], budget: float) -> float:
     """
     within = [(kl, reward) for kl, reward in points if kl <= budget]
     beyond = [(kl, reward) for kl, reward in points if kl > budget]
-    mixed = [
-        low + (high - low) * (budget - kl) / (more - kl) for kl, low in within for more, high in beyond
-    ]  # fmt: skip
+    mixed = [low + (high - low) * (budget - kl) / (more - kl) for kl, low in within for more, high in beyond]
     return max([*mixed, *(reward for _, reward in within)])
 
 

@@ -1,42 +1,22 @@
 """SFT on the chosen answers of DPO's pairs, the baseline of its frontier ("Preferred-FT"). See README.md."""
 
-import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from datasets import Dataset
 
-from trimtab_common.config import parse_config
-from trimtab_lm.sft import SFTConfig, SFTTrainer
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from experiments.rafailov_2023_dpo_frontier.pairs import PAPER, RunConfig, follow, learnt, load, pairs_of
-from experiments.runs import begin, changed, run_folder
+from experiments.runs import begin, from_recipe
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import Evaluation
+from trimtab_lm.sft import SFTConfig, SFTTrainer
 
+RECIPE = Path(__file__).with_name("recipe_sft.yaml")
 PANELS = {
     "reward (VADER, -1 to 1)": ["eval_reward"],
     "KL to the reference (nats per response)": ["eval_kl"],
     "loss (nats per token)": ["loss"],
 }
-
-
-@dataclass
-class ChosenSFTConfig(SFTConfig):
-    """SFT with this experiment's defaults: a few minutes on two cores."""
-
-    output_dir: str | None = run_folder(PAPER)
-    report_to: None | str | list[str] = changed(SFTConfig, "report_to", "wandb")  # noqa: RUF036
-    run_name: str | None = changed(SFTConfig, "run_name", "sft")
-    save_strategy: str = changed(SFTConfig, "save_strategy", "no")
-    logging_steps: float = changed(SFTConfig, "logging_steps", 4)
-    num_train_epochs: float = changed(SFTConfig, "num_train_epochs", 2)
-    per_device_train_batch_size: int = changed(SFTConfig, "per_device_train_batch_size", 16)
-    learning_rate: float = changed(SFTConfig, "learning_rate", 5e-5)
-    warmup_steps: float = changed(SFTConfig, "warmup_steps", 8)
 
 
 def main(run: RunConfig, sft: SFTConfig) -> None:
@@ -52,5 +32,10 @@ def main(run: RunConfig, sft: SFTConfig) -> None:
     follow(trainer, evaluation, run, title=f"SFT on the chosen: {run.model}", panels=PANELS)
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, SFTConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, SFTConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, ChosenSFTConfig))
+    main(*settings())

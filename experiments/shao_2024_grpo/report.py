@@ -1,16 +1,11 @@
-"""Judges finished runs of sums by GRPO: python report.py FOLDER [FOLDER ...]. What is claimed and seen: README.md."""
+"""Judges runs of GRPO on sums: `python -m experiments.shao_2024_grpo.report FOLDER ...`."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.figures import Verdict, curves
 from experiments.reports import Report, main, spread

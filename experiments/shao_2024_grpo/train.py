@@ -1,7 +1,6 @@
-"""GRPO with a verifiable reward, sums (Shao et al. 2024, arXiv:2402.03300). What you should see: README.md."""
+"""GRPO on sums, a verifiable reward (Shao et al. 2024, arXiv:2402.03300). Claim and results: README.md."""
 
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,24 +10,20 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 
-from trimtab_common.config import parse_config
-from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
-from trimtab_lm.sampling.backends import Rollout, RolloutBackend
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from experiments.assets import smollm2_135m_instruct
-from experiments.runs import begin, changed, finish, run_folder, show, texts
+from experiments.runs import begin, finish, from_recipe, show, texts
+from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
+from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 
 PAPER = "shao_2024_grpo"
+RECIPE = Path(__file__).with_name("recipe.yaml")
 PANELS = {"share of right answers": ["reward", "eval_reward"], "entropy (nats per token)": ["entropy"]}
 SHOTS = ((2, 3), (14, 5), (7, 6))
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What answers, and which questions."""
+    """The model and the questions."""
 
     model: str = field(
         default="smollm2-135m-instruct",
@@ -39,32 +34,13 @@ class RunConfig:
     samples: int = field(default=6, metadata={"help": "Of them, how many are shown with an answer."})
 
 
-@dataclass
-class SumsGRPOConfig(GRPOConfig):
-    """GRPO with this experiment's defaults: a few minutes on two cores."""
-
-    output_dir: str | None = run_folder(PAPER)
-    report_to: None | str | list[str] = changed(GRPOConfig, "report_to", "wandb")  # noqa: RUF036
-    run_name: str | None = changed(GRPOConfig, "run_name", "grpo")
-    save_strategy: str = changed(GRPOConfig, "save_strategy", "no")
-    logging_steps: float = changed(GRPOConfig, "logging_steps", 2)
-    max_steps: int = changed(GRPOConfig, "max_steps", 30)
-    per_device_train_batch_size: int = changed(GRPOConfig, "per_device_train_batch_size", 8)
-    per_device_eval_batch_size: int = changed(GRPOConfig, "per_device_eval_batch_size", 16)
-    num_generations: int = changed(GRPOConfig, "num_generations", 8)
-    max_completion_length: int = changed(GRPOConfig, "max_completion_length", 4)
-    learning_rate: float = changed(GRPOConfig, "learning_rate", 1e-5)
-    warmup_steps: float = changed(GRPOConfig, "warmup_steps", 2)
-    lr_scheduler_type: str = changed(GRPOConfig, "lr_scheduler_type", "constant_with_warmup")
-
-
 def question(first: int, second: int) -> str:
-    """A sum behind solved ones, which show a model that was trained on text what an answer looks like."""
+    """A sum after three solved ones, which show the model the form of an answer."""
     return "".join(f"{a} + {b} = {a + b}\n" for a, b in SHOTS) + f"{first} + {second} ="
 
 
 def sums(run: RunConfig, *, seed: int) -> DatasetDict:
-    """Splits train and test of the columns prompt and answer, no sum in both, in either order, shuffled."""
+    """Shuffled splits train and test, with the columns prompt and answer; no sum is in both, in either order."""
     numbers = range(1, run.largest + 1)
     solved = {frozenset(shot) for shot in SHOTS}
     pairs = [(a, b) for a in numbers for b in numbers if frozenset((a, b)) not in solved]
@@ -87,7 +63,7 @@ def right(completions: Sequence[str], answer: Sequence[int], **_: object) -> lis
 
 
 class Clock:
-    """A sampler of completions that counts the calls of another, and the seconds that they take."""
+    """Wraps a sampler of completions, and counts its calls and their seconds."""
 
     def __init__(self, sampler: RolloutBackend):
         self.sampler, self.calls, self.seconds = sampler, 0, 0.0
@@ -103,7 +79,7 @@ class Clock:
 
 
 def share_right(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> float:
-    """The share of right answers to the sums that are never trained on; some answers are shown."""
+    """The share of right answers to the test sums; prints some of the answers."""
     accuracy, args = trainer.evaluate()["eval_reward"], trainer.args
     shown, model = trainer.eval_dataset["prompt"][: run.samples], trainer.accelerator.unwrap_model(trainer.model)
     answers = texts(model, trainer.tokenizer, shown, max_new_tokens=args.max_completion_length, seed=args.seed)
@@ -113,7 +89,7 @@ def share_right(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> float:
 
 
 def main(run: RunConfig, grpo: GRPOConfig) -> None:
-    """Train, and print the share of right answers to sums never trained on, before and after."""
+    """Trains, and prints the share of right answers to the test sums before and after."""
     history = begin(PAPER, run, grpo)
     name = str(smollm2_135m_instruct()) if run.model == "smollm2-135m-instruct" else run.model
     data = sums(run, seed=0)
@@ -121,16 +97,21 @@ def main(run: RunConfig, grpo: GRPOConfig) -> None:
     before = share_right(trainer, run, when="before")
     clock = trainer.backend = Clock(sampler := trainer.backend)
     trainer.train(resume_from_checkpoint=grpo.resume_from_checkpoint)
-    trainer.backend = sampler  # what an evaluation asks is not counted
+    trainer.backend = sampler  # the calls of an evaluation do not count
     after = share_right(trainer, run, when="after")
     if trainer.is_world_process_zero():
         asked = len(data["test"]) * grpo.num_generations
         print(f"right of {asked} answers to other sums: {before:.3f} -> {after:.3f}   ", end="")
         print(f"higher: {'yes' if after > before else 'NO'}")
-    found = {"right_before": before, "right": after}
-    found |= {"generation_calls": clock.calls, "generation_seconds": clock.seconds}
-    finish(trainer, f"GRPO: {run.model}, sums up to {run.largest}", PANELS, found)
+    summary = {"right_before": before, "right": after}
+    summary |= {"generation_calls": clock.calls, "generation_seconds": clock.seconds}
+    finish(trainer, f"GRPO: {run.model}, sums up to {run.largest}", PANELS, summary)
+
+
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, GRPOConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, GRPOConfig, argv=argv, **changes)
 
 
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, SumsGRPOConfig))
+    main(*settings())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
 from experiments.sentiment import sentiment
 from experiments.stiennon_2020_summarize.sft import documents
-
 from trimtab_lm.rewards.model import RewardModel
 
 Gold = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
@@ -87,8 +87,15 @@ def compared(
         if answers[0].strip() == answers[1].strip() or not all(answer.strip() for answer in answers):
             continue
         best = 0 if preferred_first(*scores, temperature=temperature, rng=rng) else 1
-        rows.append({"prompt": prompt, "chosen": answers[best], "rejected": answers[1 - best],
-                     "gold_chosen": scores[best], "gold_rejected": scores[1 - best]})  # fmt: skip
+        rows.append(
+            {
+                "prompt": prompt,
+                "chosen": answers[best],
+                "rejected": answers[1 - best],
+                "gold_chosen": scores[best],
+                "gold_rejected": scores[1 - best],
+            }
+        )
     return Dataset.from_list(rows)
 
 

@@ -1,16 +1,12 @@
-"""Whether PPO and best-of-n beat fine-tuning, and more comparisons make a better reward model: FOLDER ... of runs."""
+"""Judges PPO and best-of-n against fine-tuning: `python -m experiments.stiennon_2020_summarize.report FOLDER ...`."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from matplotlib import pyplot as plt
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.figures import Curve, Verdict, curves
 from experiments.reports import Report, main, spread
@@ -60,8 +56,9 @@ def beats(runs: Sequence[Run], name: str, title: str) -> Verdict:
     """More gold score than the fine-tuned policy, in each seed."""
     gains = [run.summary[name] - run.summary[SFT] for run in runs]
     before = spread([run.summary[SFT] for run in runs])
-    return Verdict(f"{title} beats fine-tuning", f"more than {before}: a gain above 0", spread(gains, "+.3f"),
-                   min(gains) > 0)  # fmt: skip
+    return Verdict(
+        f"{title} beats fine-tuning", f"more than {before}: a gain above 0", spread(gains, "+.3f"), min(gains) > 0
+    )
 
 
 def grows(runs: Sequence[Run]) -> Iterator[Verdict]:
@@ -88,8 +85,13 @@ def figure(runs: Sequence[Run]) -> plt.Figure:
     for i, (coefficient, group) in enumerate(by(runs, "init_kl_coef").items(), start=1):
         points = [(run.summary["kl_ppo"], run.summary[PPO]) for run in group]
         left.scatter(*zip(*points, strict=True), marker="s", color=f"C{i}", label=f"PPO, coefficient {coefficient:g}")
-    left.axhline(median(run.summary["gold_reference"] for run in runs), color="tab:gray", linestyle="--", linewidth=0.8,
-                 label="the texts' writers")  # fmt: skip
+    left.axhline(
+        median(run.summary["gold_reference"] for run in runs),
+        color="tab:gray",
+        linestyle="--",
+        linewidth=0.8,
+        label="the texts' writers",
+    )
     left.legend(frameon=False, fontsize=8)
     left.set(xlabel="KL to the fine-tuned policy (nats per answer)", ylabel="gold score of held-out prompts")
     if any(names([run], ACCURACY) for run in runs):

@@ -1,23 +1,18 @@
 """The second stage of Stiennon et al. 2020 (arXiv:2009.01325), a model of preferences. What to expect: README.md."""
 
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from trimtab_common.config import parse_config
+from experiments.assets import imdb_reviews, preferences, stories15m
+from experiments.runs import begin, finish, from_recipe
 from trimtab_lm.reward import RewardConfig, RewardTrainer
 
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from experiments.assets import imdb_reviews, preferences, stories15m
-from experiments.runs import begin, changed, finish, run_folder
-
 PAPER = "stiennon_2020_summarize"
+RECIPE = Path(__file__).with_name("recipe_reward.yaml")
 PANELS = {"accuracy": ["accuracy", "eval_accuracy"], "loss": ["loss", "eval_loss"]}
 
 
@@ -31,32 +26,14 @@ class RunConfig:
     )
     data: str = field(
         default="imdb",
-        metadata={"help": "imdb: a liking review against a disliking one. gpt4 or claude: answers to instructions, as "
-                  "these judged them for AlpacaEval (needs an instruct model and max_length)."},
-    )  # fmt: skip
+        metadata={
+            "help": "imdb: a liking review against a disliking one. gpt4 or claude: answers to instructions, as "
+            "these judged them for AlpacaEval (needs an instruct model and max_length)."
+        },
+    )
     words: int = field(default=50, metadata={"help": "Last words of a review that are read (imdb)."})
     train_pairs: int | None = field(default=4000, metadata={"help": "Pairs to learn from. None: all."})
     eval_pairs: int | None = field(default=400, metadata={"help": "Other pairs, for the accuracy. None: all."})
-
-
-@dataclass
-class PairRewardConfig(RewardConfig):
-    """Reward modelling with this experiment's defaults: a few minutes on two cores."""
-
-    output_dir: str | None = run_folder(PAPER, "reward")
-    report_to: None | str | list[str] = changed(RewardConfig, "report_to", "wandb")  # noqa: RUF036
-    run_name: str | None = changed(RewardConfig, "run_name", "reward")
-    save_strategy: str = changed(RewardConfig, "save_strategy", "no")
-    logging_steps: float = changed(RewardConfig, "logging_steps", 5)
-    max_steps: int = changed(RewardConfig, "max_steps", 100)
-    per_device_train_batch_size: int = changed(RewardConfig, "per_device_train_batch_size", 8)
-    per_device_eval_batch_size: int = changed(RewardConfig, "per_device_eval_batch_size", 8)
-    max_length: int | None = changed(RewardConfig, "max_length", 128)
-    truncation_mode: str = changed(RewardConfig, "truncation_mode", "keep_end")
-    learning_rate: float = changed(RewardConfig, "learning_rate", 3e-4)
-    warmup_steps: float = changed(RewardConfig, "warmup_steps", 10)
-    gradient_checkpointing: bool | None = changed(RewardConfig, "gradient_checkpointing", False)
-    init_reward_head: bool = changed(RewardConfig, "init_reward_head", True)
 
 
 def review_pairs(reviews: Iterable[dict[str, str | int]], words: int) -> Dataset:
@@ -100,5 +77,10 @@ def main(run: RunConfig, reward: RewardConfig) -> None:
     finish(trainer, f"Reward model: {run.model}, {run.data}", PANELS, {"accuracy_before": first, "accuracy": last})
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, RewardConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, RewardConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, PairRewardConfig))
+    main(*settings())

@@ -1,12 +1,13 @@
 """The settings of the pipeline's program, train.py."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from experiments.runs import changed, run_folder
-
+from experiments.runs import from_recipe
 from trimtab_lm import PPOConfig
 
-PAPER = "stiennon_2020_summarize"
+RECIPE = Path(__file__).with_name("recipe.yaml")
 
 
 @dataclass(frozen=True)
@@ -19,19 +20,25 @@ class RunConfig:
     )
     dataset: str | None = field(
         default=None,
-        metadata={"help": "Hub id or folder of posts and summaries: texts prompt and completion, splits train and "
-                  "test (or validation). None: openings of film reviews, and how their writers went on."},
-    )  # fmt: skip
+        metadata={
+            "help": "Hub id or folder of posts and summaries: texts prompt and completion, splits train and "
+            "test (or validation). None: openings of film reviews, and how their writers went on."
+        },
+    )
     preferences: str | None = field(
         default=None,
-        metadata={"help": "Hub id or folder of comparisons that people made: texts prompt, chosen and rejected, splits "
-                  "train and test (or validation). None: the fine-tuned model's own answers, compared by gold."},
-    )  # fmt: skip
+        metadata={
+            "help": "Hub id or folder of comparisons that people made: texts prompt, chosen and rejected, splits "
+            "train and test (or validation). None: the fine-tuned model's own answers, compared by gold."
+        },
+    )
     gold: str = field(
         default="vader",
-        metadata={"help": "Who compares and who judges at the end. vader: how positive an answer sounds; or the hub id "
-                  "or folder of a reward model."},
-    )  # fmt: skip
+        metadata={
+            "help": "Who compares and who judges at the end. vader: how positive an answer sounds; or the hub id "
+            "or folder of a reward model."
+        },
+    )
     label_temperature: float = field(
         default=0.1, metadata={"help": "Noise of the labels, in units of the gold score. 0: none."}
     )
@@ -54,7 +61,7 @@ class RunConfig:
     best_of: tuple[int, ...] = field(default=(4, 16), metadata={"help": "n of best-of-n, the baseline."})
     eval_prompts: int = field(default=64, metadata={"help": "Held-out prompts of the evaluation."})
     samples: int = field(default=6, metadata={"help": "Of them, how many are shown."})
-    resume: bool = field(default=False, metadata={"help": "Go on in output_dir behind the last stage that is done."})
+    resume: bool = field(default=False, metadata={"help": "Continue in output_dir after the last finished stage."})
     keep_models: bool = field(default=False, metadata={"help": "Leave the stages' models and data in output_dir."})
 
     def __post_init__(self) -> None:
@@ -69,19 +76,6 @@ class RunConfig:
             )
 
 
-@dataclass
-class PolicyPPOConfig(PPOConfig):
-    """PPO with this experiment's defaults; the coefficient of the KL is fixed, as in the paper."""
-
-    exp_name: str = changed(PPOConfig, "exp_name", PAPER)
-    tracker_project_name: str = changed(PPOConfig, "tracker_project_name", PAPER)
-    log_with: str | None = changed(PPOConfig, "log_with", "wandb")
-    output_dir: str | None = run_folder(PAPER)
-    steps: int = changed(PPOConfig, "steps", 16)
-    batch_size: int = changed(PPOConfig, "batch_size", 32)
-    mini_batch_size: int = changed(PPOConfig, "mini_batch_size", 16)
-    ppo_epochs: int = changed(PPOConfig, "ppo_epochs", 1)
-    learning_rate: float = changed(PPOConfig, "learning_rate", 2e-5)
-    max_grad_norm: float | None = changed(PPOConfig, "max_grad_norm", 1.0)
-    adap_kl_ctrl: bool = changed(PPOConfig, "adap_kl_ctrl", False)
-    init_kl_coef: float | None = changed(PPOConfig, "init_kl_coef", 0.05)
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, PPOConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, PPOConfig, argv=argv, **changes)

@@ -2,24 +2,19 @@
 
 import math
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
 
-from trimtab_common.config import parse_config
+from experiments.assets import state_of_the_union, stories15m
+from experiments.runs import begin, finish, from_recipe, show, texts
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from experiments.assets import state_of_the_union, stories15m
-from experiments.runs import begin, changed, finish, run_folder, show, texts
-
 PAPER = "stiennon_2020_summarize"
+RECIPE = Path(__file__).with_name("recipe_sft.yaml")
 PANELS = {"loss (nats per token)": ["loss", "eval_loss"], "entropy (nats per token)": ["entropy"]}
 
 
@@ -42,25 +37,6 @@ class RunConfig:
     eval_documents: int | None = field(default=64, metadata={"help": "Documents of the evaluation. None: all."})
     samples: int = field(default=4, metadata={"help": "Continuations shown before and after training."})
     max_new_tokens: int = field(default=40, metadata={"help": "Tokens of such a continuation at most."})
-
-
-@dataclass
-class SpeechSFTConfig(SFTConfig):
-    """SFT with this experiment's defaults: a few minutes on two cores."""
-
-    output_dir: str | None = run_folder(PAPER, "sft")
-    report_to: None | str | list[str] = changed(SFTConfig, "report_to", "wandb")  # noqa: RUF036
-    run_name: str | None = changed(SFTConfig, "run_name", "sft")
-    save_strategy: str = changed(SFTConfig, "save_strategy", "no")
-    logging_steps: float = changed(SFTConfig, "logging_steps", 5)
-    max_steps: int = changed(SFTConfig, "max_steps", 200)
-    packing: bool = changed(SFTConfig, "packing", True)
-    max_length: int | None = changed(SFTConfig, "max_length", 256)
-    per_device_train_batch_size: int = changed(SFTConfig, "per_device_train_batch_size", 4)
-    per_device_eval_batch_size: int = changed(SFTConfig, "per_device_eval_batch_size", 8)
-    learning_rate: float = changed(SFTConfig, "learning_rate", 5e-4)
-    warmup_steps: float = changed(SFTConfig, "warmup_steps", 20)
-    lr_scheduler_type: str = changed(SFTConfig, "lr_scheduler_type", "cosine")
 
 
 def documents(text: str, words: int) -> Iterator[str]:
@@ -112,5 +88,10 @@ def main(run: RunConfig, sft: SFTConfig) -> None:
     finish(trainer, f"SFT: {run.model}", PANELS, {"loss_before": first, "perplexity": math.exp(last)})
 
 
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, SFTConfig]:
+    """The settings of a run: see `from_recipe`."""
+    return from_recipe(RECIPE, RunConfig, SFTConfig, argv=argv, **changes)
+
+
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, SpeechSFTConfig))
+    main(*settings())

@@ -13,19 +13,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, load_from_disk
-from experiments.assets import imdb_reviews
-from experiments.evaluation import continued, kl_of_samples
-from experiments.runs import append, read_history
-from experiments.stiennon_2020_summarize.comparisons import (
-    Gold,
-    compared,
-    expected_best_of,
-    review_starts,
-    splits,
-)
-from experiments.stiennon_2020_summarize.reward import PairRewardConfig
-from experiments.stiennon_2020_summarize.settings import RunConfig
-from experiments.stiennon_2020_summarize.sft import SpeechSFTConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -34,13 +21,26 @@ from transformers import (
     TrainerCallback,
 )
 
+from experiments.assets import imdb_reviews
+from experiments.evaluation import continued, kl_of_samples
+from experiments.runs import append, from_recipe, read_history
+from experiments.stiennon_2020_summarize import reward as reward_stage
+from experiments.stiennon_2020_summarize import sft as sft_stage
+from experiments.stiennon_2020_summarize.comparisons import (
+    Gold,
+    compared,
+    expected_best_of,
+    review_starts,
+    splits,
+)
+from experiments.stiennon_2020_summarize.settings import RunConfig
 from trimtab_common.sealing import latest_checkpoint
 from trimtab_common.tracking import Tracker
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from trimtab_lm.iterative_sft import BestOfNSampler
-from trimtab_lm.reward import RewardTrainer
+from trimtab_lm.reward import RewardConfig, RewardTrainer
 from trimtab_lm.rewards.model import RewardModel
-from trimtab_lm.sft import SFTTrainer
+from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 REFERENCES = 256  # human answers whose mean score becomes 0
 LOOKS = 4  # answers of PPO's policy to each prompt of the evaluation
@@ -101,7 +101,10 @@ def read_data(run: RunConfig, seed: int) -> Data:
 
 def fine_tune(name: str, run: RunConfig, data: Data, record: Record, *, seed: int, folder: Path) -> None:
     """Stage 1: the human completions, by their likelihood."""
-    args = SpeechSFTConfig(
+    (args,) = from_recipe(
+        sft_stage.RECIPE,
+        SFTConfig,
+        argv=[],
         output_dir=str(folder),
         report_to="none",
         seed=seed,
@@ -180,7 +183,10 @@ def learn_rewards(
     known = load_from_disk(pairs)
     accuracies = {}
     for count in sorted(run.comparisons):
-        args = PairRewardConfig(
+        (args,) = from_recipe(
+            reward_stage.RECIPE,
+            RewardConfig,
+            argv=[],
             output_dir=str(folder),
             report_to="none",
             seed=seed,
@@ -244,9 +250,11 @@ def optimise(
     tokenizer = AutoTokenizer.from_pretrained(sft)
     proxy = normalised_proxy(reward)
     queries = data.policy["prompt"][:]
-    prompts = [{"query": prompt, "input_ids": ids}
-               for prompt, ids in zip(queries, tokenizer(queries)["input_ids"], strict=True)
-               if len(ids) + run.max_new_tokens <= run.max_length]  # fmt: skip
+    prompts = [
+        {"query": prompt, "input_ids": ids}
+        for prompt, ids in zip(queries, tokenizer(queries)["input_ids"], strict=True)
+        if len(ids) + run.max_new_tokens <= run.max_length
+    ]
     trainer = PPOTrainer(
         replace(ppo, log_with=None),  # the pipeline's tracker is the only one
         AutoModelForCausalLMWithValueHead.from_pretrained(sft),
@@ -265,8 +273,9 @@ def optimise(
         settings = {"batch_size": ppo.batch_size, "max_new_tokens": run.max_new_tokens, "do_sample": True}
         responses = trainer.generate(queries, return_prompt=False, **settings)
         # Whole texts: of an answer alone, some tokenizers lose the space before its first word.
-        texts = tokenizer.batch_decode([torch.cat(row) for row in zip(queries, responses, strict=True)],
-                                       skip_special_tokens=True)  # fmt: skip
+        texts = tokenizer.batch_decode(
+            [torch.cat(row) for row in zip(queries, responses, strict=True)], skip_special_tokens=True
+        )
         answers = [text.removeprefix(query) for query, text in zip(batch["query"], texts, strict=True)]
         stats = trainer.step(queries, responses, proxy(texts))
         numbers = {name: value for name, value in stats.items() if isinstance(value, int | float)}

@@ -2,18 +2,10 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import transformers
 from accelerate import PartialState
-
-from trimtab_common.config import parse_config, to_flat_dict
-from trimtab_common.tracking import start_tracking
-from trimtab_lm import PPOConfig, set_seed
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.assets import stories15m
 from experiments.assets.registry import scratch
@@ -21,7 +13,7 @@ from experiments.reports import report_on
 from experiments.runs import close_folder, open_folder
 from experiments.stiennon_2020_summarize.comparisons import gold_score
 from experiments.stiennon_2020_summarize.report import CLAIM, SAMPLES, TITLE, judge
-from experiments.stiennon_2020_summarize.settings import PolicyPPOConfig, RunConfig
+from experiments.stiennon_2020_summarize.settings import RunConfig, settings
 from experiments.stiennon_2020_summarize.stages import (
     Record,
     compare,
@@ -31,12 +23,15 @@ from experiments.stiennon_2020_summarize.stages import (
     optimise,
     read_data,
 )
+from trimtab_common.config import to_flat_dict
+from trimtab_common.tracking import start_tracking
+from trimtab_lm import PPOConfig, set_seed
 
 STAGES = ("sft", "comparisons", "reward", "ppo")
 
 
 def main(run: RunConfig, ppo: PPOConfig) -> None:
-    """Run the stages that are not done yet, evaluate, and write the report of this run into its folder."""
+    """Runs the stages that are not finished, evaluates, and writes the report of this run into its folder."""
     if PartialState().num_processes > 1:
         raise SystemExit("The pipeline runs in one process. Start it with python, not with torchrun or accelerate.")
     transformers.logging.set_verbosity_error()
@@ -45,7 +40,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
     open_folder(root, config, goes_on=run.resume)
     if not run.resume:
         clean(root)
-    given = ppo.tracker_kwargs
+    options = ppo.tracker_kwargs
     tracking = start_tracking(
         ppo.log_with,
         project=ppo.tracker_project_name,
@@ -53,7 +48,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
         name=ppo.exp_name,
         tags=[ppo.task_name] if ppo.task_name else [],
         folder=ppo.project_kwargs.get("logging_dir", "."),
-        init_kwargs=given.get(ppo.log_with or "", given),
+        init_kwargs=options.get(ppo.log_with or "", options),
     )
     with tracking as tracker:
         record = Record(root, tracker, goes_on=run.resume)
@@ -68,7 +63,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
 
 
 def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict[str, float]:
-    """The numbers of the evaluation, behind all stages. What a stage leaves appears whole or not at all."""
+    """Runs the stages and the evaluation, and returns its numbers. A stage's folder appears whole or not at all."""
     name = str(stories15m()) if run.model == "stories15m" else run.model
     data, gold, seed = read_data(run, ppo.seed), gold_score(run.gold), ppo.seed
     sft, pairs, reward, policy = (root / stage for stage in STAGES)
@@ -84,7 +79,7 @@ def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict
             print(f"{folder.name}: done before")
             continue
         print(f"{folder.name} ...", flush=True)
-        set_seed(seed)  # the same whether the stages before it ran now or earlier
+        set_seed(seed)  # the same whether or not the earlier stages ran in this process
         with scratch(root) as part:
             build(part)
             part.rename(folder)
@@ -95,10 +90,10 @@ def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict
 
 
 def clean(root: Path) -> None:
-    """Remove the stages' models and data."""
+    """Removes the stages' models and data."""
     for name in (*STAGES, "ppo-checkpoints"):
         shutil.rmtree(root / name, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(*parse_config(RunConfig, PolicyPPOConfig))
+    main(*settings())

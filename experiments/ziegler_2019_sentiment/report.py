@@ -1,14 +1,9 @@
-"""Whether PPO raised the reward and held the KL: `python report.py FOLDER ...`, with folders of finished runs."""
+"""Judges the reward and the KL of PPO: `python -m experiments.ziegler_2019_sentiment.report FOLDER ...`."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from matplotlib import pyplot as plt
-
-# The file is run by its path, from anywhere; the experiments are not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.figures import Verdict, curves
 from experiments.reports import Report, main, spread

@@ -156,6 +156,36 @@ def test_mistakes_in_a_file_name_the_file(tmp_path, capsys, content, words):
     assert words in error
 
 
+def test_a_recipe_replaces_defaults_and_files_and_flags_replace_the_recipe(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("steps: 4\n")
+    recipe = {"steps": 3, "learning_rate": 1e-4, "seed": 5, "run": {"seed": 6}, "tracker_kwargs": {"a": 1}}
+    argv = [f"--config={file}", "--learning_rate=1e-3", "--tracker_kwargs.b=2"]
+    config, run = parse_config(PPOConfig, RunConfig, argv=argv, recipe=recipe)
+    assert (config.steps, config.learning_rate, config.seed, run.seed) == (4, 1e-3, 5, 6)
+    assert config.tracker_kwargs == {"a": 1, "b": 2}
+    assert recipe["tracker_kwargs"] == {"a": 1}
+
+
+def test_help_shows_the_defaults_of_the_recipe(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(PPOConfig, argv=["--help"], recipe={"steps": 77})
+    assert stop.value.code == 0
+    assert "--steps  int, default 77" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [({"stepz": 4}, "recipe: stepz is not a setting. Did you mean steps?"), ({"steps": "many"}, "recipe: steps")],
+)
+def test_a_mistake_in_a_recipe_is_an_error(argv, recipe, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(PPOConfig, argv=argv, recipe=recipe)
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 def test_missing_value_and_help(capsys):
     @dataclass
     class Needs:

@@ -28,9 +28,8 @@ def test_seed_outside_numpys_range_is_refused():
 
 def test_sampling_seeds_of_neighbours_never_meet():
     seeds = {
-        sampling_seed(seed, rank=rank, draw=draw)
-        for seed in range(12) for rank in range(12) for draw in range(12)
-    }  # fmt: skip
+        sampling_seed(seed, rank=rank, draw=draw) for seed in range(12) for rank in range(12) for draw in range(12)
+    }
     assert len(seeds) == 12**3
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sampling_seed(5, rank=1, draw=2) == sampling_seed(5, rank=1, draw=2)

@@ -86,5 +86,7 @@ def test_one_process_needs_no_group():
     moments.update(x)
     assert moments.mean == 11
     assert gather_stats({"m": Mean(3, 2), "v": Variance.of(x, mask), "d": Deviation.of(x, mask)}) == {
-        "m": 1.5, "v": 0.25, "d": 0.5,
-    }  # fmt: skip
+        "m": 1.5,
+        "v": 0.25,
+        "d": 0.5,
+    }

@@ -96,8 +96,11 @@ def test_offline_run_holds_what_was_logged(tmp_path, capfd):
     assert logged["pictures"][1]["captions"] == ["white", "black"]
     assert (logged["pictures"][1]["width"], logged["pictures"][1]["height"]) == (6, 4)
     assert {metric.name or metric.glob_name: metric.step_metric for metric in records["metric"]} == {
-        "train/step": "", "*": "train/step", "eval/step": "", "eval/*": "eval/step",
-    }  # fmt: skip
+        "train/step": "",
+        "*": "train/step",
+        "eval/step": "",
+        "eval/*": "eval/step",
+    }
     summary = {item.key: item.value_json for row in records["summary"] for item in row.update}
     assert summary["best"] == "3.0"
 
@@ -164,8 +167,10 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5)]
     assert events.Histograms("dist")[0].histogram_value.num == 5
     assert (events.Images("pictures/0")[0].width, events.Images("pictures/0")[0].height) == (6, 4)
-    texts = {tag: events.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode() for tag in
-             ("samples", "pictures/captions", "config")}  # fmt: skip
+    texts = {
+        tag: events.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode()
+        for tag in ("samples", "pictures/captions", "config")
+    }
     assert "a\\|b<br>c" in texts["samples"]
     assert "black" in texts["pictures/captions"]
     assert "lr" in texts["config"]

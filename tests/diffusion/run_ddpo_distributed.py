@@ -32,13 +32,19 @@ CASES: dict[str, dict[str, Any]] = {
     "is": {"train_num_inner_epochs": 2},
     "sf": {"estimator": "sf"},
     "per_prompt": {
-        "per_prompt_stat_tracking": True, "per_prompt_stat_tracking_min_count": 2, "train_num_inner_epochs": 2,
-    },
-    "groups": {
-        "group_size": 2, "init_kl_coef": 0.5, "adap_kl_ctrl": True, "target": 1, "horizon": 20,
+        "per_prompt_stat_tracking": True,
+        "per_prompt_stat_tracking_min_count": 2,
         "train_num_inner_epochs": 2,
     },
-}  # fmt: skip
+    "groups": {
+        "group_size": 2,
+        "init_kl_coef": 0.5,
+        "adap_kl_ctrl": True,
+        "target": 1,
+        "horizon": 20,
+        "train_num_inner_epochs": 2,
+    },
+}
 
 
 def brightness(images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> Tensor:
@@ -59,10 +65,18 @@ class Turns:
 def config(folder: str, **settings: Any) -> DDPOConfig:
     """Few pictures and steps, no logs, float32; settings: anything else."""
     defaults: dict[str, Any] = {
-        "log_with": None, "logdir": folder, "mixed_precision": "no", "sample_num_steps": 3, "sample_batch_size": 2,
-        "sample_num_batches_per_epoch": 4, "train_batch_size": 4, "train_gradient_accumulation_steps": 2,
-        "train_clip_range": 1e-3, "train_max_grad_norm": 1e6, "sample_guidance_scale": 3.0,
-    }  # fmt: skip
+        "log_with": None,
+        "logdir": folder,
+        "mixed_precision": "no",
+        "sample_num_steps": 3,
+        "sample_batch_size": 2,
+        "sample_num_batches_per_epoch": 4,
+        "train_batch_size": 4,
+        "train_gradient_accumulation_steps": 2,
+        "train_clip_range": 1e-3,
+        "train_max_grad_norm": 1e6,
+        "sample_guidance_scale": 3.0,
+    }
     return DDPOConfig(**defaults | settings)
 
 
@@ -106,9 +120,13 @@ class SameSamples(DDPOTrainer):
         prompts = [prompt for prompt in PROMPTS for _ in range(2)]
         for start in range(0, COUNT, 2):
             made = self.sd_pipeline(
-                prompt=prompts[start : start + 2], generator=generator, output_type="pt", num_inference_steps=3,
-                guidance_scale=3.0, negative_prompt=[""] * 2,
-            )  # fmt: skip
+                prompt=prompts[start : start + 2],
+                generator=generator,
+                output_type="pt",
+                num_inference_steps=3,
+                guidance_scale=3.0,
+                negative_prompt=[""] * 2,
+            )
             parts.append(made.trajectories)
             rewards.append(brightness(made.images, (), ()))
         each = COUNT // world_size()
@@ -125,9 +143,12 @@ def run(name: str, *, processes: int = 1) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         each = COUNT // processes
         settings = config(
-            folder, sample_num_batches_per_epoch=each // 2, train_batch_size=each // 2, train_max_grad_norm=0.5,
+            folder,
+            sample_num_batches_per_epoch=each // 2,
+            train_batch_size=each // 2,
+            train_max_grad_norm=0.5,
             **CASES[name],
-        )  # fmt: skip
+        )
         made = SameSamples(settings, brightness, Turns(), tiny.stable_diffusion(dtype=torch.float64), other_rewards={})
         found: list[Tensor] = []
         usual = made.advantages
@@ -140,9 +161,9 @@ def run(name: str, *, processes: int = 1) -> dict[str, Any]:
         history = []
         for epoch in range(EPOCHS):
             made.step(epoch, made.global_step)
-            history.append({
-                key: value for key, value in made.last_stats.items() if not key.startswith(("time/", "memory/"))
-            })  # fmt: skip
+            history.append(
+                {key: value for key, value in made.last_stats.items() if not key.startswith(("time/", "memory/"))}
+            )
     return {
         "weights": weights(made),
         "advantages": torch.stack(found),
@@ -163,9 +184,12 @@ def ordinary(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = trainer(
-            folder, sample_num_batches_per_epoch=2, train_batch_size=1, train_gradient_accumulation_steps=2,
+            folder,
+            sample_num_batches_per_epoch=2,
+            train_batch_size=1,
+            train_gradient_accumulation_steps=2,
             **ORDINARY[name],
-        )  # fmt: skip
+        )
         before, samples = weights(made), samples_of(made)
         made.step(0, 0)
         return {"before": before, "weights": weights(made), "noise": samples[0].trajectories.first}

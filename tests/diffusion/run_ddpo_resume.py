@@ -74,22 +74,45 @@ class Session:
     def make(self, tracker: str) -> DDPOTrainer:
         """The two kinds differ in all that makes a run: what trains, the prompts, the measure, the KL, the limits."""
         is_lora = self.kind == "lora"
-        different: dict[str, Any] = {
-            "per_prompt_stat_tracking": True, "per_prompt_stat_tracking_buffer_size": 5,
-            "per_prompt_stat_tracking_min_count": 3, "num_checkpoint_limit": 1,
-            "project_kwargs": {"project_dir": str(self.folder)},
-        } if is_lora else {
-            "init_kl_coef": 0.1, "adap_kl_ctrl": True, "target": 0.01, "horizon": 20, "group_size": 2,
-            "train_warmup_steps": 30, "num_checkpoint_limit": 4,
-            "project_kwargs": {"project_dir": str(self.folder), "total_limit": 1},
-        }  # fmt: skip
+        different: dict[str, Any] = (
+            {
+                "per_prompt_stat_tracking": True,
+                "per_prompt_stat_tracking_buffer_size": 5,
+                "per_prompt_stat_tracking_min_count": 3,
+                "num_checkpoint_limit": 1,
+                "project_kwargs": {"project_dir": str(self.folder)},
+            }
+            if is_lora
+            else {
+                "init_kl_coef": 0.1,
+                "adap_kl_ctrl": True,
+                "target": 0.01,
+                "horizon": 20,
+                "group_size": 2,
+                "train_warmup_steps": 30,
+                "num_checkpoint_limit": 4,
+                "project_kwargs": {"project_dir": str(self.folder), "total_limit": 1},
+            }
+        )
         config = DDPOConfig(
-            seed=3, num_epochs=EPOCHS, save_freq=SAVE_EVERY, resume_from="latest", logdir=str(self.folder / "logs"),
-            log_with=tracker, mixed_precision="no", sample_num_steps=4, sample_guidance_scale=3.0, sample_batch_size=2,
-            sample_num_batches_per_epoch=2, train_batch_size=2, train_num_inner_epochs=2,
-            train_timestep_fraction=0.5, train_learning_rate=3e-3, train_clip_range=1e-2,
+            seed=3,
+            num_epochs=EPOCHS,
+            save_freq=SAVE_EVERY,
+            resume_from="latest",
+            logdir=str(self.folder / "logs"),
+            log_with=tracker,
+            mixed_precision="no",
+            sample_num_steps=4,
+            sample_guidance_scale=3.0,
+            sample_batch_size=2,
+            sample_num_batches_per_epoch=2,
+            train_batch_size=2,
+            train_num_inner_epochs=2,
+            train_timestep_fraction=0.5,
+            train_learning_rate=3e-3,
+            train_clip_range=1e-2,
             **different,
-        )  # fmt: skip
+        )
         pipeline = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), use_lora=is_lora)
         prompts = random_prompt if is_lora else InTurn()
         return DDPOTrainer(config, self.score, prompts, pipeline, self.hook)
@@ -114,8 +137,12 @@ class Session:
 
         rmtree = shutil.rmtree
         for module, name in (
-            (shutil, "rmtree"), (os, "rename"), (torch, "save"), (checkpoint, "save_file"), (sealing, "_fsync"),
-        ):  # fmt: skip
+            (shutil, "rmtree"),
+            (os, "rename"),
+            (torch, "save"),
+            (checkpoint, "save_file"),
+            (sealing, "_fsync"),
+        ):
             setattr(module, name, dying(getattr(module, name)))
 
     def score(self, images: torch.Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> torch.Tensor:
@@ -149,10 +176,18 @@ class Session:
 
     def note(self, epoch: int) -> None:
         """Write down all that an uninterrupted run would have to agree in."""
-        stats = {name: value for name, value in self.trainer.last_stats.items()
-                 if not name.startswith(("time/", "selfcheck/"))}  # each process checks its first epoch  # fmt: skip
-        line = {"epoch": epoch, "stats": stats, "prompts": self.asked, "updates": self.trainer.global_step,
-                "run_id": self.trainer.run_id}  # fmt: skip
+        stats = {
+            name: value
+            for name, value in self.trainer.last_stats.items()
+            if not name.startswith(("time/", "selfcheck/"))
+        }  # each process checks its first epoch
+        line = {
+            "epoch": epoch,
+            "stats": stats,
+            "prompts": self.asked,
+            "updates": self.trainer.global_step,
+            "run_id": self.trainer.run_id,
+        }
         self.asked = []
         with (self.folder / "epochs.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -163,10 +198,13 @@ class Session:
         trainer = self.trainer
         return {
             "weights": trainer.accelerator.unwrap_model(trainer.model).state_dict(),
-            "optimizer": trainer.optimizer.state_dict(), "lr_scheduler": trainer.lr_scheduler.state_dict(),
+            "optimizer": trainer.optimizer.state_dict(),
+            "lr_scheduler": trainer.lr_scheduler.state_dict(),
             "prompt_stats": trainer.prompt_stats and trainer.prompt_stats.state_dict(),
-            "kl_coef": trainer.kl_ctl.value, "queries": trainer.queries, "next": noise(),
-        }  # fmt: skip
+            "kl_coef": trainer.kl_ctl.value,
+            "queries": trainer.queries,
+            "next": noise(),
+        }
 
 
 def main(sessions: list[str]) -> None:

@@ -25,8 +25,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
         [*launch, "-m", "tests.diffusion.run_ddpo_distributed", str(folder)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 

@@ -20,11 +20,21 @@ def brightness(images: torch.Tensor, prompts: Any, metadata: Any) -> torch.Tenso
 def curve() -> Curve:
     with tempfile.TemporaryDirectory() as folder:
         config = DDPOConfig(
-            logdir=folder, mixed_precision="no", num_epochs=EPOCHS, save_freq=100, sample_num_steps=4,
-            sample_batch_size=4, sample_num_batches_per_epoch=2, train_batch_size=2,
-            train_gradient_accumulation_steps=2, train_learning_rate=1e-3, per_prompt_stat_tracking=True,
-            per_prompt_stat_tracking_min_count=2, init_kl_coef=0.01, train_clip_range=1e-2,
-        )  # fmt: skip
+            logdir=folder,
+            mixed_precision="no",
+            num_epochs=EPOCHS,
+            save_freq=100,
+            sample_num_steps=4,
+            sample_batch_size=4,
+            sample_num_batches_per_epoch=2,
+            train_batch_size=2,
+            train_gradient_accumulation_steps=2,
+            train_learning_rate=1e-3,
+            per_prompt_stat_tracking=True,
+            per_prompt_stat_tracking_min_count=2,
+            init_kl_coef=0.01,
+            train_clip_range=1e-2,
+        )
         words = iter(["cat", "dog"] * 100)
         pipeline = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), use_lora=False)
         trainer = DDPOTrainer(config, brightness, lambda: (next(words), {}), pipeline)

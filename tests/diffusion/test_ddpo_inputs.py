@@ -21,9 +21,14 @@ from trimtab_diffusion import (
 )
 
 SMALL = {
-    "mixed_precision": "no", "sample_num_steps": 2, "sample_guidance_scale": 1.0, "sample_batch_size": 2,
-    "sample_num_batches_per_epoch": 2, "train_batch_size": 2, "train_learning_rate": 1e-2,
-}  # fmt: skip
+    "mixed_precision": "no",
+    "sample_num_steps": 2,
+    "sample_guidance_scale": 1.0,
+    "sample_batch_size": 2,
+    "sample_num_batches_per_epoch": 2,
+    "train_batch_size": 2,
+    "train_learning_rate": 1e-2,
+}
 
 
 def redness(images: torch.Tensor, prompts: Any, metadata: Any) -> torch.Tensor:
@@ -79,10 +84,22 @@ def test_a_config_that_cannot_work(settings, message):
 @pytest.mark.parametrize("value", [0, -1, 1.5])
 @pytest.mark.parametrize(
     "name",
-    ["num_epochs", "save_freq", "num_checkpoint_limit", "sample_num_steps", "sample_batch_size",
-     "sample_num_batches_per_epoch", "train_batch_size", "train_gradient_accumulation_steps", "train_num_inner_epochs",
-     "per_prompt_stat_tracking_buffer_size", "per_prompt_stat_tracking_min_count", "max_workers", "group_size"],
-)  # fmt: skip
+    [
+        "num_epochs",
+        "save_freq",
+        "num_checkpoint_limit",
+        "sample_num_steps",
+        "sample_batch_size",
+        "sample_num_batches_per_epoch",
+        "train_batch_size",
+        "train_gradient_accumulation_steps",
+        "train_num_inner_epochs",
+        "per_prompt_stat_tracking_buffer_size",
+        "per_prompt_stat_tracking_min_count",
+        "max_workers",
+        "group_size",
+    ],
+)
 def test_counts_are_whole_and_positive(name, value):
     with pytest.raises(ValueError, match=f"{name}={value} must be a whole number of at least 1"):
         DDPOConfig(**{name: value})
@@ -91,17 +108,38 @@ def test_counts_are_whole_and_positive(name, value):
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "name",
-    ["train_learning_rate", "train_max_grad_norm", "train_adv_clip_max", "train_clip_range", "train_clip_range_nats",
-     "sample_eta", "target", "horizon", "train_adam_epsilon"],
-)  # fmt: skip
+    [
+        "train_learning_rate",
+        "train_max_grad_norm",
+        "train_adv_clip_max",
+        "train_clip_range",
+        "train_clip_range_nats",
+        "sample_eta",
+        "target",
+        "horizon",
+        "train_adam_epsilon",
+    ],
+)
 def test_numbers_are_positive(name, value):
     with pytest.raises(ValueError, match=f"{name}={value} must be a finite number above 0"):
         DDPOConfig(**{name: value})
 
 
 def test_the_flags_of_both_parsers():
-    words = ["--num_epochs", "3", "--train_clip_range", "1e-3", "--per_prompt_stat_tracking", "true", "--log_with",
-             "wandb", "--negative_prompts", "dull", "--sample_guidance_scale", "1"]  # fmt: skip
+    words = [
+        "--num_epochs",
+        "3",
+        "--train_clip_range",
+        "1e-3",
+        "--per_prompt_stat_tracking",
+        "true",
+        "--log_with",
+        "wandb",
+        "--negative_prompts",
+        "dull",
+        "--sample_guidance_scale",
+        "1",
+    ]
     [ours] = parse_config(DDPOConfig, argv=words)
     [theirs] = HfArgumentParser(DDPOConfig).parse_args_into_dataclasses(words)
     assert ours == theirs
@@ -173,9 +211,12 @@ def test_unusable_rewards_train_nothing(reward, message, is_async):
 def test_another_reward_that_is_unusable_is_named():
     with pytest.raises(ValueError, match=r"brightness returned rewards of shape \[\]"):
         DDPOTrainer(
-            DDPOConfig(**SMALL), redness, a_cat, tiny.stable_diffusion(),
+            DDPOConfig(**SMALL),
+            redness,
+            a_cat,
+            tiny.stable_diffusion(),
             other_rewards={"brightness": lambda images, *_: images.mean()},
-        ).step(0, 0)  # fmt: skip
+        ).step(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -282,11 +323,19 @@ def test_the_documented_example_runs_with_its_import_changed(tmp_path, offline_w
         logged.append((global_step, list(result)))
 
     config = DDPOConfig(
-        num_epochs=2, train_gradient_accumulation_steps=1, sample_num_steps=3, sample_batch_size=2,
-        train_batch_size=2, sample_num_batches_per_epoch=2, per_prompt_stat_tracking=True,
-        per_prompt_stat_tracking_buffer_size=32, tracker_project_name="stable_diffusion_training", log_with=tracker,
-        train_learning_rate=1e-2, num_checkpoint_limit=1,
-    )  # fmt: skip
+        num_epochs=2,
+        train_gradient_accumulation_steps=1,
+        sample_num_steps=3,
+        sample_batch_size=2,
+        train_batch_size=2,
+        sample_num_batches_per_epoch=2,
+        per_prompt_stat_tracking=True,
+        per_prompt_stat_tracking_buffer_size=32,
+        tracker_project_name="stable_diffusion_training",
+        log_with=tracker,
+        train_learning_rate=1e-2,
+        num_checkpoint_limit=1,
+    )
     config.project_kwargs = {
         "logging_dir": str(tmp_path / "logs"),
         "automatic_checkpoint_naming": True,

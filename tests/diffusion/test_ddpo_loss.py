@@ -207,10 +207,17 @@ def test_an_update_follows_the_gradient_of_the_loss_by_hand(tmp_path: Path, kind
         copies["rewards"] = torch.cat([batch[3] for batch in batches])
 
     made = trainer(
-        str(tmp_path), pipeline(kind), prompt_function=lambda: (PROMPT, {}), image_samples_hook=move,
-        sample_num_batches_per_epoch=PICTURES // 2, train_batch_size=2, train_gradient_accumulation_steps=2,
-        train_clip_range=CLIP, negative_prompts="dull", init_kl_coef=0.3,
-    )  # fmt: skip
+        str(tmp_path),
+        pipeline(kind),
+        prompt_function=lambda: (PROMPT, {}),
+        image_samples_hook=move,
+        sample_num_batches_per_epoch=PICTURES // 2,
+        train_batch_size=2,
+        train_gradient_accumulation_steps=2,
+        train_clip_range=CLIP,
+        negative_prompts="dull",
+        init_kl_coef=0.3,
+    )
     found, samples = gradients(made), samples_of(made)
     made.step(0, 0)
     drawn, pipe = samples[0].trajectories, made.sd_pipeline.sd_pipeline
@@ -298,15 +305,22 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
         for step in range(STEPS):
             times = pipe.scheduler.timesteps[step].expand(4)
             with torch.no_grad():
-                results.append(made.calculate_loss(
-                    way[:, step], times, way[:, step + 1], drawn.logprobs[:, step], advantages, embeds
-                ))  # fmt: skip
+                results.append(
+                    made.calculate_loss(
+                        way[:, step], times, way[:, step + 1], drawn.logprobs[:, step], advantages, embeds
+                    )
+                )
 
     made = trainer(
-        str(tmp_path), getattr(tiny, kind)(dtype=torch.float64), prompt_function=lambda: (PROMPT, {}),
-        image_samples_hook=hook, sample_num_batches_per_epoch=2, train_batch_size=4,
-        train_gradient_accumulation_steps=1, sample_guidance_scale=scale,
-    )  # fmt: skip
+        str(tmp_path),
+        getattr(tiny, kind)(dtype=torch.float64),
+        prompt_function=lambda: (PROMPT, {}),
+        image_samples_hook=hook,
+        sample_num_batches_per_epoch=2,
+        train_batch_size=4,
+        train_gradient_accumulation_steps=1,
+        sample_guidance_scale=scale,
+    )
     samples = samples_of(made)
     made.step(0, 0)
     loss, approx_kl, clipped = (torch.stack([each[i] for each in results]).mean() for i in range(3))
@@ -328,9 +342,13 @@ def test_calculate_loss_works_before_any_step(tmp_path: Path, kind: str, scale: 
     for step in range(STEPS):
         steps = torch.full((4,), step)
         loss, approx_kl, clipped = made.calculate_loss(
-            drawn.before(rows, steps, "cpu"), drawn.steps.timesteps[steps], drawn.after(rows, steps, "cpu"),
-            drawn.scored(rows, steps, "cpu"), advantages, drawn.conditions.select(rows, steps, "cpu"),
-        )  # fmt: skip
+            drawn.before(rows, steps, "cpu"),
+            drawn.steps.timesteps[steps],
+            drawn.after(rows, steps, "cpu"),
+            drawn.scored(rows, steps, "cpu"),
+            advantages,
+            drawn.conditions.select(rows, steps, "cpu"),
+        )
         assert float(loss) == pytest.approx(-0.625, rel=1e-6)
         assert (float(approx_kl), float(clipped)) == (pytest.approx(0, abs=1e-12), 0)
 

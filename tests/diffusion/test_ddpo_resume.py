@@ -120,11 +120,19 @@ def test_a_fresh_process_goes_on_and_so_does_the_tracker_under_its_id(runs):
 def trainer(folder: Path, *, use_lora: bool = True, rank: int = 4, **settings: Any) -> DDPOTrainer:
     config = DDPOConfig(
         **{
-            "num_epochs": 2, "logdir": str(folder), "log_with": "none", "mixed_precision": "no", "sample_num_steps": 2,
-            "sample_guidance_scale": 1.0, "sample_batch_size": 2, "sample_num_batches_per_epoch": 1,
-            "train_batch_size": 2, "train_learning_rate": 1e-2,
-        } | settings
-    )  # fmt: skip
+            "num_epochs": 2,
+            "logdir": str(folder),
+            "log_with": "none",
+            "mixed_precision": "no",
+            "sample_num_steps": 2,
+            "sample_guidance_scale": 1.0,
+            "sample_batch_size": 2,
+            "sample_num_batches_per_epoch": 1,
+            "train_batch_size": 2,
+            "train_learning_rate": 1e-2,
+        }
+        | settings
+    )
     with tiny.from_seed(1):
         pipeline = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), use_lora=use_lora, lora_rank=rank)
     return DDPOTrainer(config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("cat", {}), pipeline)

@@ -23,10 +23,16 @@ KINDS = ("stable_diffusion", "stable_diffusion_xl", "stable_diffusion_3")
 def trainer_of(pipeline: Any, **settings: Any) -> DDPOTrainer:
     config = DDPOConfig(
         **{
-            "mixed_precision": "no", "sample_num_steps": 2, "sample_guidance_scale": 3.0, "sample_batch_size": 2,
-            "sample_num_batches_per_epoch": 1, "train_batch_size": 2, "train_learning_rate": 3e-2,
-        } | settings
-    )  # fmt: skip
+            "mixed_precision": "no",
+            "sample_num_steps": 2,
+            "sample_guidance_scale": 3.0,
+            "sample_batch_size": 2,
+            "sample_num_batches_per_epoch": 1,
+            "train_batch_size": 2,
+            "train_learning_rate": 3e-2,
+        }
+        | settings
+    )
     return DDPOTrainer(config, lambda images, *_: images[:, 0].mean((1, 2)), lambda: ("a cat", {}), pipeline)
 
 
@@ -245,8 +251,10 @@ def test_what_is_pushed_is_what_is_saved(tmp_path, monkeypatch, use_lora):
     assert there.made["created"] == there.made["repo_id"] == "me/cats"
     assert (there.made["private"], there.made["commit_message"]) == (True, "First")
     trainer.save_pretrained(tmp_path / "disk")
-    names = [sorted(path.relative_to(tmp_path / each).as_posix() for path in (tmp_path / each).rglob("*"))
-             for each in ("hub", "disk")]  # fmt: skip
+    names = [
+        sorted(path.relative_to(tmp_path / each).as_posix() for path in (tmp_path / each).rglob("*"))
+        for each in ("hub", "disk")
+    ]
     assert names[0] == names[1]
     if use_lora:
         fresh = tiny.stable_diffusion()

@@ -65,9 +65,15 @@ def test_ratios_start_from_one(tmp_path: Path, kind: str, use_lora: bool, dtype:
     """With guidance, in micro-batches of three pairs out of pictures drawn in pairs, whatever latents are kept in."""
     pipeline = KINDS[kind]()
     made = trainer(
-        str(tmp_path), pipeline, use_lora=use_lora, trajectory_dtype=dtype, sample_num_batches_per_epoch=3,
-        train_batch_size=3, train_gradient_accumulation_steps=2, sample_eta=0.7,
-    )  # fmt: skip
+        str(tmp_path),
+        pipeline,
+        use_lora=use_lora,
+        trajectory_dtype=dtype,
+        sample_num_batches_per_epoch=3,
+        train_batch_size=3,
+        train_gradient_accumulation_steps=2,
+        sample_eta=0.7,
+    )
     if use_lora:
         with torch.no_grad():
             for name, weight in made.sd_pipeline.denoiser.named_parameters():
@@ -133,9 +139,14 @@ def test_groups_are_of_one_prompt(tmp_path: Path):
 def test_regression_learns_its_samples(tmp_path: Path, monkeypatch, estimator: str, kind: str):
     """On the same samples again and again its loss falls; the self-check of ratios is not its own."""
     made = trainer(
-        str(tmp_path), kind=kind, estimator=estimator, rwr_beta=100.0, rwr_top=0.5, train_num_inner_epochs=12,
+        str(tmp_path),
+        kind=kind,
+        estimator=estimator,
+        rwr_beta=100.0,
+        rwr_top=0.5,
+        train_num_inner_epochs=12,
         train_learning_rate=1e-2 if kind == "sd3" else 5e-3,
-    )  # fmt: skip
+    )
     losses: list[float] = []
     usual = ddpo_trainer.regression_loss
 
@@ -186,9 +197,11 @@ def test_rewards_of_any_dtype(tmp_path: Path, dtype: torch.dtype):
 def test_other_rewards_are_logged_and_not_trained_on(tmp_path: Path):
     seen: list[Any] = []
     made = trained(
-        tmp_path, 1, other_rewards={"red": lambda images, *_: images[:, 0].mean((1, 2))},
+        tmp_path,
+        1,
+        other_rewards={"red": lambda images, *_: images[:, 0].mean((1, 2))},
         image_samples_hook=lambda batches, *_: seen.extend(batches),
-    )  # fmt: skip
+    )
     pictures = torch.cat([batch[0] for batch in seen])
     assert made.last_stats["other/red"] == pytest.approx(float(pictures[:, 0].mean()), rel=1e-5)
     assert made.last_stats["reward_mean"] == pytest.approx(float(pictures.mean()), rel=1e-5)
@@ -309,9 +322,15 @@ def fresh_accelerate() -> Iterator[None]:
 def test_bf16_trains(tmp_path: Path, kind: str, use_lora: bool, kl: float):
     """Frozen parts in bf16, what trains in float32; in batches as drawn the replay has no rounding of its own."""
     made = trainer(
-        str(tmp_path), kind=kind, use_lora=use_lora, mixed_precision="bf16", init_kl_coef=kl, train_batch_size=2,
-        train_gradient_accumulation_steps=4, train_clip_range_nats=1.0,
-    )  # fmt: skip
+        str(tmp_path),
+        kind=kind,
+        use_lora=use_lora,
+        mixed_precision="bf16",
+        init_kl_coef=kl,
+        train_batch_size=2,
+        train_gradient_accumulation_steps=4,
+        train_clip_range_nats=1.0,
+    )
     before = weights(made)
     made.step(0, 0)
     assert {weight.dtype for weight in before.values()} == {torch.float32}
@@ -355,11 +374,21 @@ def test_the_reward_rises_and_falls_with_its_sign_turned(tmp_path: Path):
 
     def last(sign: float, rate: float) -> float:
         made = trained(
-            tmp_path, 8, kind="sd3", reward=lambda *given: sign * brightness(*given), train_learning_rate=rate,
-            other_rewards={"brightness": brightness}, sample_batch_size=32, sample_num_batches_per_epoch=1,
-            train_batch_size=32, train_gradient_accumulation_steps=1, sample_guidance_scale=1.0,
-            train_clip_range_nats=20.0, train_num_inner_epochs=2, train_warmup_steps=5,
-        )  # fmt: skip
+            tmp_path,
+            8,
+            kind="sd3",
+            reward=lambda *given: sign * brightness(*given),
+            train_learning_rate=rate,
+            other_rewards={"brightness": brightness},
+            sample_batch_size=32,
+            sample_num_batches_per_epoch=1,
+            train_batch_size=32,
+            train_gradient_accumulation_steps=1,
+            sample_guidance_scale=1.0,
+            train_clip_range_nats=20.0,
+            train_num_inner_epochs=2,
+            train_warmup_steps=5,
+        )
         return made.last_stats["other/brightness"]
 
     untrained = last(1, 1e-12)
@@ -371,9 +400,11 @@ def test_the_reward_rises_and_falls_with_its_sign_turned(tmp_path: Path):
 def test_the_penalty_keeps_the_policy_near(tmp_path: Path, use_lora: bool):
     """Adapters have the frozen weights as their reference, other policies a copy; both begin at a KL of 0."""
     settings = {
-        **ONE_UPDATE, "use_lora": use_lora, "train_learning_rate": 1e-2 if use_lora else 1e-3,
+        **ONE_UPDATE,
+        "use_lora": use_lora,
+        "train_learning_rate": 1e-2 if use_lora else 1e-3,
         "train_num_inner_epochs": 4,
-    }  # fmt: skip
+    }
     free, held = (
         trained(tmp_path, 2, init_kl_coef=coef, **settings).last_stats["objective/kl"] for coef in (1e-9, 50.0)
     )
@@ -385,9 +416,14 @@ def test_the_penalty_keeps_the_policy_near(tmp_path: Path, use_lora: bool):
 def test_the_adaptive_controller_moves(tmp_path: Path):
     """By at most 20 % of 8 pictures in a horizon of 16; the KL of the first update is 0."""
     made = trainer(
-        str(tmp_path), init_kl_coef=0.5, adap_kl_ctrl=True, target=1e-3, horizon=16, train_learning_rate=1e-3,
+        str(tmp_path),
+        init_kl_coef=0.5,
+        adap_kl_ctrl=True,
+        target=1e-3,
+        horizon=16,
+        train_learning_rate=1e-3,
         **ONE_UPDATE,
-    )  # fmt: skip
+    )
     coefficients = []
     for epoch in range(3):
         made.step(epoch, made.global_step)

@@ -45,10 +45,16 @@ def trained_with(pipeline: Any, **settings: Any) -> DDPOTrainer:
     """A trainer after one epoch of four updates."""
     config = DDPOConfig(
         **{
-            "mixed_precision": "no", "sample_num_steps": 2, "sample_guidance_scale": 3.0, "sample_batch_size": 2,
-            "sample_num_batches_per_epoch": 2, "train_batch_size": 1, "train_learning_rate": 1e-2,
-        } | settings
-    )  # fmt: skip
+            "mixed_precision": "no",
+            "sample_num_steps": 2,
+            "sample_guidance_scale": 3.0,
+            "sample_batch_size": 2,
+            "sample_num_batches_per_epoch": 2,
+            "train_batch_size": 1,
+            "train_learning_rate": 1e-2,
+        }
+        | settings
+    )
     trainer = DDPOTrainer(config, lambda images, *_: images[:, 0].mean((1, 2)), lambda: ("a cat", {}), pipeline)
     trainer.step(0, 0)
     return trainer
@@ -234,8 +240,14 @@ def test_pictures_come_with_how_they_were_drawn():
 @pytest.mark.parametrize("kind", ["stable_diffusion", "stable_diffusion_3"])
 def test_a_step_by_hand_is_the_recorded_one(kind):
     pipeline, eta = DDPOStableDiffusionPipeline(getattr(tiny, kind)()), 0.7
-    made = pipeline(["a cat", "a dog"], eta=eta, num_inference_steps=4, guidance_scale=3.0, output_type="pt",
-                    generator=tiny.generator())  # fmt: skip
+    made = pipeline(
+        ["a cat", "a dog"],
+        eta=eta,
+        num_inference_steps=4,
+        guidance_scale=3.0,
+        output_type="pt",
+        generator=tiny.generator(),
+    )
     tracks = made.trajectories
     for i, time in enumerate(pipeline.scheduler.timesteps):
         rows, steps = torch.arange(2), torch.full((2,), i)

@@ -15,15 +15,63 @@ from trimtab_diffusion.prompts import (
 )
 
 WITH_AN = [
-    "ant", "elephant", "iguana", "octopus", "umbrella", "urchin", "usher", "otter", "owl", "undertaker",
-    "uninvited guest", "unimpressed cat", "unidentified bird", "hour", "hourglass", "heir", "honest dog", "x-ray fish",
-    "e-bike", "old ewe", "onion", "eel", "Airedale", "EntleBucher",
-]  # fmt: skip
+    "ant",
+    "elephant",
+    "iguana",
+    "octopus",
+    "umbrella",
+    "urchin",
+    "usher",
+    "otter",
+    "owl",
+    "undertaker",
+    "uninvited guest",
+    "unimpressed cat",
+    "unidentified bird",
+    "hour",
+    "hourglass",
+    "heir",
+    "honest dog",
+    "x-ray fish",
+    "e-bike",
+    "old ewe",
+    "onion",
+    "eel",
+    "Airedale",
+    "EntleBucher",
+]
 WITH_A = [
-    "cat", "bee", "horse", "hen", "house", "unicorn", "unicycle", "uniform", "union", "unit", "unique bird",
-    "university", "European hare", "ewe", "eucalyptus", "one-eyed cat", "user", "used car", "usual cat", "utensil",
-    "utility", "utopia", "ukulele", "urologist", "urial", "ouija board", "U-boat", "T-rex", "yak", "Hen",
-]  # fmt: skip
+    "cat",
+    "bee",
+    "horse",
+    "hen",
+    "house",
+    "unicorn",
+    "unicycle",
+    "uniform",
+    "union",
+    "unit",
+    "unique bird",
+    "university",
+    "European hare",
+    "ewe",
+    "eucalyptus",
+    "one-eyed cat",
+    "user",
+    "used car",
+    "usual cat",
+    "utensil",
+    "utility",
+    "utopia",
+    "ukulele",
+    "urologist",
+    "urial",
+    "ouija board",
+    "U-boat",
+    "T-rex",
+    "yak",
+    "Hen",
+]
 
 
 def drawn(prompts: Prompts, count: int) -> list[tuple[str, dict]]:
@@ -93,14 +141,14 @@ def test_lines_of_a_file_are_prompts(tmp_path: Path):
 
 
 def test_files_and_lists_without_prompts_are_refused(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"absent.txt is not a file. Give a text file"):
+    with pytest.raises(FileNotFoundError, match=r"absent.txt is not a file. Pass a text file"):
         from_file(tmp_path / "absent.txt")
     with pytest.raises(FileNotFoundError, match="is not a file"):
         from_file(tmp_path)
     (tmp_path / "empty.txt").write_text("\n  \n")
-    with pytest.raises(ValueError, match=r"empty.txt holds no prompt: every line of it is empty"):
+    with pytest.raises(ValueError, match=r"empty.txt has no prompt: all its lines are empty"):
         from_file(tmp_path / "empty.txt")
-    with pytest.raises(ValueError, match="nouns is empty; at least one is needed"):
+    with pytest.raises(ValueError, match=r"nouns is empty. Pass at least one"):
         nouns_activities([])
-    with pytest.raises(ValueError, match="activities='riding a bike' is one string; a list is needed"):
+    with pytest.raises(ValueError, match=r"activities='riding a bike' is one string. Pass a list"):
         nouns_activities(["cat"], "riding a bike")

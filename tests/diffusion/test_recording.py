@@ -11,7 +11,8 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipe
 from tests.diffusion import tiny
 from torch.distributions import Normal
 
-from trimtab_diffusion.recording import Trajectories, record
+from trimtab_diffusion.recorder import record
+from trimtab_diffusion.recording import Trajectories
 
 PROMPTS = ["a red cat", "two dogs"]
 NEGATIVE = ["dull", "blurred, grey"]

@@ -80,9 +80,13 @@ def clip(clip_folder: Path) -> CLIPModel:
 def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("classifier")
     config = ViTConfig(
-        **MODEL, **PICTURE, initializer_range=0.3, hidden_dropout_prob=0.2, id2label=dict(enumerate(LABELS)),
+        **MODEL,
+        **PICTURE,
+        initializer_range=0.3,
+        hidden_dropout_prob=0.2,
+        id2label=dict(enumerate(LABELS)),
         label2id={name: index for index, name in enumerate(LABELS)},
-    )  # fmt: skip
+    )
     with tiny.from_seed(1):
         ViTForImageClassification(config).half().save_pretrained(folder)
     ViTImageProcessor(size={"height": SIZE, "width": SIZE}).save_pretrained(folder)
@@ -175,12 +179,12 @@ def test_aesthetic_score_is_the_perceptron_of_the_unit_embedding(
 
 def test_weights_that_are_no_aesthetic_predictor_for_this_clip_are_refused(clip_folder: Path, tmp_path: Path):
     torch.save(predictor(width=768), tmp_path / "large.pth")
-    with pytest.raises(ValueError, match=r"large.pth does not hold an aesthetic predictor over .* of 10 numbers"):
+    with pytest.raises(ValueError, match=r"large.pth is not an aesthetic predictor for .* of 10 numbers"):
         AestheticScore(tmp_path / "large.pth", clip=clip_folder)
     torch.save({}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"holds 2 files of weights \(large.pth, other.pt\); one is needed"):
+    with pytest.raises(ValueError, match=r"has 2 files of weights \(large.pth, other.pt\), and one is needed"):
         AestheticScore(tmp_path, clip=clip_folder)
-    with pytest.raises(FileNotFoundError, match=r"There is no file .*absent.pth. Give one"):
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*absent.pth. Pass one"):
         AestheticScore(tmp_path / "absent.pth", clip=clip_folder)
 
 
@@ -231,13 +235,13 @@ def test_a_model_in_training_mode_is_taken_with_its_processor(classifier_folder:
     processor = ViTImageProcessor.from_pretrained(classifier_folder)
     reward = ClassifierReward(model, label="cat", processor=processor)
     torch.testing.assert_close(reward(by_pil(pictures()), PROMPTS, ()), logprobs[:, 0], rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="A model without its image processor came in"):
+    with pytest.raises(ValueError, match="A model came without its image processor"):
         ClassifierReward(model, label="cat")
 
 
 def test_classes_that_are_missing_or_unknown_are_refused(classifier_folder: Path):
     for wrong in ({}, {"label": "cat", "label_key": "noun"}):
-        with pytest.raises(ValueError, match="exactly one of them is needed"):
+        with pytest.raises(ValueError, match="Pass exactly one of them"):
             ClassifierReward(classifier_folder, **wrong)
     with pytest.raises(
         ValueError, match=r"label is 'cow', which is not a class .* It has 'cat', 'dog', 'horse'; an index"

@@ -205,7 +205,7 @@ def test_flow_refuses_only_negative_eta():
 
 def test_unknown_predictions_are_refused():
     alpha = torch.tensor([0.5])
-    with pytest.raises(ValueError, match="'flow' is none of epsilon, sample, v_prediction"):
+    with pytest.raises(ValueError, match=r"'flow' is unknown. Use epsilon, sample or v_prediction"):
         ddim_gaussian(noise(1, 2), noise(1, 2), alpha=alpha, alpha_next=alpha, eta=1.0, prediction_type="flow")
 
 
@@ -260,9 +260,13 @@ def variance_gap(count: int, eta: float) -> float:
         x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
         velocity = (t - (1 - t) * data_var) / marginal * (x - (1 - t) * data_mean) - data_mean
         (shift, end), std = flow_gaussian(
-            velocity, x, sigma=torch.tensor([t] * 2).double(), sigma_next=torch.tensor([t_next] * 2).double(),
-            sigma_second=0.5, eta=eta,
-        )  # fmt: skip
+            velocity,
+            x,
+            sigma=torch.tensor([t] * 2).double(),
+            sigma_next=torch.tensor([t_next] * 2).double(),
+            sigma_second=0.5,
+            eta=eta,
+        )
         slope = float(end - shift)
         mean, var = float(shift) + slope * mean, slope**2 * var + float(std[0]) ** 2
         gaps = (mean - (1 - t_next) * data_mean, var - (1 - t_next) ** 2 * data_var - t_next**2)
@@ -330,7 +334,7 @@ def test_index_of_finds_steps(scheduler: Any):
     assert steps.index_of(scheduler.timesteps[index]).tolist() == index.tolist()
     unknown = scheduler.timesteps[index] + 3
     unknown[1] = scheduler.timesteps[0]
-    with pytest.raises(ValueError, match="are not steps of the schedule") as error:
+    with pytest.raises(ValueError, match="Use those of the schedule") as error:
         steps.index_of(unknown)
     assert str(unknown[[0, 2, 3]].tolist()) in str(error.value)
     assert str(scheduler.timesteps.tolist()) in str(error.value)

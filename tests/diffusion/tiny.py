@@ -43,10 +43,17 @@ def tokenizer() -> CLIPTokenizer:
 
 def text_encoder(projection: int | None = None) -> Any:
     config = CLIPTextConfig(
-        vocab_size=len(VOCABULARY), hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=TEXT_LENGTH, bos_token_id=VOCABULARY[SPECIAL[0]], eos_token_id=VOCABULARY[SPECIAL[1]],
-        pad_token_id=VOCABULARY[SPECIAL[1]], projection_dim=projection or WIDTH,
-    )  # fmt: skip
+        vocab_size=len(VOCABULARY),
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=TEXT_LENGTH,
+        bos_token_id=VOCABULARY[SPECIAL[0]],
+        eos_token_id=VOCABULARY[SPECIAL[1]],
+        pad_token_id=VOCABULARY[SPECIAL[1]],
+        projection_dim=projection or WIDTH,
+    )
     encoder = CLIPTextModel(config) if projection is None else CLIPTextModelWithProjection(config)
     with torch.no_grad():  # CLIP's own 0.02 makes all prompts nearly one
         for name, weight in encoder.named_parameters():
@@ -58,17 +65,28 @@ def text_encoder(projection: int | None = None) -> Any:
 def vae(channels: int = 4, **settings: Any) -> AutoencoderKL:
     """Halves the image once."""
     return AutoencoderKL(
-        block_out_channels=(8, 8), down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
-        latent_channels=channels, norm_num_groups=4, sample_size=2 * SIZE, **settings,
-    )  # fmt: skip
+        block_out_channels=(8, 8),
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        latent_channels=channels,
+        norm_num_groups=4,
+        sample_size=2 * SIZE,
+        **settings,
+    )
 
 
 def unet(**settings: Any) -> UNet2DConditionModel:
     sizes = {
-        "sample_size": SIZE, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4,
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "mid_block_type": "UNetMidBlock2DCrossAttn",
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": WIDTH, "attention_head_dim": 4,
-    }  # fmt: skip
+        "sample_size": SIZE,
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "mid_block_type": "UNetMidBlock2DCrossAttn",
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "cross_attention_dim": WIDTH,
+        "attention_head_dim": 4,
+    }
     return heard(UNet2DConditionModel(**sizes | settings))
 
 
@@ -84,9 +102,14 @@ def heard(denoiser: Any) -> Any:
 def ddim(**settings: Any) -> DDIMScheduler:
     """DDIM as Stable Diffusion sets it."""
     sizes = {
-        "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
-        "set_alpha_to_one": False, "clip_sample": False, "timestep_spacing": "leading",
-    }  # fmt: skip
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "steps_offset": 1,
+        "set_alpha_to_one": False,
+        "clip_sample": False,
+        "timestep_spacing": "leading",
+    }
     return DDIMScheduler(**sizes | settings)
 
 
@@ -100,10 +123,15 @@ def stable_diffusion(
 ) -> StableDiffusionPipeline:
     with from_seed(seed):
         pipeline = StableDiffusionPipeline(
-            vae=vae(), text_encoder=text_encoder(), tokenizer=tokenizer(), unet=unet(),
-            scheduler=scheduler or ddim(prediction_type=prediction_type), safety_checker=None, feature_extractor=None,
+            vae=vae(),
+            text_encoder=text_encoder(),
+            tokenizer=tokenizer(),
+            unet=unet(),
+            scheduler=scheduler or ddim(prediction_type=prediction_type),
+            safety_checker=None,
+            feature_extractor=None,
             requires_safety_checker=False,
-        )  # fmt: skip
+        )
     return quiet(pipeline, dtype)
 
 
@@ -113,13 +141,20 @@ def stable_diffusion_xl(
     """With two text encoders, their concatenated states and, as added conditions, a pooled one and six sizes."""
     with from_seed(seed):
         pipeline = StableDiffusionXLPipeline(
-            vae=vae(), text_encoder=text_encoder(), text_encoder_2=text_encoder(projection=WIDTH),
-            tokenizer=tokenizer(), tokenizer_2=tokenizer(), scheduler=scheduler or ddim(), add_watermarker=False,
+            vae=vae(),
+            text_encoder=text_encoder(),
+            text_encoder_2=text_encoder(projection=WIDTH),
+            tokenizer=tokenizer(),
+            tokenizer_2=tokenizer(),
+            scheduler=scheduler or ddim(),
+            add_watermarker=False,
             unet=unet(
-                cross_attention_dim=2 * WIDTH, addition_embed_type="text_time", addition_time_embed_dim=4,
+                cross_attention_dim=2 * WIDTH,
+                addition_embed_type="text_time",
+                addition_time_embed_dim=4,
                 projection_class_embeddings_input_dim=WIDTH + 6 * 4,
             ),
-        )  # fmt: skip
+        )
     return quiet(pipeline, dtype)
 
 
@@ -129,16 +164,30 @@ def stable_diffusion_3(
     """A flow; with two CLIP text encoders, and none of T5, for which the pipeline takes zeros."""
     with from_seed(seed):
         transformer = SD3Transformer2DModel(
-            sample_size=SIZE, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
-            num_attention_heads=2, joint_attention_dim=2 * WIDTH, caption_projection_dim=16,
-            pooled_projection_dim=2 * WIDTH, pos_embed_max_size=SIZE, qk_norm="rms_norm",
-        )  # fmt: skip
+            sample_size=SIZE,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=2 * WIDTH,
+            caption_projection_dim=16,
+            pooled_projection_dim=2 * WIDTH,
+            pos_embed_max_size=SIZE,
+            qk_norm="rms_norm",
+        )
         pipeline = StableDiffusion3Pipeline(
-            transformer=transformer, vae=vae(use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06),
-            text_encoder=text_encoder(projection=WIDTH), tokenizer=tokenizer(),
-            text_encoder_2=text_encoder(projection=WIDTH), tokenizer_2=tokenizer(), text_encoder_3=None,
-            tokenizer_3=None, scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0),
-        )  # fmt: skip
+            transformer=transformer,
+            vae=vae(use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06),
+            text_encoder=text_encoder(projection=WIDTH),
+            tokenizer=tokenizer(),
+            text_encoder_2=text_encoder(projection=WIDTH),
+            tokenizer_2=tokenizer(),
+            text_encoder_3=None,
+            tokenizer_3=None,
+            scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0),
+        )
     return quiet(pipeline, dtype)
 
 
@@ -154,9 +203,16 @@ def controlnet(
                 weight.normal_(std=0.3)
             control.controlnet_cond_embedding.conv_out.weight.normal_(std=0.3)
         pipeline = StableDiffusionControlNetPipeline(
-            vae=vae(), text_encoder=text_encoder(), tokenizer=tokenizer(), unet=denoiser, controlnet=control,
-            scheduler=scheduler or ddim(), safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-        )  # fmt: skip
+            vae=vae(),
+            text_encoder=text_encoder(),
+            tokenizer=tokenizer(),
+            unet=denoiser,
+            controlnet=control,
+            scheduler=scheduler or ddim(),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
         image = torch.rand(1, 3, 2 * SIZE, 2 * SIZE)
     return quiet(pipeline, dtype), image
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+
 from experiments import assets
 from experiments.assets import AssetError, Package, data, registry
 

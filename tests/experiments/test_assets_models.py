@@ -4,7 +4,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from experiments import assets
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -15,6 +14,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from experiments import assets
 
 HEADS, KV_HEADS, LAYERS, CONTEXT = 4, 2, 2, 64
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

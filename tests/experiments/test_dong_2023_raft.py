@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot as plt
+from tests.lm import tiny
+
 from experiments.dong_2023_raft import train
 from experiments.dong_2023_raft.report import judge
 from experiments.runs import Run, finished_runs
-from matplotlib import pyplot as plt
-from tests.lm import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +25,8 @@ def test_each_round_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(train, "sentiment", lambda texts: [text.count("e") for text in texts])
     sizes = {"rounds": 2, "prompts": 2, "k": 4, "max_new_tokens": 6, "eval_prompts": 2, "samples": 1}
     quiet = {"report_to": "none", "use_cpu": True, "logging_steps": 1}
-    config = train.SentimentRAFTConfig(output_dir=str(tmp_path / "run"), learning_rate=1e-2, **quiet)
-    train.main(train.RunConfig(model=str(tmp_path / "model"), **sizes), config)
+    folders = {"output_dir": str(tmp_path / "run"), "model": str(tmp_path / "model")}
+    train.main(*train.settings([], learning_rate=1e-2, **folders, **sizes, **quiet))
     (run,) = finished_runs(tmp_path)
     rounds, rewards = run.curve("round", "eval_reward")
     assert rounds == [0, 1, 2]
@@ -38,8 +39,9 @@ def test_each_round_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def made(k: int, seed: int, *rewards: float) -> Run:
     """A run with these rewards of held-out prompts, before the first round and after each."""
-    history = [{"step": i, "round": i, "eval_reward": reward, "reward_of_best": reward} for i, reward in
-               enumerate(rewards)]  # fmt: skip
+    history = [
+        {"step": i, "round": i, "eval_reward": reward, "reward_of_best": reward} for i, reward in enumerate(rewards)
+    ]
     return Run(Path("made"), {"k": k, "seed": seed}, history, {"reward": rewards[-1]})
 
 
@@ -51,8 +53,11 @@ def test_each_k_above_one_must_rise_and_neighbours_are_compared():
     runs = [made(1, 0, 0.2, 0.1, 0.2), made(4, 0, 0.2, 0.4, 0.5), made(16, 0, 0.2, 0.5, 0.7)]
     report = judge(runs)
     assert [verdict.claim.partition(":")[0] for verdict in report.verdicts] == [
-        "K = 4", "K = 16", "K = 4 climbs faster than K = 1", "K = 16 climbs faster than K = 4"
-    ]  # fmt: skip
+        "K = 4",
+        "K = 16",
+        "K = 4 climbs faster than K = 1",
+        "K = 16 climbs faster than K = 4",
+    ]
     assert all(verdict.passed for verdict in report.verdicts)
     assert list(report.figures) == ["figure"]
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
 from experiments.figures import (
     Verdict,
     curves,
@@ -21,7 +23,6 @@ from experiments.figures import (
     tiled,
     write_page,
 )
-from PIL import Image
 
 GOOD = Verdict("reward rises", "more than 0", "0.4", True)
 BAD = Verdict("KL is held", "4 to 16", "21.0", False)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tests.lm import tiny
+
 from experiments import sentiment_ppo
 from experiments.gao_2022_overoptimization import gold, train
 from experiments.gao_2022_overoptimization.curve import Fit, fit, running_mean
@@ -17,9 +19,6 @@ from experiments.gao_2022_overoptimization.proxy import Normalised, Proxy, gold_
 from experiments.gao_2022_overoptimization.report import CLAIM, TITLE, judge
 from experiments.reports import report_on
 from experiments.runs import Run, read_history
-from tests.lm import tiny
-
-from trimtab_common.config import parse_config
 
 WORDS = ["bad", "good", "dog", "cat", "red", "sad", "big", "odd"]
 
@@ -129,9 +128,16 @@ def test_both_scores_have_mean_0_and_deviation_1_over_the_initial_policys_sample
 
     monkeypatch.setitem(train.gold_and_proxy.__globals__, "continued", spied)
     both = gold_and_proxy(
-        tiny.llama(max_position_embeddings=256), tiny.tokenizer(), lambda texts: [float(len(text)) for text in texts],
-        openings(), labels=6, baseline=12, penalty=1.0, max_new_tokens=6, seed=3,
-    )  # fmt: skip
+        tiny.llama(max_position_embeddings=256),
+        tiny.tokenizer(),
+        lambda texts: [float(len(text)) for text in texts],
+        openings(),
+        labels=6,
+        baseline=12,
+        penalty=1.0,
+        max_new_tokens=6,
+        seed=3,
+    )
     initial, first, second = samples
     assert (len(initial), len(first), len(second)) == (12, 6, 6)
     assert first != second
@@ -180,19 +186,17 @@ def test_a_running_mean_is_over_neighbours():
 
 def test_help_is_shown_and_the_defaults_are_valid(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        parse_config(train.RunConfig, train.ProxyPPOConfig, argv=["--help"])
+        train.settings(["--help"])
     assert "--labels" in capsys.readouterr().out
-    run, ppo = parse_config(train.RunConfig, train.ProxyPPOConfig, argv=["--labels=7"])
+    run, ppo = train.settings(["--labels=7"])
     assert run.labels == 7
     assert (ppo.init_kl_coef, ppo.adap_kl_ctrl) == (0, False)
 
 
 def test_two_steps_on_a_tiny_model_log_gold_beside_the_proxy(model: str, tmp_path: Path):
-    run = train.RunConfig(
-        model=model, encoder=model, labels=4, baseline=8, max_new_tokens=4, eval_prompts=2, samples=1
-    )  # fmt: skip
+    run = train.RunConfig(model=model, encoder=model, labels=4, baseline=8, max_new_tokens=4, eval_prompts=2, samples=1)
     sizes = {"steps": 2, "batch_size": 4, "mini_batch_size": 2, "log_with": "none", "output_dir": str(tmp_path / "run")}
-    train.main(run, train.ProxyPPOConfig(**sizes))
+    train.main(run, train.settings([], **sizes)[1])
     history = read_history(tmp_path / "run")
     assert len(history) == 2
     for row in history:
@@ -223,8 +227,9 @@ def outcomes(runs: list[Run]) -> dict[str, bool]:
 
 
 def test_curves_that_peak_and_fall_and_move_out_pass():
-    runs = [made_up(labels, seed, peak=peak + seed / 10)
-            for labels, peak in ((32, 1.5), (128, 3.0)) for seed in range(3)]  # fmt: skip
+    runs = [
+        made_up(labels, seed, peak=peak + seed / 10) for labels, peak in ((32, 1.5), (128, 3.0)) for seed in range(3)
+    ]
     found = outcomes(runs)
     assert len(found) == 8
     assert all(found.values())

@@ -2,30 +2,29 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from experiments import sentiment_ppo
-from experiments.huang_2024_details import report, train
-from experiments.huang_2024_details.details import RECIPE, DetailsPPOConfig, RunConfig, make_trainer
-from experiments.runs import Run
 from matplotlib import pyplot as plt
 from tests.lm import tiny
 from tools.sweeper.search import grid_size, suggest
 from tools.sweeper.spec import read_sweep
 
-from trimtab_common.config import parse_config, to_flat_dict
+from experiments import sentiment_ppo
+from experiments.huang_2024_details import report, train
+from experiments.huang_2024_details.details import DETAILS, make_trainer
+from experiments.runs import Run
+from trimtab_common.config import to_flat_dict
 
 FOLDER = Path(train.__file__).parent
 SMALL = {"batch_size": 4, "mini_batch_size": 4, "ppo_epochs": 1, "log_with": None}
 
 
 def trainer(**settings: Any) -> Any:
-    return make_trainer(DetailsPPOConfig(**SMALL | settings), tiny.policy(), tokenizer=tiny.tokenizer())
+    return make_trainer(train.settings([], **SMALL | settings)[1], tiny.policy(), tokenizer=tiny.tokenizer())
 
 
 # What the settings do --------------------------------------------------------------------------------------------
@@ -78,10 +77,11 @@ def test_two_steps_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         sentiment_ppo, "openings", lambda: ["the cat", "a dog", "he went", "so it", "one day", "at the"]
     )
-    run = RunConfig(model=str(tmp_path / "model"), max_new_tokens=4, eval_prompts=2, samples=1, stops=(".", "a"))
-    train.main(run, DetailsPPOConfig(**SMALL, steps=2, output_dir=str(tmp_path / "run")))
+    sizes = {"steps": 2, "max_new_tokens": 4, "eval_prompts": 2, "samples": 1, "stops": (".", "a")}
+    folders = {"model": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
+    train.main(*train.settings([], **SMALL, **sizes, **folders))
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert {name: config[name] for name in RECIPE} == RECIPE
+    assert {name: config[name] for name in DETAILS} == DETAILS
     rows = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(name in rows[0] for name, _ in report.STABILITY.values())
@@ -89,14 +89,14 @@ def test_two_steps_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {path.name for path in (tmp_path / "run").glob("*.png")} == {"figure.png", "effects.png"}
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [FOLDER / "reproduce.yaml", FOLDER / "sweep.yaml"], ids=lambda file: file.name)
 def test_a_sweep_has_the_recipe_and_reproduce_each_detail_alone(file: Path):
     sweep = read_sweep(file)
     names = set()
     for number in range(grid_size(sweep)):
         found = suggest(sweep, number=number, seed=0, trials=[], history=lambda trial: [])
         words = [f"--{name}={value}" for name, value in found.parameters.items()]
-        run, ppo = parse_config(RunConfig, DetailsPPOConfig, argv=words)
+        run, ppo = train.settings(words)
         (name,) = report.by_setting([Run(Path("x"), to_flat_dict(run, ppo), [], {})])
         names.add(name)
     assert "recipe" in names
@@ -116,7 +116,7 @@ def close_figures() -> Iterator[None]:
     plt.close("all")
 
 
-DETAILS = {
+CHANGED = {
     "whiten_advantages=False": {"whiten_advantages": False},
     "whiten_rewards=True": {"whiten_rewards": True},
     "cliprange_value=1000.0": {"cliprange_value": 1000.0},
@@ -128,7 +128,7 @@ DETAILS = {
 
 
 def made_up(setting: str = "recipe", seed: int = 0, **summary: float) -> Run:
-    config = to_flat_dict(replace(DetailsPPOConfig(log_with=None), seed=seed, **DETAILS.get(setting, {})))
+    config = to_flat_dict(*train.settings([], log_with=None, seed=seed, **CHANGED.get(setting, {})))
     row = {name: 1.0 for name, _ in report.STABILITY.values()}
     found = {"reward_before": 0.2, "reward": 0.6, "kl": 4.0, "ended": 0.9} | summary
     return Run(Path("none", setting, str(seed)), config, [{"step": 1, **row}, {"step": 2, **row}], found)
@@ -144,8 +144,8 @@ def verdict(setting: str, *gaps: float) -> bool | None:
 
 
 def test_every_expectation_is_of_a_setting_that_exists():
-    assert set(DETAILS) == set(report.EXPECTED)
-    assert {next(iter(report.by_setting([made_up(name)]))) for name in DETAILS} == set(DETAILS)
+    assert set(CHANGED) == set(report.EXPECTED)
+    assert {next(iter(report.by_setting([made_up(name)]))) for name in CHANGED} == set(CHANGED)
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,15 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tests.lm import tiny
+
 from experiments.dong_2023_raft import train as raft
 from experiments.rafailov_2023_dpo_frontier import train as dpo
 from experiments.runs import read_history
 from experiments.shao_2024_grpo import train as grpo
 from experiments.stiennon_2020_summarize import reward, sft
-from tests.lm import tiny
 
-from trimtab_common.config import parse_config
-
-CONFIGS = {
-    sft: sft.SpeechSFTConfig,
-    reward: reward.PairRewardConfig,
-    raft: raft.SentimentRAFTConfig,
-    dpo: dpo.SentimentDPOConfig,
-    grpo: grpo.SumsGRPOConfig,
-}
+PROGRAMS = [sft, reward, raft, dpo, grpo]
 
 
 @pytest.fixture
@@ -35,7 +28,7 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
-def settings(tmp_path: Path, **others: Any) -> dict[str, Any]:
+def quiet(tmp_path: Path, **others: Any) -> dict[str, Any]:
     batch = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
     return (
         {"output_dir": str(tmp_path / "run"), "report_to": "none", "logging_steps": 1, "use_cpu": True} | batch | others
@@ -54,12 +47,12 @@ def logged(history: list[dict[str, Any]], name: str) -> list[float]:
     return [row[name] for row in history if name in row]
 
 
-@pytest.mark.parametrize("script", CONFIGS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", PROGRAMS, ids=lambda script: script.__name__)
 def test_help_is_shown_and_the_defaults_are_valid(script: ModuleType, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        parse_config(script.RunConfig, CONFIGS[script], argv=["--help"])
+        script.settings(["--help"])
     assert "--learning_rate" in capsys.readouterr().out
-    run, args = parse_config(script.RunConfig, CONFIGS[script], argv=["--report_to=none", "--model=x"])
+    run, args = script.settings(["--report_to=none", "--model=x"])
     assert run.model == "x"
     assert args.report_to == []
 
@@ -70,7 +63,7 @@ def test_sft_learns_speeches(
     addresses = [{"president": name, "text": "we are here. it is so. go on now. be well."} for name in ("a", "b", "c")]
     monkeypatch.setattr(sft, "state_of_the_union", lambda: addresses)
     run = sft.RunConfig(model=model, held_out=("c",), words=6, samples=1, max_new_tokens=4)
-    sft.main(run, sft.SpeechSFTConfig(**settings(tmp_path, max_steps=2, max_length=64)))
+    sft.main(run, sft.settings([], **quiet(tmp_path, max_steps=2, max_length=64))[1])
     history = left_behind(tmp_path)
     assert [row["step"] for row in history if "loss" in row] == [1, 2]
     assert len(logged(history, "eval_loss")) == 2
@@ -99,7 +92,7 @@ def test_reward_model_learns_reviews(
     texts = [f"{'good' if i % 2 else 'bad'} film {'abcdefghijklmnopqrstuvwxyz'[i]}" for i in range(26)]
     reviews = Dataset.from_dict({"text": texts, "label": [i % 2 for i in range(26)]})
     monkeypatch.setattr(reward, "imdb_reviews", lambda: reviews)
-    reward.main(reward.RunConfig(model=model), reward.PairRewardConfig(**settings(tmp_path, max_steps=2)))
+    reward.main(reward.RunConfig(model=model), reward.settings([], **quiet(tmp_path, max_steps=2))[1])
     history = left_behind(tmp_path)
     assert len(logged(history, "loss")) == 2
     assert history[-1]["eval_accuracy"] == logged(history, "eval_accuracy")[-2]
@@ -129,7 +122,7 @@ def test_raft_learns_the_best_of_its_samples(
     monkeypatch.setattr(raft, "openings", openings)
     monkeypatch.setattr(raft, "sentiment", lambda texts: [text.count("e") for text in texts])
     run = raft.RunConfig(model=model, rounds=2, prompts=2, k=8, max_new_tokens=6, eval_prompts=2, samples=1)
-    raft.main(run, raft.SentimentRAFTConfig(**settings(tmp_path, lr_scheduler_type="constant")))
+    raft.main(run, raft.settings([], **quiet(tmp_path, lr_scheduler_type="constant"))[1])
     history = left_behind(tmp_path)
     assert all(
         best > mean for best, mean in zip(*(logged(history, n) for n in ("reward_of_best", "reward")), strict=True)
@@ -139,8 +132,10 @@ def test_raft_learns_the_best_of_its_samples(
     for rows, expected in zip(learnt, best, strict=True):
         counts = [int((labels == e).sum()) for labels in rows["labels"]]  # the prompt's own e does not count
         assert sum(counts) / len(counts) == expected
-        assert all(torch.equal(ids[labels >= 0], labels[labels >= 0])
-                   for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True))  # fmt: skip
+        assert all(
+            torch.equal(ids[labels >= 0], labels[labels >= 0])
+            for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True)
+        )
     shown = capsys.readouterr().out
     assert "round 2 of 2" in shown
     assert "reward of 2 other prompts" in shown
@@ -148,7 +143,7 @@ def test_raft_learns_the_best_of_its_samples(
 
 def test_grpo_answers_sums(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = grpo.RunConfig(model=model, largest=4, eval_prompts=2, samples=1)
-    grpo.main(run, grpo.SumsGRPOConfig(**settings(tmp_path, max_steps=2, num_generations=2)))
+    grpo.main(run, grpo.settings([], **quiet(tmp_path, max_steps=2, num_generations=2))[1])
     history = left_behind(tmp_path)
     assert [row["step"] for row in history if "loss" in row] == [1, 2]
     assert len(logged(history, "eval_reward")) == 2

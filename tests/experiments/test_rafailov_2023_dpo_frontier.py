@@ -7,12 +7,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from matplotlib import pyplot as plt
+from tests.lm import tiny
+
 from experiments import sentiment_ppo
 from experiments.rafailov_2023_dpo_frontier import pairs, ppo, sft, train
 from experiments.rafailov_2023_dpo_frontier.report import best_within, judge, points_of
 from experiments.runs import Run, finished_runs
-from matplotlib import pyplot as plt
-from tests.lm import tiny
 
 OPENINGS = ["the cat", "a dog", "he went", "so it", "one day", "at the"]
 
@@ -54,13 +55,11 @@ def arguments(tmp_path: Path) -> dict[str, Any]:
     return {"output_dir": str(tmp_path / "run"), "max_steps": 3, **rate, **quiet}
 
 
-@pytest.mark.parametrize(
-    ("program", "config"), [(train, train.SentimentDPOConfig), (sft, sft.ChosenSFTConfig)], ids=["dpo", "sft"]
-)
+@pytest.mark.parametrize("program", [train, sft], ids=["dpo", "sft"])
 def test_learning_from_pairs_is_looked_at_on_its_way(
-    program: ModuleType, config: type, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    program: ModuleType, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    program.main(offline(model), config(**arguments(tmp_path)))
+    program.main(offline(model), program.settings([], **arguments(tmp_path))[1])
     (run,) = finished_runs(tmp_path)
     steps, kls = run.curve("step", "eval_kl")
     assert steps == [0, 1, 2, 3]
@@ -74,8 +73,8 @@ def test_learning_from_pairs_is_looked_at_on_its_way(
 
 def test_ppo_is_looked_at_on_its_way(model: str, tmp_path: Path):
     sizes = {"steps": 3, "batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-2}
-    config = ppo.SentimentPPOConfig(output_dir=str(tmp_path / "run"), log_with=None, **sizes)
-    ppo.main(ppo.RunConfig(model=model, **SIZES), config)
+    folders = {"output_dir": str(tmp_path / "run"), "model": model}
+    ppo.main(*ppo.settings([], log_with=None, **folders, **sizes, **SIZES))
     (run,) = finished_runs(tmp_path)
     steps, kls = run.curve("step", "eval_kl")
     assert steps == [1, 2]
@@ -136,9 +135,11 @@ def test_the_answer_alone_is_learnt():
 # The verdicts ----------------------------------------------------------------------------------------------------
 
 SETTINGS = {
-    "DPO": {"loss_type": "sigmoid"}, "IPO": {"loss_type": "ipo"}, "SFT": {},
+    "DPO": {"loss_type": "sigmoid"},
+    "IPO": {"loss_type": "ipo"},
+    "SFT": {},
     "PPO": {"init_kl_coef": 0.1, "steps": 3, "batch_size": 4},
-}  # fmt: skip
+}
 
 
 def made(method: str, seed: int, *points: tuple[float, float]) -> Run:

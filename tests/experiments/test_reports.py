@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import pyplot as plt
+from tests.lm import tiny
+
 from experiments import reports
 from experiments.evaluation import continued, kl_of_samples
 from experiments.figures import Verdict
 from experiments.reports import Report, spread
 from experiments.runs import Run, append, by, close_folder, finished_runs, open_folder, read_history
-from matplotlib import pyplot as plt
-from tests.lm import tiny
 
 
 def a_run(folder: Path, *, is_over: bool = True, **config: object) -> Path:
@@ -38,7 +39,7 @@ def test_a_run_is_read_back_once_it_is_over(tmp_path: Path):
 def test_a_run_that_begins_anew_is_not_over_and_one_that_goes_on_keeps_its_history(tmp_path: Path):
     a_run(tmp_path)
     open_folder(tmp_path, {"seed": 3}, goes_on=True)
-    with pytest.raises(ValueError, match="no run that is over"):
+    with pytest.raises(ValueError, match="no finished run"):
         finished_runs(tmp_path)
     assert len(read_history(tmp_path)) == 1
     for name in ("checkpoint-3", "checkpoints/checkpoint-4"):
@@ -49,8 +50,9 @@ def test_a_run_that_begins_anew_is_not_over_and_one_that_goes_on_keeps_its_histo
     append(tmp_path, {"step": 7})
     assert read_history(tmp_path) == [{"step": 7}]
     assert {path.name for path in tmp_path.rglob("*checkpoint-*")} == {
-        "replaced-1-checkpoint-3", "replaced-1-checkpoint-4"
-    }  # fmt: skip
+        "replaced-1-checkpoint-3",
+        "replaced-1-checkpoint-4",
+    }
 
 
 def test_history_has_a_row_for_each_step_and_the_later_number_counts(tmp_path: Path):
@@ -113,8 +115,10 @@ def test_the_program_exits_by_its_verdicts_and_leaves_them_in_a_file(
 def test_kl_of_samples_is_the_mean_gap_of_log_probabilities():
     policy, reference = tiny.llama(0).train(), tiny.llama(1)
     prompts, answers = tiny.rows(5, 2, 4), tiny.rows(5, 1, 5, seed=1)
-    gaps = [(tiny.taken_of(policy, *row) - tiny.taken_of(reference, *row)).sum()
-            for row in zip(prompts, answers, strict=True)]  # fmt: skip
+    gaps = [
+        (tiny.taken_of(policy, *row) - tiny.taken_of(reference, *row)).sum()
+        for row in zip(prompts, answers, strict=True)
+    ]
     found = kl_of_samples(policy, reference, prompts, answers, batch_size=2)
     assert found == pytest.approx(float(sum(gaps)) / 5, rel=1e-4)
     assert policy.training

@@ -1,11 +1,13 @@
 """`make reproduce` on a small tree of made-up papers: runs, verdicts, figures and the tables in the READMEs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
 from experiments import reproduce
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +36,6 @@ with wandb.init() as run:
     run.log({{"score": seed}})
 """
 REPORT = """
-import sys
-sys.path.insert(0, {root!r})
 from matplotlib import pyplot as plt
 from experiments.figures import Verdict
 from experiments.reports import Report, main
@@ -43,7 +43,7 @@ from experiments.reports import Report, main
 def judge(runs):
     least = min(run.summary["score"] for run in runs)
     verdict = Verdict("scores | count", "above 0", str(least), least > 0)
-    return Report([verdict], {{"figure": plt.figure()}})
+    return Report([verdict], {"figure": plt.figure()})
 
 main("t", "c", judge)
 """
@@ -58,11 +58,12 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -
         folder.mkdir(parents=True)
         (folder / "reproduce.yaml").write_text(SWEEP.format(paper=paper))
         (folder / "train.py").write_text(TRAIN.format(paper=paper, fails=fails))
-        (folder / "report.py").write_text(REPORT.format(root=str(ROOT)))
+        (folder / "report.py").write_text(REPORT)
         (folder / "README.md").write_text(f"# {paper}\n{reproduce.BEGIN}\nold\n{reproduce.END}\nend\n")
     (tmp_path / "experiments" / "README.md").write_text(f"all\n{reproduce.BEGIN}\n{reproduce.END}\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -7,15 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.lm import tiny
+
 from experiments.figures import Verdict, exit_code
 from experiments.runs import Run, finished_runs
 from experiments.shao_2024_grpo import report, train
-from tests.lm import tiny
 
 CONFIG = {
-    "per_device_train_batch_size": 4, "num_generations": 8, "gradient_accumulation_steps": 1, "max_steps": 10,
-    "steps_per_generation": 1, "scale_rewards": "group", "seed": 0,
-}  # fmt: skip
+    "per_device_train_batch_size": 4,
+    "num_generations": 8,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 10,
+    "steps_per_generation": 1,
+    "scale_rewards": "group",
+    "seed": 0,
+}
 
 
 def a_run(right: float = 0.6, *, calls: int = 10, seconds: float = 20.0, **config: Any) -> Run:
@@ -76,8 +82,10 @@ def test_calls_and_seconds_are_judged_apart():
 
 def test_the_median_of_the_seconds_must_reach_the_factor_and_the_calls_in_every_seed():
     ones = [a_run(seed=seed, calls=8, seconds=12.0) for seed in range(3)]
-    others = [a_run(seed=seed, calls=calls, seconds=seconds, steps_per_generation=4)
-              for seed, (calls, seconds) in enumerate([(2, 2.0), (2, 3.0), (4, 6.0)])]  # fmt: skip
+    others = [
+        a_run(seed=seed, calls=calls, seconds=seconds, steps_per_generation=4)
+        for seed, (calls, seconds) in enumerate([(2, 2.0), (2, 3.0), (4, 6.0)])
+    ]
     found = verdicts_of([*ones, *others])
     assert found["the seconds"].passed
     assert not found["the calls"].passed
@@ -109,15 +117,11 @@ def test_two_runs_are_judged_as_they_are(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    run = train.RunConfig(model=str(tmp_path / "model"), largest=4, eval_prompts=2, samples=1)
+    sizes = {"largest": 4, "eval_prompts": 2, "samples": 1, "max_steps": 4, "num_generations": 2}
+    quiet = {"model": str(tmp_path / "model"), "report_to": "none", "use_cpu": True, "per_device_train_batch_size": 2}
     for factor in (1, 4):
-        train.main(
-            run,
-            train.SumsGRPOConfig(
-                output_dir=str(tmp_path / f"run{factor}"), report_to="none", use_cpu=True, max_steps=4,
-                per_device_train_batch_size=2, num_generations=2, steps_per_generation=factor,
-            ),
-        )  # fmt: skip
+        folder = str(tmp_path / f"run{factor}")
+        train.main(*train.settings([], **sizes, **quiet, output_dir=folder, steps_per_generation=factor))
     runs = finished_runs(tmp_path)
     assert [run.summary["generation_calls"] for run in runs] == [4, 1]
     assert [run.summary["generation_seconds"] for run in runs] == [4.0, 1.0]

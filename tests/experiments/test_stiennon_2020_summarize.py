@@ -13,21 +13,29 @@ import pytest
 import torch
 import wandb
 from datasets import Dataset, DatasetDict
-from experiments.runs import Run, read_history
-from experiments.stiennon_2020_summarize import comparisons, stages, train
-from experiments.stiennon_2020_summarize.report import judge
 from tests.lm import tiny
 from tools.sweeper.records import RunFile
 from transformers import AutoModelForSequenceClassification
 
-from trimtab_common.config import parse_config
-from trimtab_lm.ppo.policy import token_batch
+from experiments.runs import Run, read_history
+from experiments.stiennon_2020_summarize import comparisons, stages, train
+from experiments.stiennon_2020_summarize.report import judge
+from trimtab_lm.ppo.samples import Samples
 
 SIZES = {
-    "words": 12, "prompt_words": 2, "max_length": 64, "max_new_tokens": 5, "sft_steps": 2, "sft_batch_size": 2,
-    "comparisons": (2, 4), "eval_comparisons": 4, "reward_batch_size": 2, "best_of": (2, 3), "eval_prompts": 4,
+    "words": 12,
+    "prompt_words": 2,
+    "max_length": 64,
+    "max_new_tokens": 5,
+    "sft_steps": 2,
+    "sft_batch_size": 2,
+    "comparisons": (2, 4),
+    "eval_comparisons": 4,
+    "reward_batch_size": 2,
+    "best_of": (2, 3),
+    "eval_prompts": 4,
     "samples": 2,
-}  # fmt: skip
+}
 PPO = {"steps": 2, "batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-3, "accelerator_kwargs": {"cpu": True}}
 
 
@@ -129,8 +137,8 @@ def reviews(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_of(tmp_path: Path, model: str, ppo: dict[str, Any] | None = None, **run: Any) -> Path:
     folder = tmp_path / "run"
-    config = train.PolicyPPOConfig(**{"log_with": None, "output_dir": str(folder), **PPO, **(ppo or {})})
-    train.main(train.RunConfig(model=model, **{**SIZES, **run}), config)
+    quiet = {"model": model, "log_with": None, "output_dir": str(folder)}
+    train.main(*train.settings([], **quiet | PPO | SIZES | (ppo or {}) | run))
     return folder
 
 
@@ -204,10 +212,9 @@ def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_hum
             if not seen:
                 seen["text"] = "the film was good"
                 ids = torch.tensor([*self.tokenizer(seen["text"])["input_ids"], self.tokenizer.eos_token_id])
-                row = torch.cat([ids, ids[:1]])[None]  # values stand where a next token is predicted
-                inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+                samples = Samples([ids], [ids[:1]])  # values stand where a next token is predicted
                 with torch.no_grad():
-                    seen["value"] = self.actor_critic.critic(token_batch(inputs, [ids], [ids[:1]]))
+                    seen["value"] = self.scorer.policy(samples, temperature=1.0).values
             return super().step(queries, responses, scores)
 
     monkeypatch.setattr(stages, "PPOTrainer", Spied)
@@ -264,9 +271,9 @@ def test_settings_that_mean_nothing_are_refused(given: dict[str, Any]):
 
 def test_flags_and_help(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        parse_config(train.RunConfig, train.PolicyPPOConfig, argv=["--help"])
+        train.settings(["--help"])
     assert "--sft_learning_rate" in capsys.readouterr().out
-    run, ppo = parse_config(train.RunConfig, train.PolicyPPOConfig, argv=["--comparisons=[3, 5]", "--steps=7"])
+    run, ppo = train.settings(["--comparisons=[3, 5]", "--steps=7"])
     assert (run.comparisons, ppo.steps) == ((3, 5), 7)
 
 
@@ -294,10 +301,19 @@ def test_the_pipeline_is_one_run_of_wandb(model: str, tmp_path: Path, tracked: N
 
 def finished(seed: int, **changes: float) -> Run:
     summary = {
-        "gold_reference": 0.1, "gold_sft": 0.1, "kl_sft": 0.0, "gold_best_of_4": 0.3, "kl_best_of_4": 0.64,
-        "gold_best_of_16": 0.4, "kl_best_of_16": 1.84, "gold_ppo": 0.5 + seed / 100, "kl_ppo": 4.0,
-        "accuracy_8": 0.6, "accuracy_32": 0.65, "accuracy_128": 0.7,
-    }  # fmt: skip
+        "gold_reference": 0.1,
+        "gold_sft": 0.1,
+        "kl_sft": 0.0,
+        "gold_best_of_4": 0.3,
+        "kl_best_of_4": 0.64,
+        "gold_best_of_16": 0.4,
+        "kl_best_of_16": 1.84,
+        "gold_ppo": 0.5 + seed / 100,
+        "kl_ppo": 4.0,
+        "accuracy_8": 0.6,
+        "accuracy_32": 0.65,
+        "accuracy_128": 0.7,
+    }
     history = [{"step": i, "ppo/step": i, "ppo/mean_scores": i, "ppo/gold": i, "objective/kl": i} for i in (1, 2)]
     return Run(Path("nowhere"), {"seed": seed, "init_kl_coef": 0.05}, history, {**summary, **changes})
 

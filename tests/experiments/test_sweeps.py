@@ -16,6 +16,16 @@ import pytest
 import wandb
 import yaml
 from datasets import Dataset
+from PIL import Image
+from tests.lm import tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tools.sweeper.launch import fill_command
+from tools.sweeper.records import RunFile, is_finite
+from tools.sweeper.search import suggest
+from tools.sweeper.spec import Sweep, read_sweep
+from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers.integrations.integration_utils import rewrite_logs
+
 from experiments.assets.data import GUTENBERG
 from experiments.black_2023_ddpo import train as ddpo
 from experiments.dong_2023_raft import train as raft
@@ -28,17 +38,6 @@ from experiments.shao_2024_grpo import train as grpo
 from experiments.stiennon_2020_summarize import reward, sft
 from experiments.stiennon_2020_summarize import train as pipeline
 from experiments.ziegler_2019_sentiment import train as ppo
-from PIL import Image
-from tests.lm import tiny
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tools.sweeper.launch import fill_command
-from tools.sweeper.records import RunFile, is_finite
-from tools.sweeper.search import suggest
-from tools.sweeper.spec import Sweep, read_sweep
-from transformers import PreTrainedTokenizerFast, TrainingArguments
-from transformers.integrations.integration_utils import rewrite_logs
-
-from trimtab_common.config import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(file for kind in ("sweep", "reproduce") for file in (ROOT / "experiments").glob(f"*/{kind}*.yaml"))
@@ -53,25 +52,38 @@ STEPS = {"steps": 2, "batch_size": 4, "mini_batch_size": 2}
 BATCH = {"logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True}
 # What agents pass: a float that Python writes with an e, none, true and false, a mapping; lists and nested names below.
 AWKWARD = {
-    "learning_rate": 1e-05, "resume_from_checkpoint": None, "eval_on_start": False, "disable_tqdm": True,
+    "learning_rate": 1e-05,
+    "resume_from_checkpoint": None,
+    "eval_on_start": False,
+    "disable_tqdm": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
-}  # fmt: skip
+}
 AWKWARD_STEPS = {
-    "learning_rate": 1e-05, "max_grad_norm": None, "adap_kl_ctrl": True, "use_score_scaling": False,
+    "learning_rate": 1e-05,
+    "max_grad_norm": None,
+    "adap_kl_ctrl": True,
+    "use_score_scaling": False,
     "tracker_kwargs": {"tags": ["a", "b"]},
-}  # fmt: skip
+}
 SECTIONS = {  # classes, as a parameter names them
-    "run", "sentiment_ppo", "speech_sft", "pair_reward", "sentiment_raft", "sentiment_dpo", "sums_grpo", "shapes_ddpo",
-    "stories_run", "chosen_sft", "details_ppo", "policy_ppo", "proxy_ppo",
-}  # fmt: skip
+    "run",
+    "stories_run",
+    "ppo",
+    "details_ppo",
+    "sft",
+    "reward",
+    "iterative_sft",
+    "dpo",
+    "grpo",
+    "ddpo",
+}
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program, its configuration, and parameters with which it runs two steps on a tiny model."""
+    """A program, and parameters with which it runs two steps on a tiny model."""
 
     module: ModuleType
-    config: type
     sizes: Mapping[str, Any]
     awkward: Mapping[str, Any]
 
@@ -80,68 +92,116 @@ class Program:
         return str(Path(str(self.module.__file__)).relative_to(ROOT))
 
     @property
-    def run_config(self) -> type:
-        """The class of its other settings."""
-        return getattr(self.module, "RunConfig", None) or self.module.StoriesRun
-
-    @property
     def is_own_loop(self) -> bool:
         """Whether our tracker logs, and not transformers' callbacks."""
-        return not issubclass(self.config, TrainingArguments)
+        return not isinstance(self.parse([])[1], TrainingArguments)
 
     @property
     def takes_model(self) -> bool:
         return self.module is not ddpo
 
     def parse(self, words: list[str]) -> tuple[Any, ...]:
-        return parse_config(self.run_config, self.config, argv=words)
+        return self.module.settings(words)
 
 
 PROGRAMS = [
-    Program(ppo, ppo.SentimentPPOConfig,
-            {**SHORT, **STEPS, "eval_prompts": 2},
-            {**AWKWARD_STEPS, "stories_run": {"sampling_temperature": 0.9}}),
-    Program(details, details.DetailsPPOConfig,
-            {**SHORT, **STEPS, "eval_prompts": 2, "stops": []},
-            {**AWKWARD_STEPS, "logprob_temperature": None, "details_ppo": {"missing_eos_penalty": None},
-             "run": {"sampling_temperature": 0.9}}),
-    Program(gao, gao.ProxyPPOConfig,
-            {**SHORT, **STEPS, "eval_prompts": 2, "labels": 4, "baseline": 8},
-            {**AWKWARD_STEPS, "penalty": 10.0, "run": {"sampling_temperature": 0.9}}),
-    Program(sft, sft.SpeechSFTConfig,
-            {**BATCH, **SHORT, "max_steps": 2, "max_length": 64, "words": 12, "eval_documents": 2},
-            {**AWKWARD, "held_out": ["Cid"], "speech_sft": {"weight_decay": 0.1}}),
-    Program(pipeline, pipeline.PolicyPPOConfig,
-            {**SHORT, **STEPS, "max_new_tokens": 5, "words": 12, "prompt_words": 1, "max_length": 64, "sft_steps": 2,
-             "comparisons": [2, 4], "eval_comparisons": 8, "reward_batch_size": 2, "best_of": [2, 3],
-             "eval_prompts": 2},
-            {"learning_rate": 1e-05, "max_grad_norm": None, "tracker_kwargs": {"tags": ["a", "b"]}, "resume": False,
-             "run": {"label_temperature": 0}}),
-    Program(reward, reward.PairRewardConfig,
-            {**BATCH, "max_steps": 2, "eval_pairs": 2, "train_pairs": 6},
-            {**AWKWARD, "run": {"words": 4}, "pair_reward": {"weight_decay": 0.1}}),
-    Program(raft, raft.SentimentRAFTConfig,
-            {**BATCH, **SHORT, "rounds": 2, "prompts": 2, "eval_prompts": 2},
-            {**AWKWARD, "max_length": None, "run": {"k": 3}}),
-    Program(dpo, dpo.SentimentDPOConfig,
-            {**BATCH, **SHORT, "max_steps": 2, "prompts": 8, "eval_prompts": 2},
-            {**AWKWARD, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "run": {"per_prompt": 5}}),
-    Program(frontier_sft, frontier_sft.ChosenSFTConfig,
-            {**BATCH, **SHORT, "max_steps": 2, "prompts": 8, "eval_prompts": 2, "look_every": 1},
-            {**AWKWARD, "max_length": 64, "chosen_sft": {"weight_decay": 0.1}, "run": {"per_prompt": 5}}),
-    Program(frontier_ppo, frontier_ppo.SentimentPPOConfig,
-            {**SHORT, **STEPS, "eval_prompts": 2, "look_every": 1},
-            {**AWKWARD_STEPS, "run": {"sampling_temperature": 0.9}}),
-    Program(grpo, grpo.SumsGRPOConfig,
-            {**BATCH, "samples": 1, "max_steps": 2, "largest": 10, "eval_prompts": 2},
-            {**AWKWARD, "scale_rewards": "none", "epsilon_high": None, "reward_weights": [0.5],
-             "sums_grpo": {"num_generations": 2}}),
-    Program(ddpo, ddpo.ShapesDDPOConfig,
-            {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2, "eval_pictures": 4},
-            {"train_learning_rate": 1e-05, "negative_prompts": None, "per_prompt_stat_tracking": True,
-             "use_lora": False, "tracker_kwargs": {"tags": ["a", "b"]}, "reward": ["colour_match"],
-             "shapes_ddpo": {"estimator": "sf", "train_gradient_accumulation_steps": 4}}),
-]  # fmt: skip
+    Program(
+        ppo, {**SHORT, **STEPS, "eval_prompts": 2}, {**AWKWARD_STEPS, "stories_run": {"sampling_temperature": 0.9}}
+    ),
+    Program(
+        details,
+        {**SHORT, **STEPS, "eval_prompts": 2, "stops": []},
+        {
+            **AWKWARD_STEPS,
+            "logprob_temperature": None,
+            "details_ppo": {"missing_eos_penalty": None},
+            "stories_run": {"sampling_temperature": 0.9},
+        },
+    ),
+    Program(
+        gao,
+        {**SHORT, **STEPS, "eval_prompts": 2, "labels": 4, "baseline": 8},
+        {**AWKWARD_STEPS, "penalty": 10.0, "run": {"sampling_temperature": 0.9}},
+    ),
+    Program(
+        sft,
+        {**BATCH, **SHORT, "max_steps": 2, "max_length": 64, "words": 12, "eval_documents": 2},
+        {**AWKWARD, "held_out": ["Cid"], "sft": {"weight_decay": 0.1}},
+    ),
+    Program(
+        pipeline,
+        {
+            **SHORT,
+            **STEPS,
+            "max_new_tokens": 5,
+            "words": 12,
+            "prompt_words": 1,
+            "max_length": 64,
+            "sft_steps": 2,
+            "comparisons": [2, 4],
+            "eval_comparisons": 8,
+            "reward_batch_size": 2,
+            "best_of": [2, 3],
+            "eval_prompts": 2,
+        },
+        {
+            "learning_rate": 1e-05,
+            "max_grad_norm": None,
+            "tracker_kwargs": {"tags": ["a", "b"]},
+            "resume": False,
+            "run": {"label_temperature": 0},
+        },
+    ),
+    Program(
+        reward,
+        {**BATCH, "max_steps": 2, "eval_pairs": 2, "train_pairs": 6},
+        {**AWKWARD, "run": {"words": 4}, "reward": {"weight_decay": 0.1}},
+    ),
+    Program(
+        raft,
+        {**BATCH, **SHORT, "rounds": 2, "prompts": 2, "eval_prompts": 2},
+        {**AWKWARD, "max_length": None, "run": {"k": 3}},
+    ),
+    Program(
+        dpo,
+        {**BATCH, **SHORT, "max_steps": 2, "prompts": 8, "eval_prompts": 2},
+        {**AWKWARD, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "run": {"per_prompt": 5}},
+    ),
+    Program(
+        frontier_sft,
+        {**BATCH, **SHORT, "max_steps": 2, "prompts": 8, "eval_prompts": 2, "look_every": 1},
+        {**AWKWARD, "max_length": 64, "sft": {"weight_decay": 0.1}, "run": {"per_prompt": 5}},
+    ),
+    Program(
+        frontier_ppo,
+        {**SHORT, **STEPS, "eval_prompts": 2, "look_every": 1},
+        {**AWKWARD_STEPS, "run": {"sampling_temperature": 0.9}},
+    ),
+    Program(
+        grpo,
+        {**BATCH, "samples": 1, "max_steps": 2, "largest": 10, "eval_prompts": 2},
+        {
+            **AWKWARD,
+            "scale_rewards": "none",
+            "epsilon_high": None,
+            "reward_weights": [0.5],
+            "grpo": {"num_generations": 2},
+        },
+    ),
+    Program(
+        ddpo,
+        {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2, "eval_pictures": 4},
+        {
+            "train_learning_rate": 1e-05,
+            "negative_prompts": None,
+            "per_prompt_stat_tracking": True,
+            "use_lora": False,
+            "tracker_kwargs": {"tags": ["a", "b"]},
+            "reward": ["colour_match"],
+            "ddpo": {"estimator": "sf", "train_gradient_accumulation_steps": 4},
+        },
+    ),
+]
 OF_PATH = {program.path: program for program in PROGRAMS}
 
 
@@ -162,7 +222,7 @@ def first_of(sweep: Sweep) -> dict[str, Any]:
 
 
 def words_of(parameters: Mapping[str, Any], macro: str, folder: Path) -> list[str]:
-    """What an agent's command has behind the program."""
+    """The arguments in an agent's command, after the program."""
     args = {name: {"value": value} for name, value in parameters.items()}
     words = fill_command(COMMANDS[macro], program="train.py", args=args, json_file=folder / "args.json")
     return words[words.index("train.py") + 1 :]
@@ -181,7 +241,7 @@ def assert_holds(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> No
     given: dict[str, Any] = {}
     for name, value in sorted(flat(parameters), key=lambda item: item[0].partition(".")[0] in SECTIONS):
         head, _, field = name.partition(".")
-        given[field if head in SECTIONS else name] = value
+        given[field if field and head in SECTIONS else name] = value  # reward is a class, and a field of DDPO too
     if isinstance(given.get("reward"), list):  # each of its trainings has one
         (given["reward"],) = given["reward"]
     assert {name: config.get(name, "missing") for name in given} == given
@@ -205,8 +265,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (books / member).parent.mkdir(parents=True, exist_ok=True)
         (books / member).write_text("\n\n".join([f"{PROSE[0].upper()}{PROSE[1:]}.", "He cried and hated a dog."] * 50))
     words = PROSE.split()
-    reviews = [{"text": f"the {'good' if i % 2 else 'bad'} film {words[i % len(words)]} {i}", "label": i % 2}
-               for i in range(200)]  # fmt: skip
+    reviews = [
+        {"text": f"the {'good' if i % 2 else 'bad'} film {words[i % len(words)]} {i}", "label": i % 2}
+        for i in range(200)
+    ]
     speeches = [{"year": i, "president": name, "text": f"{PROSE}. {PROSE}."} for i, name in enumerate(("Ann", "Cid"))]
     speeches += [{"year": 3, "president": "George Washington", "text": f"{PROSE}."}] * 2
     for name, rows in (("imdb-1", reviews), ("sotu-1", speeches)):
@@ -233,7 +295,7 @@ def end_wandb() -> None:
 
 
 def tiny_run(program: Program, place: Path) -> dict[str, Any]:
-    names = [name for name in ("model", "encoder") if name in {field.name for field in fields(program.run_config)}]
+    names = [name for name in ("model", "encoder") if name in {field.name for field in fields(program.parse([])[0])}]
     return {**program.sizes, **({name: str(place / "model") for name in names} if program.takes_model else {})}
 
 
@@ -356,7 +418,7 @@ def test_the_experiments_own_settings_are_in_the_run_without_a_sweep(program: Mo
 def test_a_sweeps_run_of_ddpo_is_one_training(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
     with pytest.raises(SystemExit, match="2 trainings"):
-        ddpo.main(ddpo.RunConfig(reward=["rgb_alignment", "colour_match"]), ddpo.ShapesDDPOConfig(log_with=None))
+        ddpo.main(*ddpo.settings([], reward=["rgb_alignment", "colour_match"], log_with=None))
     assert not Path("runs").exists()
 
 
@@ -369,6 +431,7 @@ def test_a_sweeps_run_of_ddpo_is_one_training(here: Path, monkeypatch: pytest.Mo
 def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("WANDB_DIR", "WANDB_PROJECT", "WANDB_MODE"):  # the tool's own
         monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     sweep = read_sweep(file)
     program = program_of(sweep)
     source = yaml.safe_load(file.read_text())

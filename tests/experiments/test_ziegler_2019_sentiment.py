@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib import pyplot as plt
+from tests.experiments.test_assets import checkpoint, tensors, tokenizer_bin
+from tests.lm import tiny
+
 from experiments import sentiment_ppo
 from experiments.assets import convert_llama2c
 from experiments.reports import report_on
@@ -15,11 +19,6 @@ from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import Evaluation, StoriesRun, end_at, load, samples_of
 from experiments.ziegler_2019_sentiment import train
 from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, judge
-from matplotlib import pyplot as plt
-from tests.experiments.test_assets import checkpoint, tensors, tokenizer_bin
-from tests.lm import tiny
-
-from trimtab_common.config import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +62,8 @@ def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
 ):
     run = StoriesRun(model=model, max_new_tokens=4, eval_prompts=2, samples=1)
     folder = tmp_path / "run"
-    ppo = train.SentimentPPOConfig(steps=2, batch_size=4, mini_batch_size=2, log_with=None, output_dir=str(folder))
+    sizes = {"steps": 2, "batch_size": 4, "mini_batch_size": 2}
+    _, ppo = train.settings([], **sizes, log_with=None, output_dir=str(folder))
     train.main(run, ppo)
     rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -102,7 +102,8 @@ def test_stops_end_responses_where_they_are_sampled(tmp_path: Path, monkeypatch:
 
 
 def test_another_trainer_can_be_given(model: str, tmp_path: Path):
-    ppo = train.SentimentPPOConfig(steps=1, batch_size=4, mini_batch_size=2, log_with=None, output_dir=str(tmp_path))
+    sizes = {"steps": 1, "batch_size": 4, "mini_batch_size": 2}
+    _, ppo = train.settings([], **sizes, log_with=None, output_dir=str(tmp_path))
     made = []
 
     def make_trainer(config: Any, policy: Any, **others: Any) -> Any:
@@ -120,7 +121,7 @@ def test_another_trainer_can_be_given(model: str, tmp_path: Path):
 @pytest.mark.parametrize("name", ["gpu.yaml"])
 def test_the_files_of_settings_are_of_this_program(name: str):
     file = ROOT / "experiments" / "ziegler_2019_sentiment" / name
-    run, ppo = parse_config(StoriesRun, train.SentimentPPOConfig, argv=["--config", str(file)])
+    run, ppo = train.settings(["--config", str(file)])
     assert run.model == "gpt2"
     assert ppo.target == 12
 
@@ -181,8 +182,9 @@ def test_targets_are_compared_seed_by_seed():
 def test_a_fixed_coefficient_has_no_target_to_hold():
     fixed = [made_up(8.0, 0, adap_kl_ctrl=False), made_up(2.0, 0, adap_kl_ctrl=False, init_kl_coef=0.3)]
     assert outcomes(*fixed) == {
-        "coefficient 0.1: the reward rises": True, "coefficient 0.3: the reward rises": True,
-    }  # fmt: skip
+        "coefficient 0.1: the reward rises": True,
+        "coefficient 0.3: the reward rises": True,
+    }
 
 
 def test_runs_that_differ_in_more_than_the_seed_are_refused():

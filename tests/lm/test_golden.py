@@ -26,15 +26,28 @@ from trimtab_lm import (
 
 STEPS = 10
 TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words.", "tiny."]
-PAIRS = Dataset.from_dict({"prompt": [text[:2] for text in TEXTS], "chosen": [text[2:] for text in TEXTS],
-                           "rejected": [text[3:] + " no" for text in TEXTS]})  # fmt: skip
+PAIRS = Dataset.from_dict(
+    {
+        "prompt": [text[:2] for text in TEXTS],
+        "chosen": [text[2:] for text in TEXTS],
+        "rejected": [text[3:] + " no" for text in TEXTS],
+    }
+)
 KEYS = {
     "sft": ("loss", "entropy", "grad_norm"),
     "reward": ("loss", "accuracy", "scores/margin", "calibration_error", "grad_norm"),
     "dpo": ("loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "entropy/rejected", "grad_norm"),
-    "grpo": ("loss", "reward", "reward_std", "kl", "clip_ratio/region_mean", "entropy", "completions/mean_length",
-             "grad_norm"),
-}  # fmt: skip
+    "grpo": (
+        "loss",
+        "reward",
+        "reward_std",
+        "kl",
+        "clip_ratio/region_mean",
+        "entropy",
+        "completions/mean_length",
+        "grad_norm",
+    ),
+}
 
 
 def count_a(completions: list[str], **columns: Any) -> list[float]:
@@ -43,9 +56,16 @@ def count_a(completions: list[str], **columns: Any) -> list[float]:
 
 def trainer_of(name: str, folder: str) -> Any:
     settings: dict[str, Any] = {
-        "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": STEPS,
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "seed": 1,
-    }  # fmt: skip
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "seed": 1,
+    }
     data: dict[str, Any] = {"train_dataset": PAIRS, "processing_class": tiny.tokenizer()}
     model = tiny.gpt2(dtype=torch.float64)
     if name == "sft":
@@ -72,16 +92,24 @@ def trained(name: str) -> Curve:
 def iterated() -> Curve:
     """Five calls of `step`, two optimizer steps each."""
     with tempfile.TemporaryDirectory() as folder:
-        config = IterativeSFTConfig(folder, use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2,
-                                    gradient_accumulation_steps=2, learning_rate=1e-2, max_steps=STEPS)  # fmt: skip
+        config = IterativeSFTConfig(
+            folder,
+            use_cpu=True,
+            disable_tqdm=True,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            max_steps=STEPS,
+        )
         trainer = IterativeSFTTrainer(tiny.gpt2(dtype=torch.float64), config, processing_class=tiny.tokenizer())
         stats = [trainer.step(texts=[text + "abcde"[call] for text in TEXTS]) for call in range(STEPS // 2)]
     return {key: [float(one[key]) for one in stats] for key in ("loss", "grad_norm", "learning_rate", "num_tokens")}
 
 
 CURVES: dict[str, Callable[[], Curve]] = {
-    **{name: partial(trained, name) for name in KEYS}, "iterative_sft": iterated,
-}  # fmt: skip
+    **{name: partial(trained, name) for name in KEYS},
+    "iterative_sft": iterated,
+}
 
 
 @pytest.mark.filterwarnings("ignore:step .* health/")

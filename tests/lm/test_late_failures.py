@@ -21,12 +21,15 @@ from trimtab_lm import (
     SFTTrainer,
 )
 from trimtab_lm.dpo.evaluation import sample_answers
-from trimtab_lm.sampling.backends import Rollout
+from trimtab_lm.sampling.rollout import Rollout
 
 COLUMNS = {
-    "sft": ["text"], "reward": ["prompt", "chosen", "rejected"], "dpo": ["prompt", "chosen", "rejected"],
-    "grpo": ["prompt"], "iterative_sft": ["prompt", "completion"],
-}  # fmt: skip
+    "sft": ["text"],
+    "reward": ["prompt", "chosen", "rejected"],
+    "dpo": ["prompt", "chosen", "rejected"],
+    "grpo": ["prompt"],
+    "iterative_sft": ["prompt", "completion"],
+}
 KINDS = {
     "sft": (SFTTrainer, SFTConfig, tiny.gpt2),
     "reward": (RewardTrainer, RewardConfig, tiny.scorer),
@@ -39,9 +42,15 @@ KINDS = {
 def trainer(kind: str, folder: Path, dataset: Any, model: Any = None, **settings: Any) -> Any:
     make, config, build = KINDS[kind]
     args = config(
-        output_dir=str(folder), use_cpu=True, report_to="none", save_strategy="no", max_steps=1, disable_tqdm=True,
-        per_device_train_batch_size=2, **settings,
-    )  # fmt: skip
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        max_steps=1,
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        **settings,
+    )
     rewards = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)} if kind == "grpo" else {}
     model = build() if model is None else model
     return make(model, args=args, train_dataset=dataset, processing_class=tiny.tokenizer(), **rewards)
@@ -131,13 +140,23 @@ class Fixed:
 def test_completions_of_a_sampler_of_the_callers_are_measured_as_they_come(tmp_path):
     def made(length):
         args = GRPOConfig(
-            output_dir=str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", max_steps=1,
-            per_device_train_batch_size=2, num_generations=2, disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            max_steps=1,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            disable_tqdm=True,
+        )
         return GRPOTrainer(
-            tiny.gpt2(), lambda completions, **_: [0.0, 1.0] * (len(completions) // 2), args,
-            Dataset.from_dict({"prompt": ["ab", "cd"]}), processing_class=tiny.tokenizer(), rollout=Fixed(length),
-        )  # fmt: skip
+            tiny.gpt2(),
+            lambda completions, **_: [0.0, 1.0] * (len(completions) // 2),
+            args,
+            Dataset.from_dict({"prompt": ["ab", "cd"]}),
+            processing_class=tiny.tokenizer(),
+            rollout=Fixed(length),
+        )
 
     made(62).train()
     with pytest.raises(ValueError, match=r"A prompt of 2 tokens with 63 new ones is too long.*64 positions"):

@@ -30,8 +30,11 @@ CHARACTERS = string.ascii_lowercase + " ."
 SPECIAL = {"<pad>": PAD, "<s>": BOS, "</s>": EOS, "<unk>": UNK}
 VOCABULARY = SPECIAL | {character: len(SPECIAL) + i for i, character in enumerate(CHARACTERS)}
 TOKENS = {
-    "vocab_size": len(VOCABULARY), "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
-}  # fmt: skip
+    "vocab_size": len(VOCABULARY),
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
 WIDTH = 16
 
 
@@ -57,17 +60,25 @@ def gpt2(seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> 
 
 def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> PreTrainedModel:
     sizes = {
-        "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "hidden_size": WIDTH,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
         "initializer_range": 0.3,
-    }  # fmt: skip
+    }
     return seeded(LlamaForCausalLM, LlamaConfig(**sizes | TOKENS | settings), seed, dtype)
 
 
 def t5(seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> PreTrainedModel:
     sizes = {
-        "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "initializer_factor": 4.0,
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "initializer_factor": 4.0,
         "decoder_start_token_id": PAD,
-    }  # fmt: skip
+    }
     return seeded(T5ForConditionalGeneration, T5Config(**sizes | TOKENS | settings), seed, dtype)
 
 

@@ -22,9 +22,15 @@ from trimtab_lm import DPOConfig, DPOTrainer
 def model_of(options: Namespace) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=options.width, intermediate_size=2 * options.width, num_hidden_layers=options.layers,
-        num_attention_heads=4, vocab_size=options.vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=options.width,
+        intermediate_size=2 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=4,
+        vocab_size=options.vocabulary,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -56,11 +62,19 @@ def pairs_of(options: Namespace) -> Dataset:
 
 def training(options: Namespace, folder: str) -> dict[str, Any]:
     return {
-        "output_dir": folder, "per_device_train_batch_size": options.batch, "max_steps": options.steps,
-        "max_length": None, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "output_dir": folder,
+        "per_device_train_batch_size": options.batch,
+        "max_steps": options.steps,
+        "max_length": None,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
         "use_cpu": not torch.cuda.is_available(),
-        "logging_strategy": "no", "bf16": False, "learning_rate": 1e-6, "gradient_checkpointing": False,
-    }  # fmt: skip
+        "logging_strategy": "no",
+        "bf16": False,
+        "learning_rate": 1e-6,
+        "gradient_checkpointing": False,
+    }
 
 
 def ours(options: Namespace, folder: str) -> Callable[[], Any]:

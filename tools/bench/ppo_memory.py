@@ -75,9 +75,12 @@ def main(options: Namespace) -> None:
     print(f"one [batch, time, vocab] tensor in float32: {4 * elements / MIB:.0f} MiB")
     for kl_penalty in options.kl_penalty:
         config = PPOConfig(
-            batch_size=options.batch, mini_batch_size=options.batch, ppo_epochs=1, kl_penalty=kl_penalty,
+            batch_size=options.batch,
+            mini_batch_size=options.batch,
+            ppo_epochs=1,
+            kl_penalty=kl_penalty,
             accelerator_kwargs={"cpu": device.type == "cpu"},
-        )  # fmt: skip
+        )
         policy = AutoModelForCausalLMWithValueHead.from_pretrained(model_of(options).to(device))
         trainer = PPOTrainer(config, policy, tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=2))
 

@@ -24,9 +24,15 @@ Rows = list[Tensor]
 def model_of(options: Namespace, device: torch.device) -> AutoModelForCausalLMWithValueHead:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=options.width, intermediate_size=2 * options.width, num_hidden_layers=options.layers,
-        num_attention_heads=4, vocab_size=options.vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=options.width,
+        intermediate_size=2 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=4,
+        vocab_size=options.vocabulary,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return AutoModelForCausalLMWithValueHead.from_pretrained(LlamaForCausalLM(config).to(device))
 
 
@@ -75,9 +81,11 @@ class Plain:
 
 def trainer_of(options: Namespace, device: torch.device) -> PPOTrainer:
     config = PPOConfig(
-        batch_size=options.batch, mini_batch_size=options.minibatch, ppo_epochs=options.epochs,
+        batch_size=options.batch,
+        mini_batch_size=options.minibatch,
+        ppo_epochs=options.epochs,
         accelerator_kwargs={"cpu": device.type == "cpu"},
-    )  # fmt: skip
+    )
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2)
     return PPOTrainer(config, model_of(options, device), tokenizer=tokenizer)
 
@@ -118,9 +126,16 @@ def main(options: Namespace) -> None:
 if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__)
     for name, default in (
-        ("vocabulary", 32_000), ("width", 256), ("layers", 4), ("batch", 16), ("minibatch", 4), ("epochs", 2),
-        ("query", 64), ("response", 96), ("repeats", 5),
-    ):  # fmt: skip
+        ("vocabulary", 32_000),
+        ("width", 256),
+        ("layers", 4),
+        ("batch", 16),
+        ("minibatch", 4),
+        ("epochs", 2),
+        ("query", 64),
+        ("response", 96),
+        ("repeats", 5),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cpu", action="store_true", help="although there is an accelerator")
     sys.exit(main(parser.parse_args()))

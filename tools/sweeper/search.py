@@ -99,8 +99,10 @@ def _bayes(sweep: Sweep, number: int, seed: int, trials: Sequence[Trial], histor
                 optuna.trial.create_trial(state=state, params=trial.point, distributions=space, value=value)
             )
     point = study.ask(space).params
-    values = [parameter.settings["value"] if parameter.is_constant else _value(parameter, point[parameter.name])
-              for parameter in sweep.parameters]  # fmt: skip
+    values = [
+        parameter.settings["value"] if parameter.is_constant else _value(parameter, point[parameter.name])
+        for parameter in sweep.parameters
+    ]
     return Suggestion(nested(sweep.parameters, values), point)
 
 

@@ -75,8 +75,11 @@ class Store:
             return about
         about = json.loads(path.read_text(encoding="utf-8"))
         changed = [key for key in SAME if about["config"].get(key) != config.get(key)]
-        changed += [f"--{name}" for name, new, old in (("seed", seed, "seed"), ("sweep-id", sweep_id, "id"))
-                    if new is not None and new != about[old]]  # fmt: skip
+        changed += [
+            f"--{name}"
+            for name, new, old in (("seed", seed, "seed"), ("sweep-id", sweep_id, "id"))
+            if new is not None and new != about[old]
+        ]
         if changed:
             raise SweepError(
                 f"{self.folder} holds a sweep that differs in {', '.join(changed)}. Undo the change to go on with it, "

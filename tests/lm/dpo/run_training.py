@@ -17,10 +17,18 @@ DROPLESS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 def bart() -> Any:
     sizes = {
-        "d_model": tiny.WIDTH, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "init_std": 0.3,
-        "decoder_start_token_id": tiny.BOS, "max_position_embeddings": 64, "forced_eos_token_id": None,
-    }  # fmt: skip
+        "d_model": tiny.WIDTH,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "init_std": 0.3,
+        "decoder_start_token_id": tiny.BOS,
+        "max_position_embeddings": 64,
+        "forced_eos_token_id": None,
+    }
     return tiny.seeded(BartForConditionalGeneration, BartConfig(**sizes | tiny.TOKENS))
 
 
@@ -57,10 +65,18 @@ def trainer(
 ) -> Any:
     """One step of SGD over eight pairs. given: DPOTrainer's arguments; config: DPOConfig's."""
     settings = {
-        "max_steps": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1,
-        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": "none", "max_grad_norm": 0.0,
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "report_to": "none",
+        "max_grad_norm": 0.0,
         "lr_scheduler_type": "constant",
-    }  # fmt: skip
+    }
     args = DPOConfig(str(folder), **settings | config)
     arguments = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), **(given or {})}
     return kind(model, args=args, **arguments)
@@ -92,14 +108,24 @@ def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
     size = config.pop("per_device_train_batch_size", 4)
     model = tiny.exact(BUILDERS.get(name, tiny.gpt2)())
     own, weights = trained(
-        model, f"{folder}/{name}-{processes}", given={"train_dataset": dataset(16), "eval_dataset": dataset(10)},
-        per_device_train_batch_size=size * 2 // processes, per_device_eval_batch_size=8 // processes, **config,
-    )  # fmt: skip
+        model,
+        f"{folder}/{name}-{processes}",
+        given={"train_dataset": dataset(16), "eval_dataset": dataset(10)},
+        per_device_train_batch_size=size * 2 // processes,
+        per_device_eval_batch_size=8 // processes,
+        **config,
+    )
     metrics = own.evaluate()
-    stats = [{key: value for key, value in entry.items() if "runtime" not in key and "second" not in key}
-             for entry in own.state.log_history if "loss" in entry]  # fmt: skip
-    kept = {key: value for key, value in metrics.items() if "runtime" not in key and "second" not in key and
-            "preparation" not in key}  # fmt: skip
+    stats = [
+        {key: value for key, value in entry.items() if "runtime" not in key and "second" not in key}
+        for entry in own.state.log_history
+        if "loss" in entry
+    ]
+    kept = {
+        key: value
+        for key, value in metrics.items()
+        if "runtime" not in key and "second" not in key and "preparation" not in key
+    }
     return {"weights": weights, "stats": stats, "metrics": kept}
 
 

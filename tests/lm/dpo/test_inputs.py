@@ -22,9 +22,18 @@ from trimtab_lm.legacy.arguments import DPO
 def make(folder, **arguments):
     """A trainer by the constructor of 2024."""
     args = TrainingArguments(
-        str(folder), max_steps=1, per_device_train_batch_size=4, use_cpu=True, report_to="none", disable_tqdm=True,
-        optim="sgd", learning_rate=0.1, logging_steps=1, save_strategy="no", max_grad_norm=0.0,
-    )  # fmt: skip
+        str(folder),
+        max_steps=1,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        optim="sgd",
+        learning_rate=0.1,
+        logging_steps=1,
+        save_strategy="no",
+        max_grad_norm=0.0,
+    )
     settings = {"model": tiny.exact(tiny.gpt2()), "args": args, "train_dataset": dpo.dataset(4)}
     settings |= {"tokenizer": tiny.tokenizer(), "ref_model": None, "eval_dataset": dpo.dataset(4)}
     return DPOTrainer(**settings | arguments)
@@ -81,7 +90,8 @@ EFFECTS = {
     "train_dataset": ({"train_dataset": dpo.dataset(3)}, lambda own: len(own.train_dataset)),
     "eval_dataset": ({"eval_dataset": {"a": dpo.dataset(3)}}, lambda own: sorted(own.evaluate())),
     "tokenizer": (
-        {"tokenizer": lambda: tiny.tokenizer(eos_token="z")}, lambda own: own.train_dataset[0]["chosen_input_ids"][-1],
+        {"tokenizer": lambda: tiny.tokenizer(eos_token="z")},
+        lambda own: own.train_dataset[0]["chosen_input_ids"][-1],
     ),
     "model_init": ({"model": None, "model_init": lambda: tiny.llama()}, lambda own: type(own.model).__name__),
     "callbacks": ({"callbacks": [Note()]}, lambda own: (setattr(Note, "calls", 0), own.train(), Note.calls)[2]),
@@ -112,7 +122,7 @@ EFFECTS = {
     "ref_model_init_kwargs": None,
     "model_adapter_name": ({"model": adapters, "model_adapter_name": "other"}, lambda own: own.model.active_adapter),
     "ref_adapter_name": ({"model": adapters, "ref_adapter_name": "other"}, lambda own: own.reference.adapter),
-}  # fmt: skip
+}
 """Argument -> arguments that set it, and what then differs.
 
 None: in test_dpo_reference.py, test_models_by_name, and below, test_the_kind_of_model_is_read_off_it.
@@ -150,15 +160,34 @@ def test_the_script_of_2024_trains(tmp_path):
     args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
     with pytest.warns(FutureWarning, match="beta"):
         own = DPOTrainer(
-            tiny.gpt2(), tiny.gpt2(seed=1), beta=0.1, args=args, train_dataset=dpo.dataset(),
-            tokenizer=tiny.tokenizer(), max_length=16, max_prompt_length=6,
-        )  # fmt: skip
+            tiny.gpt2(),
+            tiny.gpt2(seed=1),
+            beta=0.1,
+            args=args,
+            train_dataset=dpo.dataset(),
+            tokenizer=tiny.tokenizer(),
+            max_length=16,
+            max_prompt_length=6,
+        )
     own.train()
     assert isinstance(own.args, DPOConfig)
     assert args.remove_unused_columns  # the caller's object is left alone
     with pytest.warns(FutureWarning):
-        positional = DPOTrainer(tiny.gpt2(), tiny.gpt2(seed=1), 0.3, 0.1, "robust", args, None, -100, 0, "keep_start",
-                                dpo.dataset(), None, tiny.tokenizer())  # fmt: skip
+        positional = DPOTrainer(
+            tiny.gpt2(),
+            tiny.gpt2(seed=1),
+            0.3,
+            0.1,
+            "robust",
+            args,
+            None,
+            -100,
+            0,
+            "keep_start",
+            dpo.dataset(),
+            None,
+            tiny.tokenizer(),
+        )
     config = positional.args
     assert (config.beta, config.label_smoothing, config.loss_type) == (0.3, 0.1, "robust")
     assert (config.truncation_mode, config.padding_value, len(positional.train_dataset)) == ("keep_start", 0, 8)
@@ -296,9 +325,14 @@ def test_samples_of_policy_and_reference_go_into_a_table(build, tmp_path):
     a, b = tiny.VOCABULARY["a"], tiny.VOCABULARY["b"]
     given = {"ref_model": peaked(build(1), b), "eval_dataset": {"one": dpo.dataset(6)}}
     own = dpo.trainer(
-        peaked(build(0), a), tmp_path, given=given, generate_during_eval=True, max_new_tokens=3, num_eval_samples=4,
+        peaked(build(0), a),
+        tmp_path,
+        given=given,
+        generate_during_eval=True,
+        max_new_tokens=3,
+        num_eval_samples=4,
         per_device_eval_batch_size=3,
-    )  # fmt: skip
+    )
     own.tables = Tables()
     own.evaluate()
     [(name, columns, rows)] = own.tables.added
@@ -317,9 +351,13 @@ def test_samples_of_policy_and_reference_go_into_a_table(build, tmp_path):
 def test_without_a_reference_model_the_table_shows_the_policy(tmp_path):
     for config in ({"reference_free": True}, {"precompute_ref_log_probs": True}):
         own = dpo.trainer(
-            tiny.gpt2(), tmp_path, given={"eval_dataset": dpo.dataset(3)}, generate_during_eval=True, max_new_tokens=2,
+            tiny.gpt2(),
+            tmp_path,
+            given={"eval_dataset": dpo.dataset(3)},
+            generate_during_eval=True,
+            max_new_tokens=2,
             **config,
-        )  # fmt: skip
+        )
         own.tables = Tables()
         own.evaluate()
         assert own.tables.added[0][1] == ["prompt", "policy"]
@@ -328,9 +366,13 @@ def test_without_a_reference_model_the_table_shows_the_policy(tmp_path):
 
 def test_samples_of_a_padded_batch(tmp_path):
     own = dpo.trainer(
-        peaked(tiny.llama(), 6), tmp_path, generate_during_eval=True, generation_kwargs={"do_sample": False},
-        given={"ref_model": peaked(tiny.llama(), 7)}, max_new_tokens=2,
-    )  # fmt: skip
+        peaked(tiny.llama(), 6),
+        tmp_path,
+        generate_during_eval=True,
+        generation_kwargs={"do_sample": False},
+        given={"ref_model": peaked(tiny.llama(), 7)},
+        max_new_tokens=2,
+    )
     batch = DPODataCollatorWithPadding()([own.train_dataset[i] for i in range(3)])
     policy, reference = own.generate_from_model_and_ref(own.model, batch)
     read = tiny.tokenizer()

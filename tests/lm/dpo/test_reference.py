@@ -56,9 +56,14 @@ def test_precomputed_is_not_precomputed(name, collator, tmp_path):
 def test_numbers_are_found_again_by_the_content_of_reference_and_data(tmp_path):
     def made(model=None, rows=None, **config):
         own = dpo.trainer(
-            model or tiny.gpt2(), tmp_path / "run", kind=Counting, given={"train_dataset": rows or dpo.dataset()},
-            precompute_ref_log_probs=True, ref_log_probs_cache=str(tmp_path / "cache"), **config,
-        )  # fmt: skip
+            model or tiny.gpt2(),
+            tmp_path / "run",
+            kind=Counting,
+            given={"train_dataset": rows or dpo.dataset()},
+            precompute_ref_log_probs=True,
+            ref_log_probs_cache=str(tmp_path / "cache"),
+            **config,
+        )
         return own.forwards > 0
 
     assert made()
@@ -199,10 +204,12 @@ def test_models_by_name(tmp_path):
     tiny.gpt2().save_pretrained(tmp_path / "policy")
     tiny.tokenizer().save_pretrained(tmp_path / "policy")
     own = dpo.trainer(
-        str(tmp_path / "policy"), tmp_path / "run", model_init_kwargs={"torch_dtype": "bfloat16"},
+        str(tmp_path / "policy"),
+        tmp_path / "run",
+        model_init_kwargs={"torch_dtype": "bfloat16"},
         ref_model_init_kwargs={"dtype": "float64"},
         given={"ref_model": str(tmp_path / "reference"), "processing_class": None},
-    )  # fmt: skip
+    )
     assert own.model.dtype == torch.bfloat16
     assert own.reference.model.dtype == torch.float64
     wte = own.reference.model.transformer.wte.weight

@@ -40,10 +40,21 @@ def test_stopped_and_resumed_is_uninterrupted(name, tmp_path):
         given = {"train_dataset": dpo.dataset(16), "eval_dataset": dpo.dataset(4)}
         given["callbacks"] = [StopAfter(3)] if stops else []
         own = dpo.trainer(
-            model, tmp_path / folder, given=given, max_steps=7, per_device_train_batch_size=2,
-            gradient_accumulation_steps=2, optim="adamw_torch", lr_scheduler_type="linear", save_strategy="steps",
-            save_steps=3, eval_strategy="steps", eval_steps=2, max_grad_norm=0.1, **CASES[name],
-        )  # fmt: skip
+            model,
+            tmp_path / folder,
+            given=given,
+            max_steps=7,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            optim="adamw_torch",
+            lr_scheduler_type="linear",
+            save_strategy="steps",
+            save_steps=3,
+            eval_strategy="steps",
+            eval_steps=2,
+            max_grad_norm=0.1,
+            **CASES[name],
+        )
         own.train(resume_from_checkpoint=resumes)
         return own
 

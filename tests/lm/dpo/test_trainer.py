@@ -89,9 +89,15 @@ def test_a_short_last_window_is_divided_by_its_own_pairs(tmp_path):
     """12 pairs in windows of 2 x 4: by hand a step of SGD on the mean over 8, and one on the mean over the other 4."""
     given = {"train_dataset": dpo.dataset(12)}
     _, found = dpo.trained(
-        tiny.exact(tiny.gpt2()), tmp_path, given=given, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        num_train_epochs=1, max_steps=-1, train_sampling_strategy="sequential",
-    )  # fmt: skip
+        tiny.exact(tiny.gpt2()),
+        tmp_path,
+        given=given,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        max_steps=-1,
+        train_sampling_strategy="sequential",
+    )
     model = tiny.exact(tiny.gpt2())
     own = dpo.trainer(model, tmp_path, given=given)
     rows = list(own.train_dataset)
@@ -175,11 +181,14 @@ def test_statistics_are_means_over_pairs_and_entropies_over_tokens(tmp_path):
     )
     rewards = 0.2 * (chosen - ref_chosen), 0.2 * (rejected - ref_rejected)
     expected = {
-        "logps/chosen": chosen.mean(), "logps/rejected": rejected.mean(), "rewards/chosen": rewards[0].mean(),
-        "rewards/rejected": rewards[1].mean(), "rewards/margins": (rewards[0] - rewards[1]).mean(),
+        "logps/chosen": chosen.mean(),
+        "logps/rejected": rejected.mean(),
+        "rewards/chosen": rewards[0].mean(),
+        "rewards/rejected": rewards[1].mean(),
+        "rewards/margins": (rewards[0] - rewards[1]).mean(),
         "rewards/accuracies": (rewards[0] > rewards[1]).double().mean(),
         "loss": -logsigmoid(rewards[0] - rewards[1]).mean(),
-    }  # fmt: skip
+    }
     for name, value in expected.items():
         assert metrics[f"eval_{name}"] == pytest.approx(float(value), rel=1e-9), name
 
@@ -222,9 +231,17 @@ class ShiftForgotten(DPOTrainer):
 def test_it_learns_the_preference(kind, learns, tmp_path):
     given = {"train_dataset": preferences(), "eval_dataset": preferences(32)}
     own, _ = dpo.trained(
-        tiny.gpt2(), tmp_path, kind=kind, given=given, max_steps=40, learning_rate=5e-3, optim="adamw_torch",
-        per_device_train_batch_size=16, logging_steps=20, beta=0.5,
-    )  # fmt: skip
+        tiny.gpt2(),
+        tmp_path,
+        kind=kind,
+        given=given,
+        max_steps=40,
+        learning_rate=5e-3,
+        optim="adamw_torch",
+        per_device_train_batch_size=16,
+        logging_steps=20,
+        beta=0.5,
+    )
     plain = dpo.trainer(own.model, tmp_path, given={**given, "ref_model": tiny.gpt2()}, beta=0.5)
     metrics = plain.evaluate()
     assert (metrics["eval_rewards/margins"] > 2 and metrics["eval_rewards/accuracies"] > 0.95) is learns
@@ -275,9 +292,13 @@ def test_lora_trains_and_saves_what_peft_loads(resize, tmp_path):
     model.save_pretrained(base)
     config = LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["wte"] if resize else None)
     own, _ = dpo.trained(
-        AutoModelForCausalLM.from_pretrained(base), tmp_path / "run", given={"peft_config": config}, max_steps=2,
-        save_strategy="steps", save_steps=2,
-    )  # fmt: skip
+        AutoModelForCausalLM.from_pretrained(base),
+        tmp_path / "run",
+        given={"peft_config": config},
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+    )
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2")
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
@@ -288,9 +309,14 @@ def test_lora_trains_and_saves_what_peft_loads(resize, tmp_path):
 def test_galore_trains_and_saves_what_transformers_loads(optim, tmp_path):
     pytest.importorskip("galore_torch")
     own, weights = dpo.trained(
-        tiny.llama(), tmp_path, optim=optim, optim_target_modules=["attn", "mlp"], optim_args="rank=2",
-        save_strategy="steps", save_steps=1,
-    )  # fmt: skip
+        tiny.llama(),
+        tmp_path,
+        optim=optim,
+        optim_target_modules=["attn", "mlp"],
+        optim_args="rank=2",
+        save_strategy="steps",
+        save_steps=1,
+    )
     assert tiny.moved(tiny.weights(tiny.llama()), own.model)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     assert_equal_weights(weights, loaded.state_dict())

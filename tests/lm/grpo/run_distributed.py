@@ -15,7 +15,7 @@ from tests.lm import tiny
 from torch import Tensor
 
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
-from trimtab_lm.sampling.backends import Rollout, require_version
+from trimtab_lm.sampling.rollout import Rollout, require_version
 
 GLOBAL_BATCH = 8
 TEXTS = ["hi", "abc", "the cat", "dog.", "a b", "zzz", "go on", "m", "ten", "nine", "x y z", "quick"]
@@ -56,6 +56,18 @@ class Scripted:
         return Rollout(completions, ended)
 
 
+class Fixed(Scripted):
+    """Three completions of each prompt; `ended` says which of them end by themselves."""
+
+    def __init__(self, ended: Sequence[bool]):
+        super().__init__()
+        self.ended = ended
+
+    def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
+        completions = [torch.tensor([5 + k] * (k + 1)) for k in range(num_generations)]
+        return Rollout(completions * len(prompts), list(self.ended) * len(prompts))
+
+
 def vowels(completions: list[str], **_: Any) -> list[float]:
     return [sum(text.count(vowel) for vowel in "aeiou") + 0.1 * len(text) for text in completions]
 
@@ -67,17 +79,35 @@ def prompts(count: int) -> Dataset:
 def config(folder: str, **settings: Any) -> GRPOConfig:
     """Few prompts, no logs, the CPU; settings: anything else."""
     defaults: dict[str, Any] = {
-        "output_dir": folder, "per_device_train_batch_size": 2, "num_generations": 3, "max_completion_length": 6,
-        "learning_rate": 1e-2, "max_steps": STEPS, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
-        "use_cpu": True, "logging_steps": 1, "lr_scheduler_type": "constant",
-    }  # fmt: skip
+        "output_dir": folder,
+        "per_device_train_batch_size": 2,
+        "num_generations": 3,
+        "max_completion_length": 6,
+        "learning_rate": 1e-2,
+        "max_steps": STEPS,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+    }
     return GRPOConfig(**defaults | settings)
 
 
 def trainer(folder: str, model: Any = None, reward: Any = vowels, **settings: Any) -> GRPOTrainer:
     """A tiny GPT-2 on 24 prompts. settings: of the config, and train_dataset, rollout, ... of the trainer."""
-    names = ("train_dataset", "eval_dataset", "rollout", "peft_config", "callbacks", "processing_class", "model_init",
-             "optimizers", "reward_processing_classes")  # fmt: skip
+    names = (
+        "train_dataset",
+        "eval_dataset",
+        "rollout",
+        "peft_config",
+        "callbacks",
+        "processing_class",
+        "model_init",
+        "optimizers",
+        "reward_processing_classes",
+    )
     given = {name: settings.pop(name) for name in names if name in settings}
     given = {"train_dataset": prompts(24), "processing_class": tiny.tokenizer(), **given}
     given.setdefault("rollout", Scripted())
@@ -91,10 +121,15 @@ def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = trainer(
-            folder, tiny.gpt2(dtype=torch.float64), per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=accumulation, per_device_eval_batch_size=2, eval_dataset=prompts(5),
-            average_tokens_across_devices=True, **CASES[name],
-        )  # fmt: skip
+            folder,
+            tiny.gpt2(dtype=torch.float64),
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            per_device_eval_batch_size=2,
+            eval_dataset=prompts(5),
+            average_tokens_across_devices=True,
+            **CASES[name],
+        )
         made.train()
         metrics = made.evaluate()
         logs = [entry for entry in made.state.log_history if "loss" in entry]

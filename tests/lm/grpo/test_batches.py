@@ -17,7 +17,7 @@ from trimtab_lm.grpo.batches import (
     micro_batch,
     window_of,
 )
-from trimtab_lm.sampling.backends import Rollout
+from trimtab_lm.sampling.rollout import Rollout
 
 DECODER = {"is_encoder_decoder": False, "needed_for": "GRPO"}
 

@@ -24,8 +24,14 @@ def test_the_names_that_users_know_have_the_papers_defaults():
 
 
 def test_sampling_settings_reach_the_sampler():
-    chosen = {"max_completion_length": 7, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
-              "repetition_penalty": 1.2}  # fmt: skip
+    chosen = {
+        "max_completion_length": 7,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+    }
     sampling = config(**chosen, generation_kwargs={"typical_p": 0.5}).sampling()
     assert {name: getattr(sampling, name) for name in chosen} == chosen
     assert sampling.generation_kwargs == {"typical_p": 0.5}
@@ -84,8 +90,20 @@ def test_every_own_field_explains_itself():
 
 
 def test_both_parsers_read_it():
-    words = ["--output_dir", "out", "--num_generations", "4", "--scale_rewards", "batch", "--epsilon_high", "0.28",
-             "--loss_type", "grpo", "--max_prompt_length", "12"]  # fmt: skip
+    words = [
+        "--output_dir",
+        "out",
+        "--num_generations",
+        "4",
+        "--scale_rewards",
+        "batch",
+        "--epsilon_high",
+        "0.28",
+        "--loss_type",
+        "grpo",
+        "--max_prompt_length",
+        "12",
+    ]
     (by_transformers,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(words)
     flags = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
     (by_us,) = parse_config(GRPOConfig, argv=[*flags, "--scale_rewards=False", "--reward_weights=[1, 0.5]"])

@@ -44,9 +44,15 @@ def make(folder, settings, **more):
     seed = random.randrange(2**31)
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     options = {
-        "rollout": None, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "disable_dropout": False,
-        "lr_scheduler_type": "linear", "weight_decay": 0.1, "learning_rate": 3e-3,
-    }  # fmt: skip
+        "rollout": None,
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "disable_dropout": False,
+        "lr_scheduler_type": "linear",
+        "weight_decay": 0.1,
+        "learning_rate": 3e-3,
+    }
     return trainer(str(folder), tiny.gpt2(), noisy, **options | settings | more)
 
 

@@ -36,34 +36,58 @@ from trimtab_lm import (
 
 STEPS = 4
 TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words."]
-PAIRS = Dataset.from_dict({"prompt": [text[:2] for text in TEXTS], "chosen": [text[2:] for text in TEXTS],
-                           "rejected": [text[3:] + "!" for text in TEXTS]})  # fmt: skip
+PAIRS = Dataset.from_dict(
+    {
+        "prompt": [text[:2] for text in TEXTS],
+        "chosen": [text[2:] for text in TEXTS],
+        "rejected": [text[3:] + "!" for text in TEXTS],
+    }
+)
 
 
 def make(name: str, folder: Path, *, eval_texts: Sequence[str] = (), **more: Any) -> Any:
     """A trainer of the kind `name` that saves at each of its few steps. eval_texts: for the kind sft."""
     settings: dict[str, Any] = {
-        "use_cpu": True, "disable_tqdm": True, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1,
-        "max_steps": STEPS, "save_total_limit": 1, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
-    } | more  # fmt: skip
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "logging_steps": 1,
+        "max_steps": STEPS,
+        "save_total_limit": 1,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+    } | more
     text = Dataset.from_dict({"text": TEXTS})
     set_seed(3)
     if name == "sft":
-        return SFTTrainer(tiny.gpt2(resid_pdrop=0.3), SFTConfig(str(folder), **settings), train_dataset=text,
-                          eval_dataset=Dataset.from_dict({"text": eval_texts}) if eval_texts else None,
-                          processing_class=tiny.tokenizer())  # fmt: skip
+        return SFTTrainer(
+            tiny.gpt2(resid_pdrop=0.3),
+            SFTConfig(str(folder), **settings),
+            train_dataset=text,
+            eval_dataset=Dataset.from_dict({"text": eval_texts}) if eval_texts else None,
+            processing_class=tiny.tokenizer(),
+        )
     if name == "dpo":
-        return DPOTrainer(tiny.gpt2(), args=DPOConfig(str(folder), **settings), train_dataset=PAIRS,
-                          processing_class=tiny.tokenizer())  # fmt: skip
+        return DPOTrainer(
+            tiny.gpt2(), args=DPOConfig(str(folder), **settings), train_dataset=PAIRS, processing_class=tiny.tokenizer()
+        )
     if name == "reward":
-        return RewardTrainer(tiny.scorer(), RewardConfig(str(folder), **settings), train_dataset=PAIRS,
-                             processing_class=tiny.tokenizer())  # fmt: skip
+        return RewardTrainer(
+            tiny.scorer(), RewardConfig(str(folder), **settings), train_dataset=PAIRS, processing_class=tiny.tokenizer()
+        )
     if name == "grpo":
         config = GRPOConfig(str(folder), num_generations=2, max_completion_length=4, steps_per_generation=2, **settings)
-        return GRPOTrainer(tiny.gpt2(), lambda completions, **_: [float(len(text)) for text in completions], config,
-                           train_dataset=PAIRS.select_columns("prompt"), processing_class=tiny.tokenizer())  # fmt: skip
-    return IterativeSFTTrainer(tiny.gpt2(resid_pdrop=0.3), IterativeSFTConfig(str(folder), **settings),
-                               processing_class=tiny.tokenizer())  # fmt: skip
+        return GRPOTrainer(
+            tiny.gpt2(),
+            lambda completions, **_: [float(len(text)) for text in completions],
+            config,
+            train_dataset=PAIRS.select_columns("prompt"),
+            processing_class=tiny.tokenizer(),
+        )
+    return IterativeSFTTrainer(
+        tiny.gpt2(resid_pdrop=0.3), IterativeSFTConfig(str(folder), **settings), processing_class=tiny.tokenizer()
+    )
 
 
 def run(trainer: Any, *, resume: str | bool | None) -> None:
@@ -85,9 +109,15 @@ class Dies(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for owner, name in (
-            (os, "fsync"), (os, "rename"), (shutil, "rmtree"), (torch, "save"), (Path, "mkdir"), (Path, "touch"),
-            (PreTrainedModel, "save_pretrained"), (TrainerState, "save_to_json"),
-        ):  # fmt: skip
+            (os, "fsync"),
+            (os, "rename"),
+            (shutil, "rmtree"),
+            (torch, "save"),
+            (Path, "mkdir"),
+            (Path, "touch"),
+            (PreTrainedModel, "save_pretrained"),
+            (TrainerState, "save_to_json"),
+        ):
             setattr(owner, name, self.counted(getattr(owner, name)))
 
     def counted(self, operation: Any) -> Any:
@@ -110,8 +140,11 @@ def session(folder: Path, name: str, kill: int) -> None:
         trainer.add_callback(Dies(kill))
     run(trainer, resume=resumes)
     torch.save(trainer.model.state_dict(), folder / "final.pt")
-    history = [{name: value for name, value in line.items() if "time" not in name and "per_second" not in name}
-               for line in trainer.state.log_history if "loss" in line]  # fmt: skip
+    history = [
+        {name: value for name, value in line.items() if "time" not in name and "per_second" not in name}
+        for line in trainer.state.log_history
+        if "loss" in line
+    ]
     (folder / "history.json").write_text(json.dumps(history))
 
 

@@ -54,8 +54,16 @@ def collate(rows):
 
 
 def make(folder, weight=2.0, values=VALUES, **settings):
-    defaults = {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "max_steps": 1, "logging_steps": 1,
-                "optim": "sgd", "learning_rate": 0.01, "max_grad_norm": 0.0}  # fmt: skip
+    defaults = {
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_steps": 1,
+        "logging_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 0.01,
+        "max_grad_norm": 0.0,
+    }
     data = DataOptions(train_dataset=rows(values), eval_dataset=rows(values), data_collator=collate)
     own = LineTrainer(Line(weight), TrainerConfig(str(folder), **defaults | settings), tiny.tokenizer(), data=data)
     own.prepare_datasets()

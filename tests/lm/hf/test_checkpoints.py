@@ -126,9 +126,12 @@ def test_a_new_run_is_refused_a_folder_with_the_checkpoints_of_another(saved):
 
 
 CHANGES: dict[str, tuple[str, Any]] = {
-    "sft": ("learning_rate", 5e-3), "dpo": ("weight_decay", 0.1), "reward": ("seed", 7),
-    "grpo": ("per_device_train_batch_size", 1), "iterative_sft": ("learning_rate", 5e-3),
-}  # fmt: skip
+    "sft": ("learning_rate", 5e-3),
+    "dpo": ("weight_decay", 0.1),
+    "reward": ("seed", 7),
+    "grpo": ("per_device_train_batch_size", 1),
+    "iterative_sft": ("learning_rate", 5e-3),
+}
 
 
 def test_a_resume_with_another_setting_lists_it_and_needs_the_flag(saved):
@@ -237,8 +240,17 @@ def test_the_old_checkpoint_goes_after_the_new_one_is_sealed(tmp_path, monkeypat
 
 def test_the_best_checkpoint_stays_beside_the_last(tmp_path):
     losses = [1.0, 0.5, 2.0, 3.0]
-    trainer = make("sft", tmp_path, save_total_limit=1, eval_texts=TEXTS, eval_strategy="steps", eval_steps=1,
-                   load_best_model_at_end=True, metric_for_best_model="eval_fake", greater_is_better=False)  # fmt: skip
+    trainer = make(
+        "sft",
+        tmp_path,
+        save_total_limit=1,
+        eval_texts=TEXTS,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_fake",
+        greater_is_better=False,
+    )
     trainer.evaluate = lambda **_: {"eval_fake": losses[trainer.state.global_step - 1]}
     trainer.train()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", f"checkpoint-{STEPS}"]

@@ -34,9 +34,15 @@ IDS = torch.tensor([[5, 9, 7, 21, tiny.EOS]])
 
 def trainer(folder: Path, model: Any = None, columns: Any = None, given: Any = None, **config: Any) -> SFTTrainer:
     settings = {
-        "max_steps": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1,
-        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
-    }  # fmt: skip
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
     data = {"train_dataset": Dataset.from_dict(columns or {"text": TEXTS}), "processing_class": tiny.tokenizer()}
     args = SFTConfig(str(folder), **settings | config)
     return SFTTrainer(still() if model is None else model, args, **data | (given or {}))
@@ -108,9 +114,14 @@ def test_adapters_on_a_resized_model_are_saved_so_that_peft_loads_them(is_tied, 
     extra = {"modules_to_save": trained, "ensure_weight_tying": is_tied} if trains_embeddings else {}
     adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **extra)
     own = trainer(
-        tmp_path, base, {"text": [f"{text}<new>" for text in TEXTS]}, learning_rate=1.0, save_strategy="steps",
-        save_steps=1, given={"peft_config": adapters, "processing_class": tokenizer},
-    )  # fmt: skip
+        tmp_path,
+        base,
+        {"text": [f"{text}<new>" for text in TEXTS]},
+        learning_rate=1.0,
+        save_strategy="steps",
+        save_steps=1,
+        given={"peft_config": adapters, "processing_class": tokenizer},
+    )
     row = base.get_input_embeddings().weight[-1].detach().clone()
     own.train()
     ids = torch.tensor([[5, len(tokenizer) - 1, 7]])
@@ -132,9 +143,15 @@ def test_training_stops_early_with_the_best_weights(tmp_path):
     }
     config = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     own = trainer(
-        tmp_path, given=given, max_steps=10, learning_rate=30.0, load_best_model_at_end=True,
-        lr_scheduler_type="constant", max_grad_norm=0.0, **config,
-    )  # fmt: skip
+        tmp_path,
+        given=given,
+        max_steps=10,
+        learning_rate=30.0,
+        load_best_model_at_end=True,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        **config,
+    )
     own.train()
     evaluated = [log["eval_loss"] for log in own.state.log_history if "eval_loss" in log]
     assert len(evaluated) == 1 + evaluated.index(min(evaluated)) + 1 < 10
@@ -197,8 +214,10 @@ def test_the_hub_gets_what_the_strategy_says(strategy: str, tmp_path, monkeypatc
 
 # By where a process is, (rank, rank on its node): its log level, with and without log_on_each_node.
 LEVELS = {
-    (0, 0): (logging.INFO, logging.INFO), (1, 1): (logging.ERROR, logging.ERROR), (2, 0): (logging.INFO, logging.ERROR),
-}  # fmt: skip
+    (0, 0): (logging.INFO, logging.INFO),
+    (1, 1): (logging.ERROR, logging.ERROR),
+    (2, 0): (logging.INFO, logging.ERROR),
+}
 
 
 @pytest.mark.parametrize("place", LEVELS)

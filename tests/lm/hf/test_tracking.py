@@ -28,8 +28,12 @@ def test_wandb_without_a_key_is_offline_and_asks_nothing(tmp_path):
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.getcwd(), "WANDB_SILENT": "true"}
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "out")],
-        cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "offline" in ran.stderr
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
@@ -38,9 +42,11 @@ def test_wandb_without_a_key_is_offline_and_asks_nothing(tmp_path):
 @pytest.mark.usefixtures("offline_wandb")
 def test_a_table_of_an_evaluation_before_training_waits_for_the_run(tmp_path):
     trainer = SimpleNamespace(
-        is_world_process_zero=lambda: True, state=SimpleNamespace(global_step=0),
-        args=SimpleNamespace(report_to=["wandb"]), callback_handler=SimpleNamespace(callbacks=[]),
-    )  # fmt: skip
+        is_world_process_zero=lambda: True,
+        state=SimpleNamespace(global_step=0),
+        args=SimpleNamespace(report_to=["wandb"]),
+        callback_handler=SimpleNamespace(callbacks=[]),
+    )
     tables = Tables()
     tables.add(trainer, "eval_samples", ["text"], [["early"]])
     with wandb.init(dir=str(tmp_path)) as run:

@@ -19,9 +19,15 @@ def exact():
 
 def trainer(model=None, tmp_path="unused", given=None, **config) -> IterativeSFTTrainer:
     settings = {
-        "optim": "sgd", "learning_rate": 1e-2, "max_steps": 100, "per_device_train_batch_size": 2,
-        "save_strategy": "no", "lr_scheduler_type": "constant", "logging_steps": 1, "disable_tqdm": True,
-    }  # fmt: skip
+        "optim": "sgd",
+        "learning_rate": 1e-2,
+        "max_steps": 100,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
     args = IterativeSFTConfig(str(tmp_path), use_cpu=True, **settings | config)
     return IterativeSFTTrainer(
         exact() if model is None else model, args, processing_class=tiny.tokenizer(), **(given or {})
@@ -158,9 +164,14 @@ def test_without_max_steps_the_learning_rate_is_constant_and_it_is_said():
 def test_evaluation_logging_and_saving_go_by_optimizer_steps(tmp_path):
     data = Dataset.from_dict({"text": ["abc", "de"]})
     own = trainer(
-        tmp_path=tmp_path, given={"eval_dataset": data}, eval_strategy="steps", eval_steps=2, save_strategy="steps",
-        save_steps=2, logging_steps=1,
-    )  # fmt: skip
+        tmp_path=tmp_path,
+        given={"eval_dataset": data},
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        logging_steps=1,
+    )
     own.step(ROWS)
     own.step(ROWS)
     logs = own.state.log_history

@@ -20,16 +20,39 @@ from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.legacy.arguments import ARGUMENTS, SetCheckpointsAside, config_from, takes_arguments_of_2024
 
 DOCUMENTED = {
-    "overwrite_output_dir": False, "evaluation_strategy": "no", "per_gpu_train_batch_size": None,
-    "per_gpu_eval_batch_size": None, "warmup_ratio": 0.0, "logging_dir": None, "save_safetensors": True,
-    "no_cuda": False, "use_mps_device": False, "jit_mode_eval": False, "use_ipex": False, "fp16_opt_level": "O1",
-    "half_precision_backend": "auto", "tpu_num_cores": None, "tpu_metrics_debug": False, "past_index": -1,
-    "fsdp_min_num_params": 0, "fsdp_transformer_layer_cls_to_wrap": None, "adafactor": False,
-    "group_by_length": False, "use_legacy_prediction_loop": False, "include_inputs_for_metrics": False,
-    "fp16_backend": "auto", "push_to_hub_model_id": None, "push_to_hub_organization": None,
-    "push_to_hub_token": None, "mp_parameters": "", "torchdynamo": None, "ray_scope": "last",
-    "dispatch_batches": None, "split_batches": False, "include_tokens_per_second": False,
-}  # fmt: skip
+    "overwrite_output_dir": False,
+    "evaluation_strategy": "no",
+    "per_gpu_train_batch_size": None,
+    "per_gpu_eval_batch_size": None,
+    "warmup_ratio": 0.0,
+    "logging_dir": None,
+    "save_safetensors": True,
+    "no_cuda": False,
+    "use_mps_device": False,
+    "jit_mode_eval": False,
+    "use_ipex": False,
+    "fp16_opt_level": "O1",
+    "half_precision_backend": "auto",
+    "tpu_num_cores": None,
+    "tpu_metrics_debug": False,
+    "past_index": -1,
+    "fsdp_min_num_params": 0,
+    "fsdp_transformer_layer_cls_to_wrap": None,
+    "adafactor": False,
+    "group_by_length": False,
+    "use_legacy_prediction_loop": False,
+    "include_inputs_for_metrics": False,
+    "fp16_backend": "auto",
+    "push_to_hub_model_id": None,
+    "push_to_hub_organization": None,
+    "push_to_hub_token": None,
+    "mp_parameters": "",
+    "torchdynamo": None,
+    "ray_scope": "last",
+    "dispatch_batches": None,
+    "split_batches": False,
+    "include_tokens_per_second": False,
+}
 """The names of the documentation of 2024 that transformers 5 has no field for, with their defaults."""
 
 
@@ -119,17 +142,23 @@ ALIASES = [
     ({"include_inputs_for_metrics": True}, "include_for_metrics", ["inputs"]),
     ({"include_inputs_for_metrics": True, "include_for_metrics": ["loss"]}, "include_for_metrics", ["loss", "inputs"]),
     ({"include_tokens_per_second": True}, "include_num_input_tokens_seen", "all"),
-    ({"include_tokens_per_second": True, "include_num_input_tokens_seen": "non_padding"},
-     "include_num_input_tokens_seen", "non_padding"),
+    (
+        {"include_tokens_per_second": True, "include_num_input_tokens_seen": "non_padding"},
+        "include_num_input_tokens_seen",
+        "non_padding",
+    ),
     ({"push_to_hub_token": "secret"}, "hub_token", "secret"),
     ({"push_to_hub_model_id": "name"}, "hub_model_id", "name"),
     ({"push_to_hub_model_id": "name", "push_to_hub_organization": "owner"}, "hub_model_id", "owner/name"),
     ({"push_to_hub_organization": "owner", "output_dir": "runs/name"}, "hub_model_id", "owner/name"),
     ({"use_mps_device": True}, "use_cpu", False),
     ({"fsdp_min_num_params": 100}, "fsdp_config", {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100}),
-    ({"fsdp_transformer_layer_cls_to_wrap": "Block", "fsdp_config": {"fsdp_version": 2}}, "fsdp_config",
-     {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "Block", "version": 2}),
-]  # fmt: skip
+    (
+        {"fsdp_transformer_layer_cls_to_wrap": "Block", "fsdp_config": {"fsdp_version": 2}},
+        "fsdp_config",
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "Block", "version": 2},
+    ),
+]
 
 
 @pytest.mark.parametrize(("old", "new", "value"), ALIASES)
@@ -172,9 +201,14 @@ def test_warmup_ratio_counts_steps_as_in_2024():
 def test_logging_dir_is_where_tensorboard_writes(tmp_path):
     pytest.importorskip("torch.utils.tensorboard")
     config = translated(
-        output_dir=str(tmp_path / "out"), logging_dir=str(tmp_path / "logs"), report_to="tensorboard", max_steps=1,
-        per_device_train_batch_size=1, save_strategy="no", use_cpu=True,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "out"),
+        logging_dir=str(tmp_path / "logs"),
+        report_to="tensorboard",
+        max_steps=1,
+        per_device_train_batch_size=1,
+        save_strategy="no",
+        use_cpu=True,
+    )
     row = {"input_ids": torch.tensor([4, 5]), "labels": torch.tensor([4, 5])}
     Trainer(tiny.gpt2(), config, train_dataset=[row]).train()
     assert list((tmp_path / "logs").glob("events.*"))
@@ -182,8 +216,15 @@ def test_logging_dir_is_where_tensorboard_writes(tmp_path):
 
 
 def test_tokens_per_second_are_logged(tmp_path):
-    config = translated(output_dir=str(tmp_path), include_tokens_per_second=True, max_steps=2, logging_steps=1,
-                        per_device_train_batch_size=1, save_strategy="no", use_cpu=True)  # fmt: skip
+    config = translated(
+        output_dir=str(tmp_path),
+        include_tokens_per_second=True,
+        max_steps=2,
+        logging_steps=1,
+        per_device_train_batch_size=1,
+        save_strategy="no",
+        use_cpu=True,
+    )
     row = {"input_ids": torch.tensor([4, 5]), "labels": torch.tensor([4, 5])}
     trainer = Trainer(tiny.gpt2(), config, train_dataset=[row])
     trainer.train()
@@ -192,14 +233,20 @@ def test_tokens_per_second_are_logged(tmp_path):
 
 
 GONE = {
-    "save_safetensors": (False, "always saved as safetensors"), "jit_mode_eval": (True, "torch_compile=True"),
-    "use_ipex": (True, "PyTorch itself"), "fp16_opt_level": ("O2", "fp16=True"),
-    "half_precision_backend": ("apex", "PyTorch's own"), "fp16_backend": ("amp", "PyTorch's own"),
-    "tpu_num_cores": (8, "accelerate launch"), "tpu_metrics_debug": (True, "debug='tpu_metrics_debug'"),
-    "past_index": (2, "leave it out"), "use_legacy_prediction_loop": (True, "one prediction loop"),
-    "mp_parameters": ("x=1", "SageMaker"), "torchdynamo": ("inductor", "torch_compile_backend"),
+    "save_safetensors": (False, "always saved as safetensors"),
+    "jit_mode_eval": (True, "torch_compile=True"),
+    "use_ipex": (True, "PyTorch itself"),
+    "fp16_opt_level": ("O2", "fp16=True"),
+    "half_precision_backend": ("apex", "PyTorch's own"),
+    "fp16_backend": ("amp", "PyTorch's own"),
+    "tpu_num_cores": (8, "accelerate launch"),
+    "tpu_metrics_debug": (True, "debug='tpu_metrics_debug'"),
+    "past_index": (2, "leave it out"),
+    "use_legacy_prediction_loop": (True, "one prediction loop"),
+    "mp_parameters": ("x=1", "SageMaker"),
+    "torchdynamo": ("inductor", "torch_compile_backend"),
     "ray_scope": ("all", "RAY_SCOPE"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GONE)
@@ -211,8 +258,10 @@ def test_a_name_without_meaning_says_what_to_do(name):
 
 def test_every_name_is_translated_or_refused():
     assert {name for old, _, _ in ALIASES for name in old if name in ARGUMENTS} | GONE.keys() == ARGUMENTS.keys() - {
-        "split_batches", "dispatch_batches", "logging_dir",
-    }  # fmt: skip
+        "split_batches",
+        "dispatch_batches",
+        "logging_dir",
+    }
 
 
 @pytest.mark.parametrize(
@@ -275,14 +324,23 @@ def test_a_config_with_its_own_checks_sees_translated_values(kind):
     assert {(warning.filename, warning.lineno) for warning in seen} == {(__file__, here)}
 
 
-WORDS = ["--evaluation_strategy=steps", "--no_cuda", "--per_gpu_train_batch_size=3", "--warmup_ratio=0.5",
-         "--dispatch_batches=False", "--overwrite_output_dir"]  # fmt: skip
+WORDS = [
+    "--evaluation_strategy=steps",
+    "--no_cuda",
+    "--per_gpu_train_batch_size=3",
+    "--warmup_ratio=0.5",
+    "--dispatch_batches=False",
+    "--overwrite_output_dir",
+]
 
 
-@pytest.mark.parametrize("parse", [
-    lambda words: HfArgumentParser(Config).parse_args_into_dataclasses(words),
-    lambda words: parse_config(Config, argv=words),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parse",
+    [
+        lambda words: HfArgumentParser(Config).parse_args_into_dataclasses(words),
+        lambda words: parse_config(Config, argv=words),
+    ],
+)
 def test_old_names_on_the_command_line(parse):
     with pytest.warns(FutureWarning):
         (config,) = parse(WORDS)
@@ -315,26 +373,54 @@ def test_a_training_that_starts_anew_sets_checkpoints_aside_and_deletes_nothing(
     (tmp_path / "checkpoint-7").write_text("a file")
     assert begin(tmp_path, step=3) == ["checkpoint-5", "checkpoint-7", "checkpoint-best", "replaced-1-checkpoint-5"]
     assert begin(tmp_path) == [
-        "checkpoint-7", "checkpoint-best", "replaced-1-checkpoint-5", "replaced-2-checkpoint-5",
-    ]  # fmt: skip
+        "checkpoint-7",
+        "checkpoint-best",
+        "replaced-1-checkpoint-5",
+        "replaced-2-checkpoint-5",
+    ]
     assert (tmp_path / "replaced-2-checkpoint-5" / "weights").read_text() == "w"
 
 
 # ---- config_from ----
 
 SETTINGS = {
-    "output_dir": "somewhere", "per_device_train_batch_size": 3, "learning_rate": 0.5, "warmup_steps": 0.25,
-    "report_to": ["tensorboard"], "eval_strategy": "steps", "eval_steps": 7, "save_strategy": "steps",
-    "save_steps": 14, "load_best_model_at_end": True, "metric_for_best_model": "accuracy",
+    "output_dir": "somewhere",
+    "per_device_train_batch_size": 3,
+    "learning_rate": 0.5,
+    "warmup_steps": 0.25,
+    "report_to": ["tensorboard"],
+    "eval_strategy": "steps",
+    "eval_steps": 7,
+    "save_strategy": "steps",
+    "save_steps": 14,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "accuracy",
     "debug": "underflow_overflow",
-    "accelerator_config": {"split_batches": True, "even_batches": False}, CHECKPOINTING: True,
-    f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "optim": "sgd", "lr_scheduler_type": "cosine",
-    "lr_scheduler_kwargs": {"num_cycles": 2}, "include_num_input_tokens_seen": True, "use_cpu": True,
-    "hub_token": "secret", "hub_strategy": "end", "logging_steps": 5.0, "disable_tqdm": True, "seed": 7,
-    "include_for_metrics": ["inputs"], "label_names": ["labels"], "optim_target_modules": ["attn"],
-    "torch_compile": False, "dataloader_num_workers": 2, "dataloader_prefetch_factor": 4, "neftune_noise_alpha": 5.0,
-    "fsdp_config": {"min_num_params": 5}, "ddp_timeout": 60, "full_determinism": False, "bf16": True,
-}  # fmt: skip
+    "accelerator_config": {"split_batches": True, "even_batches": False},
+    CHECKPOINTING: True,
+    f"{CHECKPOINTING}_kwargs": {"use_reentrant": False},
+    "optim": "sgd",
+    "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": {"num_cycles": 2},
+    "include_num_input_tokens_seen": True,
+    "use_cpu": True,
+    "hub_token": "secret",
+    "hub_strategy": "end",
+    "logging_steps": 5.0,
+    "disable_tqdm": True,
+    "seed": 7,
+    "include_for_metrics": ["inputs"],
+    "label_names": ["labels"],
+    "optim_target_modules": ["attn"],
+    "torch_compile": False,
+    "dataloader_num_workers": 2,
+    "dataloader_prefetch_factor": 4,
+    "neftune_noise_alpha": 5.0,
+    "fsdp_config": {"min_num_params": 5},
+    "ddp_timeout": 60,
+    "full_determinism": False,
+    "bf16": True,
+}
 
 
 def comparable(args):

@@ -16,18 +16,20 @@ PAIRS = Dataset.from_dict({"prompt": ["a", "b"], "chosen": ["good", "well"], "re
 
 
 def config(**settings) -> RewardConfig:
-    return RewardConfig("out", use_cpu=True, disable_tqdm=True, max_steps=2, logging_steps=1, save_strategy="no",
-                        **settings)  # fmt: skip
+    return RewardConfig(
+        "out", use_cpu=True, disable_tqdm=True, max_steps=2, logging_steps=1, save_strategy="no", **settings
+    )
 
 
 def test_an_evaluation_strategy_assigned_later_evaluates(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = config()
-    with pytest.warns(FutureWarning, match="evaluation_strategy is an argument of 2024: write eval_strategy"):
+    with pytest.warns(FutureWarning, match="evaluation_strategy is deprecated: write eval_strategy"):
         args.evaluation_strategy = "steps"
     assert (args.eval_strategy, args.eval_steps, args.evaluation_strategy) == ("steps", 1, "no")
-    trainer = RewardTrainer(tiny.scorer(), args, train_dataset=PAIRS, eval_dataset=PAIRS,
-                            processing_class=tiny.tokenizer())  # fmt: skip
+    trainer = RewardTrainer(
+        tiny.scorer(), args, train_dataset=PAIRS, eval_dataset=PAIRS, processing_class=tiny.tokenizer()
+    )
     trainer.train()
     assert sum("eval_loss" in line for line in trainer.state.log_history) == 2
 
@@ -51,7 +53,9 @@ def test_an_assignment_that_contradicts_or_has_no_meaning_or_comes_too_late_is_r
         config(eval_strategy="epoch", eval_steps=3).evaluation_strategy = "steps"
     with pytest.raises(ValueError, match="save_safetensors=False has no meaning since transformers 5"):
         config().save_safetensors = False
-    with pytest.raises(ValueError, match=r"split_batches=True was set on a RewardConfig .*Give it to the constructor"):
+    with pytest.raises(
+        ValueError, match=r"split_batches=True was set on a RewardConfig .*Pass the setting to the constructor"
+    ):
         config().split_batches = True
 
 
@@ -59,8 +63,9 @@ def test_an_old_name_assigned_to_a_plain_training_arguments_is_translated(tmp_pa
     args = TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, max_steps=1, report_to="none")
     args.evaluation_strategy = "steps"
     text = Dataset.from_dict({"text": ["hello", "there"]})
-    with pytest.warns(FutureWarning, match="evaluation_strategy is an argument of 2024"):
-        trainer = SFTTrainer(tiny.gpt2(), args, train_dataset=text, eval_dataset=text,
-                             processing_class=tiny.tokenizer())  # fmt: skip
+    with pytest.warns(FutureWarning, match="evaluation_strategy is deprecated"):
+        trainer = SFTTrainer(
+            tiny.gpt2(), args, train_dataset=text, eval_dataset=text, processing_class=tiny.tokenizer()
+        )
     assert isinstance(trainer.args, SFTConfig)
     assert trainer.args.eval_strategy == "steps"

@@ -83,7 +83,7 @@ def test_tokenized_rows_are_packed_as_they_are(tmp_path):
 def test_rows_without_texts_are_refused_by_their_columns():
     with pytest.raises(ValueError, match=r"\['story'\] and no input_ids.*dataset_text_field"):
         list(ConstantLengthDataset(tiny.tokenizer(), [{"story": "ab"}]))
-    with pytest.raises(ValueError, match="Give one of them"):
+    with pytest.raises(ValueError, match="Pass one of them"):
         ConstantLengthDataset(tiny.tokenizer(), [], "text", lambda row: row["text"])
 
 

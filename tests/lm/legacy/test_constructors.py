@@ -15,35 +15,82 @@ from trimtab_lm.legacy.arguments import SetCheckpointsAside, takes_arguments_of_
 
 OPTIMIZERS = (None, None)
 COMMON = [
-    ("model", None), ("args", None), ("data_collator", None), ("train_dataset", None), ("eval_dataset", None),
-    ("tokenizer", None), ("model_init", None), ("compute_metrics", None), ("callbacks", None),
-    ("optimizers", OPTIMIZERS), ("preprocess_logits_for_metrics", None),
-]  # fmt: skip
+    ("model", None),
+    ("args", None),
+    ("data_collator", None),
+    ("train_dataset", None),
+    ("eval_dataset", None),
+    ("tokenizer", None),
+    ("model_init", None),
+    ("compute_metrics", None),
+    ("callbacks", None),
+    ("optimizers", OPTIMIZERS),
+    ("preprocess_logits_for_metrics", None),
+]
 DOCUMENTED = {
     "Reward": [*COMMON, ("max_length", None), ("peft_config", None)],
     "SFT": [
-        *COMMON, ("peft_config", None), ("dataset_text_field", None), ("packing", False), ("formatting_func", None),
-        ("max_seq_length", None), ("infinite", None), ("num_of_sequences", 1024), ("chars_per_token", 3.6),
-        ("dataset_num_proc", None), ("dataset_batch_size", 1000), ("neftune_noise_alpha", None),
-        ("model_init_kwargs", None), ("dataset_kwargs", None),
+        *COMMON,
+        ("peft_config", None),
+        ("dataset_text_field", None),
+        ("packing", False),
+        ("formatting_func", None),
+        ("max_seq_length", None),
+        ("infinite", None),
+        ("num_of_sequences", 1024),
+        ("chars_per_token", 3.6),
+        ("dataset_num_proc", None),
+        ("dataset_batch_size", 1000),
+        ("neftune_noise_alpha", None),
+        ("model_init_kwargs", None),
+        ("dataset_kwargs", None),
     ],
     "DPO": [
-        ("model", None), ("ref_model", None), ("beta", 0.1), ("label_smoothing", 0), ("loss_type", "sigmoid"),
-        ("args", None), ("data_collator", None), ("label_pad_token_id", -100), ("padding_value", 0),
-        ("truncation_mode", "keep_end"), ("train_dataset", None), ("eval_dataset", None), ("tokenizer", None),
-        ("model_init", None), ("callbacks", None), ("optimizers", OPTIMIZERS),
-        ("preprocess_logits_for_metrics", None), ("max_length", None), ("max_prompt_length", None),
-        ("max_target_length", None), ("peft_config", None), ("is_encoder_decoder", None), ("disable_dropout", True),
-        ("generate_during_eval", False), ("compute_metrics", None), ("precompute_ref_log_probs", False),
-        ("model_init_kwargs", None), ("ref_model_init_kwargs", None), ("model_adapter_name", None),
+        ("model", None),
+        ("ref_model", None),
+        ("beta", 0.1),
+        ("label_smoothing", 0),
+        ("loss_type", "sigmoid"),
+        ("args", None),
+        ("data_collator", None),
+        ("label_pad_token_id", -100),
+        ("padding_value", 0),
+        ("truncation_mode", "keep_end"),
+        ("train_dataset", None),
+        ("eval_dataset", None),
+        ("tokenizer", None),
+        ("model_init", None),
+        ("callbacks", None),
+        ("optimizers", OPTIMIZERS),
+        ("preprocess_logits_for_metrics", None),
+        ("max_length", None),
+        ("max_prompt_length", None),
+        ("max_target_length", None),
+        ("peft_config", None),
+        ("is_encoder_decoder", None),
+        ("disable_dropout", True),
+        ("generate_during_eval", False),
+        ("compute_metrics", None),
+        ("precompute_ref_log_probs", False),
+        ("model_init_kwargs", None),
+        ("ref_model_init_kwargs", None),
+        ("model_adapter_name", None),
         ("ref_adapter_name", None),
     ],
     "IterativeSFT": [
-        ("model", None), ("args", None), ("tokenizer", None), ("optimizers", OPTIMIZERS), ("data_collator", None),
-        ("eval_dataset", None), ("max_length", None), ("truncation_mode", "keep_end"),
-        ("preprocess_logits_for_metrics", None), ("compute_metrics", None), ("optimize_device_cache", False),
+        ("model", None),
+        ("args", None),
+        ("tokenizer", None),
+        ("optimizers", OPTIMIZERS),
+        ("data_collator", None),
+        ("eval_dataset", None),
+        ("max_length", None),
+        ("truncation_mode", "keep_end"),
+        ("preprocess_logits_for_metrics", None),
+        ("compute_metrics", None),
+        ("optimize_device_cache", False),
     ],
-}  # fmt: skip
+}
 """The constructors as the documentation of 2024 gives them, in order."""
 
 
@@ -104,10 +151,21 @@ class Recorder(Trainer):
 class DPO(Recorder):
     @takes_constructor_of_2024(Config, legacy.DPO)
     def __init__(
-        self, model=None, ref_model=None, args=None, data_collator=None, train_dataset=None, eval_dataset=None,
-        processing_class=None, model_init=None, callbacks=None, optimizers=OPTIMIZERS,
-        preprocess_logits_for_metrics=None, peft_config=None, compute_metrics=None,
-    ):  # fmt: skip
+        self,
+        model=None,
+        ref_model=None,
+        args=None,
+        data_collator=None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        model_init=None,
+        callbacks=None,
+        optimizers=OPTIMIZERS,
+        preprocess_logits_for_metrics=None,
+        peft_config=None,
+        compute_metrics=None,
+    ):
         """What DPO does."""
         self.keep(locals())
 
@@ -115,29 +173,57 @@ class DPO(Recorder):
 class SFT(Recorder):
     @takes_constructor_of_2024(Config, legacy.SFT)
     def __init__(
-        self, model, args=None, data_collator=None, train_dataset=None, eval_dataset=None, processing_class=None,
-        model_init=None, compute_metrics=None, callbacks=None, optimizers=OPTIMIZERS,
-        preprocess_logits_for_metrics=None, peft_config=None, formatting_func=None,
-    ):  # fmt: skip
+        self,
+        model,
+        args=None,
+        data_collator=None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        model_init=None,
+        compute_metrics=None,
+        callbacks=None,
+        optimizers=OPTIMIZERS,
+        preprocess_logits_for_metrics=None,
+        peft_config=None,
+        formatting_func=None,
+    ):
         self.keep(locals())
 
 
 class Reward(Recorder):
     @takes_constructor_of_2024(Config, legacy.REWARD)
     def __init__(
-        self, model=None, args=None, data_collator=None, train_dataset=None, eval_dataset=None,
-        processing_class=None, model_init=None, compute_metrics=None, callbacks=None, optimizers=OPTIMIZERS,
-        preprocess_logits_for_metrics=None, peft_config=None,
-    ):  # fmt: skip
+        self,
+        model=None,
+        args=None,
+        data_collator=None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        model_init=None,
+        compute_metrics=None,
+        callbacks=None,
+        optimizers=OPTIMIZERS,
+        preprocess_logits_for_metrics=None,
+        peft_config=None,
+    ):
         self.keep(locals())
 
 
 class IterativeSFT(Recorder):
     @takes_constructor_of_2024(Config, legacy.ITERATIVE_SFT)
     def __init__(
-        self, model=None, args=None, data_collator=None, eval_dataset=None, processing_class=None,
-        optimizers=OPTIMIZERS, preprocess_logits_for_metrics=None, compute_metrics=None,
-    ):  # fmt: skip
+        self,
+        model=None,
+        args=None,
+        data_collator=None,
+        eval_dataset=None,
+        processing_class=None,
+        optimizers=OPTIMIZERS,
+        preprocess_logits_for_metrics=None,
+        compute_metrics=None,
+    ):
         self.keep(locals())
 
 
@@ -187,9 +273,12 @@ def test_the_signature_shows_todays_parameters_and_then_the_documented_ones(name
 @pytest.mark.parametrize(("name", "old"), [(name, old) for name in TRAINERS for old, _ in DOCUMENTED[name]])
 def test_every_documented_argument_reaches_its_place(name, old):
     value = {
-        "args": Config(seed=7), "tokenizer": TOKENIZER, "truncation_mode": "keep_start", "loss_type": "ipo",
+        "args": Config(seed=7),
+        "tokenizer": TOKENIZER,
+        "truncation_mode": "keep_start",
+        "loss_type": "ipo",
         "beta": 0.7,
-    }.get(old, 3)  # fmt: skip
+    }.get(old, 3)
     model = {} if old == "model" else {"model": "m"}
     trainer = TRAINERS[name](**model, **{old: value})
     assert place(trainer, old) is value or place(trainer, old) == value
@@ -206,14 +295,17 @@ def test_documented_order_of_all_positional_arguments(name):
         TRAINERS[name](*values.values(), "more")
 
 
-@pytest.mark.parametrize(("name", "values"), [
-    ("DPO", ["m", "ref", Config(), "collator", "train", "eval", TOKENIZER]),
-    ("DPO", ["m", None, None, "collator"]),
-    ("IterativeSFT", ["m", Config(), default_data_collator, "eval", TOKENIZER]),
-    ("IterativeSFT", ["m", None, None, "eval"]),
-    ("SFT", ["m", None, "c", "t", "e", TOKENIZER, "init", "metrics", [], OPTIMIZERS, "p", "peft", len]),
-    ("Reward", ["m", None, "c", "t", "e", TOKENIZER, "init", "metrics", [], OPTIMIZERS, "p", "peft"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("DPO", ["m", "ref", Config(), "collator", "train", "eval", TOKENIZER]),
+        ("DPO", ["m", None, None, "collator"]),
+        ("IterativeSFT", ["m", Config(), default_data_collator, "eval", TOKENIZER]),
+        ("IterativeSFT", ["m", None, None, "eval"]),
+        ("SFT", ["m", None, "c", "t", "e", TOKENIZER, "init", "metrics", [], OPTIMIZERS, "p", "peft", len]),
+        ("Reward", ["m", None, "c", "t", "e", TOKENIZER, "init", "metrics", [], OPTIMIZERS, "p", "peft"]),
+    ],
+)
 def test_todays_order_of_positional_arguments(name, values):
     trainer = silently(TRAINERS[name], *values)
     given = dict(zip(trainer.got, values, strict=False))
@@ -242,7 +334,7 @@ def test_arguments_move_to_a_copy_of_the_config():
     trainer, said = warned(SFT, "m", args, max_seq_length=64, packing=True)
     assert (trainer.args.max_length, trainer.args.packing, trainer.args.seed) == (64, True, 7)
     assert (args.max_length, args.packing) == (1024, False)
-    assert "SFT(packing=..., max_seq_length=...) is the form of 2024" in said
+    assert "SFT(packing=..., max_seq_length=...) is deprecated" in said
     assert "write args=Config(packing=..., max_length=...)" in said
 
 
@@ -307,13 +399,25 @@ def test_unknown_and_doubled_arguments_are_pythons_type_errors():
 
 
 def test_an_old_name_needs_a_field_to_go_to():
-    with pytest.raises(TypeError, match="TrainingArguments has no field for max_length, of 2024"):
+    with pytest.raises(TypeError, match="TrainingArguments has no field for max_length of the old constructor"):
 
         class Homeless:
             @takes_constructor_of_2024(TrainingArguments, legacy.REWARD)
-            def __init__(self, model=None, args=None, processing_class=None, data_collator=None, train_dataset=None,
-                         eval_dataset=None, model_init=None, compute_metrics=None, callbacks=None, optimizers=None,
-                         preprocess_logits_for_metrics=None, peft_config=None):  # fmt: skip
+            def __init__(
+                self,
+                model=None,
+                args=None,
+                processing_class=None,
+                data_collator=None,
+                train_dataset=None,
+                eval_dataset=None,
+                model_init=None,
+                compute_metrics=None,
+                callbacks=None,
+                optimizers=None,
+                preprocess_logits_for_metrics=None,
+                peft_config=None,
+            ):
                 """Without max_length."""
 
 

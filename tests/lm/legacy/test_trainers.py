@@ -65,18 +65,40 @@ def two_adapters(model):
 # Config: the names that transformers 5 dropped ---------------------------------------------------------------------
 
 TRANSLATED = {
-    "evaluation_strategy": "steps", "per_gpu_train_batch_size": 2, "per_gpu_eval_batch_size": 2, "no_cuda": True,
-    "push_to_hub_token": "secret", "push_to_hub_model_id": "model", "push_to_hub_organization": "us",
-    "warmup_ratio": 0.5, "logging_dir": "logs", "use_mps_device": True, "group_by_length": True, "adafactor": True,
-    "include_inputs_for_metrics": True, "include_tokens_per_second": True, "fsdp_min_num_params": 10,
-    "fsdp_transformer_layer_cls_to_wrap": "GPT2Block", "dispatch_batches": False, "split_batches": True,
-}  # fmt: skip
+    "evaluation_strategy": "steps",
+    "per_gpu_train_batch_size": 2,
+    "per_gpu_eval_batch_size": 2,
+    "no_cuda": True,
+    "push_to_hub_token": "secret",
+    "push_to_hub_model_id": "model",
+    "push_to_hub_organization": "us",
+    "warmup_ratio": 0.5,
+    "logging_dir": "logs",
+    "use_mps_device": True,
+    "group_by_length": True,
+    "adafactor": True,
+    "include_inputs_for_metrics": True,
+    "include_tokens_per_second": True,
+    "fsdp_min_num_params": 10,
+    "fsdp_transformer_layer_cls_to_wrap": "GPT2Block",
+    "dispatch_batches": False,
+    "split_batches": True,
+}
 GONE = {
-    "save_safetensors": False, "jit_mode_eval": True, "use_ipex": True, "fp16_opt_level": "O2",
-    "half_precision_backend": "apex", "fp16_backend": "apex", "tpu_num_cores": 8, "tpu_metrics_debug": True,
-    "past_index": 0, "use_legacy_prediction_loop": True, "mp_parameters": "x", "torchdynamo": "inductor",
+    "save_safetensors": False,
+    "jit_mode_eval": True,
+    "use_ipex": True,
+    "fp16_opt_level": "O2",
+    "half_precision_backend": "apex",
+    "fp16_backend": "apex",
+    "tpu_num_cores": 8,
+    "tpu_metrics_debug": True,
+    "past_index": 0,
+    "use_legacy_prediction_loop": True,
+    "mp_parameters": "x",
+    "torchdynamo": "inductor",
     "ray_scope": "all",
-}  # fmt: skip
+}
 CONFIGS = [SFTConfig, RewardConfig, DPOConfig, IterativeSFTConfig]
 
 
@@ -135,11 +157,19 @@ def trains(own) -> None:
 
 
 SFT = {
-    "tokenizer": None, "dataset_text_field": "story", "packing": True, "max_seq_length": 16, "num_of_sequences": 4,
-    "chars_per_token": 1.0, "infinite": True, "dataset_num_proc": 1, "dataset_batch_size": 1,
-    "neftune_noise_alpha": 5.0, "dataset_kwargs": {"add_special_tokens": False},
+    "tokenizer": None,
+    "dataset_text_field": "story",
+    "packing": True,
+    "max_seq_length": 16,
+    "num_of_sequences": 4,
+    "chars_per_token": 1.0,
+    "infinite": True,
+    "dataset_num_proc": 1,
+    "dataset_batch_size": 1,
+    "neftune_noise_alpha": 5.0,
+    "dataset_kwargs": {"add_special_tokens": False},
     "model_init_kwargs": {"torch_dtype": "float64"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SFT)
@@ -160,9 +190,23 @@ def test_sft_by_position(tmp_path):
         return row["text"]
 
     positional = [
-        tiny.gpt2(), plain(tmp_path), None, TEXTS, TEXTS, tiny.tokenizer(), None, None, [TrainerCallback()],
-        (None, None), None, None, "text", True, first_column, 16,
-    ]  # fmt: skip
+        tiny.gpt2(),
+        plain(tmp_path),
+        None,
+        TEXTS,
+        TEXTS,
+        tiny.tokenizer(),
+        None,
+        None,
+        [TrainerCallback()],
+        (None, None),
+        None,
+        None,
+        "text",
+        True,
+        first_column,
+        16,
+    ]
     with pytest.warns(FutureWarning):
         own = SFTTrainer(*positional)
     assert (own.args.packing, own.args.max_length, own.formatting_func) == (True, 16, first_column)
@@ -170,12 +214,25 @@ def test_sft_by_position(tmp_path):
 
 
 DPO = {
-    "tokenizer": None, "beta": 0.3, "label_smoothing": 0.1, "loss_type": "kto", "label_pad_token_id": -1,
-    "padding_value": 1, "truncation_mode": "keep_start", "max_length": 12, "max_prompt_length": 1,
-    "max_target_length": 4, "is_encoder_decoder": False, "disable_dropout": False, "generate_during_eval": True,
-    "precompute_ref_log_probs": True, "model_init_kwargs": {"torch_dtype": "float64"},
-    "ref_model_init_kwargs": {"torch_dtype": "float64"}, "model_adapter_name": "own", "ref_adapter_name": "ref",
-}  # fmt: skip
+    "tokenizer": None,
+    "beta": 0.3,
+    "label_smoothing": 0.1,
+    "loss_type": "kto",
+    "label_pad_token_id": -1,
+    "padding_value": 1,
+    "truncation_mode": "keep_start",
+    "max_length": 12,
+    "max_prompt_length": 1,
+    "max_target_length": 4,
+    "is_encoder_decoder": False,
+    "disable_dropout": False,
+    "generate_during_eval": True,
+    "precompute_ref_log_probs": True,
+    "model_init_kwargs": {"torch_dtype": "float64"},
+    "ref_model_init_kwargs": {"torch_dtype": "float64"},
+    "model_adapter_name": "own",
+    "ref_adapter_name": "ref",
+}
 
 
 @pytest.mark.parametrize("name", DPO)
@@ -201,9 +258,20 @@ def test_dpo(name: str, tmp_path):
 def test_dpo_by_position(tmp_path):
     with pytest.warns(FutureWarning):
         own = DPOTrainer(
-            tiny.gpt2(), tiny.gpt2(1), 0.2, 0.0, "hinge", plain(tmp_path, learning_rate=0.1), None, -100, 0, "keep_end",
-            PAIRS, PAIRS, tiny.tokenizer(),
-        )  # fmt: skip
+            tiny.gpt2(),
+            tiny.gpt2(1),
+            0.2,
+            0.0,
+            "hinge",
+            plain(tmp_path, learning_rate=0.1),
+            None,
+            -100,
+            0,
+            "keep_end",
+            PAIRS,
+            PAIRS,
+            tiny.tokenizer(),
+        )
     assert (own.args.beta, own.args.loss_type) == (0.2, "hinge")
     trains(own)
 
@@ -256,6 +324,9 @@ def test_todays_arguments_give_no_warning(tmp_path):
         args = SFTConfig(str(tmp_path), use_cpu=True, save_strategy="no", max_steps=1)
         SFTTrainer(tiny.gpt2(), args, train_dataset=TEXTS, processing_class=tiny.tokenizer()).train()
         DPOTrainer(
-            tiny.gpt2(), None, DPOConfig(str(tmp_path), use_cpu=True, max_steps=1), train_dataset=PAIRS,
+            tiny.gpt2(),
+            None,
+            DPOConfig(str(tmp_path), use_cpu=True, max_steps=1),
+            train_dataset=PAIRS,
             processing_class=tiny.tokenizer(),
-        ).train()  # fmt: skip
+        ).train()

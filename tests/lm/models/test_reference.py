@@ -29,10 +29,17 @@ CONFIGS = {
     "neox": GPTNeoXConfig(intermediate_size=24, tie_word_embeddings=False, **SIZES, **TOKENS),
     "t5": T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=3, num_heads=2, decoder_start_token_id=0, **TOKENS),
     "bart": BartConfig(
-        d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=24, decoder_ffn_dim=24, decoder_start_token_id=2, **TOKENS,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        decoder_start_token_id=2,
+        **TOKENS,
     ),
-}  # fmt: skip
+}
 IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
 
 
@@ -170,7 +177,7 @@ def test_patterns_and_unknown_layouts():
     assert create_reference_model(policy, num_shared_layers=3).transformer.blocks_of_mine is not blocks
     assert not any(p.requires_grad for p in blocks.parameters())
     del policy.transformer.blocks_of_mine
-    with pytest.raises(ValueError, match="which has none"):
+    with pytest.raises(ValueError, match="It has none"):
         create_reference_model(policy, num_shared_layers=1)
 
 

@@ -18,9 +18,13 @@ IDS = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])
 
 def lora(name: str, task: str) -> LoraConfig:
     return LoraConfig(
-        r=2, target_modules=TARGETS[name], task_type=task, init_lora_weights=False, fan_in_fan_out=name == "gpt2",
+        r=2,
+        target_modules=TARGETS[name],
+        task_type=task,
+        init_lora_weights=False,
+        fan_in_fan_out=name == "gpt2",
         lora_dropout=0.1,
-    )  # fmt: skip
+    )
 
 
 def saved(folder, name: str = "gpt2", *, labels: int = 2, bias: bool = False):
@@ -157,7 +161,7 @@ def test_reward_adapters_that_do_not_fit_are_refused(tmp_path):
         AutoModelForCausalLMWithValueHead.from_pretrained(base, reward_adapter=adapter)
     with pytest.raises(ValueError, match=r"already has an adapter 'default'.*reward_adapter_name"):
         policy_on(base, adapter, reward_adapter_name="default")
-    with pytest.raises(ValueError, match=r"no reward model.*reward_adapter"):
+    with pytest.raises(ValueError, match=r"no reward adapter.*reward_adapter=folder"):
         tiny.policy().compute_reward_score(IDS)
     headless = tmp_path / "headless"
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora("gpt2", "CAUSAL_LM")).save_pretrained(headless)

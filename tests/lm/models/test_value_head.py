@@ -23,14 +23,14 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trimtab_common import hub
-from trimtab_lm.models import value_head
+from trimtab_lm.models import head, loading
+from trimtab_lm.models.head import VALUE_HEAD_FILE
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
     ValueHead,
 )
-from trimtab_lm.models.value_head_files import VALUE_HEAD_FILE
 
 TOKENS = {"vocab_size": 23, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CAUSAL = {
@@ -48,10 +48,17 @@ CAUSAL = {
 SEQ2SEQ = {
     "t5": T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0, **TOKENS),
     "bart": BartConfig(
-        d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=24, decoder_ffn_dim=24, decoder_start_token_id=2, **TOKENS,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        decoder_start_token_id=2,
+        **TOKENS,
     ),
-}  # fmt: skip
+}
 IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
 
 
@@ -197,14 +204,14 @@ def test_models_that_do_not_fit_are_refused_by_name():
         wrapped(AutoModel.from_config(CAUSAL["gpt2"]))
     with pytest.raises(ValueError, match="T5ForConditionalGeneration needs AutoModelForSeq2SeqLMWithValueHead"):
         AutoModelForCausalLMWithValueHead(seq2seq())
-    with pytest.raises(TypeError, match="not on Linear"):
+    with pytest.raises(TypeError, match="got a Linear"):
         AutoModelForCausalLMWithValueHead(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="AutoModelForCausalLMWithValueHead"):
         PreTrainedModelWrapper.from_pretrained("gpt2")
 
 
 def test_unknown_arguments_are_not_swallowed(tmp_path):
-    with pytest.raises(TypeError, match="drop revision"):
+    with pytest.raises(TypeError, match="Remove revision"):
         wrapped(causal(), revision="main")
     causal().save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="v_head_init_range"):
@@ -221,14 +228,27 @@ def test_loading_arguments_reach_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
     quantization = BitsAndBytesConfig(load_in_4bit=True)
     AutoModelForCausalLMWithValueHead.from_pretrained(
-        str(tmp_path), "positional", quantization_config=quantization, device_map={"": 0}, torch_dtype="auto",
-        revision="v1", token="t", gguf_file="q.gguf", summary_dropout_prob=0.0,
-    )  # fmt: skip
+        str(tmp_path),
+        "positional",
+        quantization_config=quantization,
+        device_map={"": 0},
+        torch_dtype="auto",
+        revision="v1",
+        token="t",
+        gguf_file="q.gguf",
+        summary_dropout_prob=0.0,
+    )
     assert seen == {
-        "name": str(tmp_path), "args": ("positional",), "quantization_config": quantization, "device_map": {"": 0},
-        "torch_dtype": "auto", "revision": "v1", "token": "t", "gguf_file": "q.gguf",
-    }  # fmt: skip
-    with pytest.warns(FutureWarning, match=r"load_in_8bit is now quantization_config"):
+        "name": str(tmp_path),
+        "args": ("positional",),
+        "quantization_config": quantization,
+        "device_map": {"": 0},
+        "torch_dtype": "auto",
+        "revision": "v1",
+        "token": "t",
+        "gguf_file": "q.gguf",
+    }
+    with pytest.warns(FutureWarning, match=r"load_in_8bit is deprecated"):
         AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path), load_in_8bit=True)
     assert seen["quantization_config"].load_in_8bit
     assert "load_in_8bit" not in seen
@@ -236,7 +256,7 @@ def test_loading_arguments_reach_transformers(tmp_path, monkeypatch):
 
 def test_a_quantized_model_is_prepared_before_it_takes_an_adapter(monkeypatch):
     prepared = []
-    monkeypatch.setattr(value_head, "prepare_model_for_kbit_training", lambda m: prepared.append(m) or m)
+    monkeypatch.setattr(loading, "prepare_model_for_kbit_training", lambda m: prepared.append(m) or m)
     base = causal()
     wrapped(base, peft_config=lora())
     assert prepared == []
@@ -470,15 +490,19 @@ def test_push_to_hub_uploads_base_and_head(monkeypatch):
     assert wrapped(causal()).push_to_hub("policy", private=True, commit_message="step 10") == "commit"
     assert {"config.json", "model.safetensors", VALUE_HEAD_FILE} <= seen.pop("files")
     assert seen == {
-        "private": True, "token": None, "exist_ok": True, "repo_id": "me/policy", "commit_message": "step 10",
-    }  # fmt: skip
+        "private": True,
+        "token": None,
+        "exist_ok": True,
+        "repo_id": "me/policy",
+        "commit_message": "step 10",
+    }
 
 
 def test_a_crash_while_writing_leaves_the_old_head(tmp_path, monkeypatch):
     old, new = wrapped(causal()), wrapped(causal())
     torch.nn.init.ones_(new.v_head.summary.weight)
     old.save_pretrained(tmp_path)
-    monkeypatch.setattr(value_head.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
+    monkeypatch.setattr(head.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
     with pytest.raises(OSError, match="power cut"):
         new.save_pretrained(tmp_path)
     monkeypatch.undo()

@@ -1,5 +1,7 @@
 """The value head reads the decoder's last hidden state, whatever the model does between that state and its logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -21,17 +23,28 @@ from transformers import (
     UMT5Config,
 )
 
-from trimtab_lm.ppo.policy import ActorCritic, model_inputs, token_batch
+from trimtab_lm.ppo.policy import ActorCritic
+from trimtab_lm.ppo.samples import Padding, Samples, padded_inputs
 from trimtab_lm.tokens.heads import lm_head_of
 
 QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]
 RESPONSES = [torch.tensor(row) for row in ([11, 12], [13, 14, 15, 16, 1], [17, 3, 1])]
 T5_SIZES = {
-    "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0, **tiny.TOKENS,
-}  # fmt: skip
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+    **tiny.TOKENS,
+}
 SIZES = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, **tiny.TOKENS,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    **tiny.TOKENS,
+}
 ENCODER_DECODER = {
     "t5": T5Config(**T5_SIZES),
     "t5 untied": T5Config(**T5_SIZES, tie_word_embeddings=False),
@@ -61,9 +74,20 @@ def module_of(config) -> ActorCritic:
 
 
 def batch_of(module: ActorCritic):
+    """The samples, what the module reads of them, and the same padded for a plain forward pass, with its places."""
     start = 0 if module.head.is_encoder_decoder else None
-    inputs = model_inputs(QUERIES, RESPONSES, pad_token_id=0, decoder_start=start)
-    return token_batch(inputs, QUERIES, RESPONSES)
+    return batch_from(module, start)
+
+
+def batch_from(module: ActorCritic, start: int | None):
+    samples = Samples(QUERIES, RESPONSES)
+    inputs = padded_inputs(QUERIES, RESPONSES, Padding(0, start))
+    padded = replace(samples, model_inputs=inputs).tokens(module.layouts, Padding(0, start))
+    return module.tokens(samples, Padding(0, start)), inputs, padded["source"], padded["targets"]
+
+
+def at(states: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return states.flatten(0, 1)[source]
 
 
 def last_hidden_state(model, inputs) -> torch.Tensor:
@@ -85,17 +109,17 @@ def last_hidden_state(model, inputs) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:.*computed whole")
 def test_values_and_gradients_are_those_of_the_last_hidden_state(config, path):
     module = module_of(config)
-    batch = batch_of(module)
-    wrapper, counted = module.policy, batch.mask.bool()
+    tokens, inputs, source, _ = batch_of(module)
+    wrapper = module.policy
     if path == "forward":
-        values = wrapper(**batch.inputs)[2][batch.where]
+        values = at(wrapper(**inputs)[2], source)
     else:
-        values = module(batch).values[counted]
+        values = module(**tokens).values
     values.sum().backward()
     gradients = {name: p.grad.clone() for name, p in wrapper.named_parameters() if p.grad is not None}
     wrapper.zero_grad()
 
-    hidden = last_hidden_state(wrapper.pretrained_model, batch.inputs)[batch.where]
+    hidden = at(last_hidden_state(wrapper.pretrained_model, inputs), source)
     summary = wrapper.v_head.summary
     expected = hidden @ summary.weight[0] + summary.bias
     torch.testing.assert_close(values, expected)
@@ -109,13 +133,13 @@ def test_values_and_gradients_are_those_of_the_last_hidden_state(config, path):
 def test_a_tied_t5_gives_the_values_of_its_old_head():
     """The head weighs the first unit alone with 1, so the value is that unit of the state, not a quarter of it."""
     module = module_of(ENCODER_DECODER["t5"])
-    batch = batch_of(module)
+    _, inputs, _, _ = batch_of(module)
     summary = module.policy.v_head.summary
     with torch.no_grad():
         summary.weight.copy_(torch.eye(1, 16))
         summary.bias.zero_()
-        logits, _, values = module.policy(**batch.inputs)
-    states = last_hidden_state(module.policy.pretrained_model, batch.inputs)
+        logits, _, values = module.policy(**inputs)
+    states = last_hidden_state(module.policy.pretrained_model, inputs)
     torch.testing.assert_close(values, states[..., 0])
     scaled = states * 16**-0.5
     torch.testing.assert_close(logits, scaled @ module.policy.pretrained_model.lm_head.weight.T)
@@ -125,8 +149,15 @@ def test_a_tied_t5_gives_the_values_of_its_old_head():
     "config",
     [
         ProphetNetConfig(
-            hidden_size=16, encoder_ffn_dim=24, decoder_ffn_dim=24, num_encoder_layers=2, num_decoder_layers=2,
-            num_encoder_attention_heads=2, num_decoder_attention_heads=2, decoder_start_token_id=0, **tiny.TOKENS,
+            hidden_size=16,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            num_encoder_attention_heads=2,
+            num_decoder_attention_heads=2,
+            decoder_start_token_id=0,
+            **tiny.TOKENS,
         ),
         EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**SIZES), BertConfig(**SIZES)),
         EncoderDecoderConfig.from_encoder_decoder_configs(
@@ -134,7 +165,7 @@ def test_a_tied_t5_gives_the_values_of_its_old_head():
         ),
     ],
     ids=["prophetnet", "bert to bert", "bert to gpt2"],
-)  # fmt: skip
+)
 def test_composed_models_give_a_value_per_position(config):
     torch.manual_seed(0)
     model = tiny.with_value_head(AutoModelForSeq2SeqLM.from_config(config)).eval()
@@ -151,11 +182,21 @@ def test_composed_models_give_a_value_per_position(config):
 def fsmt(**settings):
     """FSMT in float32: its causal mask cannot be made in float64. Its output embeddings are the decoder's table."""
     sizes = {
-        "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "langs": ["en", "de"],
-        "src_vocab_size": tiny.TOKENS["vocab_size"], "tgt_vocab_size": tiny.TOKENS["vocab_size"],
-        "forced_eos_token_id": None, "decoder_start_token_id": tiny.EOS, "init_std": 0.3, "num_beams": 1,
-    }  # fmt: skip
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "langs": ["en", "de"],
+        "src_vocab_size": tiny.TOKENS["vocab_size"],
+        "tgt_vocab_size": tiny.TOKENS["vocab_size"],
+        "forced_eos_token_id": None,
+        "decoder_start_token_id": tiny.EOS,
+        "init_std": 0.3,
+        "num_beams": 1,
+    }
     tokens = {name: value for name, value in tiny.TOKENS.items() if name != "vocab_size"}
     return tiny.seeded(AutoModelForSeq2SeqLM.from_config, FSMTConfig(**sizes | tokens | settings))
 
@@ -166,19 +207,17 @@ def test_fsmt_has_values_and_logprobs(tied):
     module = ActorCritic(tiny.with_value_head(model).eval())
     assert module.head.separable
     assert lm_head_of(model) is model.model.decoder.output_projection
-    inputs = model_inputs(QUERIES, RESPONSES, pad_token_id=0, decoder_start=tiny.EOS)
-    batch = token_batch(inputs, QUERIES, RESPONSES)
+    tokens, inputs, source, targets = batch_from(module, tiny.EOS)
     states = []
     projection = model.model.decoder.output_projection
     handle = projection.register_forward_pre_hook(lambda _, args: states.append(args[0]))
-    logits, _, values = module.policy(**batch.inputs)
+    logits, _, values = module.policy(**inputs)
     handle.remove()
     torch.testing.assert_close(values, module.policy.v_head(states[0]))
-    scored = module(batch)
-    torch.testing.assert_close(scored.values, batch.spread(values[batch.where]))
-    targets = batch.targets[batch.mask.bool()]
-    logprobs = logits[batch.where].log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    torch.testing.assert_close(scored.logprobs, batch.spread(logprobs))
+    scored = module(**tokens)
+    torch.testing.assert_close(scored.values, at(values, source))
+    logprobs = at(logits, source).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(scored.logprobs, logprobs)
 
 
 def test_ppo_trains_fsmt():
@@ -202,11 +241,9 @@ def test_a_model_whose_lm_head_is_unknown_says_how_to_name_it():
 def test_an_encoder_decoder_critic_gives_the_values_of_its_wrapper(build, tied):
     wrapper = tiny.with_value_head(build(tie_word_embeddings=tied), v_head_init_strategy="normal").eval()
     module = ActorCritic(tiny.with_value_head(tiny.t5()).eval(), wrapper)
-    inputs = model_inputs(QUERIES, RESPONSES, pad_token_id=0, decoder_start=0)
-    batch = token_batch(inputs, QUERIES, RESPONSES)
-    expected = wrapper(**batch.inputs)[2][batch.where]
-    values = module(batch).values
-    torch.testing.assert_close(values, batch.spread(expected))
+    tokens, inputs, source, _ = batch_from(module, 0)
+    values = module(**tokens).values
+    torch.testing.assert_close(values, at(wrapper(**inputs)[2], source))
     values.sum().backward()
     waiting = [name for name, p in module.critic.named_parameters() if p.requires_grad and p.grad is None]
     assert waiting == []
@@ -216,10 +253,9 @@ def test_an_adapter_of_a_sequence_classifier_goes_on_as_critic_with_its_trained_
     config = LoraConfig(target_modules=["c_attn"], task_type="SEQ_CLS", init_lora_weights=False, fan_in_fan_out=True)
     classifier = get_peft_model(tiny.scorer(), config).eval()
     module = ActorCritic(tiny.policy().eval(), classifier)
-    inputs = model_inputs(QUERIES[:1], RESPONSES[:1], pad_token_id=0, decoder_start=None)
-    values = module(token_batch(inputs, QUERIES[:1], RESPONSES[:1])).values
+    values = module(**module.tokens(Samples(QUERIES[:1], RESPONSES[:1]), Padding(0))).values
     last_read = torch.cat([QUERIES[0], RESPONSES[0]])[None, :-1]
-    torch.testing.assert_close(values[0, -1], classifier(last_read).logits[0, 0])
+    torch.testing.assert_close(values[-1], classifier(last_read).logits[0, 0])
     values.sum().backward()
     waiting = [name for name, p in module.critic.named_parameters() if p.requires_grad and p.grad is None]
     assert waiting == []

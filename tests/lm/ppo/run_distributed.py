@@ -40,16 +40,28 @@ CASES = {
     "encoder-decoder": Case(2, 2, kind="bart", has_masks=True),
     "llama": Case(2, 2, kind="llama", has_masks=True),
     "t5": Case(2, 2, kind="t5", has_masks=True),
-    "scaled": Case(2, 2, config={
-        "use_score_scaling": True, "use_score_norm": True, "score_clip": 1.5, "whiten_rewards": True, "gamma": 0.9,
-        "target": 0.5, "horizon": 100, "init_kl_coef": 0.5, "max_grad_norm": 0.1, "missing_eos_penalty": 0.5,
-    }),
+    "scaled": Case(
+        2,
+        2,
+        config={
+            "use_score_scaling": True,
+            "use_score_norm": True,
+            "score_clip": 1.5,
+            "whiten_rewards": True,
+            "gamma": 0.9,
+            "target": 0.5,
+            "horizon": 100,
+            "init_kl_coef": 0.5,
+            "max_grad_norm": 0.1,
+            "missing_eos_penalty": 0.5,
+        },
+    ),
     "full": Case(2, 2, has_masks=True, config={"kl_penalty": "full"}),
     "forward of 2024": Case(2, 2, has_masks=True, trainer=ForwardOf2024),
     "stopped early": Case(2, 2, config={"early_stopping": True, "target_kl": 0.002}, lr=1e-1),
     "one process skips": Case(4, config={**SKIPPING, "ratio_threshold": 1.003}, doubles_accumulation=True, lr=1e-2),
     "both processes skip": Case(4, config={**SKIPPING, "ratio_threshold": 0.5}, doubles_accumulation=True),
-}  # fmt: skip
+}
 
 
 def global_batch(step: int, *, has_masks: bool) -> dict[str, list[torch.Tensor]]:
@@ -71,10 +83,17 @@ def global_batch(step: int, *, has_masks: bool) -> dict[str, list[torch.Tensor]]
 
 def bart(dtype: torch.dtype) -> BartForConditionalGeneration:
     sizes = {
-        "d_model": tiny.WIDTH, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "init_std": 0.3,
-        "decoder_start_token_id": tiny.BOS, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "d_model": tiny.WIDTH,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "init_std": 0.3,
+        "decoder_start_token_id": tiny.BOS,
+        "max_position_embeddings": 64,
+    }
     config = BartConfig(**sizes | tiny.TOKENS)
     return tiny.seeded(BartForConditionalGeneration, config, dtype=dtype)
 
@@ -111,9 +130,12 @@ def loop() -> dict[str, Any]:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     prompts = Dataset.from_dict({"input_ids": [row.tolist() for row in tiny.rows(20, 2, 5)]})
     trainer = tiny.ppo(
-        given={"dataset": prompts}, batch_size=GLOBAL_BATCH // world_size, mini_batch_size=2, steps=2,
+        given={"dataset": prompts},
+        batch_size=GLOBAL_BATCH // world_size,
+        mini_batch_size=2,
+        steps=2,
         gradient_accumulation_steps=2,
-    )  # fmt: skip
+    )
     history: list[Any] = []
     batches: list[Any] = []
 

@@ -53,11 +53,24 @@ class Session:
     def make(self, tracker: str) -> PPOTrainer:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         config = PPOConfig(
-            batch_size=RESPONSES // world_size, mini_batch_size=1, gradient_accumulation_steps=1, ppo_epochs=2,
-            target=0.5, horizon=40, use_score_scaling=True, use_score_norm=True, whiten_rewards=True, seed=3,
-            steps=STEPS, save_steps=SAVE_EVERY, save_total_limit=1, output_dir=str(self.folder), log_with=tracker,
-            project_kwargs={"project_dir": str(self.folder)}, accelerator_kwargs={"cpu": True},
-        )  # fmt: skip
+            batch_size=RESPONSES // world_size,
+            mini_batch_size=1,
+            gradient_accumulation_steps=1,
+            ppo_epochs=2,
+            target=0.5,
+            horizon=40,
+            use_score_scaling=True,
+            use_score_norm=True,
+            whiten_rewards=True,
+            seed=3,
+            steps=STEPS,
+            save_steps=SAVE_EVERY,
+            save_total_limit=1,
+            output_dir=str(self.folder),
+            log_with=tracker,
+            project_kwargs={"project_dir": str(self.folder)},
+            accelerator_kwargs={"cpu": True},
+        )
         policy = tiny.policy()
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
@@ -84,8 +97,12 @@ class Session:
 
         rmtree = shutil.rmtree
         for module, name in (
-            (shutil, "rmtree"), (os, "rename"), (torch, "save"), (checkpoint, "save_file"), (sealing, "_fsync"),
-        ):  # fmt: skip
+            (shutil, "rmtree"),
+            (os, "rename"),
+            (torch, "save"),
+            (checkpoint, "save_file"),
+            (sealing, "_fsync"),
+        ):
             setattr(module, name, dying(getattr(module, name)))
 
     def score(self, texts: list[str]) -> list[float]:
@@ -100,9 +117,12 @@ class Session:
             if not name.startswith("time/")
         }
         line = {
-            "step": step, "stats": numbers, "prompts": [row.tolist() for row in prompts],
-            "kl_coef": self.trainer.kl_ctl.value, "run_id": self.trainer.run_id,
-        }  # fmt: skip
+            "step": step,
+            "stats": numbers,
+            "prompts": [row.tolist() for row in prompts],
+            "kl_coef": self.trainer.kl_ctl.value,
+            "run_id": self.trainer.run.tracker_id,
+        }
         self.folder.mkdir(exist_ok=True)
         with (self.folder / f"steps-{self.trainer.accelerator.process_index}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -228,9 +228,12 @@ def test_sizes_make_minibatches_and_optimizer_steps(sizes, minibatches, steps):
 def test_accumulation_is_the_large_batch_weighed_by_tokens(sizes):
     def weights(mini_batch_size, accumulation):
         trainer = tiny.ppo(
-            tiny.policy(dtype=torch.float64), batch_size=8, mini_batch_size=mini_batch_size,
-            gradient_accumulation_steps=accumulation, ppo_epochs=3,
-        )  # fmt: skip
+            tiny.policy(dtype=torch.float64),
+            batch_size=8,
+            mini_batch_size=mini_batch_size,
+            gradient_accumulation_steps=accumulation,
+            ppo_epochs=3,
+        )
         stats = trainer.step(tiny.rows(8, 1, 6), tiny.rows(8, 1, 20, seed=1), [float(i) for i in range(8)])
         return tiny.weights(trainer.model), {k: v for k, v in stats.items() if k.startswith("ppo/loss")}
 
@@ -366,10 +369,15 @@ def loss_of(logratio=0.0, vpred=0.0, advantage=1.0, returns=0.0, **config):
     logprobs = torch.tensor([[-1.0 + logratio]], requires_grad=True)
     vpreds = torch.tensor([[vpred]], requires_grad=True)
     policy_loss, value_loss, stats = tiny.ppo(**config).loss(
-        old_logprobs=torch.tensor([[-1.0]]), values=torch.zeros(1, 1), logits=torch.zeros(1, 1, 5), vpreds=vpreds,
-        logprobs=logprobs, mask=torch.ones(1, 1), advantages=torch.tensor([[advantage]]),
+        old_logprobs=torch.tensor([[-1.0]]),
+        values=torch.zeros(1, 1),
+        logits=torch.zeros(1, 1, 5),
+        vpreds=vpreds,
+        logprobs=logprobs,
+        mask=torch.ones(1, 1),
+        advantages=torch.tensor([[advantage]]),
         returns=torch.tensor([[returns]]),
-    )  # fmt: skip
+    )
     (policy_loss + value_loss).backward()
     return float(policy_loss), float(value_loss), float(logprobs.grad), float(vpreds.grad), stats
 
@@ -440,9 +448,13 @@ def direct_minibatch(trainer, logratio):
     reach = trainer.model.v_head.summary.bias.sum()
     column = {"values": torch.zeros(1, 2), "mask": torch.ones(1, 2), "advantages": torch.tensor([[-1.0, 1.0]])}
     return trainer.train_minibatch(
-        old_logprobs=torch.full((1, 2), -3.0), logprobs=torch.full((1, 2), -3.0 + logratio) + 0.0 * reach,
-        logits=None, vpreds=torch.zeros(1, 2) + reach, returns=torch.ones(1, 2), **column,
-    )  # fmt: skip
+        old_logprobs=torch.full((1, 2), -3.0),
+        logprobs=torch.full((1, 2), -3.0 + logratio) + 0.0 * reach,
+        logits=None,
+        vpreds=torch.zeros(1, 2) + reach,
+        returns=torch.ones(1, 2),
+        **column,
+    )
 
 
 @pytest.mark.parametrize("logratio", [-2.0, 2.0])

@@ -178,15 +178,19 @@ def test_tracker_kwargs_reach_the_tracker(is_nested, tmp_path):
 @pytest.mark.usefixtures("offline_wandb")
 def test_wandb_run_has_project_name_task_and_settings(tmp_path):
     trainer = tiny.ppo(
-        log_with="wandb", tracker_project_name="my-project", exp_name="my-run", task_name="my-task",
-        tracker_kwargs={"wandb": {"group": "my-group"}}, project_kwargs={"logging_dir": str(tmp_path)},
-    )  # fmt: skip
+        log_with="wandb",
+        tracker_project_name="my-project",
+        exp_name="my-run",
+        task_name="my-task",
+        tracker_kwargs={"wandb": {"group": "my-group"}},
+        project_kwargs={"logging_dir": str(tmp_path)},
+    )
     trainer.tracker.log({}, 0)
     run = wandb.run
     try:
         assert (run.project, run.name, run.group, run.tags) == ("my-project", "my-run", "my-group", ("my-task",))
         assert run.config["learning_rate"] == 1e-3
-        assert trainer.run_id == run.id
+        assert trainer.run.tracker_id == run.id
         assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
     finally:
         trainer.tracker.finish()
@@ -211,13 +215,36 @@ def test_accelerator_kwargs_reach_accelerate():
 
 def test_documented_defaults():
     documented = {
-        "seed": 0, "log_with": None, "remove_unused_columns": True, "tracker_project_name": "trl", "steps": 20000,
-        "learning_rate": 1e-5, "adap_kl_ctrl": True, "init_kl_coef": 0.2, "kl_penalty": "kl", "target": 6,
-        "horizon": 10000, "gamma": 1, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1,
-        "batch_size": 256, "mini_batch_size": 1, "gradient_accumulation_steps": 1, "ppo_epochs": 4,
-        "max_grad_norm": None, "early_stopping": False, "target_kl": 1, "compare_steps": 1, "ratio_threshold": 10.0,
-        "use_score_scaling": False, "use_score_norm": False, "score_clip": None, "whiten_rewards": False,
-    }  # fmt: skip
+        "seed": 0,
+        "log_with": None,
+        "remove_unused_columns": True,
+        "tracker_project_name": "trl",
+        "steps": 20000,
+        "learning_rate": 1e-5,
+        "adap_kl_ctrl": True,
+        "init_kl_coef": 0.2,
+        "kl_penalty": "kl",
+        "target": 6,
+        "horizon": 10000,
+        "gamma": 1,
+        "lam": 0.95,
+        "cliprange": 0.2,
+        "cliprange_value": 0.2,
+        "vf_coef": 0.1,
+        "batch_size": 256,
+        "mini_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "ppo_epochs": 4,
+        "max_grad_norm": None,
+        "early_stopping": False,
+        "target_kl": 1,
+        "compare_steps": 1,
+        "ratio_threshold": 10.0,
+        "use_score_scaling": False,
+        "use_score_norm": False,
+        "score_clip": None,
+        "whiten_rewards": False,
+    }
     config = PPOConfig()
     assert {name: getattr(config, name) for name in documented} == documented
 
@@ -228,9 +255,10 @@ def test_every_field_says_what_it_is():
 
 def test_a_hub_token_reaches_neither_the_model_card_nor_the_tracker(tmp_path):
     trainer = tiny.ppo(
-        push_to_hub_if_best_kwargs={"repo_id": "me/mine", "token": "hf_secret"}, log_with="tensorboard",
+        push_to_hub_if_best_kwargs={"repo_id": "me/mine", "token": "hf_secret"},
+        log_with="tensorboard",
         project_kwargs={"logging_dir": str(tmp_path / "logs")},
-    )  # fmt: skip
+    )
     trainer.create_model_card(str(tmp_path))
     assert "me/mine" in (tmp_path / "README.md").read_text()
     assert "hf_secret" not in (tmp_path / "README.md").read_text()

@@ -36,11 +36,14 @@ BAD = {
     "queries none": ({"queries": lambda c: []}, ValueError, "queries has 0 entries"),
     "masks too few": ({"response_masks": lambda c: c[:1]}, ValueError, "response_masks has 1 entries"),
     "queries as a tensor": (
-        {"queries": lambda c: torch.ones(4, 3, dtype=torch.long)}, TypeError, "queries must be a list of tensors",
+        {"queries": lambda c: torch.ones(4, 3, dtype=torch.long)},
+        TypeError,
+        "queries must be a list of tensors",
     ),
     "scores as a tensor": ({"scores": torch.stack}, TypeError, "scores must be a list"),
     "response in two dimensions": (
-        {"responses": with_row(1, torch.ones(1, 3, dtype=torch.long))}, TypeError,
+        {"responses": with_row(1, torch.ones(1, 3, dtype=torch.long))},
+        TypeError,
         r"responses\[1\] must be a 1-D tensor of token ids, got a torch.int64 tensor of shape \[1, 3\].*squeeze",
     ),
     "response of floats": ({"responses": with_row(2, torch.ones(3))}, TypeError, r"responses\[2\] .*torch.float32"),
@@ -49,21 +52,25 @@ BAD = {
     "empty query": ({"queries": with_row(2, EMPTY)}, ValueError, r"queries\[2\] is empty"),
     "NaN score": ({"scores": with_row(1, torch.tensor(float("nan")))}, ValueError, r"scores\[1\] = nan: .*finite"),
     "infinite scores": (
-        {"scores": lambda c: [c[0], float("inf"), c[2], torch.tensor(float("-inf"))]}, ValueError,
+        {"scores": lambda c: [c[0], float("inf"), c[2], torch.tensor(float("-inf"))]},
+        ValueError,
         r"scores\[1\] = inf, scores\[3\] = -inf",
     ),
     "two numbers as a score": ({"scores": with_row(2, torch.ones(2))}, ValueError, r"scores\[2\] has shape \[2\]"),
     "mask too long": (
-        {"response_masks": with_row(1, torch.ones(99, dtype=torch.long))}, ValueError,
+        {"response_masks": with_row(1, torch.ones(99, dtype=torch.long))},
+        ValueError,
         r"response_masks\[1\] has shape \[99\], its response has \[\d\]",
     ),
     "mask of zeros": ({"response_masks": lambda c: [c[0] * 0, *c[1:]]}, ValueError, r"response_masks\[0\] must hold"),
     "mask of weights": ({"response_masks": lambda c: [*c[:3], c[3] * 2]}, ValueError, r"response_masks\[3\] must hold"),
     "token beyond the vocabulary": (
-        {"responses": with_row(1, torch.tensor([5, 32]))}, ValueError, r"responses\[1\] .*32.*vocabulary",
+        {"responses": with_row(1, torch.tensor([5, 32]))},
+        ValueError,
+        r"responses\[1\] .*32.*vocabulary",
     ),
     "negative token": ({"queries": with_row(1, torch.tensor([5, -100]))}, ValueError, r"queries\[1\] .*-100"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
@@ -202,7 +209,7 @@ def test_train_needs_a_dataset_and_a_reward():
 
 def test_a_reward_of_the_wrong_length_is_refused():
     trainer = tiny.ppo(given={"dataset": Dataset.from_dict({"input_ids": [[5]] * 4})})
-    with pytest.raises(ValueError, match="scores has 3 entries"):
+    with pytest.raises(ValueError, match="returned 3 scores for 4 completions"):
         trainer.train(lambda queries, responses: [0.0] * 3, steps=1, generation_kwargs={"max_new_tokens": 2})
 
 

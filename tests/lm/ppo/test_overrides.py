@@ -184,9 +184,12 @@ def assert_same(one, other):
             if name.startswith(("time/", "health/")):
                 continue
             torch.testing.assert_close(
-                torch.as_tensor(mine[name], dtype=DOUBLE), torch.as_tensor(theirs[name], dtype=DOUBLE),
-                rtol=1e-5, atol=1e-7, msg=name,
-            )  # fmt: skip
+                torch.as_tensor(mine[name], dtype=DOUBLE),
+                torch.as_tensor(theirs[name], dtype=DOUBLE),
+                rtol=1e-5,
+                atol=1e-7,
+                msg=name,
+            )
 
 
 @pytest.mark.parametrize("kind", ["plain", "adapter", "critic", "bare reference", "wrapped reference"])
@@ -221,8 +224,12 @@ def test_a_method_of_2024_gives_the_statistics_and_weights_of_the_built_in(train
     replaced, built_in = (two_steps(one, kind, **config) for one in (trainer_class, PPOTrainer))
     assert_same(replaced, built_in)
     assert {name for name in built_in[0][1] if name not in replaced[0][1]} <= {
-        "ppo/grad_norm", "ppo/policy/skipped", "ppo/policy/early_stopped", "ppo/policy/clipfrac", "ppo/val/clipfrac",
-    }  # fmt: skip
+        "ppo/grad_norm",
+        "ppo/policy/skipped",
+        "ppo/policy/early_stopped",
+        "ppo/policy/clipfrac",
+        "ppo/val/clipfrac",
+    }
 
 
 def test_early_stopping_ends_the_updates_of_a_train_minibatch_of_2024():
@@ -268,14 +275,18 @@ def test_step_statistics_of_2024_take_the_documented_data():
             kl_list = (kls * mask).sum(-1)
             lengths = torch.tensor([len(row) for row in data["queries"]], dtype=torch.float)
             stats = {
-                "objective/kl": kl_list.mean(), "objective/kl_dist": kl_list, "objective/kl_coef": kl_coef,
-                "objective/logprobs": data["logprobs"], "objective/ref_logprobs": data["ref_logprobs"],
+                "objective/kl": kl_list.mean(),
+                "objective/kl_dist": kl_list,
+                "objective/kl_coef": kl_coef,
+                "objective/logprobs": data["logprobs"],
+                "objective/ref_logprobs": data["ref_logprobs"],
                 "objective/entropy": (-data["logprobs"] * mask).sum(-1).mean(),
                 "ppo/mean_non_score_reward": mean(data["non_score_reward"], mask),
-                "ppo/mean_scores": data["scores"].mean(), "ppo/std_scores": data["scores"].std(),
+                "ppo/mean_scores": data["scores"].mean(),
+                "ppo/std_scores": data["scores"].std(),
                 "tokens/queries_dist": lengths.numpy(),
                 "tokens/responses_len_mean": sum(map(len, data["responses"])) / len(data["responses"]),
-            }  # fmt: skip
+            }
             for name, value in data["train_stats"].items():
                 stats[f"ppo/{name}"] = torch.mean(value, axis=0)
             stats["ppo/val/var_explained"] = 1 - stats["ppo/val/error"] / stats["ppo/returns/var"]
@@ -283,9 +294,18 @@ def test_step_statistics_of_2024_take_the_documented_data():
 
     recorded, expected = two_steps(Recording), two_steps(PPOTrainer)
     for stats, theirs in zip(recorded[0], expected[0], strict=True):
-        for name in ("objective/kl", "objective/kl_coef", "ppo/mean_scores", "ppo/mean_non_score_reward",
-                     "ppo/loss/policy", "ppo/policy/ratio", "ppo/returns/var", "ppo/val/error", "ppo/learning_rate",
-                     "tokens/responses_len_mean"):  # fmt: skip
+        for name in (
+            "objective/kl",
+            "objective/kl_coef",
+            "ppo/mean_scores",
+            "ppo/mean_non_score_reward",
+            "ppo/loss/policy",
+            "ppo/policy/ratio",
+            "ppo/returns/var",
+            "ppo/val/error",
+            "ppo/learning_rate",
+            "tokens/responses_len_mean",
+        ):
             assert stats[name] == pytest.approx(theirs[name], rel=1e-9, abs=1e-12), name
             assert isinstance(stats[name], float), name
         for name in ("objective/kl_dist", "ppo/policy/advantages", "tokens/queries_dist"):

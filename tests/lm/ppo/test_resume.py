@@ -98,8 +98,11 @@ def test_a_fresh_process_goes_on_and_so_does_the_tracker_under_its_id(tmp_path, 
 @pytest.mark.slow
 def test_two_processes_go_on_each_with_its_own_prompts_and_noise(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    for session, survives in ((f"{straight},train,none,end", True), (f"{killed},train,none,reward:4", False),
-                              (f"{killed},train,none,end", True)):  # fmt: skip
+    for session, survives in (
+        (f"{straight},train,none,end", True),
+        (f"{killed},train,none,reward:4", False),
+        (f"{killed},train,none,end", True),
+    ):
         done = launch(session, processes=2)
         assert (done.returncode == 0) == survives, done.stderr[-3000:]
     for rank in (0, 1):

@@ -16,8 +16,12 @@ def trainer(folder, rows=((5,), (6,), (7,), (8,)), **settings):
 
 def train(one, steps, resume_from=None):
     sampling = {"max_new_tokens": 3}
-    return one.train(lambda queries, responses: [1.0, 2.0, 3.0, 4.0], steps=steps, resume_from=resume_from,
-                     generation_kwargs=sampling)  # fmt: skip
+    return one.train(
+        lambda queries, responses: [1.0, 2.0, 3.0, 4.0],
+        steps=steps,
+        resume_from=resume_from,
+        generation_kwargs=sampling,
+    )
 
 
 def test_a_new_run_in_the_folder_of_another_is_refused_before_its_first_step(tmp_path):

@@ -32,7 +32,7 @@ def test_nothing_is_said_of_sound_models(build):
 
 def test_a_sampler_with_other_positions_is_found(monkeypatch):
     trainer = ppo(policy())
-    shifted = lambda _, inputs: {**inputs, "position_ids": inputs["attention_mask"].cumsum(-1)}  # noqa: E731
+    shifted = lambda _, inputs: {**inputs, "position_ids": inputs["position_ids"] + 1}  # noqa: E731
     monkeypatch.setattr(logprobs, "positioned", shifted)
     with pytest.warns(UserWarning, match="generate and the trainer differ"):
         sample(trainer)

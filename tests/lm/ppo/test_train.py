@@ -33,7 +33,7 @@ class FakeTracker:
 
 def test_log_stats_sends_rewards_and_a_table_of_samples():
     trainer = tiny.ppo()
-    tracker = trainer._tracker = FakeTracker()
+    tracker = trainer.run._tracker = FakeTracker()
     stats = trainer.step(*tiny.batch())
     batch = {"query": list("abcd"), "response": list("wxyz"), "label": [0, 1, 0, 1]}
     rewards = [torch.tensor(1.0), 2.0, 3.0, torch.tensor([6.0])]
@@ -117,9 +117,17 @@ def share_of_a(queries, responses, **_):
 
 def test_train_learns_a_toy_reward():
     trainer = tiny.ppo(
-        tiny.policy(initializer_range=0.05), given={"dataset": toy_data()}, batch_size=8, mini_batch_size=8,
-        ppo_epochs=4, learning_rate=1e-2, init_kl_coef=0.0, adap_kl_ctrl=False, max_grad_norm=1.0, steps=30,
-    )  # fmt: skip
+        tiny.policy(initializer_range=0.05),
+        given={"dataset": toy_data()},
+        batch_size=8,
+        mini_batch_size=8,
+        ppo_epochs=4,
+        learning_rate=1e-2,
+        init_kl_coef=0.0,
+        adap_kl_ctrl=False,
+        max_grad_norm=1.0,
+        steps=30,
+    )
     history = trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 8})
     means = [stats["env/reward_mean"] for stats in history]
     assert np.mean(means[:3]) < 0.2
@@ -129,9 +137,16 @@ def test_train_learns_a_toy_reward():
 def test_a_kl_penalty_holds_the_policy_back():
     def kl(init_kl_coef):
         trainer = tiny.ppo(
-            tiny.policy(initializer_range=0.05), given={"dataset": toy_data()}, batch_size=8, mini_batch_size=8,
-            learning_rate=1e-2, init_kl_coef=init_kl_coef, adap_kl_ctrl=False, ppo_epochs=4, steps=12,
-        )  # fmt: skip
+            tiny.policy(initializer_range=0.05),
+            given={"dataset": toy_data()},
+            batch_size=8,
+            mini_batch_size=8,
+            learning_rate=1e-2,
+            init_kl_coef=init_kl_coef,
+            adap_kl_ctrl=False,
+            ppo_epochs=4,
+            steps=12,
+        )
         history = trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 8})
         return np.mean([stats["objective/kl_k3"] for stats in history[-4:]])
 
@@ -148,7 +163,7 @@ def test_train_hands_texts_and_columns_to_the_reward_and_steps_to_on_step():
 
     data = toy_data(label=list(range(8)), note=["x"] * 8)
     trainer = tiny.ppo(given={"dataset": data}, steps=2)
-    trainer._tracker = FakeTracker()
+    trainer.run._tracker = FakeTracker()
     history = trainer.train(
         reward,
         generation_kwargs={"max_new_tokens": 4},
@@ -162,7 +177,7 @@ def test_train_hands_texts_and_columns_to_the_reward_and_steps_to_on_step():
     assert [mean for _, mean, _ in steps] == [np.mean(label) for _, _, label in received]
     assert [responses for _, _, responses in steps] == [responses for _, responses, _ in received]
     assert [stats["env/reward_mean"] for stats in history] == [mean for _, mean, _ in steps]
-    assert [step for step, _ in trainer._tracker.logs] == [1, 2]
+    assert [step for step, _ in trainer.run._tracker.logs] == [1, 2]
 
 
 def test_train_takes_a_reward_model():
@@ -188,9 +203,16 @@ def interrupted(tmp_path, model=tiny.policy, kill_at=None, **given):
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         made = tiny.ppo(
-            policy, given={"dataset": toy_data(), "optimizer": optimizer, "lr_scheduler": scheduler, **given},
-            output_dir=str(tmp_path), save_steps=1, steps=5, use_score_scaling=True, target=0.1, horizon=20, seed=4,
-        )  # fmt: skip
+            policy,
+            given={"dataset": toy_data(), "optimizer": optimizer, "lr_scheduler": scheduler, **given},
+            output_dir=str(tmp_path),
+            save_steps=1,
+            steps=5,
+            use_score_scaling=True,
+            target=0.1,
+            horizon=20,
+            seed=4,
+        )
         next(iter(made.prepare_dataloader(toy_data(4))))  # another loader is not part of the run
         return made
 

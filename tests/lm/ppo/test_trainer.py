@@ -288,10 +288,15 @@ def columns_of(trainer, seed=0):
     noise = [torch.randn(mask.shape, generator=generator, dtype=values.dtype) for _ in range(4)]
     reach = trainer.model.v_head.summary.weight.sum()
     return {
-        "old_logprobs": -2 + 0.1 * noise[0], "values": values, "logprobs": -2 + 0.1 * noise[1] + 0.01 * reach,
-        "logits": logits, "vpreds": values + 0.1 * noise[2] + reach, "mask": mask, "advantages": noise[3],
+        "old_logprobs": -2 + 0.1 * noise[0],
+        "values": values,
+        "logprobs": -2 + 0.1 * noise[1] + 0.01 * reach,
+        "logits": logits,
+        "vpreds": values + 0.1 * noise[2] + reach,
+        "mask": mask,
+        "advantages": noise[3],
         "returns": values + 1,
-    }  # fmt: skip
+    }
 
 
 def test_loss_is_the_mean_over_counted_tokens_and_takes_logits():
@@ -457,9 +462,13 @@ SCALARS = [
     ),
 ]
 ROWS = {
-    "objective/kl_dist": 4, "objective/logprobs": 23, "objective/ref_logprobs": 23, "ppo/policy/advantages": 23,
-    "tokens/queries_dist": 4, "tokens/responses_dist": 4,
-}  # fmt: skip
+    "objective/kl_dist": 4,
+    "objective/logprobs": 23,
+    "objective/ref_logprobs": 23,
+    "ppo/policy/advantages": 23,
+    "tokens/queries_dist": 4,
+    "tokens/responses_dist": 4,
+}
 
 
 def test_statistics_are_documented_finite_and_of_the_right_kind():

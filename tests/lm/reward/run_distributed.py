@@ -24,15 +24,31 @@ from trimtab_lm.reward import RewardConfig, RewardTrainer
 D = torch.float64
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": tiny.WIDTH, "intermediate_size": 24}
 SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "gpt2": (GPT2ForSequenceClassification, GPT2Config,
-             {"n_embd": tiny.WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3}),
+    "gpt2": (
+        GPT2ForSequenceClassification,
+        GPT2Config,
+        {"n_embd": tiny.WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3},
+    ),
     "llama": (LlamaForSequenceClassification, LlamaConfig, {**LAYERS, "initializer_range": 0.3}),
-    "bert": (BertForSequenceClassification, BertConfig,
-             {**LAYERS, "max_position_embeddings": 64, "initializer_range": 0.3}),
-    "t5": (T5ForSequenceClassification, T5Config,
-           {"d_model": tiny.WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "initializer_factor": 1.0,
-            "decoder_start_token_id": tiny.PAD}),
-}  # fmt: skip
+    "bert": (
+        BertForSequenceClassification,
+        BertConfig,
+        {**LAYERS, "max_position_embeddings": 64, "initializer_range": 0.3},
+    ),
+    "t5": (
+        T5ForSequenceClassification,
+        T5Config,
+        {
+            "d_model": tiny.WIDTH,
+            "d_kv": 8,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_heads": 2,
+            "initializer_factor": 1.0,
+            "decoder_start_token_id": tiny.PAD,
+        },
+    ),
+}
 """Scorers of each type: decoders that are laid out as trees, and classifiers that run on padded rows."""
 
 
@@ -40,9 +56,11 @@ def scorer(kind: str = "gpt2", *, seed: int = 0, dtype: torch.dtype = torch.floa
     """A sequence classifier with one label, without dropout unless the settings say so."""
     model, config, sizes = SETTINGS[kind]
     names = {
-        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "llama": ("attention_dropout",), "t5": ("dropout_rate",),
+        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "llama": ("attention_dropout",),
+        "t5": ("dropout_rate",),
         "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    }  # fmt: skip
+    }
     still = dict.fromkeys(names[kind], 0.0)
     made = tiny.seeded(model, config(**sizes | tiny.TOKENS | still | {"num_labels": 1} | settings), seed)
     return tiny.exact(made) if dtype is D else made
@@ -94,10 +112,16 @@ def trained(kind: str, folder: str, *, world_size: int = 1, accumulation: int = 
         scorer(kind, dtype=D),
         folder,
         {"train_dataset": pairs(24, with_margin=True), "eval_dataset": pairs(7, seed=1, with_margin=True)},
-        per_device_train_batch_size=GLOBAL_BATCH // world_size // accumulation, per_device_eval_batch_size=2,
-        gradient_accumulation_steps=accumulation, max_steps=3, logging_strategy="steps", logging_steps=1,
-        learning_rate=0.1, center_rewards_coefficient=0.1, optim="sgd",
-    )  # fmt: skip
+        per_device_train_batch_size=GLOBAL_BATCH // world_size // accumulation,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        max_steps=3,
+        logging_strategy="steps",
+        logging_steps=1,
+        learning_rate=0.1,
+        center_rewards_coefficient=0.1,
+        optim="sgd",
+    )
     made.train()
     logs = [log for log in made.state.log_history if "loss" in log]
     metrics = {**made.evaluate(), **made.predict(pairs(5, seed=2)).metrics}

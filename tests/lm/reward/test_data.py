@@ -68,9 +68,11 @@ def test_answers_need_no_prompt(tmp_path):
 
 def test_padding_of_tokenized_rows_goes_wherever_it_is(tmp_path):
     row = {
-        "input_ids_chosen": [tiny.PAD, 5, tiny.PAD, 6], "attention_mask_chosen": [0, 1, 1, 1],
-        "input_ids_rejected": [7, tiny.EOS, tiny.EOS], "attention_mask_rejected": [1, 1, 0],
-    }  # fmt: skip
+        "input_ids_chosen": [tiny.PAD, 5, tiny.PAD, 6],
+        "attention_mask_chosen": [0, 1, 1, 1],
+        "input_ids_rejected": [7, tiny.EOS, tiny.EOS],
+        "attention_mask_rejected": [1, 1, 0],
+    }
     dataset = prepared([row], tmp_path)
     assert dataset[0]["input_ids_chosen"] == [5, tiny.PAD, 6]  # a padding token that the mask counts is text
     assert dataset[0]["input_ids_rejected"] == [7, tiny.EOS]
@@ -117,9 +119,11 @@ def test_keep_start_and_keep_end_cut_by_their_rule(is_tokenized: bool, tmp_path)
     rows = [{"prompt": "<s>abcd ", "chosen": "efghij", "rejected": "xy"}]
     if is_tokenized:
         rows = [
-            {f"input_ids_{side}": tokenizer("<s>abcd " + rows[0][side] + "</s>")["input_ids"]
-             for side in ("chosen", "rejected")}
-        ]  # fmt: skip
+            {
+                f"input_ids_{side}": tokenizer("<s>abcd " + rows[0][side] + "</s>")["input_ids"]
+                for side in ("chosen", "rejected")
+            }
+        ]
     with pytest.warns(UserWarning, match="max_length=6: cut"):
         start = prepared(rows, tmp_path, max_length=6, truncation_mode="keep_start")
     assert texts(start) == [("<s>abef</s>", "<s>abxy</s>")]

@@ -52,9 +52,17 @@ def test_adapters_train_with_their_head_and_load(kind: str, head: str, tmp_path)
 @pytest.mark.parametrize("optim", ["galore_adamw", "galore_adamw_layerwise"])
 def test_galore_trains_and_saves(optim: str, tmp_path):
     made = trainer(
-        scorer("llama"), tmp_path, {"train_dataset": pairs(4)}, max_steps=1, optim=optim, optim_args="rank=2",
-        optim_target_modules=["self_attn", "mlp"], save_strategy="steps", save_steps=1, learning_rate=1e-2,
-    )  # fmt: skip
+        scorer("llama"),
+        tmp_path,
+        {"train_dataset": pairs(4)},
+        max_steps=1,
+        optim=optim,
+        optim_args="rank=2",
+        optim_target_modules=["self_attn", "mlp"],
+        save_strategy="steps",
+        save_steps=1,
+        learning_rate=1e-2,
+    )
     before = tiny.weights(made.model)
     made.train()
     assert any("mlp" in name for name in tiny.moved(before, made.model))
@@ -67,9 +75,12 @@ def test_the_arguments_of_2024_train(tmp_path):
     lengths = [max(len(row["input_ids_chosen"]), len(row["input_ids_rejected"])) for row in data]
     with pytest.warns(FutureWarning) as given:
         made = RewardTrainer(
-            model=scorer(), args=config(tmp_path, max_steps=1), tokenizer=tiny.tokenizer(), train_dataset=data,
+            model=scorer(),
+            args=config(tmp_path, max_steps=1),
+            tokenizer=tiny.tokenizer(),
+            train_dataset=data,
             max_length=sorted(lengths)[1],
-        )  # fmt: skip
+        )
     messages = " ".join(str(one.message) for one in given)
     assert "processing_class" in messages
     assert "max_length" in messages

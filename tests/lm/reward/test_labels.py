@@ -10,10 +10,12 @@ TWO = "2 labels.*mean over labels.*num_labels=1"
 
 def own_scores(model, dataset) -> torch.Tensor:
     """[2, B, 2 labels], of chosen and rejected, each text by itself through the model's own forward."""
-    return torch.stack([
-        torch.cat([model(input_ids=torch.tensor([row[f"input_ids_{side}"]])).logits for row in dataset])
-        for side in ("chosen", "rejected")
-    ])  # fmt: skip
+    return torch.stack(
+        [
+            torch.cat([model(input_ids=torch.tensor([row[f"input_ids_{side}"]])).logits for row in dataset])
+            for side in ("chosen", "rejected")
+        ]
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
@@ -48,9 +50,13 @@ def test_every_label_learns_to_tell_the_answers_apart(tmp_path):
     data = good_and_bad(32, seed=0)
     with pytest.warns(UserWarning, match=TWO):
         made = trainer(
-            scorer(num_labels=2), tmp_path, {"train_dataset": data, "eval_dataset": data}, max_steps=30,
-            learning_rate=1e-2, init_reward_head=True,
-        )  # fmt: skip
+            scorer(num_labels=2),
+            tmp_path,
+            {"train_dataset": data, "eval_dataset": data},
+            max_steps=30,
+            learning_rate=1e-2,
+            init_reward_head=True,
+        )
     made.train()
     assert made.evaluate()["eval_accuracy"] == 1.0
     tokenized = made.train_dataset

@@ -16,11 +16,20 @@ def run(kind: str, folder: Path, *, resume: str | None = None, **settings: Any) 
     """Six steps over ten pairs: three steps an epoch, the last of them short."""
     adapters = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2)} if kind == "llama" else {}
     made = trainer(
-        scorer(kind, **DROPOUT[kind]), folder, {"train_dataset": pairs(10, with_margin=True), **adapters},
-        max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
-        save_strategy="steps", save_steps=1, logging_strategy="steps", logging_steps=1, init_reward_head=True,
+        scorer(kind, **DROPOUT[kind]),
+        folder,
+        {"train_dataset": pairs(10, with_margin=True), **adapters},
+        max_steps=6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        save_strategy="steps",
+        save_steps=1,
+        logging_strategy="steps",
+        logging_steps=1,
+        init_reward_head=True,
         **settings,
-    )  # fmt: skip
+    )
     made.train(resume_from_checkpoint=resume)
     return made
 

@@ -29,9 +29,9 @@ LAYOUTS: dict[str, Any] = {
 def plain_scores(model: Any, dataset: Dataset) -> Tensor:
     """[B, 2], each text by itself through the model's own forward."""
     rows = [[row["input_ids_chosen"], row["input_ids_rejected"]] for row in dataset]
-    return torch.stack([
-        torch.stack([model(input_ids=torch.tensor([ids])).logits[0, 0] for ids in row]) for row in rows
-    ])  # fmt: skip
+    return torch.stack(
+        [torch.stack([model(input_ids=torch.tensor([ids])).logits[0, 0] for ids in row]) for row in rows]
+    )
 
 
 def loss_and_gradients(model: Any, loss: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -116,9 +116,14 @@ def test_the_score_is_read_at_eos_where_padding_is_eos(tmp_path):
         ]
         found.append([made.model.score(one.last_hidden_state[0, -1]).item() for one in hidden])
     torch.testing.assert_close(torch.tensor(predictions), torch.tensor(found), rtol=1e-5, atol=1e-6)
-    padded = trainer(made.model, tmp_path, {
-        "processing_class": tokenizer, "data_collator": RewardDataCollatorWithPadding(tokenizer),
-    })  # fmt: skip
+    padded = trainer(
+        made.model,
+        tmp_path,
+        {
+            "processing_class": tokenizer,
+            "data_collator": RewardDataCollatorWithPadding(tokenizer),
+        },
+    )
     torch.testing.assert_close(
         torch.tensor(padded.predict(data).predictions), torch.tensor(found), rtol=1e-5, atol=1e-6
     )
@@ -129,9 +134,13 @@ def test_the_score_is_read_at_eos_where_padding_is_eos(tmp_path):
 
 def learnt_accuracy(folder: Any) -> float:
     made = trainer(
-        scorer(), folder, {"train_dataset": good_and_bad(200, 0), "eval_dataset": good_and_bad(100, 1)},
-        max_steps=30, per_device_train_batch_size=16, learning_rate=1e-2,
-    )  # fmt: skip
+        scorer(),
+        folder,
+        {"train_dataset": good_and_bad(200, 0), "eval_dataset": good_and_bad(100, 1)},
+        max_steps=30,
+        per_device_train_batch_size=16,
+        learning_rate=1e-2,
+    )
     made.train()
     return made.evaluate()["eval_accuracy"]
 
@@ -150,9 +159,15 @@ def test_accumulation_does_not_matter(tmp_path):
     found = []
     for size, accumulation in ((8, 1), (2, 4)):
         made = trainer(
-            scorer(dtype=D), tmp_path, {"train_dataset": pairs(16, with_margin=True)}, max_steps=2, learning_rate=0.1,
-            per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, optim="sgd",
-        )  # fmt: skip
+            scorer(dtype=D),
+            tmp_path,
+            {"train_dataset": pairs(16, with_margin=True)},
+            max_steps=2,
+            learning_rate=0.1,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            optim="sgd",
+        )
         made.train()
         found.append(tiny.weights(made.model))
     assert tiny.moved(found[0], scorer(dtype=D))
@@ -163,9 +178,16 @@ def test_accumulation_does_not_matter(tmp_path):
 def test_a_short_last_window_counts_its_own_pairs(tmp_path):
     """Five pairs, in micro-batches of two of which two make a step: the second step has one pair."""
     made = trainer(
-        scorer(dtype=D), tmp_path, {"train_dataset": pairs(5)}, num_train_epochs=1, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, learning_rate=0.0, logging_strategy="steps", logging_steps=1,
-    )  # fmt: skip
+        scorer(dtype=D),
+        tmp_path,
+        {"train_dataset": pairs(5)},
+        num_train_epochs=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.0,
+        logging_strategy="steps",
+        logging_steps=1,
+    )
     made.train()
     losses = [log["loss"] for log in made.state.log_history if "loss" in log]
     whole = made.evaluate(pairs(5))["eval_loss"]
@@ -206,15 +228,23 @@ def test_heads_of_classifiers_lose_their_bias(kind: str, tmp_path):
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_dropout_is_off_where_it_is_asked_for(kind: str, checkpointing: bool, tmp_path):
     rates = {
-        "gpt2": ("resid_pdrop", "attn_pdrop"), "llama": ("attention_dropout",), "t5": ("dropout_rate",),
+        "gpt2": ("resid_pdrop", "attn_pdrop"),
+        "llama": ("attention_dropout",),
+        "t5": ("dropout_rate",),
         "bert": ("hidden_dropout_prob",),
-    }  # fmt: skip
+    }
     found = []
     for rate, disable_dropout in ((0.0, False), (0.5, True), (0.5, False)):
         made = trainer(
-            scorer(kind, **dict.fromkeys(rates[kind], rate)), tmp_path, {"train_dataset": pairs(8)}, max_steps=2,
-            disable_dropout=disable_dropout, gradient_checkpointing=checkpointing, learning_rate=1e-2, optim="sgd",
-        )  # fmt: skip
+            scorer(kind, **dict.fromkeys(rates[kind], rate)),
+            tmp_path,
+            {"train_dataset": pairs(8)},
+            max_steps=2,
+            disable_dropout=disable_dropout,
+            gradient_checkpointing=checkpointing,
+            learning_rate=1e-2,
+            optim="sgd",
+        )
         before = [vars(module).get("p") for module in made.model.modules()]
         made.train()
         found.append(tiny.weights(made.model))
@@ -290,9 +320,16 @@ def test_evaluation_is_over_pairs_and_not_over_batches(tmp_path):
 
 def test_training_logs_the_statistics_of_its_steps(tmp_path):
     made = trainer(
-        scorer(dtype=D), tmp_path, {"train_dataset": pairs(8)}, max_steps=2, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, learning_rate=0.0, logging_strategy="steps", logging_steps=2,
-    )  # fmt: skip
+        scorer(dtype=D),
+        tmp_path,
+        {"train_dataset": pairs(8)},
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.0,
+        logging_strategy="steps",
+        logging_steps=2,
+    )
     made.train()
     log = next(log for log in made.state.log_history if "loss" in log)
     whole = made.evaluate(pairs(8))
@@ -305,9 +342,12 @@ def test_samples_are_shown_with_their_scores(tmp_path, monkeypatch):
     data = Dataset.from_list([{"prompt": "ab ", "chosen": f"c{x}", "rejected": f"dd{x}"} for x in "efg"])
     for collator in (None, RewardDataCollatorWithPadding(tiny.tokenizer())):
         made = trainer(
-            scorer(), tmp_path, {"eval_dataset": data, "data_collator": collator}, num_eval_samples=2,
+            scorer(),
+            tmp_path,
+            {"eval_dataset": data, "data_collator": collator},
+            num_eval_samples=2,
             per_device_eval_batch_size=1,
-        )  # fmt: skip
+        )
         monkeypatch.setattr(made.tables, "add", lambda _, name, columns, rows: shown.append((name, columns, rows)))
         made.evaluate()
         scores = made.predict(data).predictions
@@ -326,9 +366,13 @@ def test_samples_are_shown_with_their_scores(tmp_path, monkeypatch):
 def test_tokens_are_counted_with_either_collator(kind: str, tmp_path):
     for collator in (None, RewardDataCollatorWithPadding(tiny.tokenizer())):
         made = trainer(
-            scorer(kind), tmp_path, {"train_dataset": pairs(2), "data_collator": collator}, max_steps=1,
-            include_num_input_tokens_seen=True, per_device_train_batch_size=2,
-        )  # fmt: skip
+            scorer(kind),
+            tmp_path,
+            {"train_dataset": pairs(2), "data_collator": collator},
+            max_steps=1,
+            include_num_input_tokens_seen=True,
+            per_device_train_batch_size=2,
+        )
         made.train()
         assert made.state.num_input_tokens_seen > 30
         assert made.state.total_flos > 0
@@ -364,9 +408,13 @@ def test_streams_train(tmp_path):
 def test_batches_by_length(tmp_path):
     data = Dataset.from_list([{"chosen": "a" * n, "rejected": "b" * n} for n in (9, 1, 9, 1)])
     made = trainer(
-        scorer(), tmp_path, {"train_dataset": data}, train_sampling_strategy="group_by_length", max_steps=1,
+        scorer(),
+        tmp_path,
+        {"train_dataset": data},
+        train_sampling_strategy="group_by_length",
+        max_steps=1,
         per_device_train_batch_size=2,
-    )  # fmt: skip
+    )
     lengths = [sorted(batch["lengths"].shape) for batch in made.get_train_dataloader()]
     assert len(lengths) == 2
     assert made.train_dataset["length"] == [20, 4, 20, 4]

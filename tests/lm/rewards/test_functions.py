@@ -61,9 +61,12 @@ def test_a_function_is_given_the_keywords_it_takes_repeated_per_completion():
     assert seen["few"] == (answer, IDS, prompts, 7)
     assert seen["judge"] == (COMPLETIONS, 3)
     assert seen["everything"] == {
-        "prompts": prompts, "completions": COMPLETIONS, "completion_ids": IDS, "answer": answer,
+        "prompts": prompts,
+        "completions": COMPLETIONS,
+        "completion_ids": IDS,
+        "answer": answer,
         "other": ["u", "u", "v", "v"],
-    }  # fmt: skip
+    }
 
 
 def test_what_a_function_needs_and_the_dataset_lacks_is_named():
@@ -267,9 +270,14 @@ def test_statistics_by_hand():
     stats = gather_stats(reward_stats(["a", "b"], scored, num_generations=2))
     assert stats == pytest.approx(
         {
-            "rewards/a/mean": 2.0, "rewards/a/std": 0.5**0.5, "rewards/b/mean": 2.0, "rewards/b/std": 1.0,
-            "reward": 2.0, "reward_std": 2**0.5 / 2, "frac_reward_zero_std": 0.5,
+            "rewards/a/mean": 2.0,
+            "rewards/a/std": 0.5**0.5,
+            "rewards/b/mean": 2.0,
+            "rewards/b/std": 1.0,
+            "reward": 2.0,
+            "reward_std": 2**0.5 / 2,
+            "frac_reward_zero_std": 0.5,
         }
-    )  # fmt: skip
+    )
     single = gather_stats(reward_stats(["a", "b"], scored, num_generations=1))
     assert (single["reward_std"], single["frac_reward_zero_std"]) == (0.0, 1.0)

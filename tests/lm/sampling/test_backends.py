@@ -13,11 +13,9 @@ from transformers import FalconH1Config, FalconH1ForCausalLM, MistralConfig, Mis
 from trimtab_lm.sampling.backends import (
     PAGE_SIZE,
     ContinuousBatchingRollout,
-    SamplingSettings,
-    StaleWeightsError,
     TransformersRollout,
-    sampler_mismatch,
 )
+from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError, sampler_mismatch
 
 PROMPTS = tiny.rows(5, 1, 9)
 

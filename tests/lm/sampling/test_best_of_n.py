@@ -6,6 +6,8 @@ from tests.lm import tiny
 from transformers import GenerationConfig
 
 from trimtab_lm.iterative_sft import BestOfNSampler
+from trimtab_lm.sampling.backends import ContinuousBatchingRollout, TransformersRollout
+from trimtab_lm.sampling.rollout import SamplingSettings
 
 QUERIES = tiny.rows(3, 2, 4)
 
@@ -86,3 +88,47 @@ def test_bad_scores_are_refused(scores):
 def test_more_candidates_than_samples_are_refused():
     with pytest.raises(ValueError, match="n_candidates=5"):
         sampler(sample_size=4, n_candidates=5)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        lambda settings: TransformersRollout(settings, tiny.tokenizer(), batch_size=3),
+        lambda settings: ContinuousBatchingRollout(settings, tiny.tokenizer()),
+    ],
+    ids=["transformers", "continuous batching"],
+)
+def test_the_samples_come_from_any_backend(backend):
+    """The only continuation that top_k=1 leaves is the greedy one, for each query its own."""
+    seen: list[list[str]] = []
+
+    def scores(texts: list[str]) -> list[float]:
+        seen.append(texts)
+        return [float(i) for i in range(len(texts))]
+
+    model, rollout = tiny.llama().eval(), backend(SamplingSettings(4, top_k=1))
+    best = BestOfNSampler(model, tiny.tokenizer(), scores, None, 3, seed=0, rollout=rollout)
+    with pytest.warns(UserWarning, match="top_k=1"):
+        chosen = best.generate(QUERIES)
+    for query, texts, (text,) in zip(QUERIES, seen, chosen, strict=True):
+        row = model.generate(query[None], do_sample=False, max_new_tokens=4, pad_token_id=0)[0]
+        assert texts == [tiny.tokenizer().decode(row, skip_special_tokens=True)] * 3
+        assert text == texts[2]
+
+
+def test_a_rollout_is_synced_before_each_call_and_draws_anew():
+    model = tiny.gpt2()
+    rollout = TransformersRollout(SamplingSettings(6), tiny.tokenizer(), batch_size=4)
+    best = BestOfNSampler(model, tiny.tokenizer(), lambda texts: [0.0] * len(texts), None, seed=0, rollout=rollout)
+    first = best.generate(QUERIES)
+    assert best.generate(QUERIES) != first
+    assert rollout.version == 2
+
+
+def test_settings_beside_a_rollout_are_refused():
+    rollout = TransformersRollout(SamplingSettings(4), tiny.tokenizer(), batch_size=4)
+    for length_sampler, options in ((lambda: 5, {"rollout": rollout}), (None, {})):
+        with pytest.raises(ValueError, match=r"Give a length_sampler.*or a rollout"):
+            BestOfNSampler(tiny.gpt2(), tiny.tokenizer(), len, length_sampler, **options)
+    with pytest.raises(ValueError, match=r"samples by its own settings: leave \['top_k'\] out"):
+        BestOfNSampler(tiny.gpt2(), tiny.tokenizer(), len, None, rollout=rollout).generate(QUERIES, top_k=3)

@@ -37,9 +37,14 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     words = ["<unk>", "</s>", "\u2581he", "\u2581went", "\u2581home", "ward", "<0xC3>", "<0xA9>"]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.decoder = decoders.Sequence([
-        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
-    ])  # fmt: skip
+    core.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
 
 

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 
-from trimtab_lm.sampling.backends import SamplingSettings, StaleWeightsError
+from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
 from trimtab_lm.sampling.vllm import VLLMRollout, checkpoint_weights
 
 PROMPTS = tiny.rows(3, 2, 6)
@@ -199,9 +199,13 @@ def test_weights_have_the_names_of_a_checkpoint(tmp_path: Any):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "num_local_experts": 2,
-    }  # fmt: skip
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 2,
+    }
     mixture = tiny.seeded(MixtralForCausalLM, MixtralConfig(**sizes, **tiny.TOKENS))
     for policy in (mixture, tiny.gpt2(), tiny.llama(tie_word_embeddings=True)):
         policy.save_pretrained(tmp_path)
@@ -265,16 +269,32 @@ def test_the_engine_is_built_and_asked_as_documented():
     sampler.generate(PROMPTS, num_generations=3, version=0, seed=11)
     assert torch.equal(torch.get_rng_state(), state)
     assert sampler.engine.args == {
-        "model": "a/policy", "dtype": torch.float32, "gpu_memory_utilization": 0.2, "max_model_len": 64,
-        "logprobs_mode": "processed_logprobs", "enable_sleep_mode": False, "multiprocessing": "0",
-    }  # fmt: skip
+        "model": "a/policy",
+        "dtype": torch.float32,
+        "gpu_memory_utilization": 0.2,
+        "max_model_len": 64,
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": False,
+        "multiprocessing": "0",
+    }
     seeds = [params.seed for params in sampler.engine.params]
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert sampler.engine.params[0] == SamplingParams(
-        n=3, max_tokens=6, temperature=0.5, top_p=0.9, top_k=7, min_p=0.05, repetition_penalty=1.1, min_tokens=1,
-        seed=seeds[0], logprobs=0, stop_token_ids=[tiny.EOS], ignore_eos=True, detokenize=False,
-    )  # fmt: skip
+        n=3,
+        max_tokens=6,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        min_tokens=1,
+        seed=seeds[0],
+        logprobs=0,
+        stop_token_ids=[tiny.EOS],
+        ignore_eos=True,
+        detokenize=False,
+    )
 
 
 def test_one_seed_gives_one_rollout_and_groups_that_differ():

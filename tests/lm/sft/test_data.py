@@ -24,9 +24,12 @@ def config(**settings) -> SFTConfig:
 def tokenized(columns, tokenizer=None, formatting_func=None, is_encoder_decoder=False, **settings):
     dataset = columns if isinstance(columns, IterableDataset) else Dataset.from_dict(columns)
     return tokenize_rows(
-        dataset, tokenizer or tiny.tokenizer(), config(**settings), formatting_func=formatting_func,
+        dataset,
+        tokenizer or tiny.tokenizer(),
+        config(**settings),
+        formatting_func=formatting_func,
         is_encoder_decoder=is_encoder_decoder,
-    )  # fmt: skip
+    )
 
 
 def test_a_text_is_learnt_whole_with_its_end():
@@ -111,7 +114,7 @@ def test_rows_whose_completion_is_cut_away_are_dropped():
         ({"input_ids": [[5, 6]], "labels": [[-100, -100]]}, {}, "Row 0: No token of it counts"),
         ({"text": ["a"]}, {"assistant_only_loss": True}, "messages"),
         ({"text": ["a"]}, {"completion_only_loss": True}, "prompt and completion"),
-        ({"prompt": ["abc"], "completion": ["d"]}, {"max_length": 2}, "every token to learn from all 1 rows"),
+        ({"prompt": ["abc"], "completion": ["d"]}, {"max_length": 2}, "all tokens that count from all 1 rows"),
     ],
 )
 def test_rows_with_nothing_to_learn_are_refused(columns, settings, message: str):
@@ -132,11 +135,16 @@ def test_special_tokens_of_the_text_may_be_all_there_are():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"truncation_mode": "middle"}, {"packing_strategy": "worst_fit"}, {"infinite": True}, {"chars_per_token": 2.0},
-        {"packing": True, "infinite": True}, {"packing": True, "max_length": None}, {"dataset_kwargs": {"x": 1}},
+        {"truncation_mode": "middle"},
+        {"packing_strategy": "worst_fit"},
+        {"infinite": True},
+        {"chars_per_token": 2.0},
+        {"packing": True, "infinite": True},
+        {"packing": True, "max_length": None},
+        {"dataset_kwargs": {"x": 1}},
         {"assistant_only_loss": True, "completion_only_loss": True},
     ],
-)  # fmt: skip
+)
 def test_settings_that_contradict_are_refused(settings):
     with pytest.raises(ValueError, match="|".join([*settings, "max_steps"])):
         config(**settings)

@@ -13,8 +13,18 @@ from tests.lm import tiny
 
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
-TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words.", "tiny.", "end.",
-         "one more.", "and the last of ten."]  # fmt: skip
+TEXTS = [
+    "hello world.",
+    "abc.",
+    "a longer text than the others.",
+    "x y z.",
+    "no.",
+    "some more words.",
+    "tiny.",
+    "end.",
+    "one more.",
+    "and the last of ten.",
+]
 PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for text in TEXTS]}
 
 
@@ -41,13 +51,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "padding-free llama": ("llama", {}, {}),
     "packed": ("gpt2", {}, {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}),
     "constant length": (
-        "gpt2", {},
+        "gpt2",
+        {},
         {"packing": True, "packing_strategy": "constant_length", "max_length": 12, "num_of_sequences": 2},
     ),
     "encoder-decoder": ("t5", {"train_dataset": Dataset.from_dict(PAIRS)}, {}),
     "adapters": ("gpt2", {"peft_config": lora()}, {"neftune_noise_alpha": 5.0}),
     "checkpointed": ("gpt2", {"peft_config": lora()}, {"gradient_checkpointing": True}),
-}  # fmt: skip
+}
 
 
 def trainer(name: str, folder: Path, kind: type[SFTTrainer] = SFTTrainer, **more: Any) -> SFTTrainer:

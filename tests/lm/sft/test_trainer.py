@@ -315,9 +315,22 @@ def test_callbacks_see_every_event(tmp_path):
     given = {"callbacks": [Listener()], "eval_dataset": Dataset.from_dict({"text": TEXTS})}
     config = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trained(tiny.gpt2(), tmp_path, given=given, gradient_accumulation_steps=2, per_device_train_batch_size=4, **config)
-    expected = {"on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_step_end",
-                "on_pre_optimizer_step", "on_optimizer_step", "on_log", "on_evaluate", "on_prediction_step", "on_save",
-                "on_epoch_end", "on_train_end"}  # fmt: skip
+    expected = {
+        "on_init_end",
+        "on_train_begin",
+        "on_epoch_begin",
+        "on_step_begin",
+        "on_substep_end",
+        "on_step_end",
+        "on_pre_optimizer_step",
+        "on_optimizer_step",
+        "on_log",
+        "on_evaluate",
+        "on_prediction_step",
+        "on_save",
+        "on_epoch_end",
+        "on_train_end",
+    }
     assert expected <= set(events)
 
 

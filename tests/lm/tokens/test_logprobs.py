@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
-from trimtab_lm.ppo.policy import ActorCritic, model_inputs, token_batch
+from trimtab_lm.ppo.policy import ActorCritic, PolicyOutputs, TokenOutputs
+from trimtab_lm.ppo.samples import Padding, Samples, padded_inputs
 from trimtab_lm.tokens import logprobs
 from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl, score_logits
 
@@ -56,10 +57,11 @@ def actor_critic(build) -> ActorCritic:
     return ActorCritic(kind.from_pretrained(model, v_head_init_strategy="normal").double().eval())
 
 
-def batch_of(module: ActorCritic, rows: list[int], side: str = "right"):
+def batch_of(module: ActorCritic, rows: list[int], side: str = "right") -> Samples:
+    """Samples that are read from padded inputs."""
     queries, responses = [QUERIES[i] for i in rows], [RESPONSES[i] for i in rows]
     start = 0 if module.head.is_encoder_decoder else None
-    inputs = model_inputs(queries, responses, pad_token_id=0, decoder_start=start)
+    inputs = padded_inputs(queries, responses, Padding(0, start))
     if side == "left":
         for mask_name in [name for name in inputs if name.endswith("mask")]:
             ids_name = mask_name.replace("attention_mask", "input_ids")
@@ -67,7 +69,16 @@ def batch_of(module: ActorCritic, rows: list[int], side: str = "right"):
             for name in (ids_name, mask_name):
                 rolled = [row.roll(shift) for row, shift in zip(inputs[name], shifts, strict=True)]
                 inputs[name] = torch.stack(rolled)
-    return token_batch(inputs, queries, responses)
+    return Samples(queries, responses, model_inputs=inputs)
+
+
+def tokens_of(module: ActorCritic, samples: Samples) -> dict[str, torch.Tensor]:
+    start = 0 if module.head.is_encoder_decoder else None
+    return module.tokens(samples, Padding(0, start))["tokens"]
+
+
+def score(module: ActorCritic, samples: Samples, temperature: float = 1.0) -> PolicyOutputs:
+    return PolicyOutputs.of(samples, module(tokens=tokens_of(module, samples), temperature=temperature))
 
 
 def objective(outputs) -> torch.Tensor:
@@ -79,9 +90,9 @@ def objective(outputs) -> torch.Tensor:
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_on_either_side_changes_nothing(build, side):
     module = actor_critic(build)
-    together = module(batch_of(module, [0, 1, 2], side), 0.7)
+    together = score(module, batch_of(module, [0, 1, 2], side), 0.7)
     for i in range(3):
-        alone = module(batch_of(module, [i]), 0.7)
+        alone = score(module, batch_of(module, [i]), 0.7)
         for whole, own in zip(together[:3], alone[:3], strict=True):
             torch.testing.assert_close(whole[i, : len(RESPONSES[i])], own[0], **EXACT)
             assert (whole[i, len(RESPONSES[i]) :] == 0).all()
@@ -94,7 +105,7 @@ def test_chunks_change_neither_values_nor_gradients(build, chunk, monkeypatch):
 
     def gradients():
         module.zero_grad()
-        outputs = module(batch_of(module, [0, 1, 2]), 0.7)
+        outputs = score(module, batch_of(module, [0, 1, 2]), 0.7)
         objective(outputs).backward()
         return [outputs.logprobs, outputs.entropy, *[p.grad.clone() for p in module.parameters()]]
 
@@ -110,16 +121,17 @@ def test_they_and_their_gradients_are_those_of_plain_logits(build):
     module = actor_critic(build)
     batch = batch_of(module, [0, 1, 2])
     trained = [p for p in module.parameters() if p.requires_grad]
-    ours = module(batch, 0.7)
+    source, targets = (tokens_of(module, batch)[name] for name in ("source", "targets"))
+    ours = score(module, batch, 0.7)
     objective(ours).backward()
     gradients = [p.grad.clone() for p in trained]
     module.zero_grad()
 
-    logits, _, values = module.policy(**batch.inputs)
-    log_p = (logits[batch.where] / 0.7).log_softmax(-1)
-    flat = log_p.gather(-1, batch.targets[batch.mask.bool()][:, None])[:, 0]
-    columns = (batch.spread(x) for x in (flat, -(log_p.exp() * log_p).sum(-1), values[batch.where]))
-    plain = type(ours)(*columns, batch.mask)
+    logits, _, values = module.policy(**batch.model_inputs)
+    log_p = (logits.flatten(0, 1)[source] / 0.7).log_softmax(-1)
+    flat = log_p.gather(-1, targets[:, None])[:, 0]
+    outputs = TokenOutputs(flat, -(log_p.exp() * log_p).sum(-1), values.flatten()[source])
+    plain = PolicyOutputs.of(batch, outputs)
     for a, b in zip(ours[:3], plain[:3], strict=True):
         torch.testing.assert_close(a, b, **EXACT)
     objective(plain).backward()
@@ -131,10 +143,14 @@ def test_they_and_their_gradients_are_those_of_plain_logits(build):
 def test_full_kl_is_the_sum_over_the_vocabulary(build, monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 100)
     policy, ref = (LanguageHead(build(seed).double().eval()) for seed in range(2))
-    batch = batch_of(actor_critic(build), [0, 1, 2])
-    reads = [head.read(batch.where, **batch.inputs) for head in (policy, ref)]
+    module = actor_critic(build)
+    batch = batch_of(module, [0, 1, 2])
+    source = tokens_of(module, batch)["source"]
+    reads = [head.read(source, **batch.model_inputs) for head in (policy, ref)]
     kl = exact_kl(policy.logits, reads[0], ref.logits, reads[1], vocab_size=policy.config.vocab_size, temperature=0.7)
-    p, q = ((head.model(**batch.inputs).logits[batch.where] / 0.7).log_softmax(-1) for head in (policy, ref))
+    p, q = (
+        (head.model(**batch.model_inputs).logits.flatten(0, 1)[source] / 0.7).log_softmax(-1) for head in (policy, ref)
+    )
     torch.testing.assert_close(kl, (p.exp() * (p - q)).sum(-1), **EXACT)
     assert kl.min() > 0
 
@@ -152,32 +168,46 @@ def test_full_kl_is_the_sum_over_the_vocabulary(build, monkeypatch):
         lambda: OPTForCausalLM(OPTConfig(hidden_size=16, ffn_dim=32, word_embed_proj_dim=8, **BLOCK)),
         lambda: BartForConditionalGeneration(
             BartConfig(
-                d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8, decoder_ffn_dim=8,
-                encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=40, decoder_start_token_id=2,
+                d_model=16,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_ffn_dim=8,
+                decoder_ffn_dim=8,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                vocab_size=40,
+                decoder_start_token_id=2,
             )
         ),
     ],
     ids=["gemma2 soft cap", "cohere scale", "granite scale", "opt projection", "bart"],
-)  # fmt: skip
+)
 def test_what_models_do_behind_the_head_is_done_here_too(build):
     module = actor_critic(build)
     assert module.head.separable
     batch = batch_of(module, [0, 1, 2])
-    logits = module.head.logits(module.head.read(batch.where, **batch.inputs))
-    torch.testing.assert_close(logits, module.policy.pretrained_model(**batch.inputs).logits[batch.where], **EXACT)
+    source = tokens_of(module, batch)["source"]
+    logits = module.head.logits(module.head.read(source, **batch.model_inputs))
+    expected = module.policy.pretrained_model(**batch.model_inputs).logits.flatten(0, 1)[source]
+    torch.testing.assert_close(logits, expected, **EXACT)
 
 
 def test_a_model_that_cannot_be_split_is_run_whole_and_says_so():
     config = FalconH1Config(
-        **(SIZES | {"num_hidden_layers": 1}), num_key_value_heads=2, lm_head_multiplier=0.3, mamba_d_ssm=16,
-        mamba_n_heads=2, mamba_d_head=8,
-    )  # fmt: skip
-    with pytest.warns(UserWarning, match="computed whole"):
+        **(SIZES | {"num_hidden_layers": 1}),
+        num_key_value_heads=2,
+        lm_head_multiplier=0.3,
+        mamba_d_ssm=16,
+        mamba_n_heads=2,
+        mamba_d_head=8,
+    )
+    with pytest.warns(UserWarning, match="computes all of them"):
         module = actor_critic(lambda: FalconH1ForCausalLM(config))
     batch = batch_of(module, [0])
-    plain = module.policy.pretrained_model(**batch.inputs).logits[batch.where].log_softmax(-1)
+    source = tokens_of(module, batch)["source"]
+    plain = module.policy.pretrained_model(**batch.model_inputs).logits.flatten(0, 1)[source].log_softmax(-1)
     own = plain.gather(-1, RESPONSES[0][:, None])[:, 0]
-    torch.testing.assert_close(module(batch).logprobs[0], own, **EXACT)
+    torch.testing.assert_close(score(module, batch).logprobs[0], own, **EXACT)
 
 
 def test_a_biased_coin_by_hand():
@@ -238,9 +268,9 @@ def test_no_tensor_of_positions_by_vocabulary_is_made(build, monkeypatch):
     module = actor_critic(lambda: build(vocab_size=5000))
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * 5000)
     responses = [torch.arange(4, 14)] * 3
-    batch = token_batch(model_inputs(QUERIES, responses, pad_token_id=0, decoder_start=None), QUERIES, responses)
+    batch = Samples(QUERIES, responses)
     with Rows(5000) as rows:
-        objective(module(batch)).backward()
+        objective(score(module, batch)).backward()
     assert rows.most == tiny.WIDTH < 30  # the head's own weight, transposed; there are 30 positions
 
 

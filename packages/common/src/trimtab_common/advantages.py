@@ -7,7 +7,12 @@ from torch import Tensor
 def group_centred(scores: Tensor, groups: Tensor) -> Tensor:
     """Score minus the mean of its group (Liu et al. 2025, arXiv:2503.20783: Dr. GRPO).
 
-    scores: [B], floating point or integer; groups: [B], any integers, equal within a group. Returns [B], float.
+    Args:
+        scores: [B], floating point or integer.
+        groups: [B], any integers, equal within a group.
+
+    Returns:
+        [B], float.
     """
     scores = scores if scores.is_floating_point() else scores.float()
     _, index = groups.unique(return_inverse=True)
@@ -18,8 +23,14 @@ def group_centred(scores: Tensor, groups: Tensor) -> Tensor:
 def group_whitened(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Tensor:
     """Score minus the mean of its group, over the group's deviation (Shao et al. 2024, arXiv:2402.03300: GRPO).
 
-    scores, groups: [B], as for `group_centred`. correction: the variance divides by n - correction: 1 for the sample's
-    deviation (GRPO), 0 for the population's (DDPO). Returns [B]; 0 in a group whose scores are all equal.
+    Args:
+        scores: [B], as for `group_centred`.
+        groups: [B].
+        correction: the variance divides by n - correction: 1 for the sample's deviation (GRPO), 0 for the population's
+            (DDPO).
+
+    Returns:
+        [B], float; 0 in a group whose scores are all equal.
     """
     centred = group_centred(scores, groups)
     _, index = groups.unique(return_inverse=True)
@@ -32,8 +43,14 @@ def group_whitened(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Te
 def batch_scaled(scores: Tensor, groups: Tensor) -> Tensor:
     """Score minus the mean of its group, over the deviation of all scores (Liu et al. 2025, arXiv:2508.08221).
 
-    scores, groups: [B], as for `group_centred`. Returns [B]; 0 if all scores are equal. The deviation is the sample's
-    (n - 1), about the mean of all.
+    The deviation is the sample's (n - 1), about the mean of all.
+
+    Args:
+        scores: [B], as for `group_centred`.
+        groups: [B].
+
+    Returns:
+        [B], float; 0 if all scores are equal.
     """
     std = group_centred(scores, torch.zeros_like(groups)).square().sum().div(max(len(scores) - 1, 1)).sqrt()
     return _over_deviation(group_centred(scores, groups), std, scores)

@@ -44,27 +44,32 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 WEIGHTS, STATE = "weights.safetensors", "state.pt"
-_UNSAFE = (
-    pickle.PickleError,
-    AttributeError,
-    TypeError,
-)  # pickle answers a lambda with either of the last two
+_UNSAFE = (pickle.PickleError, AttributeError, TypeError)  # pickle answers a lambda with either of the last two
 
 
 @dataclass
 class Checkpoint:
-    """What `load_checkpoint` read; nothing is restored until the caller hands the parts to their owners."""
+    """What `load_checkpoint` read; nothing is restored until the caller hands the parts to their owners.
+
+    Args:
+        path: its folder.
+        step: by which the folder is named.
+        weights: on the CPU; names that were tied when saved share one tensor.
+        state: of all processes.
+        rank_state: of this process.
+        run: which run saved it; None where it does not say.
+    """
 
     path: Path
     step: int
-    weights: dict[str, Tensor]  # on the CPU; names that were tied when saved share one tensor
+    weights: dict[str, Tensor]
     state: dict[str, Any]
     rank_state: dict[str, Any]
-    run: RunRecord | None  # None: saved without one
+    run: RunRecord | None
     _rng: dict[str, Any] = field(repr=False)
 
     def restore_rng(self) -> None:
-        """Put every random generator of this process where it was when the checkpoint was saved."""
+        """Restores every random generator of this process to its state when the checkpoint was saved."""
         load_rng_state(self._rng)
 
 
@@ -74,23 +79,29 @@ def save_checkpoint(
     *,
     accelerator: Accelerator,
     weights: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    rank_state: Mapping[str, Any] | None = None,
+    state: Mapping[str, object],
+    rank_state: Mapping[str, object] | None = None,
     run: RunRecord | None = None,
     keep: int | None = None,
     extra_files: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write root/checkpoint-<step> and return it; every process calls this together.
+    """Writes root/checkpoint-<step> and returns it. Collective.
 
-    weights: full tensors by name, of any layout, on any device; tied ones are stored once. Read from the main process.
-    state: trees of tensors, numbers, strings, lists and dicts, as `state_dict` returns. Read from the main process.
-    rank_state: the same, for what differs between processes (a rollout buffer, a shard). Random states are added.
-    run: which run this is of, and with which settings; its folder holds no other run's checkpoints.
-    keep: how many complete checkpoints stay, this one included; None keeps all.
-    extra_files: called on the main process with the unfinished folder, to add files of its own.
+    Args:
+        root: the folder of the run's checkpoints.
+        step: steps done.
+        accelerator: tells the processes apart.
+        weights: full tensors by name, on any device; tied ones are stored once. Read on the main process.
+        state: trees of tensors, numbers, strings, lists and dicts, as `state_dict` returns. Read on the main process.
+        rank_state: the same, for what differs between processes (a rollout buffer, a shard). Random states are added.
+        run: the run that saves, and its settings; its folder holds no other run's checkpoints.
+        keep: how many complete checkpoints stay, this one included; None keeps all.
+        extra_files: called on the main process with the unfinished folder, to add files.
 
-    Raises CheckpointError if `state` or `rank_state` holds what cannot be read back without running code from disk, and
-    if `root` holds checkpoints of another run.
+    Raises:
+        CheckpointError: `state` or `rank_state` holds what cannot be read back without running code from disk, or
+            `root` holds checkpoints of another run.
+        ValueError: `step` or `keep` is out of range.
     """
     if step < 0:
         raise ValueError(f"step={step}: a checkpoint is named after the steps done so far, from 0.")
@@ -134,10 +145,15 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, *, accelerator: Accelerator) -> Checkpoint:
-    """Read and verify this process's part of a checkpoint; tensors come back on the CPU.
+    """Reads and verifies this process's part of a checkpoint; tensors come back on the CPU.
 
-    Raises CheckpointError if a file is missing, truncated or changed, if the format is not ours, or if the
-    checkpoint was written by another number of processes.
+    Args:
+        path: a folder named checkpoint-<step>.
+        accelerator: of as many processes as wrote it.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or changed, the format is another one, or another number of
+            processes wrote the checkpoint.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -166,8 +182,8 @@ def _rank_file(index: int) -> str:
 
 
 def _save_weights(file: Path, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Save each distinct tensor once; returns {name: name it is tied to}."""
-    owners: dict[tuple[Any, ...], str] = {}
+    """Saves each distinct tensor once; returns {name: name that it is tied to}."""
+    owners: dict[tuple[object, ...], str] = {}
     storages: set[tuple[torch.device, int]] = set()
     tied: dict[str, str] = {}
     stored: dict[str, Tensor] = {}
@@ -188,7 +204,7 @@ def _save_weights(file: Path, weights: Mapping[str, Tensor]) -> dict[str, str]:
     return tied
 
 
-def _save_tree(file: Path, tree: dict[str, Any]) -> None:
+def _save_tree(file: Path, tree: Mapping[str, object]) -> None:
     try:
         torch.save(tree, file)
         torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # mapped: tensors are not read
@@ -200,7 +216,7 @@ def _save_tree(file: Path, tree: dict[str, Any]) -> None:
         ) from error
 
 
-def _unsafe(tree: Any, where: str) -> Iterator[tuple[str, str]]:
+def _unsafe(tree: object, where: str) -> Iterator[tuple[str, str]]:
     """The leaves of a tree that `weights_only` refuses, each with its path and type."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():

@@ -9,6 +9,7 @@ literals (`--x=['a', 'b']`, `--x=None`, `--flag=False`), JSON or YAML (`--x=[a, 
     --config file.yaml            the same names, flat or under the class; flags override the file
 
 A name that several classes have, without the class before it, sets the field in each; with the class it wins.
+A program's recipe sets the same names before the file does, in place of the classes' defaults.
 """
 
 from __future__ import annotations
@@ -74,67 +75,89 @@ def check_ranges(config: DataclassInstance) -> None:
             raise ValueError(f"{field.name}={value} must be {within.words}.")
 
 
+def _program() -> str:
+    """How the program was started, as messages name it: its file, or python -m with its module."""
+    spec = sys.modules["__main__"].__spec__
+    return Path(sys.argv[0]).name if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+
+
 class ConfigError(ValueError):
-    """A setting that does not exist, or cannot have the value it was given."""
+    """A setting does not exist, or has a value that it cannot have."""
 
 
 @dataclasses.dataclass
 class _Section:
-    """One dataclass of the command line, and the values that its fields were given so far."""
+    """One dataclass of the command line, and the values of its fields so far."""
 
     kind: type
     short: str
-    fields: dict[str, dataclasses.Field[Any]]
+    fields: dict[str, dataclasses.Field[object]]
     hints: dict[str, Any]
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    values: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
 def parse_config(
-    *dataclass_types: type, argv: Sequence[str] | None = None, description: str | None = None
+    *dataclass_types: type,
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    recipe: Mapping[str, object] | None = None,
 ) -> tuple[Any, ...]:
-    """One instance of each dataclass, out of `argv` (by default the program's) and the file it names.
+    """Builds one instance of each dataclass from a recipe, the YAML files that the flags name, and the flags.
 
     Fields with `init=False` are left to their class. A mistake, a ValueError of `__post_init__` included, ends the
     program with exit status 2 and one message at stderr.
+
+    Args:
+        dataclass_types: The classes, in the order of the result.
+        argv: The words of the command line. None: those of the running program.
+        description: What the program does, for --help.
+        recipe: Settings of the program, by the names that a file may have. They replace the classes' defaults, in
+            --help too.
+
+    Returns:
+        An instance of each class.
+
+    Raises:
+        SystemExit: After --help (status 0), and for a setting that does not exist or has a wrong value (status 2).
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     sections = [_section(kind) for kind in dataclass_types]
-    if "-h" in argv or "--help" in argv:
-        print(_help(sections, description))
-        raise SystemExit(0)
     try:
+        _apply(sections, [(name, [value]) for name, value in (recipe or {}).items()], prefix="recipe: ")
+        if "-h" in argv or "--help" in argv:
+            print(_help(sections, description))
+            raise SystemExit(0)
         flags = list(_read_flags(argv))
-        for file in [values[0] for name, values in flags if name == "config"]:
-            _apply(
-                sections,
-                [(key, [value]) for key, value in _read_file(Path(file)).items()],
-                prefix=f"{file}: ",
-            )
+        for file in [str(words[0]) for name, words in flags if name == "config"]:
+            _apply(sections, [(name, [value]) for name, value in read_settings(file).items()], prefix=f"{file}: ")
         _apply(sections, [(name, values) for name, values in flags if name != "config"], prefix="--")
         return tuple(_build(section) for section in sections)
     except ConfigError as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        print(f"{_program()}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def to_flat_dict(*configs: Any) -> dict[str, Any]:
-    """Every field of every configuration as plain values, for a tracker; entries of a dict get dotted names.
+def to_flat_dict(*configs: DataclassInstance) -> dict[str, object]:
+    """Every field of every configuration as plain values, for a tracker.
 
-    A name on which two configurations differ is preceded by the class, as on the command line. Tokens and keys
-    of services (named token, or ending in _token or _key; inside dicts too) are left out, and so are fields whose help
-    begins with "Deprecated:", which hold nothing after their translation.
+    Entries of a dict get dotted names. A name on which two configurations differ is preceded by the class, as on the
+    command line. Tokens and keys of services (named token, or ending in _token or _key; inside dicts too) are left out,
+    and so are fields whose help begins with "Deprecated:", which hold nothing after their translation.
     """
-    flat: dict[str, Any] = {}
-    rows = [(_short(type(config)), field.name, getattr(config, field.name)) for config in configs
-            for field in dataclasses.fields(config)
-            if not field.metadata.get("help", "").startswith("Deprecated:")]  # fmt: skip
+    flat: dict[str, object] = {}
+    rows = [
+        (_short(type(config)), field.name, getattr(config, field.name))
+        for config in configs
+        for field in dataclasses.fields(config)
+        if not field.metadata.get("help", "").startswith("Deprecated:")
+    ]
     for short, name, value in rows:
         differs = any(other_name == name and other != value for _, other_name, other in rows)
         flat.update(_flatten(f"{short}.{name}" if differs else name, value))
     return flat
 
 
-def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(name: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}", inner)
@@ -142,7 +165,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, _plain(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (list, tuple)):
@@ -161,7 +184,7 @@ def _short(kind: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", stem).lower()
 
 
-def _read_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+def _read_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[object]]]:
     """(name, words after it) of each flag; a flag without a word is true."""
     position = 0
     while position < len(argv):
@@ -169,26 +192,37 @@ def _read_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
         position += 1
         if not flag.startswith("--") or flag == "--":
             raise ConfigError(f"{flag!r} belongs to no flag. Write --name=value; --help lists the names.")
-        words: list[Any] = [value] if equals else []
+        words: list[object] = [value] if equals else []
         while not equals and position < len(argv) and not argv[position].startswith("--"):
             words.append(argv[position])
             position += 1
-        own, dot, inner = flag.removeprefix("--").rpartition(".")  # - for _ in names of fields, not in keys of dicts
-        name = f"{own.replace('-', '_')}.{inner}" if dot else inner.replace("-", "_")
+        head, dot, last = flag.removeprefix("--").rpartition(".")  # - for _ in names of fields, not in keys of dicts
+        name = f"{head.replace('-', '_')}.{last}" if dot else last.replace("-", "_")
         if name == "config" and len(words) != 1:
             raise ConfigError("--config needs the name of one YAML file.")
         yield name, words or [True]
 
 
-def _read_file(file: Path) -> dict[str, Any]:
+def read_settings(file: str | Path) -> dict[str, object]:
+    """Reads the settings of a YAML file.
+
+    Args:
+        file: A file of lines `name: value`, as --config takes it.
+
+    Returns:
+        The values by name.
+
+    Raises:
+        ConfigError: If the file cannot be read, or holds something else.
+    """
     try:
-        content = yaml.load(file.read_text(), Loader=_Loader)
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}.") from error
+        raise ConfigError(f"{file}: {error.strerror}.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file}: not readable as YAML: {error}") from error
+        raise ConfigError(f"{file}: not readable as YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {file}: holds {type(content).__name__}; lines of `name: value` are needed.")
+        raise ConfigError(f"{file}: holds {type(content).__name__}; lines of `name: value` are needed.")
     return {str(key): value for key, value in content.items()}
 
 
@@ -201,21 +235,21 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _apply(sections: list[_Section], settings: Iterable[tuple[str, list[Any]]], prefix: str) -> None:
+def _apply(sections: list[_Section], settings: Iterable[tuple[str, list[object]]], prefix: str) -> None:
     """Set fields; what names the class comes after what does not, so that it wins."""
-    general: list[tuple[_Section, str, list[str], list[Any]]] = []
-    specific: list[tuple[_Section, str, list[str], list[Any]]] = []
+    general: list[tuple[_Section, str, list[str], list[object]]] = []
+    specific: list[tuple[_Section, str, list[str], list[object]]] = []
     for name, words in settings:
-        for section, field, path, given in _resolve(sections, name, words, prefix):
+        for section, field, path, field_words in _resolve(sections, name, words, prefix):
             named_class = name.partition(".")[0] == section.short and name != field
-            (specific if named_class else general).append((section, field, path, given))
-    for section, field, path, given in general + specific:
-        section.values[field] = _coerce(section, field, path, given, prefix)
+            (specific if named_class else general).append((section, field, path, field_words))
+    for section, field, path, field_words in general + specific:
+        section.values[field] = _coerce(section, field, path, field_words, prefix)
 
 
 def _resolve(
-    sections: list[_Section], name: str, words: list[Any], prefix: str
-) -> Iterator[tuple[_Section, str, list[str], list[Any]]]:
+    sections: list[_Section], name: str, words: list[object], prefix: str
+) -> Iterator[tuple[_Section, str, list[str], list[object]]]:
     """The fields that a name means: (section, field, path inside a dict, words)."""
     head, *path = name.split(".")
     owner = next((section for section in sections if section.short == head), None)
@@ -228,15 +262,15 @@ def _resolve(
         for key, inner in value.items():
             yield from _resolve(sections, f"{head}.{key}", [inner], prefix)
     else:
-        names = [*(field for section in sections for field in section.fields),
-                 *(f"{section.short}.{field}" for section in sections for field in section.fields)]  # fmt: skip
+        fields = [(section.short, field) for section in sections for field in section.fields]
+        names = [*(field for _, field in fields), *(f"{short}.{field}" for short, field in fields)]
         near = difflib.get_close_matches(name, names, n=1)
         advice = f"Did you mean {near[0]}?" if near else "--help lists the names."
         raise ConfigError(f"{prefix}{name} is not a setting. {advice}")
 
 
-def _coerce(section: _Section, field: str, path: list[str], words: list[Any], prefix: str) -> Any:
-    """The given words as the field's type, which the field's annotation tells."""
+def _coerce(section: _Section, field: str, path: list[str], words: list[object], prefix: str) -> Any:
+    """The words as a value of the field's type."""
     adapter: TypeAdapter[Any] = TypeAdapter(section.hints[field], config=ConfigDict(arbitrary_types_allowed=True))
     candidates = [_nest(section, field, path, reading) for reading in _readings(words)]
     problems: list[ErrorDetails] = []
@@ -250,13 +284,13 @@ def _coerce(section: _Section, field: str, path: list[str], words: list[Any], pr
             if isinstance(value, bool) or not isinstance(candidate, bool):  # True is no number
                 return value
     shown = ".".join([field, *path])
-    given = " ".join(str(word) for word in words)
+    text = " ".join(str(word) for word in words)
     # The most specific problem lies deepest inside the value; of several as deep, the likeliest reading's is the first.
     why = f" ({max(problems, key=lambda problem: len(problem['loc']))['msg']})" if problems else ""
-    raise ConfigError(f"{prefix}{shown}: {given!r} came in, {_type_name(section.hints[field])} is needed{why}.")
+    raise ConfigError(f"{prefix}{shown}: {text!r} came in, {_type_name(section.hints[field])} is needed{why}.")
 
 
-def _readings(words: list[Any]) -> list[Any]:
+def _readings(words: list[object]) -> list[object]:
     """What words may mean, the likeliest first; only text from the command line has more than one meaning."""
     if len(words) > 1:
         return [[_decode(word) for word in words], words]
@@ -269,7 +303,7 @@ def _readings(words: list[Any]) -> list[Any]:
     return [decoded, word, [decoded], [word]]
 
 
-def _decode(word: Any) -> Any:
+def _decode(word: object) -> object:
     """A word of the command line as a Python literal, JSON or YAML; text if it is none of them."""
     if not isinstance(word, str):
         return word
@@ -285,27 +319,28 @@ def _decode(word: Any) -> Any:
     return word if isinstance(value, (str, bytes)) else value
 
 
-def _nest(section: _Section, field: str, path: list[str], value: Any) -> Any:
+def _nest(section: _Section, field: str, path: list[str], value: object) -> object:
     """The value, or with a path the field's present dict with the value put there."""
     if not path:
         return value
     present = section.values.get(field, _default(section.fields[field]))
+    nested: Any = value
     for key in reversed(path):
-        value = {key: value}
-    return _merge(present, value) if isinstance(present, Mapping) else value
+        nested = {key: nested}
+    return _merge(present, nested) if isinstance(present, Mapping) else nested
 
 
-def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
     merged = dict(old)
     for key, value in new.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merge(merged[key], value) if both else value
+        before = merged.get(key)
+        merged[key] = _merge(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
-def _build(section: _Section) -> Any:
-    absent = [name for name, field in section.fields.items()
-              if _default(field) is dataclasses.MISSING and name not in section.values]  # fmt: skip
+def _build(section: _Section) -> object:
+    required = [name for name, field in section.fields.items() if _default(field) is dataclasses.MISSING]
+    absent = [name for name in required if name not in section.values]
     if absent:
         raise ConfigError(f"{section.kind.__name__} needs a value for --{', --'.join(absent)}.")
     try:
@@ -314,17 +349,17 @@ def _build(section: _Section) -> Any:
         raise ConfigError(f"{section.kind.__name__}: {error}") from error
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _default(field: dataclasses.Field[object]) -> object:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _help(sections: list[_Section], description: str | None) -> str:
-    lines = [f"usage: {Path(sys.argv[0]).name} [--config FILE.yaml] [--name=value ...]", ""]
+    lines = [f"usage: {_program()} [--config FILE.yaml] [--name=value ...]", ""]
     lines += [description, ""] if description else []
     for section in sections:
         lines.append(f"{section.kind.__name__} (also as --{section.short}.name):")
         for name, field in section.fields.items():
-            default = _default(field)
+            default = section.values.get(name, _default(field))
             shown = "required" if default is dataclasses.MISSING else f"default {_plain(default)!r}"
             lines.append(f"  --{name}  {_type_name(section.hints[name])}, {shown}")
             text = " ".join(str(field.metadata.get("help", "")).split())
@@ -333,5 +368,5 @@ def _help(sections: list[_Section], description: str | None) -> str:
     return "\n".join(lines)
 
 
-def _type_name(hint: Any) -> str:
+def _type_name(hint: object) -> str:
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")

@@ -1,11 +1,11 @@
-"""What goes with a saved model: its page, and the way to the hub."""
+"""A saved model's card, and its upload to the hub."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import create_repo, upload_folder
+from huggingface_hub import CommitInfo, create_repo, upload_folder
 
 PAGE = """# {name}
 
@@ -36,10 +36,22 @@ def write_model_card(
     tags: Sequence[str] = (),
     repo_id: str | None = None,
 ) -> Path:
-    """Write README.md into the folder `path`, which is made if need be; returns the file.
+    """Writes a model card, README.md.
 
-    usage: Python that loads the model; {repo_id} in it becomes `repo_id`, or the folder's name. library: the one that
-    loads it. base_model: named in the header unless it is a path, which the hub refuses.
+    Args:
+        path: the folder, created where it does not exist.
+        name: title of the page.
+        trainer: name of the trainer's class.
+        paper: the algorithm's.
+        usage: Python that loads the model; {repo_id} in it becomes `repo_id`, or the folder's name.
+        library: the one that loads the model.
+        base_model: named in the header unless it is a path, which the hub refuses.
+        settings: rows of a table; empty ones are left out.
+        tags: more tags for the header.
+        repo_id: the model's repository.
+
+    Returns:
+        The file.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +77,14 @@ def write_model_card(
     return file
 
 
-def push_folder(folder: Path, repo_id: str, *, private: bool | None = None, **options: Any) -> Any:
-    """Upload a folder as the repository `repo_id`, made if need be; returns what huggingface_hub.upload_folder does."""
+def push_folder(folder: Path, repo_id: str, *, private: bool | None = None, **options: Any) -> CommitInfo:
+    """Uploads a folder to a repository.
+
+    Args:
+        folder: its files are uploaded.
+        repo_id: the repository, created where it does not exist.
+        private: whether a created repository is private.
+        options: more arguments of `huggingface_hub.upload_folder`.
+    """
     repo_id = create_repo(repo_id, private=private, token=options.get("token"), exist_ok=True).repo_id
     return upload_folder(repo_id=repo_id, folder_path=folder, **{"commit_message": "Upload model", **options})

@@ -1,4 +1,7 @@
-"""How far a policy is from its reference: estimators per token, and controllers of the penalty's coefficient."""
+"""The KL of a policy to its reference: estimators per token, and controllers of the penalty's coefficient.
+
+Every estimator takes log-probabilities [...] of the sampled tokens, in nats, and returns [...].
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -10,40 +13,41 @@ LEAST_FACTOR = 0.1  # of one update of the adaptive coefficient
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log pi - log ref of the sampled token: unbiased for KL(pi, ref), may be negative (Schulman 2020, k1).
-
-    Both [...], in nats; returns [...].
-    """
+    """log pi - log ref of the sampled token: unbiased for KL(pi, ref), may be negative (Schulman 2020, k1)."""
     return logprobs - ref_logprobs
 
 
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """|log pi - log ref| of the sampled token; biased upwards. Both [...], in nats; returns [...]."""
+    """|log pi - log ref| of the sampled token; biased upwards."""
     return (logprobs - ref_logprobs).abs()
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log pi - log ref)^2 / 2: biased, small variance, gradient of the reverse KL (Schulman 2020, k2).
-
-    Both [...], in nats; returns [...].
-    """
+    """(log pi - log ref)^2 / 2: biased, small variance, gradient of the reverse KL (Schulman 2020, k2)."""
     return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """r - 1 - log r with r = ref / pi: unbiased for KL(pi, ref) and never negative (Schulman 2020, k3).
 
-    Both [...], in nats; returns [...]. log r is clamped to +-20.
+    log r is clamped to +-20.
     """
     log_ratio = (ref_logprobs - logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return torch.expm1(log_ratio) - log_ratio
 
 
 def full(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p, q) = sum p (log p - log q) over the vocabulary. Both [..., V], normalised; returns [...], in nats.
+    """KL(p, q) = sum p (log p - log q) over the vocabulary.
 
     A token with p = 0, also by underflow, adds 0 to the value and to the gradient. A token with q = 0 and p > 0 makes
     the KL infinite.
+
+    Args:
+        log_p: [..., V], normalised.
+        log_q: [..., V], normalised.
+
+    Returns:
+        [...], in nats.
     """
     p = log_p.exp()
     return torch.linalg.vecdot(p, (log_p - log_q).masked_fill(p == 0, 0.0))
@@ -57,42 +61,51 @@ SAMPLED_KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": k2,
     "k3": k3,
 }
-"""The estimators that need the sampled token alone, under their names in configurations; `full` needs all of them."""
+"""The estimators that need only the sampled token, by their names in configurations; `full` needs the vocabulary."""
 
 
 class FixedKLController:
-    """A coefficient that stays what it is."""
+    """A constant coefficient of the KL penalty."""
 
-    def __init__(self, kl_coef: float):
+    def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Nothing to learn: the coefficient is fixed."""
+        """Changes nothing; see `AdaptiveKLController.update` for the arguments."""
 
     def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restores what `state_dict` returned."""
         self.value = state["value"]
 
 
 class AdaptiveKLController(FixedKLController):
     """Moves the coefficient until the KL meets its target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
-    init_kl_coef: the coefficient at the start. target: KL in nats per response. horizon: episodes over which an
-    error of 20% or more multiplies or divides the coefficient by about e^0.2.
-
     The rule multiplies the coefficient by 1 + error * n_steps / horizon. This is 0 or negative when one update spans
     five horizons or more, and a negative coefficient would reward KL. The factor is therefore at least 0.1, which
     changes only updates of more than 4.5 horizons.
+
+    Args:
+        init_kl_coef: the coefficient at the start.
+        target: KL in nats per response.
+        horizon: episodes over which an error of 20% or more multiplies or divides the coefficient by about e^0.2.
     """
 
-    def __init__(self, init_kl_coef: float, target: float, horizon: float):
+    def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
         super().__init__(init_kl_coef)
         self.target = target
         self.horizon = horizon
 
     def update(self, current: float, n_steps: int) -> None:
-        """`current`: KL in nats per response, mean over all processes; `n_steps`: responses since the last update."""
+        """Moves the coefficient.
+
+        Args:
+            current: KL in nats per response, mean over all processes.
+            n_steps: responses since the last update, of all processes.
+        """
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value *= max(1 + error * n_steps / self.horizon, LEAST_FACTOR)

@@ -1,4 +1,7 @@
-"""Statistics of the positions that count. Every mask is 1 where a position counts and has the shape of its tensor."""
+"""Statistics of the positions that count.
+
+Every mask is 1 where a position counts and has the shape of its tensor. A collective is called by every process.
+"""
 
 import torch
 from torch import Tensor
@@ -11,7 +14,7 @@ VARIANCE_FLOOR = 1e-8
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of `x` where `mask` is 1; scalar, in the dtype of `x`; 0 for an empty mask.
 
-    What lies outside the mask never matters, not even infinity or NaN.
+    Values outside the mask never matter, not even infinity or NaN.
     """
     return torch.where(mask.bool(), x, 0.0).sum() / mask.sum().clamp(min=1)
 
@@ -22,7 +25,7 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def global_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """`masked_mean` over the positions of every process. Collective: each process calls it."""
+    """`masked_mean` over the positions of every process. Collective."""
     count = mask.sum().to(x.dtype)
     total, count = sum_over_ranks(torch.stack([torch.where(mask.bool(), x, 0.0).sum(), count])).unbind()
     return total / count.clamp(min=1)
@@ -36,8 +39,10 @@ def global_var(x: Tensor, mask: Tensor) -> Tensor:
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """`x` with mean 0 and variance 1 over the mask of every process; exactly 0 outside. Collective.
 
-    Shape and dtype of `x`. The variance is the population's, as in OpenAI's code (Ziegler et al. 2019). A constant `x`
-    gives 0.
+    The variance is the population's (Ziegler et al. 2019, arXiv:1909.08593, OpenAI's code).
+
+    Returns:
+        Shape and dtype of `x`; 0 for a constant `x`.
     """
     scale = torch.rsqrt(global_var(x, mask) + VARIANCE_FLOOR)
     return torch.where(mask.bool(), (x - global_mean(x, mask)) * scale, 0.0)
@@ -49,9 +54,11 @@ def rescale(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var[returns - values] / Var[returns] over the mask of every process; scalar. Collective.
+    """1 - Var[returns - values] / Var[returns] over the mask of every process. Collective.
 
-    1: the values predict the returns; 0: no better than their mean; below 0: worse. 0 where the returns are constant.
+    Returns:
+        A scalar: 1 where the values predict the returns, 0 where they are no better than the mean, less where they are
+        worse; 0 for constant returns.
     """
     total = global_var(returns, mask)
     return torch.where(total > 0, 1 - global_var(returns - values, mask) / total.clamp(min=1e-30), 0.0)

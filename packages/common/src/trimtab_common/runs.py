@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to, and what that run was made with."""
+"""Which run a checkpoint belongs to, and the settings, data and model of that run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch import nn
 from trimtab_common.config import to_flat_dict
 from trimtab_common.sealing import CheckpointError, checkpoints, is_complete, read_manifest
 from trimtab_common.stats import gather_over_ranks
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FINGERPRINT_ROWS = 256
 
@@ -35,22 +38,23 @@ class RunRecord:
     """
 
     id: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     data: str | None = None
     model: str | None = None
 
     @classmethod
-    def new(cls, settings: Mapping[str, Any], *, data: str | None = None, model: str | None = None) -> RunRecord:
-        """A record under a new id. Collective: every process gets the same."""
+    def new(cls, settings: Mapping[str, object], *, data: str | None = None, model: str | None = None) -> RunRecord:
+        """A record under a new id, the same on every process. Collective."""
         return cls(gather_over_ranks(secrets.token_hex(4))[0], settings, data, model)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
+        """The record as a manifest holds it."""
         return dataclasses.asdict(self)
 
     def claim(self, root: str | Path) -> None:
-        """Raises CheckpointError if the folder holds checkpoints of another run, which this run would mix with."""
-        others = [folder for folder in checkpoints(root).values()
-                  if is_complete(folder) and _run_id(folder) != self.id]  # fmt: skip
+        """Raises CheckpointError if the folder holds checkpoints of another run, with which this run's would mix."""
+        complete = [folder for folder in checkpoints(root).values() if is_complete(folder)]
+        others = [folder for folder in complete if _run_id(folder) != self.id]
         if others:
             raise CheckpointError(
                 f"{root} holds {', '.join(folder.name for folder in others[:4])} of another run, whose checkpoints "
@@ -89,7 +93,7 @@ class RunRecord:
         return dataclasses.replace(self, id=saved.id)
 
 
-def result_settings(config: Any, *, without: Collection[str], **facts: Any) -> dict[str, Any]:
+def result_settings(config: DataclassInstance, *, without: Collection[str], **facts: object) -> dict[str, object]:
     """The settings of a configuration that a result depends on, as JSON has them.
 
     Args:
@@ -98,13 +102,14 @@ def result_settings(config: Any, *, without: Collection[str], **facts: Any) -> d
         facts: more settings, such as the number of processes.
     """
     settings = {
-        name: value for name, value in to_flat_dict(config).items()
+        name: value
+        for name, value in to_flat_dict(config).items()
         if not any(fnmatchcase(name.partition(".")[0], pattern) for pattern in without)
-    }  # fmt: skip
+    }
     return json.loads(json.dumps(settings | facts, default=str))
 
 
-def rows_fingerprint(rows: Sequence[Any]) -> str:
+def rows_fingerprint(rows: Sequence[object]) -> str:
     """A hash of a dataset's length and of up to 256 of its rows, evenly spaced, the first and last among them."""
     count = len(rows)
     places = sorted({round(i * (count - 1) / (FINGERPRINT_ROWS - 1)) for i in range(FINGERPRINT_ROWS)}) if count else []
@@ -116,11 +121,11 @@ def layout_fingerprint(model: nn.Module) -> str:
     return _hash([[name, list(weight.shape), weight.requires_grad] for name, weight in model.named_parameters()])
 
 
-def _hash(value: Any) -> str:
+def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=_as_json).encode()).hexdigest()[:16]
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     return value.tolist() if isinstance(value, torch.Tensor) else type(value).__name__
 
 
@@ -128,13 +133,13 @@ def _run_id(folder: Path) -> str:
     return read_manifest(folder).get("run", {"id": ""})["id"]
 
 
-def _differences(saved: RunRecord, current: RunRecord) -> list[tuple[str, Any, Any]]:
+def _differences(saved: RunRecord, current: RunRecord) -> list[tuple[str, object, object]]:
     names = sorted({*saved.settings, *current.settings})
     pairs = [(name, saved.settings.get(name), current.settings.get(name)) for name in names]
     pairs += [("training data", saved.data, current.data), ("model", saved.model, current.model)]
     return [pair for pair in pairs if pair[1] != pair[2] and not (_is_address(pair[1]) or _is_address(pair[2]))]
 
 
-def _is_address(value: Any) -> bool:
+def _is_address(value: object) -> bool:
     """Whether a setting was written as the address of an object, which no two processes share."""
     return isinstance(value, str) and " at 0x" in value

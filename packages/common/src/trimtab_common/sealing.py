@@ -37,8 +37,8 @@ class CheckpointError(RuntimeError):
 
 def checkpoints(root: str | Path) -> dict[int, Path]:
     """The folders named checkpoint-<step> under `root` by their step, in ascending order, sealed or not."""
-    steps = {int(match[1]): folder for folder in Path(root).glob("checkpoint-*")
-             if (match := _COMPLETE.fullmatch(folder.name)) and folder.is_dir()}  # fmt: skip
+    named = [(_COMPLETE.fullmatch(folder.name), folder) for folder in Path(root).glob("checkpoint-*")]
+    steps = {int(match[1]): folder for match, folder in named if match and folder.is_dir()}
     return dict(sorted(steps.items()))
 
 
@@ -62,7 +62,7 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     return None
 
 
-def seal(folder: Path, facts: Mapping[str, Any], *, required: Collection[str] = ()) -> None:
+def seal(folder: Path, facts: Mapping[str, object], *, required: Collection[str] = ()) -> None:
     """Adds the manifest, written last, and flushes every file and folder to the disk.
 
     Args:
@@ -173,7 +173,7 @@ def remove(folder: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Finishes what a killed run left: removes unfinished folders, puts back one whose replacement never came."""
+    """Finishes what a killed run left: removes unfinished folders, restores one whose replacement never came."""
     for folder in checkpoints(root).values():
         is_empty = next(folder.iterdir(), None) is None  # killed before the mark was set
         if is_empty or ((folder / UNFINISHED).exists() and not (folder / MANIFEST).exists()):
@@ -252,7 +252,7 @@ def _fsync(path: Path) -> None:
 
 
 def main(paths: Sequence[str]) -> None:
-    """Seals folders that their owner vouches for: checkpoints that were downloaded, or written by other software."""
+    """Seals folders that their owner vouches for: downloaded checkpoints, or those of other software."""
     for path in map(Path, paths):
         if not (match := _COMPLETE.fullmatch(path.name)):
             raise CheckpointError(f"{path}: a checkpoint's folder is named checkpoint-<step>. Rename it first.")

@@ -13,9 +13,13 @@ import torch
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators, those of every accelerator included.
+    """Seeds Python's, NumPy's and torch's global generators, those of every accelerator included.
 
-    seed: in [0, 2**32), NumPy's range; anything else raises ValueError.
+    Args:
+        seed: in [0, 2**32).
+
+    Raises:
+        ValueError: the seed is outside NumPy's range.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} is outside [0, 2**32), the range NumPy takes. Choose a seed within it.")
@@ -25,10 +29,17 @@ def set_seed(seed: int) -> None:
 
 
 def sampling_seed(seed: int, *, rank: int, draw: int) -> int:
-    """The seed of one draw of one process: fixed by (seed, rank, draw), and unlike that of any neighbour.
+    """The seed of one draw of one process, which its arguments fix.
 
-    Adding strides (`seed + rank * 100003 + draw`) makes streams of different runs meet; hashing does not.
-    rank, draw: from 0, below 2**32. Returns an int in [0, 2**63).
+    It is a hash: adding strides (`seed + rank * 100003 + draw`) would make streams of different runs meet.
+
+    Args:
+        seed: of the run.
+        rank: of the process, below 2**32.
+        draw: number of the draw, below 2**32.
+
+    Returns:
+        An int in [0, 2**63).
     """
     mixed = np.random.SeedSequence(seed, spawn_key=(rank, draw)).generate_state(1, np.uint64)
     return int(mixed[0]) >> 1
@@ -36,7 +47,7 @@ def sampling_seed(seed: int, *, rank: int, draw: int) -> int:
 
 @contextmanager
 def private_rng(seed: int, device: torch.device | str) -> Iterator[None]:
-    """Seed torch on the CPU and on `device` inside the block; give the caller's streams back on leaving it.
+    """Seeds torch on the CPU and on `device` inside the block, and restores the caller's streams after it.
 
     Generation inside the block neither depends on, nor moves, the random numbers of training.
     """
@@ -58,9 +69,12 @@ def private_rng(seed: int, device: torch.device | str) -> Iterator[None]:
 
 @contextmanager
 def private_rngs(seed: int) -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's generators inside the block, and put each back on leaving it.
+    """Seeds Python's, NumPy's and torch's generators inside the block, and restores each after it.
 
-    For code of the user's that draws from whichever it likes. seed: in [0, 2**63).
+    For code of the user's, which may draw from any of them.
+
+    Args:
+        seed: in [0, 2**63).
     """
     before = rng_state()
     try:
@@ -85,10 +99,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def load_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what `rng_state` returned.
+    """Restores what `rng_state` returned.
 
-    Warns where this process sees other accelerators than the saved one did: their streams cannot be put back,
-    so that what is drawn on them will differ from an uninterrupted run.
+    Warns where this process sees other accelerators than the saved one did: their streams cannot be restored, so that
+    draws on them differ from those of an uninterrupted run.
     """
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words), gauss_next))

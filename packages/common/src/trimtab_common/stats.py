@@ -1,12 +1,17 @@
-"""Statistics over processes: the collectives, weighted means, running moments."""
+"""Statistics over processes: the collectives, weighted means, running moments.
+
+A collective is called by every process.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -15,7 +20,7 @@ def world_size() -> int:
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """Elementwise sum of `x` over all processes, on each of them. Collective; `x` itself is left alone."""
+    """Elementwise sum of `x` over all processes, on each of them. Collective; `x` does not change."""
     if world_size() == 1:
         return x
     total = x.detach().clone()
@@ -23,25 +28,29 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
-def gather_over_ranks(value: Any) -> list[Any]:
+def gather_over_ranks(value: T) -> list[T]:
     """The `value` of every process, in the order of ranks, on each of them. Collective; values must pickle."""
-    if world_size() == 1:
-        return [value]
-    gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, value)
+    gathered = [value] * world_size()
+    if len(gathered) > 1:
+        dist.all_gather_object(gathered, value)
     return gathered
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean that remembers its weight, so that means of unequal parts add up to the mean of the whole."""
+    """A mean that remembers its weight, so that means of unequal parts add up to the mean of the whole.
+
+    Args:
+        total: the weighted sum.
+        weight: the sum of the weights, such as a count.
+    """
 
     total: Tensor | float
     weight: Tensor | float
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> "Mean":
-        """The mean of `x`, or of its positions where `mask` is 1. Stays on the device: nothing waits for it."""
+        """The mean of `x`, or of its positions where `mask` is 1. Stays on the device, so that nothing waits for it."""
         x = x.detach()
         return cls(x.sum(), x.numel()) if mask is None else cls(torch.where(mask.bool(), x, 0.0).sum(), mask.sum())
 
@@ -49,6 +58,7 @@ class Mean:
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def cpu(self) -> "Mean":
+        """The same, as plain numbers."""
         return Mean(float(self.total), float(self.weight))
 
     @property
@@ -59,11 +69,17 @@ class Mean:
 
 @dataclass(frozen=True)
 class Variance:
-    """A population variance that remembers its count and mean: parts add up as of Chan et al. 1979."""
+    """A population variance that remembers its count and mean, so that parts add up (Chan et al. 1979).
+
+    Args:
+        count: of the numbers.
+        mean: of the numbers.
+        squares: sum of their squared deviations from the mean.
+    """
 
     count: float
     mean: float
-    squares: float  # sum of squared deviations from the mean
+    squares: float
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> "Variance":
@@ -80,6 +96,7 @@ class Variance:
         return type(self)(count, self.mean + delta * other.count / count, squares)
 
     def cpu(self) -> "Variance":
+        """The same: it holds plain numbers."""
         return self
 
     @property
@@ -89,7 +106,7 @@ class Variance:
 
 
 class Deviation(Variance):
-    """The standard deviation instead, of the population."""
+    """A population standard deviation."""
 
     @property
     def value(self) -> float:
@@ -97,10 +114,11 @@ class Deviation(Variance):
 
 
 def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The statistics of several parts as those of the whole.
+    """Merges the statistics of several parts to those of the whole.
 
-    `Mean`, `Variance` and `Deviation` are added up by their weights, 1-D tensors (of any length in each part) are
-    concatenated on the CPU, plain numbers are averaged over the parts that have them.
+    Args:
+        parts: `Mean`, `Variance` and `Deviation` are added up by their weights, 1-D tensors of any length are
+            concatenated on the CPU, and plain numbers are averaged over the parts that have them.
     """
     columns: dict[str, list[Any]] = {}
     for part in parts:
@@ -117,16 +135,20 @@ def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def gather_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The statistics of all processes, equal on each of them, gathered in one collective.
+def gather_stats(stats: Mapping[str, object]) -> dict[str, Any]:
+    """Merges the statistics of all processes. One collective.
 
-    Merged as by `merge_stats`; each `Mean`, `Variance` and `Deviation` is then its number.
+    Args:
+        stats: of this process; see `merge_stats`.
+
+    Returns:
+        Numbers and 1-D tensors, equal on all processes.
     """
     parts = gather_over_ranks({key: _on_cpu(value) for key, value in stats.items()})
     return {k: v.value if isinstance(v, Mean | Variance) else v for k, v in merge_stats(parts).items()}
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     return value.cpu() if isinstance(value, Mean | Variance) else value
@@ -140,20 +162,23 @@ class RunningMoments:
 
     @property
     def mean(self) -> float:
+        """0 before the first number."""
         return self._seen.mean
 
     @property
     def std(self) -> float:
-        """Sample standard deviation; 1 until two different numbers were seen, so that it can always divide."""
+        """The sample's standard deviation; 1 until there are two different numbers, so that it can always divide."""
         return (self._seen.squares / (self._seen.count - 1)) ** 0.5 if self._seen.squares else 1.0
 
     def update(self, x: Tensor) -> None:
-        """Take in `x`, of any shape, from every process. Collective."""
+        """Adds the numbers of `x`, of any shape, of every process. Collective."""
         for part in gather_over_ranks(Variance.of(x)):
             self._seen += part
 
     def state_dict(self) -> dict[str, float]:
+        """Count, mean and squared deviations."""
         return {"count": self._seen.count, "mean": self._seen.mean, "squares": self._seen.squares}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restores what `state_dict` returned."""
         self._seen = Variance(state["count"], state["mean"], state["squares"])

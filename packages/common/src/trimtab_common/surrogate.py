@@ -1,4 +1,4 @@
-"""The clipped surrogate of PPO, and what it tells about an update."""
+"""The clipped surrogate of PPO, and statistics of an update."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,16 @@ def clipped_surrogate(
 ) -> Tensor:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per action (Schulman et al. 2017, arXiv:1707.06347, Eq. 7).
 
-    log_ratio: [...], log pi - log pi_old of the action taken; advantages: [...]. Returns [...], to be minimised.
-    dual_clip > 1 + clip_high bounds r where A < 0 too, where the loss had no bound: max(the minimum above, dual_clip A)
-    there (Ye et al. 2020, arXiv:1912.09729, Eq. 5).
+    Args:
+        log_ratio: [...], log pi - log pi_old of the action taken, in nats.
+        advantages: [...].
+        clip_low: how far below 1 the ratio is clipped.
+        clip_high: how far above 1 the ratio is clipped.
+        dual_clip: above 1 + clip_high; bounds r where A < 0, where the loss has no other bound (Ye et al. 2020,
+            arXiv:1912.09729, Eq. 5).
+
+    Returns:
+        [...], to be minimised.
     """
     ratio = log_ratio.exp()
     bounded = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
@@ -24,10 +31,18 @@ def clipped_surrogate(
 def surrogate_stats(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> dict[str, Mean]:
-    """What the update did to the actions that count: all [...] as for `clipped_surrogate`, `mask` 1 where it counts.
+    """How far an update moved the actions that count.
 
-    `ratio`: mean of r. `policykl`: mean of -log r, unbiased for KL(old, new). `approxkl`: mean of log(r)^2 / 2, never
-    negative. `clipfrac`: share of actions whose gradient the clip stops.
+    Args:
+        log_ratio: [...], as for `clipped_surrogate`.
+        advantages: [...].
+        mask: [...], 1 where an action counts.
+        clip_low: as for `clipped_surrogate`.
+        clip_high: as for `clipped_surrogate`.
+
+    Returns:
+        `ratio`, the mean of r; `policykl`, the mean of -log r, unbiased for KL(old, new); `approxkl`, the mean of
+        log(r)^2 / 2, never negative; `clipfrac`, the share of actions whose gradient the clip stops.
     """
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages < ratio * advantages

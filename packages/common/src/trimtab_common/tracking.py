@@ -240,9 +240,8 @@ class _Wandb:
     def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
         if name not in self._tables:
             types = [type(cell) if cell is not None else str for cell in rows[0]]
-            self._tables[name] = self._wandb.Table(
-                columns=[*columns], dtype=types, optional=True, log_mode="INCREMENTAL"
-            )
+            options: dict[str, Any] = {"dtype": types, "optional": True, "log_mode": "INCREMENTAL"}
+            self._tables[name] = self._wandb.Table(columns=[*columns], **options)
         for row in rows:
             self._tables[name].add_data(*row)
         self._log({name: self._tables[name]}, step)
@@ -267,9 +266,9 @@ class _Wandb:
         self.run.log({**values, **axes}, step=max(step, self.run.step))
 
     def _catch_sigterm(self) -> None:
-        """Turns SIGTERM into SystemExit, so that `with` blocks close; the run is marked as preempted by `finish`.
+        """Turns SIGTERM into SystemExit, so that `with` blocks close, and `finish` marks the run as preempted.
 
-        Nothing is sent to W&B from the handler, which may have interrupted a call to W&B that holds a lock.
+        The handler sends nothing to W&B: it may have interrupted a call that holds a lock.
         """
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -286,9 +285,7 @@ def _init_wandb(kwargs: dict[str, Any], config: Stats, folder: Path) -> Run:
     reason = f"mode {mode}"
     if mode in (None, "online", "shared") and not wandb.login(prompt=False, verify=False):
         if mode is not None:
-            raise RuntimeError(
-                f"W&B is to run in mode {mode} and has no API key. Set WANDB_API_KEY or use WANDB_MODE=offline."
-            )
+            raise RuntimeError(f"W&B's mode is {mode} without an API key. Set WANDB_API_KEY or WANDB_MODE=offline.")
         mode, reason = "offline", "no API key"
     quiet = {"settings": wandb.Settings(silent=True)} if mode == "offline" else {}
     run_id = kwargs["id"] or os.environ.get("WANDB_RUN_ID")
@@ -305,9 +302,7 @@ class _TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError(
-                "log_with='tensorboard' needs the package tensorboard: pip install tensorboard"
-            ) from error
+            raise ImportError("log_with='tensorboard' needs its package: pip install tensorboard") from error
         self._writer = SummaryWriter(**kwargs)
         self._writer.add_text("config", markdown_table(["name", "value"], [[key, repr(config[key])] for key in config]))
 

@@ -1,46 +1,68 @@
-"""Low-rank adapters on a denoiser: trained in float32 whatever its own weights are, saved as diffusers loads them."""
+"""Low-rank adapters on a denoiser: trained in float32 whatever the denoiser's dtype, saved in diffusers' format."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
-from diffusers import DiffusionPipeline
 from diffusers.training_utils import cast_training_params
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, get_peft_model_state_dict
+from torch import nn
 
-from trimtab_diffusion.recording import denoiser_name
+from trimtab_diffusion.recorder import denoiser_name
 
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 
 
-def add_lora(denoiser: Any, *, rank: int) -> None:
-    """Freeze a denoiser and give it adapters on its attention, or go on with those that it has.
+class Denoiser(Protocol):
+    """A diffusers model that can hold adapters."""
 
-    The adapters start as zero maps (Hu et al. 2021, arXiv:2106.09685) and are float32. ValueError if several
-    are active.
+    def active_adapters(self) -> list[str]: ...
+
+    def add_adapter(self, config: LoraConfig) -> None: ...
+
+    def disable_adapters(self) -> None: ...
+
+    def enable_adapters(self) -> None: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def requires_grad_(self, requires_grad: bool = True) -> object: ...
+
+
+def add_lora(denoiser: Denoiser, *, rank: int) -> None:
+    """Freezes a denoiser and adds adapters to its attention, or trains the adapters that it has.
+
+    New adapters start as zero maps (Hu et al. 2021, arXiv:2106.09685). All are trained in float32.
+
+    Args:
+        denoiser: the unet or transformer.
+        rank: of new adapters.
+
+    Raises:
+        ValueError: several adapters are active.
     """
     denoiser.requires_grad_(False)
-    if getattr(denoiser, "peft_config", None):
+    if _has_adapters(denoiser):
         active = denoiser.active_adapters()
         if len(active) != 1:
             raise ValueError(
-                f"The adapters {', '.join(active)} are active: only one can be trained, and saved. Choose it with "
-                "pipeline.set_adapters, after pipeline.fuse_lora where the others are to stay."
+                f"The adapters {', '.join(active)} are active: only one can be trained and saved. Choose it with "
+                "pipeline.set_adapters. To keep the others in the weights, call pipeline.fuse_lora before."
             )
         for name, weight in denoiser.named_parameters():
             weight.requires_grad_("lora_" in name and f".{active[0]}." in name)
     else:
         config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(ATTENTION))
         denoiser.add_adapter(config)
-    cast_training_params(denoiser, dtype=torch.float32)
+    cast_training_params(cast(nn.Module, denoiser), dtype=torch.float32)
 
 
 @contextmanager
-def without_lora(denoiser: Any) -> Iterator[None]:
-    """The frozen denoiser, as it was before its adapters."""
+def without_lora(denoiser: Denoiser) -> Iterator[None]:
+    """Switches the adapters of a denoiser off inside the block."""
     denoiser.disable_adapters()
     try:
         yield
@@ -48,17 +70,24 @@ def without_lora(denoiser: Any) -> Iterator[None]:
         denoiser.enable_adapters()
 
 
-def save_lora(pipeline: DiffusionPipeline, folder: str | Path) -> None:
-    """Write the adapters of a pipeline's denoiser so that `pipeline.load_lora_weights(folder)` gives them back.
+def save_lora(pipeline: Any, folder: str | Path) -> None:
+    """Writes the adapters of a pipeline, in the format that `pipeline.load_lora_weights(folder)` reads.
 
-    Those that its text encoders were loaded with, which are not trained, go with them.
+    Args:
+        pipeline: its denoiser's adapters are written, and those of its text encoders, which are not trained.
+        folder: an existing or new folder.
     """
     layers: dict[str, Any] = {}
     for name in (denoiser_name(pipeline), "text_encoder", "text_encoder_2"):
-        part: Any = getattr(pipeline, name, None)
-        if getattr(part, "peft_config", None):
+        part = pipeline.components.get(name)
+        if _has_adapters(part):
             adapter = part.active_adapters()[0]
             weights = get_peft_model_state_dict(part, adapter_name=adapter)
             layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights)
             layers[f"{name}_lora_adapter_metadata"] = part.peft_config[adapter].to_dict()
-    pipeline.save_lora_weights(folder, **layers)  # type: ignore[attr-defined]
+    pipeline.save_lora_weights(folder, **layers)
+
+
+def _has_adapters(part: object) -> bool:
+    """Whether a part of a pipeline has adapters; PEFT sets the attribute with the first."""
+    return bool(getattr(part, "peft_config", None))

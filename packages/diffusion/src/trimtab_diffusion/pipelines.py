@@ -1,33 +1,36 @@
-"""What DDPOTrainer trains: any diffusers pipeline whose denoiser is called once a step, under the documented names."""
+"""The pipelines that DDPOTrainer trains: any diffusers pipeline whose denoiser is called once a step."""
 
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from trimtab_diffusion.lora import add_lora, save_lora, without_lora
-from trimtab_diffusion.recording import Trajectories, denoiser_name, record
-from trimtab_diffusion.steps import Steps, gaussian_sample
+from trimtab_diffusion.recorder import denoiser_name, record
+from trimtab_diffusion.recording import Trajectories
+from trimtab_diffusion.steps import Scheduler, Steps, gaussian_sample
 
-# What a denoiser was trained on, and so must survive a change of the scheduler.
-SCHEDULE = (
-    "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "steps_offset",
-    "prediction_type", "rescale_betas_zero_snr",
-)  # fmt: skip
+BETAS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr")
+SCHEDULE = (*BETAS, "steps_offset", "prediction_type")
+"""Settings under which a denoiser was trained, which another scheduler must keep."""
 
 
 @dataclass
 class DDPOPipelineOutput:
-    """What a pipeline drew, and how.
+    """The images of one call of a pipeline, and their steps.
 
-    images: as the pipeline gives them, [B, 3, H, W] within [0, 1] for output_type="pt". latents: T + 1 tensors
-    [B, ...], noise first. log_probs: T tensors [B], per dimension. trajectories: the same, with what replays them.
+    Args:
+        images: the pipeline's output, [B, 3, H, W] within [0, 1] for output_type="pt".
+        latents: T + 1 tensors [B, ...], noise first.
+        log_probs: T tensors [B], per dimension, in nats.
+        trajectories: the same steps with everything that a replay needs.
     """
 
     images: Any
@@ -38,37 +41,47 @@ class DDPOPipelineOutput:
 
 @dataclass
 class DDPOSchedulerOutput:
-    """latents: [B, ...] after a step. log_probs: [B], of having stepped there, per dimension, in nats."""
+    """The result of one step.
+
+    Args:
+        latents: [B, ...], after the step.
+        log_probs: [B], log-probability of the step per dimension, in nats.
+    """
 
     latents: Tensor
     log_probs: Tensor
 
 
 class DDPOStableDiffusionPipeline:
-    """A diffusers pipeline made ready for DDPO: its denoiser trains, all else is frozen.
+    """A diffusers pipeline that is ready for DDPO: the denoiser trains, and everything else is frozen.
 
-    pipeline: Stable Diffusion 1.x or 2.x, SDXL, SD3-type flow matching, ControlNet, or another whose denoiser (unet or
-    transformer) is called once a step. use_lora: train adapters of rank `lora_rank`, or those that it has already
-    (`pipeline.load_lora_weights`), instead of all weights. call_kwargs: more arguments of every call of the pipeline,
-    such as height and width, or the image of a ControlNet. A scheduler whose steps have no log-probability is replaced,
-    with a warning, and a safety checker switched off, since it would hand black pictures to the reward.
+    A scheduler whose steps have no log-probability is replaced, with a warning. A safety checker is switched off, with
+    a warning, because it would pass black images to the reward.
+
+    Args:
+        pipeline: Stable Diffusion 1.x or 2.x, SDXL, SD3-type flow matching, ControlNet, or another whose denoiser (unet
+            or transformer) is called once a step.
+        use_lora: whether to train adapters instead of all weights: those that the denoiser has
+            (`pipeline.load_lora_weights`), or new ones.
+        lora_rank: of new adapters.
+        call_kwargs: more arguments of every call of the pipeline, such as height and width, or a ControlNet's image.
     """
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: DiffusionPipeline,
         *,
         use_lora: bool = False,
         lora_rank: int = 4,
         call_kwargs: Mapping[str, Any] | None = None,
     ):
-        self.sd_pipeline = pipeline
+        self.sd_pipeline = cast(Any, pipeline)  # diffusers does not declare the parts of a pipeline
         self.call_kwargs = dict(call_kwargs or {})
         self.use_lora = use_lora
         self.name = denoiser_name(pipeline)
         self.sd_pipeline.scheduler = trainable_scheduler(self.sd_pipeline.scheduler)
         if getattr(self.sd_pipeline, "safety_checker", None) is not None:
-            warnings.warn("The safety checker is off: it blackens pictures before the reward sees them.", stacklevel=2)
+            warnings.warn("The safety checker is off: it would pass black images to the reward.", stacklevel=2)
             self.sd_pipeline.safety_checker = None
         for part in self.sd_pipeline.components.values():
             if isinstance(part, nn.Module):
@@ -80,31 +93,37 @@ class DDPOStableDiffusionPipeline:
 
     @property
     def denoiser(self) -> Any:
-        """The unet or transformer."""
+        """The unet or transformer, which trains."""
         return getattr(self.sd_pipeline, self.name)
 
     @property
     def unet(self) -> Any:
+        """The denoiser, by its documented name."""
         return self.denoiser
 
     @property
-    def vae(self) -> Any:
+    def vae(self) -> nn.Module:
+        """The pipeline's autoencoder."""
         return self.sd_pipeline.vae
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The pipeline's tokenizer."""
         return self.sd_pipeline.tokenizer
 
     @property
-    def text_encoder(self) -> Any:
+    def text_encoder(self) -> nn.Module:
+        """The pipeline's text encoder."""
         return self.sd_pipeline.text_encoder
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> Scheduler:
+        """The pipeline's scheduler."""
         return self.sd_pipeline.scheduler
 
     @property
     def device(self) -> torch.device:
+        """The pipeline's device."""
         return self.sd_pipeline.device
 
     @torch.no_grad()
@@ -116,25 +135,38 @@ class DDPOStableDiffusionPipeline:
         storage_device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> DDPOPipelineOutput:
-        """Draw with the pipeline, whose arguments these are, and record it: see `recording.record`."""
+        """Samples images and records the steps: see `recorder.record`.
+
+        Args:
+            args: the prompt, or nothing.
+            eta: scale of the steps' noise.
+            storage_dtype, storage_device: of the trajectories.
+            kwargs: arguments of the pipeline, before those of `call_kwargs`.
+        """
         if args:
             kwargs = {"prompt": args[0], **kwargs}
-        images, made = record(
-            self.sd_pipeline, eta=eta, storage_dtype=storage_dtype, storage_device=storage_device,
-            **{**self.call_kwargs, **kwargs},
-        )  # fmt: skip
-        return DDPOPipelineOutput(images, [made.first, *made.latents.unbind(1)], list(made.logprobs.unbind(1)), made)
+        storage: dict[str, Any] = {"storage_dtype": storage_dtype, "storage_device": storage_device}
+        images, path = record(self.sd_pipeline, eta=eta, **storage, **{**self.call_kwargs, **kwargs})
+        return DDPOPipelineOutput(images, [path.first, *path.latents.unbind(1)], list(path.logprobs.unbind(1)), path)
 
     def scheduler_step(
         self,
         model_output: Tensor,
-        timestep: Any,
+        timestep: Tensor | float,
         sample: Tensor,
         eta: float = 1.0,
         generator: torch.Generator | None = None,
         prev_sample: Tensor | None = None,
     ) -> DDPOSchedulerOutput:
-        """One step from `sample` [B, ...] at `timestep` (one, or [B]); with `prev_sample`, the score of that one."""
+        """Takes one step, or computes the log-probability of a given one.
+
+        Args:
+            model_output, sample: [B, ...], the sample before the step.
+            timestep: one number, or [B].
+            eta: scale of the noise.
+            generator: of the noise.
+            prev_sample: [B, ...], the sample after the step; None: sample it.
+        """
         steps = Steps.of(self.scheduler, eta)
         index = steps.index_of(torch.as_tensor(timestep).expand(len(sample)))
         mean, std = steps.gaussian(model_output, sample, index)
@@ -144,23 +176,23 @@ class DDPOStableDiffusionPipeline:
 
     @property
     def autocast(self) -> type[AbstractContextManager[None]]:
-        """A context for forward passes: the trainer's accelerator brings its own."""
+        """A context for forward passes that does nothing: the trainer uses its accelerator's."""
         return nullcontext
 
     def reference(self) -> AbstractContextManager[None]:
-        """Within it the denoiser is as it was before its adapters."""
+        """Returns a context in which the denoiser runs without its adapters."""
         return without_lora(self.denoiser)
 
     def get_trainable_layers(self) -> nn.Module:
-        """The denoiser, in which what trains has requires_grad."""
+        """Returns the denoiser; the weights that train require gradients."""
         return self.denoiser
 
     def set_progress_bar_config(self, **kwargs: Any) -> None:
-        """As of the diffusers pipeline."""
+        """Passes the settings to the diffusers pipeline."""
         self.sd_pipeline.set_progress_bar_config(**kwargs)
 
     def save_pretrained(self, output_dir: str | Path) -> None:
-        """The adapters, for `load_lora_weights`; or the whole pipeline, for `from_pretrained`."""
+        """Writes the adapters for `load_lora_weights`, or without adapters the whole pipeline for `from_pretrained`."""
         if self.use_lora:
             save_lora(self.sd_pipeline, output_dir)
         else:
@@ -168,9 +200,13 @@ class DDPOStableDiffusionPipeline:
 
 
 class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
-    """The pipeline of a folder or hub id: see `DDPOStableDiffusionPipeline`.
+    """A pipeline that is loaded from a folder or the hub.
 
-    load_kwargs: more arguments of `DiffusionPipeline.from_pretrained`, such as torch_dtype.
+    Args:
+        pretrained_model_name: folder or hub id.
+        pretrained_model_revision: branch, tag or commit on the hub.
+        use_lora, lora_rank, call_kwargs: see `DDPOStableDiffusionPipeline`.
+        load_kwargs: more arguments of `DiffusionPipeline.from_pretrained`, such as torch_dtype.
     """
 
     def __init__(
@@ -189,33 +225,36 @@ class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
         super().__init__(pipeline, use_lora=use_lora, lora_rank=lora_rank, call_kwargs=call_kwargs)
 
 
-def trainable_scheduler(scheduler: Any) -> Any:
-    """The scheduler, or what takes its place with a warning because its steps have no log-probability.
+def trainable_scheduler(scheduler: Any) -> Scheduler:
+    """Returns a scheduler whose steps have log-probabilities.
 
-    DDIM and flow-matching Euler stay. Others with products of alphas become DDIM, whose steps with eta=1 are DDPM's;
-    others along a flow become flow-matching Euler. ValueError for the rest.
+    DDIM and flow-matching Euler are returned unchanged. With a warning, other schedulers with products of alphas become
+    DDIM, whose steps with eta=1 are DDPM's, and others that follow a flow become flow-matching Euler.
+
+    Raises:
+        ValueError: the scheduler is of another kind.
     """
     config, kind = scheduler.config, type(scheduler).__name__
     is_a_flow = config.get("use_flow_sigmas") or "FlowMatch" in kind
     if type(scheduler) is DDIMScheduler or (
         type(scheduler) is FlowMatchEulerDiscreteScheduler and not config.stochastic_sampling
     ):
-        return scheduler
+        return cast(Scheduler, scheduler)
     if is_a_flow:
         shift = config.get("shift", config.get("flow_shift", 1.0))
-        made = FlowMatchEulerDiscreteScheduler.from_config(config, shift=shift, stochastic_sampling=False)
+        replacement = FlowMatchEulerDiscreteScheduler.from_config(config, shift=shift, stochastic_sampling=False)
     elif "beta_schedule" in config:
-        # from_config drops what was never set, even where the two kinds' defaults differ; and without clip_sample DDIM
-        # would clip latents as if they were pictures.
+        # from_config drops settings that were never set, even where the defaults of the two kinds differ. By default
+        # DDIM would clip latents as if they were images.
         schedule = {name: config[name] for name in SCHEDULE if name in config}
-        made = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False), **schedule)
+        replacement = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False), **schedule)
     else:
         raise ValueError(
-            f"{kind} has no log-probabilities, and its settings name neither betas nor a flow from which another could "
-            "be made. Set pipeline.scheduler to a DDIMScheduler or a FlowMatchEulerDiscreteScheduler."
+            f"{kind} has no log-probabilities, and its settings have neither betas nor a flow for another scheduler. "
+            "Set pipeline.scheduler to a DDIMScheduler or a FlowMatchEulerDiscreteScheduler."
         )
     warnings.warn(
-        f"The steps of {kind} have no log-probability: {type(made).__name__} with its settings takes its place.",
+        f"The steps of {kind} have no log-probability: {type(replacement).__name__} with its settings takes its place.",
         stacklevel=4,
     )
-    return made
+    return replacement

@@ -1,7 +1,6 @@
-"""Prompt functions, `() -> (prompt, metadata)`: those of Black et al. 2023 (arXiv:2305.13301) and files.
+"""Prompt functions, `() -> (prompt, metadata)`: those of Black et al. 2023 (arXiv:2305.13301), and the lines of a file.
 
-Each function here makes a `Prompts`, to be handed to the trainer as its prompt function: `simple_animals()`, with the
-brackets.
+Each function returns a `Prompts`, which is a prompt function: pass `simple_animals()`, not `simple_animals`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 ACTIVITIES = ("riding a bike", "playing chess", "washing dishes")
 
-# Vowel letters spoken as a consonant (a unicorn, a European hare, a one-eyed cat), and an h that is not spoken.
+Metadata: TypeAlias = Mapping[str, Any]
+"""What a prompt function returns beside a prompt, for the reward function."""
+
+# Vowel letters that are spoken as a consonant (a unicorn, a European hare, a one-eyed cat), and an h that is silent.
 _SPOKEN_CONSONANT = re.compile(
     r"uni(?!n|de|m[ap])|u(?:s[aeu]|r[aio]|t[eio]|k)|ubiq|eu|ew|on(?:e|ce)(?![a-z])|ouija", re.IGNORECASE
 )
@@ -29,14 +31,16 @@ _LETTERS_WITH_AN = "aefhilmnorsx"
 class Prompts:
     """A prompt function that draws uniformly from a list.
 
-    prompts: all that can be drawn. metadata: a dictionary for each of them; calls hand out copies.
+    It draws from Python's global `random`, as most prompt functions do. The trainer seeds that for each process and
+    epoch, and restores it afterwards.
 
-    Draws come from Python's global `random`, as those of most hand-written prompt functions do: the trainer seeds it,
-    anew for every process and epoch, and puts it back.
+    Args:
+        prompts: the list.
+        metadata: a dictionary for each prompt, of which calls return copies.
     """
 
     prompts: tuple[str, ...]
-    metadata: tuple[Mapping[str, Any], ...]
+    metadata: tuple[Metadata, ...]
 
     def __call__(self) -> tuple[str, dict[str, Any]]:
         index = random.randrange(len(self.prompts))
@@ -44,32 +48,40 @@ class Prompts:
 
 
 def simple_animals() -> Prompts:
-    """The 45 common animals on which the paper trains for aesthetic quality: "cat", "dog", ...
+    """Returns the 45 common animals on which the paper trains for aesthetic quality: "cat", "dog", ...
 
-    Metadata: noun, the animal.
+    The metadata has `noun`, the animal.
     """
     names = _shipped("simple_animals")
     return Prompts(names, tuple({"noun": name} for name in names))
 
 
 def imagenet_animals() -> Prompts:
-    """The 398 animals of ImageNet, spelled as by torchvision; the paper trains on them for file size: "tench", ...
+    """Returns the 398 animals of ImageNet, on which the paper trains for file size: "tench", ...
 
-    Metadata: noun, the animal; class_index, its class of ILSVRC 2012 (the animals are 0 to 397), by which
-    `ClassifierReward(..., label_key="class_index")` finds it in an ImageNet classifier however that spells its labels.
+    The names are spelled as in torchvision. The metadata has `noun`, the animal, and `class_index`, its class of ILSVRC
+    2012 (0 to 397). `ClassifierReward(..., label_key="class_index")` uses the index, so that the spelling of an
+    ImageNet classifier's labels does not matter.
     """
     names = _shipped("imagenet_animals")
     return Prompts(names, tuple({"noun": name, "class_index": index} for index, name in enumerate(names)))
 
 
 def nouns_activities(nouns: Sequence[str] | None = None, activities: Sequence[str] = ACTIVITIES) -> Prompts:
-    """Every noun with every activity, "a cat riding a bike": the paper's prompts for prompt-image alignment.
+    """Returns every noun with every activity, "a cat riding a bike": the paper's prompts for prompt-image alignment.
 
-    nouns: singular, without an article; default: the 45 of `simple_animals`. Metadata: noun and activity.
+    The metadata has `noun` and `activity`.
+
+    Args:
+        nouns: singular, without an article. Default: the 45 of `simple_animals`.
+        activities: what the nouns do.
+
+    Raises:
+        ValueError: a list is empty, or a string.
     """
-    chosen = _shipped("simple_animals") if nouns is None else _words("nouns", nouns)
-    doing = _words("activities", activities)
-    pairs = [(noun, activity) for noun in chosen for activity in doing]
+    nouns = _shipped("simple_animals") if nouns is None else _words("nouns", nouns)
+    activities = _words("activities", activities)
+    pairs = [(noun, activity) for noun in nouns for activity in activities]
     return Prompts(
         tuple(f"{with_article(noun)} {activity}" for noun, activity in pairs),
         tuple({"noun": noun, "activity": activity} for noun, activity in pairs),
@@ -77,23 +89,27 @@ def nouns_activities(nouns: Sequence[str] | None = None, activities: Sequence[st
 
 
 def from_file(path: str | Path) -> Prompts:
-    """The lines of a text file (UTF-8), stripped; empty ones are skipped, and a repeated one is drawn more often.
+    """Returns the lines of a text file (UTF-8), without empty ones and without spaces around them.
 
-    Metadata: empty. FileNotFoundError without such a file, ValueError if it holds no prompt.
+    A repeated line is drawn more often. The metadata is empty.
+
+    Raises:
+        FileNotFoundError: path is not a file.
+        ValueError: the file has no prompt.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file. Give a text file that holds a prompt on each line.")
+        raise FileNotFoundError(f"{path} is not a file. Pass a text file with a prompt on each line.")
     prompts = _lines(path.read_text(encoding="utf-8-sig"))
     if not prompts:
-        raise ValueError(f"{path} holds no prompt: every line of it is empty. Write a prompt on each line.")
+        raise ValueError(f"{path} has no prompt: all its lines are empty. Write a prompt on each line.")
     return Prompts(prompts, ({},) * len(prompts))
 
 
 def with_article(noun: str) -> str:
-    """The noun behind "a" or "an", as it is spoken: an ant, a unicorn, an hourglass, an x-ray fish.
+    """Returns the noun after "a" or "an", as it is spoken: an ant, a unicorn, an hourglass, an x-ray fish.
 
-    A rule of spelling, right for common words; abbreviations of several letters are taken for words (a NASA rocket).
+    The rule uses the spelling and is right for common words. It reads abbreviations as words (a NASA rocket).
     """
     if _SPELLED_OUT.match(noun):
         takes_an = noun[0].lower() in _LETTERS_WITH_AN
@@ -105,6 +121,7 @@ def with_article(noun: str) -> str:
 
 
 def _shipped(name: str) -> tuple[str, ...]:
+    """Returns the lines of a list that the package contains."""
     text = resources.files("trimtab_diffusion").joinpath("prompt_lists", f"{name}.txt").read_text(encoding="utf-8")
     return _lines(text)
 
@@ -114,8 +131,9 @@ def _lines(text: str) -> tuple[str, ...]:
 
 
 def _words(name: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Checks that an argument is a list with at least one word."""
     if isinstance(words, str):
-        raise ValueError(f"{name}={words!r} is one string; a list is needed. For the lines of a file, split its text.")
+        raise ValueError(f"{name}={words!r} is one string. Pass a list; for the lines of a file, split its text.")
     if not words:
-        raise ValueError(f"{name} is empty; at least one is needed.")
+        raise ValueError(f"{name} is empty. Pass at least one.")
     return tuple(words)

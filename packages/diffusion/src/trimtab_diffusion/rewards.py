@@ -1,11 +1,15 @@
-"""Reward functions, `(images, prompts, metadata) -> Tensor [B]`: the higher the better, float32, on the CPU.
+"""Reward functions for images: `(images, prompts, metadata) -> rewards [B]`, float32, on the CPU.
 
-images: [B, 3, H, W], float within [0, 1], or B pictures, each as `trimtab_common.tracking.to_pil` takes it; ValueError
-for other shapes and values. A reward is that of the 8-bit picture, which is what anyone measures on the saved file.
-prompts: B texts; metadata: B dictionaries.
+All reward functions take:
 
-Models are loaded from a folder or a hub id, run in eval mode, without gradients, on `batch_size` pictures at a time,
-on `device`; if that is None, on the device of the images, or where the model is if the images are no tensor.
+    images: [B, 3, H, W], float within [0, 1], or B images, each as `trimtab_common.tracking.to_pil` takes it. Other
+        shapes and values raise a ValueError. The reward is that of the 8-bit image, as it would be in a file.
+    prompts: B texts.
+    metadata: B dictionaries.
+
+Models are loaded from a folder or a hub id. They run in eval mode and without gradients, on `batch_size` images at a
+time. They run on `device`; if that is None, on the device of the images; and if the images are not a tensor, where the
+model is.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from PIL import Image
@@ -29,45 +33,60 @@ CLIP = "openai/clip-vit-large-patch14"
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 MAX_NAMED_LABELS = 20
 
-Images = Tensor | Sequence[Picture]
+Images: TypeAlias = Tensor | Sequence[Picture]
+"""A batch of images: see the module."""
+
+Metadata: TypeAlias = Sequence[Any]
+"""What the prompt function returned with each prompt."""
 
 
-def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Sequence[Any]) -> Tensor:
-    """Size of each picture as a JPEG of quality 95, in kB of 1000 bytes; [B].
+def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Returns the size of each image as a JPEG of quality 95 (Black et al. 2023, arXiv:2305.13301, section 5.1).
 
-    Black et al. 2023, arXiv:2305.13301, section 5.1. All pictures should be of one size.
+    Args:
+        images: see the module; should have one size.
+        prompts, metadata: not used.
+
+    Returns:
+        [B], in kB of 1000 bytes.
     """
     return torch.tensor([_jpeg_bytes(picture) / 1000 for _, pictures in _chunks(images, 1) for picture in pictures])
 
 
-def jpeg_compressibility(images: Images, prompts: Sequence[str], metadata: Sequence[Any]) -> Tensor:
-    """Minus `jpeg_incompressibility`; [B], in kB."""
+def jpeg_compressibility(images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Returns minus `jpeg_incompressibility` [B], in kB."""
     return -jpeg_incompressibility(images, prompts, metadata)
 
 
 class AestheticHead(nn.Module):
-    """The multilayer perceptron of LAION's aesthetic predictor: unit embeddings [B, width] to scores [B]."""
+    """The multilayer perceptron of LAION's aesthetic predictor."""
 
     def __init__(self, width: int = 768) -> None:
         super().__init__()
-        # Linear all the way, and named as in the published weights. Dropout holds the places of its training.
+        # There are no nonlinearities. The dropout layers give the others the names of the published weights.
         self.layers = nn.Sequential(
-            nn.Linear(width, 1024), nn.Dropout(0.2),
-            nn.Linear(1024, 128), nn.Dropout(0.2),
-            nn.Linear(128, 64), nn.Dropout(0.1),
+            nn.Linear(width, 1024),
+            nn.Dropout(0.2),
+            nn.Linear(1024, 128),
+            nn.Dropout(0.2),
+            nn.Linear(128, 64),
+            nn.Dropout(0.1),
             nn.Linear(64, 16),
             nn.Linear(16, 1),
-        )  # fmt: skip
+        )
 
     def forward(self, embeddings: Tensor) -> Tensor:
+        """Returns scores [B] of unit embeddings [B, width]."""
         return self.layers(embeddings).squeeze(1)
 
 
 class AestheticScore:
-    """LAION's aesthetic predictor, about 1 (ugly) to 10 (Black et al. 2023, arXiv:2305.13301, section 5.2).
+    """LAION's aesthetic predictor, from about 1 (ugly) to 10 (Black et al. 2023, arXiv:2305.13301, section 5.2).
 
-    checkpoint: the weights `sac+logos+ava1-l14-linearMSE`: their file, or a folder or hub id that holds only this one.
-    clip: the model whose embeddings these weights were trained on.
+    Args:
+        checkpoint: the weights `sac+logos+ava1-l14-linearMSE`: a file, or a folder or hub id with this file alone.
+        clip: the model on whose embeddings these weights were trained.
+        batch_size, device: see the module.
     """
 
     def __init__(
@@ -80,16 +99,16 @@ class AestheticScore:
     ) -> None:
         from transformers import CLIPModel
 
-        # transformers takes the dtype of the file if none is given; scores differ in half precision.
+        # By default transformers takes the dtype of the file, and scores differ in half precision.
         self._clip = CLIPModel.from_pretrained(clip, dtype=torch.float32).eval()
-        del self._clip.text_model  # half a gigabyte that images do not need
+        del self._clip.text_model  # saves half a gigabyte
         self._processor = _image_processor(clip)
         self._head = _aesthetic_head(checkpoint, self._clip.config.projection_dim)
         self._batch_size, self._device = batch_size, device
 
     @torch.no_grad()
-    def __call__(self, images: Images, prompts: Sequence[str], metadata: Sequence[Any]) -> Tensor:
-        """Aesthetic scores [B]."""
+    def __call__(self, images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+        """Returns aesthetic scores [B]."""
         _settle(self._clip, images, self._device)
         _settle(self._head, images, self._device)
         scores = [
@@ -100,10 +119,14 @@ class AestheticScore:
 
 
 class ClipAlignment:
-    """Cosine of CLIP's embeddings of image and prompt, within [-1, 1].
+    """The cosine of CLIP's embeddings of image and prompt, within [-1, 1].
 
-    CLIPScore (Hessel et al. 2021, arXiv:2104.08718) is 2.5 max(cosine, 0), and the logits of a published CLIP are 100
-    times the cosine, which says how little it varies. Prompts are cut at the model's longest text, 77 tokens.
+    CLIPScore (Hessel et al. 2021, arXiv:2104.08718) is 2.5 max(cosine, 0). The cosine varies little: the published CLIP
+    models multiply it by 100 for their logits. Prompts are truncated to the model's longest text, 77 tokens.
+
+    Args:
+        checkpoint: folder or hub id of a CLIP model.
+        batch_size, device: see the module.
     """
 
     def __init__(
@@ -121,8 +144,8 @@ class ClipAlignment:
         self._batch_size, self._device = batch_size, device
 
     @torch.no_grad()
-    def __call__(self, images: Images, prompts: Sequence[str], metadata: Sequence[Any]) -> Tensor:
-        """Cosines [B]."""
+    def __call__(self, images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+        """Returns cosines [B]."""
         _check_count("prompts", prompts, images)
         _settle(self._clip, images, self._device)
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
@@ -134,28 +157,33 @@ class ClipAlignment:
         return torch.cat(cosines).cpu()
 
     def _embed_texts(self, texts: list[str]) -> Tensor:
-        """Unit embeddings [len(texts), width]."""
+        """Returns unit embeddings [len(texts), width]."""
         longest = self._clip.config.text_config.max_position_embeddings
         parts = []
         for start in range(0, len(texts), self._batch_size):
-            tokens = self._tokenizer(
-                texts[start : start + self._batch_size],
-                padding=True, truncation=True, max_length=longest, return_tensors="pt",
-            ).to(self._clip.device)  # fmt: skip
+            part = texts[start : start + self._batch_size]
+            tokens = self._tokenizer(part, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+            tokens = tokens.to(self._clip.device)
             features = self._clip.get_text_features(tokens["input_ids"], attention_mask=tokens["attention_mask"])
             parts.append(_unit(features.pooler_output))
         return torch.cat(parts)
 
 
 class ClassifierReward:
-    """Log-probability, in nats, that an image classifier gives to a class.
+    """The log-probability of a class under an image classifier, in nats.
 
-    model: a folder or hub id for `AutoModelForImageClassification`, or such a model, which is then set to eval mode and
-        moved as said above.
-    label: the class of all images: a name of the model's `config.label2id`, or an index.
-    label_key: instead, the key of an image's metadata that holds its class, as a name or an index.
-    processor: the model's image processor; needed with a model, otherwise read from its checkpoint.
-    log_probability: False for the probability itself, in [0, 1].
+    Args:
+        model: a folder or hub id for `AutoModelForImageClassification`, or such a model, which is put into eval mode
+            and moved (see the module).
+        label: the class of all images: a name in the model's `config.label2id`, or an index.
+        label_key: instead of label, the key of an image's metadata that has its class, as a name or an index.
+        processor: the image processor of a model in memory. Default: that of the checkpoint.
+        log_probability: False for the probability itself, in [0, 1].
+        batch_size, device: see the module.
+
+    Raises:
+        ValueError: label and label_key came together or not at all, a model came without a processor, or the class is
+            unknown.
     """
 
     def __init__(
@@ -173,15 +201,15 @@ class ClassifierReward:
 
         if (label is None) == (label_key is None):
             raise ValueError(
-                f"label={label!r} and label_key={label_key!r} came in; exactly one of them is needed: label for the "
-                "same class always, label_key for the key of the metadata that holds each image's class."
+                f"label={label!r} and label_key={label_key!r} came. Pass exactly one of them: label if all images have "
+                "the same class, label_key for the key of the metadata that has each image's class."
             )
         self._model: Any = model
         if isinstance(model, str | Path):
             processor = processor or _image_processor(model)
             self._model = AutoModelForImageClassification.from_pretrained(model, dtype=torch.float32)
         if processor is None:
-            raise ValueError("A model without its image processor came in. Give processor=, or the model's checkpoint.")
+            raise ValueError("A model came without its image processor. Pass processor=, or the model's checkpoint.")
         self._model.eval()
         self._processor = processor
         self._label_key, self._log_probability = label_key, log_probability
@@ -189,8 +217,8 @@ class ClassifierReward:
         self._batch_size, self._device = batch_size, device
 
     @torch.no_grad()
-    def __call__(self, images: Images, prompts: Sequence[str], metadata: Sequence[Any]) -> Tensor:
-        """(Log-)probabilities [B]."""
+    def __call__(self, images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+        """Returns log-probabilities or probabilities [B]."""
         classes = torch.tensor(self._classes(images, metadata))
         _settle(self._model, images, self._device)
         logits = [
@@ -200,7 +228,7 @@ class ClassifierReward:
         logprobs = torch.cat(logits).log_softmax(1).gather(1, classes[:, None]).squeeze(1)
         return logprobs if self._log_probability else logprobs.exp()
 
-    def _classes(self, images: Images, metadata: Sequence[Any]) -> list[int]:
+    def _classes(self, images: Images, metadata: Metadata) -> list[int]:
         if self._label is not None:
             return [self._label] * len(images)
         _check_count("metadata", metadata, images)
@@ -236,7 +264,7 @@ def _jpeg_bytes(picture: Image.Image) -> int:
 
 
 def _chunks(images: Images, size: int) -> Iterator[tuple[slice, list[Image.Image]]]:
-    """The pictures, `size` at a time, each time with their place in the batch."""
+    """Yields the images, `size` at a time, with their place in the batch."""
     if isinstance(images, Tensor) and images.dim() != 4:
         raise ValueError(f"images of shape {tuple(images.shape)} came in; [B, 3, H, W] is needed.")
     for start in range(0, len(images), size):
@@ -244,15 +272,16 @@ def _chunks(images: Images, size: int) -> Iterator[tuple[slice, list[Image.Image
         yield place, [to_pil(image) for image in images[place]]
 
 
-def _check_count(name: str, values: Sequence[Any], images: Images) -> None:
+def _check_count(name: str, values: Sequence[object], images: Images) -> None:
     if len(values) != len(images):
-        raise ValueError(f"{len(values)} {name} came with {len(images)} images; one is needed for each image.")
+        raise ValueError(f"{len(values)} {name} came with {len(images)} images. Pass one for each image.")
 
 
 def _image_processor(checkpoint: str | Path) -> BaseImageProcessor:
+    """Loads the image processor of a model."""
     from transformers import AutoImageProcessor
 
-    # The published scores were made with PIL's resizing; torchvision's differs, and may not be installed.
+    # The published scores use PIL's resizing. torchvision's differs, and may not be installed.
     return AutoImageProcessor.from_pretrained(checkpoint, backend="pil")
 
 
@@ -261,12 +290,12 @@ def _pixels(processor: BaseImageProcessor, pictures: list[Image.Image], model: P
 
 
 def _embed_pictures(clip: CLIPModel, processor: BaseImageProcessor, pictures: list[Image.Image]) -> Tensor:
-    """Unit embeddings [len(pictures), width]."""
+    """Returns unit embeddings [len(pictures), width]."""
     return _unit(clip.get_image_features(_pixels(processor, pictures, clip)).pooler_output)
 
 
 def _settle(model: nn.Module, images: Images, device: str | torch.device | None) -> None:
-    """Move the model to the device asked for, or else to the images'."""
+    """Moves the model to its device, or without one to that of the images."""
     if device is None and isinstance(images, Tensor):
         device = images.device
     if device is not None:
@@ -284,8 +313,8 @@ def _aesthetic_head(checkpoint: str | Path, width: int) -> AestheticHead:
         head.load_state_dict(_read_weights(path))
     except RuntimeError as error:
         raise ValueError(
-            f"{path} does not hold an aesthetic predictor over CLIP embeddings of {width} numbers. The weights "
-            f"sac+logos+ava1-l14-linearMSE go with {CLIP}. {error}"
+            f"{path} is not an aesthetic predictor for CLIP embeddings of {width} numbers. The weights "
+            f"sac+logos+ava1-l14-linearMSE belong to {CLIP}. {error}"
         ) from error
     return head.eval()
 
@@ -296,15 +325,15 @@ def _weights_file(checkpoint: str | Path) -> Path:
         return path
     if not path.is_dir():
         if path.suffix in WEIGHT_SUFFIXES:
-            raise FileNotFoundError(f"There is no file {path}. Give one, or a folder or hub id that holds one.")
+            raise FileNotFoundError(f"There is no file {path}. Pass one, or a folder or hub id that has one.")
         from huggingface_hub import snapshot_download
 
         path = Path(snapshot_download(str(checkpoint), allow_patterns=[f"*{suffix}" for suffix in WEIGHT_SUFFIXES]))
     files = sorted(file for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES)
     if len(files) != 1:
         raise ValueError(
-            f"{checkpoint} holds {len(files)} files of weights ({', '.join(file.name for file in files) or 'none'}); "
-            "one is needed. Give the path of the right one."
+            f"{checkpoint} has {len(files)} files of weights ({', '.join(file.name for file in files) or 'none'}), and "
+            "one is needed. Pass the path of the right one."
         )
     return files[0]
 

@@ -1,21 +1,28 @@
-"""Rows of token ids and labels as batches of documents."""
+"""The collator of rows of token ids and labels."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
+from trimtab_lm.data.formats import Row
+from trimtab_lm.models.interface import Batch
+from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.positions import Positions
 
 
 class DocumentCollator:
-    """Rows of `input_ids` and `labels` (-100 where a token does not count) as the model's inputs and labels.
+    """Collates rows of `input_ids` and `labels` into the model's inputs and labels.
 
-    The documents of packed rows (`seq_lengths`, or `position_ids` that start again) are laid out one by one, those
-    without a token that counts left out. Without labels every token counts. layout: set by the trainer. positions: of
-    the model; ValueError for a document that is longer.
+    Labels are -100 where a token does not count; in a row without labels every token counts. Packed rows (with
+    `seq_lengths`, or with `position_ids` that start again) are split into their documents, and documents without a
+    counted token are left out.
+
+    Args:
+        pad_token_id: fills rows up.
+        layout: of the batch, see `trimtab_lm.tokens.layout`.
+        decoder_start_token_id: what the decoder of an encoder-decoder reads first.
+        positions: of the model; None skips the check of the documents' length.
     """
 
     def __init__(
@@ -29,7 +36,12 @@ class DocumentCollator:
         self.pad_token_id, self.layout, self.decoder_start_token_id = pad_token_id, layout, decoder_start_token_id
         self.positions = positions
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        """Returns the model's inputs and `labels`, each [rows, width].
+
+        Raises:
+            ValueError: a document is longer than the model's positions.
+        """
         if self.layout == "encoder-decoder":
             groups = [
                 TokenGroup(_list(row["input_ids"]), [_list(row["labels"])], [[1] * len(row["labels"])]) for row in rows
@@ -44,12 +56,11 @@ class DocumentCollator:
         read = batch.get("decoder_input_ids", batch["input_ids"])
         labels = torch.full_like(read, -100).flatten()
         labels[batch["source"] + (self.layout != "encoder-decoder")] = batch["targets"]
-        kept = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask")
-        return {name: batch[name] for name in kept if name in batch} | {"labels": labels.view_as(read)}
+        return {name: batch[name] for name in INPUT_KEYS if name in batch} | {"labels": labels.view_as(read)}
 
 
-def documents(row: Mapping[str, Any]) -> Iterator[TokenGroup]:
-    """The documents of a row that have a token to learn; of a row that has none, the whole row."""
+def documents(row: Row) -> Iterator[TokenGroup]:
+    """Yields the documents of a row that have a counted token; its first document where none has one."""
     ids = _list(row["input_ids"])
     labels = _list(row.get("labels", ids))
     spans = list(_spans(row, len(ids)))
@@ -58,7 +69,8 @@ def documents(row: Mapping[str, Any]) -> Iterator[TokenGroup]:
         yield TokenGroup.document(ids[span], [int(label != -100) for label in labels[span]])
 
 
-def _spans(row: Mapping[str, Any], length: int) -> Iterator[slice]:
+def _spans(row: Row, length: int) -> Iterator[slice]:
+    """Yields the span of each document in a row of so many tokens."""
     if "seq_lengths" in row:
         ends = [*torch.as_tensor(row["seq_lengths"]).cumsum(0).tolist()]
     elif "position_ids" in row:
@@ -69,5 +81,5 @@ def _spans(row: Mapping[str, Any], length: int) -> Iterator[slice]:
         yield slice(start, end)
 
 
-def _list(values: Any) -> list[int]:
+def _list(values: Tensor | Sequence[int]) -> list[int]:
     return values.tolist() if isinstance(values, Tensor) else list(values)

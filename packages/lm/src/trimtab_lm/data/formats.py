@@ -1,19 +1,34 @@
-"""Rows of a dataset: which of the documented formats they have, their parts, and mapping a function over them."""
+"""The documented formats of dataset rows, the parts of a row, and the mapping of a function over rows."""
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import datasets
 from datasets import Dataset, IterableDataset
 
-Conversation = Sequence[Mapping[str, Any]]
-"""Messages of a role and a content."""
+from trimtab_lm.models.interface import Data
 
-Row = Mapping[str, Any]
+Row: TypeAlias = Mapping[str, Any]
+"""One row of a dataset: a value for each column."""
+
+Conversation: TypeAlias = Sequence[Row]
+"""Messages, each with a role and a content."""
+
+Text: TypeAlias = str | Conversation
+"""A prompt or an answer: plain text, or messages for the chat template."""
+
+Tools: TypeAlias = list[dict[str, Any]]
+"""The tools that a chat template describes to the model."""
+
+TemplateSettings: TypeAlias = Mapping[str, Any]
+"""More arguments of `tokenizer.apply_chat_template`."""
+
+Encoder: TypeAlias = Callable[[dict[str, Any]], Mapping[str, object]]
+"""A function from a row to the columns that it becomes."""
 
 T = TypeVar("T")
 
@@ -21,7 +36,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "mode
 
 
 class RowFormat(StrEnum):
-    """What a dataset's rows are, by their columns."""
+    """The formats of a dataset's rows, which are told apart by their columns."""
 
     TEXT = "text"
     MESSAGES = "messages"
@@ -44,10 +59,11 @@ COLUMN_SETS: dict[RowFormat, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
-    """The names of a dataset's columns; a stream that does not know them is asked for its first row.
+def columns_of(dataset: Data) -> list[str]:
+    """Returns the names of a dataset's columns. Reads the first row of a stream that does not know them.
 
-    Raises ValueError for a dataset without rows. A stream that knows its columns is not read.
+    Raises:
+        ValueError: the dataset has no rows. A stream that knows its columns is not read, and so not checked.
     """
     names = dataset.column_names or list(next(iter(dataset), ()))
     if not names or (isinstance(dataset, Dataset) and len(dataset) == 0):
@@ -61,11 +77,16 @@ def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
 def row_format(
     columns: Iterable[str], accepted: Sequence[RowFormat], *, needed_for: str, text_field: str = "text"
 ) -> RowFormat:
-    """The first of the accepted formats whose columns are all there.
+    """Returns the first of the accepted formats whose columns are all present.
 
-    needed_for: who asks, such as "SFT", for the message. text_field: the column of RowFormat.TEXT.
+    Args:
+        columns: of the dataset.
+        accepted: the formats to try, in this order.
+        needed_for: the name of the trainer, such as "SFT", for the message.
+        text_field: the column of RowFormat.TEXT.
 
-    Raises ValueError that says which columns there are and which sets would do.
+    Raises:
+        ValueError: no format matches. The message names the columns and the sets of columns that are accepted.
     """
     present = list(columns)
     sets = {kind: ((text_field,),) if kind is RowFormat.TEXT else COLUMN_SETS[kind] for kind in accepted}
@@ -75,12 +96,12 @@ def row_format(
     wanted = "; ".join(" + ".join(choice) for choices in sets.values() for choice in choices)
     raise ValueError(
         f"{needed_for} cannot read a dataset with the columns {present}. It needs one of: {wanted}. Rename the "
-        "columns, or make them with dataset.map."
+        "columns, or create them with dataset.map."
     )
 
 
 def as_messages(row: Row) -> list[dict[str, Any]]:
-    """The conversation in `messages`, or in ShareGPT's `conversations` with `from` and `value` renamed."""
+    """Returns the conversation in `messages`, or the one in ShareGPT's `conversations` with its keys renamed."""
     messages = row["messages"] if "messages" in row else row["conversations"]
     return [
         {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]}
@@ -90,11 +111,14 @@ def as_messages(row: Row) -> list[dict[str, Any]]:
     ]
 
 
-def preference_parts(row: Row) -> tuple[Any, Any, Any]:
-    """Prompt, chosen and rejected of a row with an explicit prompt, or with one that both answers begin with.
+def preference_parts(row: Row) -> tuple[Text, Text, Text]:
+    """Returns prompt, chosen and rejected of a row, whose prompt is explicit or is what both answers begin with.
 
-    The implicit prompt of conversations is their common leading messages (also where `prompt` is only its text); of
-    texts the longest common prefix, cut back to before its last space, so that no word is split.
+    The implicit prompt of conversations is their common leading messages, also where `prompt` is only its text. The
+    implicit prompt of texts is their longest common prefix up to its last space, so that no word is split.
+
+    Raises:
+        ValueError: there is no explicit prompt, and chosen and rejected are equal.
     """
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = row.get("prompt")
@@ -102,7 +126,7 @@ def preference_parts(row: Row) -> tuple[Any, Any, Any]:
         return prompt, chosen, rejected
     if chosen == rejected:
         raise ValueError(
-            "chosen and rejected are the same, so nothing is preferred and no prompt can be told. Drop it."
+            "chosen and rejected are the same, so nothing is preferred and the prompt is unknown. Drop the row."
         )
     common = common_length(chosen, rejected)
     if isinstance(chosen, str):
@@ -111,42 +135,50 @@ def preference_parts(row: Row) -> tuple[Any, Any, Any]:
     return chosen[:common], chosen[common:], rejected[common:]
 
 
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many leading items are the same."""
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Returns the number of leading items that are equal."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def prepare_dataset(
-    dataset: Dataset | IterableDataset,
-    encode: Callable[[dict[str, Any]], Mapping[str, Any]],
+    dataset: Data,
+    encode: Encoder,
     *,
     keep: Collection[str] = (),
     num_proc: int | None = None,
     batch_size: int = 1000,
     desc: str | None = None,
-) -> Dataset | IterableDataset:
-    """The dataset with the columns that `encode` makes of each row, and those of its own that are named in `keep`.
+) -> Data:
+    """Maps a function over the rows of a dataset. The rows of a stream are encoded when they are read.
 
-    A stream stays one: rows are encoded as they are read. num_proc, desc: for a dataset that is not a stream.
-    A ValueError of `encode` is raised again with the number of the row, from 0.
+    Args:
+        dataset: with at least one row.
+        encode: from a row to its new columns.
+        keep: the columns that stay; all others are removed.
+        num_proc: processes that encode; ignored for a stream.
+        batch_size: rows that are encoded and written together.
+        desc: the label of the progress bar; ignored for a stream.
+
+    Raises:
+        ValueError: `encode` raised it. The message begins with the number of the row, from 0.
     """
 
-    def encode_batch(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+    def encode_batch(columns: dict[str, list[object]], numbers: list[int]) -> dict[str, list[object]]:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         encoded = [numbered(encode, row, number) for row, number in zip(rows, numbers, strict=True)]
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
     dropped = [name for name in columns_of(dataset) if name not in keep]
-    batches: dict[str, Any] = {"batched": True, "batch_size": batch_size, "with_indices": True}
+    options = {"batched": True, "batch_size": batch_size, "with_indices": True, "remove_columns": dropped}
     if isinstance(dataset, IterableDataset):
-        return dataset.map(encode_batch, remove_columns=dropped, **batches)
+        return dataset.map(encode_batch, **options)
     with _bars_for_terminals():
-        return dataset.map(encode_batch, remove_columns=dropped, num_proc=num_proc, desc=desc, **batches)
+        return dataset.map(encode_batch, num_proc=num_proc, desc=desc, **options)
 
 
 @contextmanager
 def _bars_for_terminals() -> Iterator[None]:
-    """No progress bars of datasets inside the block where stderr is no terminal: a log would fill with them."""
+    """Hides the progress bars of datasets inside the block if stderr is not a terminal: they would fill a log file."""
     is_hidden = datasets.is_progress_bar_enabled() and not sys.stderr.isatty()
     if is_hidden:
         datasets.disable_progress_bars()
@@ -158,7 +190,11 @@ def _bars_for_terminals() -> Iterator[None]:
 
 
 def numbered(encode: Callable[[dict[str, Any]], T], row: dict[str, Any], number: int) -> T:
-    """`encode(row)`; its ValueError is raised again with the number of the row."""
+    """Returns `encode(row)`.
+
+    Raises:
+        ValueError: `encode` raised it. The message begins with the number of the row.
+    """
     try:
         return encode(row)
     except ValueError as error:

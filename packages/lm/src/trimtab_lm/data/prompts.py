@@ -1,7 +1,7 @@
 """Data for trainers that own their loop: tokenized prompts, and batches whose order survives a restart."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,5 +233,26 @@ def as_queries(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encod
     return rows.map(add_text, remove_columns=[column], desc="writing queries")
 
 
-RewardFunction = Callable[..., Sequence[float]]
-"""reward(queries: list[str], responses: list[str], **columns) -> one score per response."""
+def open_prompts(
+    dataset: object,
+    name: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_encoder_decoder: bool,
+    is_collated: bool,
+) -> Any:
+    """Prompts with `input_ids`, out of the caller's dataset or, where that is None, of the one called `name`.
+
+    A dataset for a collator of the caller's (`is_collated`), or of another library, is returned as it is.
+    """
+    if dataset is None and name:
+        dataset = open_dataset(name)
+    if isinstance(dataset, Dataset) and not is_collated and "input_ids" not in dataset.column_names:
+        return as_queries(dataset, tokenizer, is_encoder_decoder=is_encoder_decoder)
+    return dataset
+
+
+def endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch of batches."""
+    while True:
+        yield from batches

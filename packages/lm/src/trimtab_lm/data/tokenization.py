@@ -1,57 +1,76 @@
-"""Texts and conversations to token ids: pure functions of one row and a tokenizer.
+"""From texts and conversations to token ids: pure functions of one row and a tokenizer.
 
-Three rules hold everywhere. A prompt and its answer are tokenized together, once, and split by character offsets; a
-token that spans the border belongs to the answer. The tokenizer adds BOS by its own rule to plain text and nothing to
-text that a chat template wrote. An answer ends in its stop token, which counts. Masks are 1 where a token counts.
+Three rules hold everywhere:
+
+- A prompt and its answer are tokenized together and then split by character offsets. A token that spans the border
+  belongs to the answer.
+- The tokenizer adds BOS to plain text by its own rule. It adds nothing to text that a chat template wrote.
+- An answer ends in its stop token, which counts.
+
+Masks are 1 where a token counts. All functions take the two settings of the chat template:
+
+    tools: the tools that the template describes to the model.
+    chat_template_kwargs: more arguments of `tokenizer.apply_chat_template`.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.data.formats import Conversation, Row, common_length, preference_parts
+from trimtab_lm.data.formats import Conversation, Row, TemplateSettings, Text, Tools, common_length, preference_parts
 
-Render = Callable[..., str]
+Columns: TypeAlias = dict[str, list[int]]
+"""Token ids and masks of one row, by the names of their columns."""
+
+Render: TypeAlias = Callable[..., str]
+"""Writes messages as text by the chat template: render(messages, add_generation_prompt=False)."""
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 PROBE = "\ue000"
-"""A character for private use, put into a message to see where the template writes it."""
+"""A character for private use. In a message it shows where the template writes that message."""
 
 
 def require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of EOS; ValueError for a tokenizer without one, whose models would never learn to stop."""
+    """Returns the id of EOS; raises a ValueError for a tokenizer without one."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "The tokenizer has no EOS token, and without one no model learns to stop. Set it, for instance "
-            "tokenizer.eos_token = '</s>', to a token that the vocabulary has."
+            "The tokenizer has no EOS token, and without one no model learns to stop. Set it to a token of the "
+            "vocabulary, for instance tokenizer.eos_token = '</s>'."
         )
     return int(tokenizer.eos_token_id)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that can end an answer: EOS and every special token, such as <|im_end|>, but BOS, UNK and PAD."""
+    """Returns the ids that can end an answer: EOS and special tokens such as <|im_end|>, but not BOS, UNK and PAD."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     never = {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
     return frozenset((special | set(tokenizer.all_special_ids)) - never | {require_eos(tokenizer)})
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_eos: bool = True) -> dict[str, list[int]]:
-    """Plain text with the tokenizer's special tokens, and one EOS at its end."""
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_eos: bool = True) -> Columns:
+    """Returns `input_ids` of plain text, with the tokenizer's special tokens and, if `add_eos`, one EOS at the end.
+
+    Raises:
+        ValueError: the tokenizer has no EOS and `add_eos` is set.
+    """
     ids = list(tokenizer(text)["input_ids"])
     return {"input_ids": _ending_in(require_eos(tokenizer), ids) if add_eos else ids}
 
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Conversation,
+    prompt: Text,
     *,
-    tools: list[Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, list[int]]:
-    """A prompt to be continued: without an EOS that the tokenizer adds, and with the header of the answer to come."""
+    tools: Tools | None = None,
+    chat_template_kwargs: TemplateSettings | None = None,
+) -> Columns:
+    """Returns `input_ids` of a prompt that the model is to continue.
+
+    An EOS that the tokenizer adds is removed. A conversation ends in the header of the next answer.
+    """
     if not isinstance(prompt, str):
         text = _renderer(tokenizer, tools, chat_template_kwargs)(prompt, add_generation_prompt=True)
         return {"input_ids": list(tokenizer(text, add_special_tokens=False)["input_ids"])}
@@ -63,22 +82,27 @@ def encode_prompt(
 
 def encode_prompt_completion(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Conversation,
-    completion: str | Conversation,
+    prompt: Text,
+    completion: Text,
     *,
     add_eos: bool = True,
-    tools: list[Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, list[int]]:
-    """`input_ids` of prompt and completion, and `completion_mask`.
+    tools: Tools | None = None,
+    chat_template_kwargs: TemplateSettings | None = None,
+) -> Columns:
+    """Returns `input_ids` of prompt and completion, and `completion_mask`.
 
-    prompt, completion: both texts, joined as they are, or both conversations, written by the chat template. All of a
-        completion counts but the header that add_generation_prompt writes before it.
-    add_eos: end in EOS, unless the end is a stop token already (see `stop_token_ids`), with which a conversation ends:
-        what space its template writes behind that is cut.
+    All of a completion counts, except the header that the template writes before an answer.
 
-    Raises ValueError for an empty completion, two different kinds, and a template that writes the prompt differently
-    once an answer follows it.
+    Args:
+        tokenizer: of the model.
+        prompt, completion: two texts, which are concatenated, or two conversations, which the chat template writes.
+        add_eos: whether the row must end in a stop token (see `stop_token_ids`). EOS is appended to a row that does not
+            end in one. A conversation is cut after its last stop token, if only space follows.
+        tools, chat_template_kwargs: see the module.
+
+    Raises:
+        ValueError: the completion is empty, one of the two is a text and the other a conversation, the template writes
+            the prompt differently before an answer, or the tokenizer has no EOS.
     """
     joined = _join(tokenizer, prompt, completion, tools, chat_template_kwargs)
     span = (joined.border, len(joined.text))
@@ -95,15 +119,21 @@ def encode_messages(
     messages: Conversation,
     *,
     assistant_only: bool,
-    tools: list[Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, list[int]]:
-    """`input_ids` of a conversation, and `assistant_masks`: 1 on every answer and its stop token, not on its header.
+    tools: Tools | None = None,
+    chat_template_kwargs: TemplateSettings | None = None,
+) -> Columns:
+    """Returns `input_ids` of a conversation, and `assistant_masks`.
 
-    assistant_only: False lets every token count. True goes by the template's generation marks, and where it has none
-        by what the template writes up to each answer and up to its end. Space behind a stop token does not count.
+    Args:
+        tokenizer: of the model.
+        messages: the conversation.
+        assistant_only: whether only the answers count, each with its stop token and without its header. The answers
+            are where the template has its generation marks, or between what the template writes up to the start and up
+            to the end of each answer. Space after a stop token does not count. False: every token counts.
+        tools, chat_template_kwargs: see the module.
 
-    Raises ValueError where no token would count, and where an answer cannot be found in what the template wrote.
+    Raises:
+        ValueError: no token would count, or an answer cannot be located in the template's text.
     """
     render = _renderer(tokenizer, tools, chat_template_kwargs)
     settings = dict(chat_template_kwargs or {})
@@ -111,7 +141,7 @@ def encode_messages(
         ids = list(tokenizer(render(messages), add_special_tokens=False)["input_ids"])
         mask = [1] * len(ids)
     elif GENERATION_MARK.search(tokenizer.get_chat_template(settings.get("chat_template"), tools)):
-        write: Callable[..., Any] = tokenizer.apply_chat_template
+        write = cast(Callable[..., Columns], tokenizer.apply_chat_template)
         encoded = write(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True, **settings)
         ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
         _count_stops(ids, mask, stop_token_ids(tokenizer))
@@ -123,9 +153,9 @@ def encode_messages(
     if not any(mask):
         roles = [message["role"] for message in messages]
         raise ValueError(
-            f"No token of this conversation would count: its roles are {roles}, and only what the chat template marks "
-            "as generated, or messages of role 'assistant', are learnt. Drop such rows, rename the roles, or move the "
-            "template's generation marks."
+            f"No token of this conversation would count: its roles are {roles}, and training covers only what the chat "
+            "template marks as generated, or messages of role 'assistant'. Drop such rows, rename the roles, or move "
+            "the template's generation marks."
         )
     ids, mask = _closed(tokenizer, ids, mask, is_templated=True)
     return {"input_ids": ids, "assistant_masks": mask}
@@ -135,17 +165,27 @@ def encode_preference(
     tokenizer: PreTrainedTokenizerBase,
     row: Row,
     *,
-    tools: list[Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, list[int]]:
-    """`prompt_input_ids`, and for each answer `*_input_ids` (prompt and answer) and `*_mask`.
+    tools: Tools | None = None,
+    chat_template_kwargs: TemplateSettings | None = None,
+) -> Columns:
+    """Returns `prompt_input_ids`, and for each answer `*_input_ids` (prompt and answer) and `*_mask`.
 
-    The prompt is what both rows begin with, up to the first token of either answer: if the prompt's last characters
-    merge with one answer only, they count as answer in both, so that both measure the same text.
+    The prompt is what both rows begin with, up to the first token of either answer. If the prompt's last characters
+    merge with one answer only, they belong to the answer in both rows, so that both measure the same text.
+
+    Args:
+        tokenizer: of the model.
+        row: in a preference format, see `preference_parts`.
+        tools, chat_template_kwargs: see the module.
+
+    Raises:
+        ValueError: the prompt has no token, or see `encode_prompt_completion`.
     """
     prompt, *answers = preference_parts(row)
-    settings: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    chosen, rejected = (encode_prompt_completion(tokenizer, prompt, answer, **settings) for answer in answers)
+    chosen, rejected = (
+        encode_prompt_completion(tokenizer, prompt, answer, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        for answer in answers
+    )
     heads = [side["input_ids"][: side["completion_mask"].index(1)] for side in (chosen, rejected)]
     shared = common_length(*heads)
     if shared == 0:
@@ -162,13 +202,23 @@ def encode_preference(
 
 def encode_seq2seq(
     tokenizer: PreTrainedTokenizerBase,
-    source: str | Conversation,
-    target: str | Conversation,
+    source: Text,
+    target: Text,
     *,
-    tools: list[Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, list[int]]:
-    """`input_ids` for the encoder and `labels` for the decoder, the target tokenized as one; EOS ends both."""
+    tools: Tools | None = None,
+    chat_template_kwargs: TemplateSettings | None = None,
+) -> Columns:
+    """Returns `input_ids` for the encoder and `labels` for the decoder; both end in EOS.
+
+    Args:
+        tokenizer: of the model.
+        source: what the encoder reads.
+        target: what the decoder writes; tokenized as a target, where the tokenizer distinguishes the two.
+        tools, chat_template_kwargs: see the module.
+
+    Raises:
+        ValueError: see `encode_prompt_completion`.
+    """
     joined = _join(tokenizer, source, target, tools, chat_template_kwargs)
     eos, special = require_eos(tokenizer), not joined.is_templated
     ids = tokenizer(joined.text[: joined.border], add_special_tokens=special)["input_ids"]
@@ -180,13 +230,18 @@ def encode_preference_seq2seq(
     tokenizer: PreTrainedTokenizerBase,
     row: Row,
     *,
-    tools: list[Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, list[int]]:
-    """`prompt_input_ids` for the encoder, `chosen_input_ids` and `rejected_input_ids` for the decoder; EOS ends all."""
+    tools: Tools | None = None,
+    chat_template_kwargs: TemplateSettings | None = None,
+) -> Columns:
+    """Returns `prompt_input_ids` for the encoder, `chosen_input_ids` and `rejected_input_ids` for the decoder.
+
+    All three end in EOS. The arguments and errors are those of `encode_preference`.
+    """
     prompt, *answers = preference_parts(row)
-    settings: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    chosen, rejected = (encode_seq2seq(tokenizer, prompt, answer, **settings) for answer in answers)
+    chosen, rejected = (
+        encode_seq2seq(tokenizer, prompt, answer, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        for answer in answers
+    )
     return {
         "prompt_input_ids": chosen["input_ids"],
         "chosen_input_ids": chosen["labels"],
@@ -195,6 +250,8 @@ def encode_preference_seq2seq(
 
 
 class _Joined(NamedTuple):
+    """The text of a prompt and its answer."""
+
     text: str
     border: int  # the character at which the answer starts
     is_templated: bool
@@ -202,11 +259,12 @@ class _Joined(NamedTuple):
 
 def _join(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Conversation,
-    completion: str | Conversation,
-    tools: list[Any] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
+    prompt: Text,
+    completion: Text,
+    tools: Tools | None,
+    chat_template_kwargs: TemplateSettings | None,
 ) -> _Joined:
+    """Joins a prompt and an answer: see `encode_prompt_completion`."""
     if not (completion if isinstance(completion, str) else any(map(_is_filled, completion))):
         raise ValueError("The completion is empty: there is nothing to learn from it. Drop the row or fill it.")
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -223,20 +281,24 @@ def _join(
         kept = common_length(render(prompt), text)
         raise ValueError(
             "The chat template writes the prompt differently once an answer follows it, from "
-            f"{text[max(kept - 20, 0) : kept + 20]!r} on, so the answer's start cannot be told. Use a template that "
-            "only appends, or give the rows as texts."
+            f"{text[max(kept - 20, 0) : kept + 20]!r} on, so the start of the answer is unknown. Use a template that "
+            "only appends, or pass the rows as texts."
         )
     return _Joined(text, border, is_templated=True)
 
 
-def _is_filled(message: Mapping[str, Any]) -> bool:
+def _is_filled(message: Row) -> bool:
+    """Whether a message says something or calls a tool."""
     return bool(message.get("content") or message.get("tool_calls"))
 
 
 def _renderer(
-    tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, chat_template_kwargs: Mapping[str, Any] | None
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None,
+    chat_template_kwargs: TemplateSettings | None,
 ) -> Render:
-    write: Callable[..., Any] = tokenizer.apply_chat_template
+    """Returns the function that writes messages by the tokenizer's chat template."""
+    write = cast(Callable[..., str], tokenizer.apply_chat_template)
     settings = {"tools": tools, "tokenize": False, **(chat_template_kwargs or {})}
 
     def render(messages: Conversation, *, add_generation_prompt: bool = False) -> str:
@@ -246,16 +308,16 @@ def _renderer(
 
 
 def _prompt_end(render: Render, prompt: Conversation, text: str) -> int | None:
-    """The character behind the prompt and the answer's header; None if `text` does not begin with the prompt."""
+    """Returns where the answer starts, after the prompt and its header; None if `text` begins differently."""
     with_header = render(prompt, add_generation_prompt=True)
     if text.startswith(with_header):
         return len(with_header)
-    # The template opens an answer to come (with an empty thought, say) unlike one that it knows.
+    # Some templates open a future answer differently from a given one, for instance with an empty thought.
     return common_length(with_header, text) if text.startswith(render(prompt)) else None
 
 
 def _answer_span(render: Render, messages: Conversation, i: int, text: str, stops: str) -> tuple[int, int]:
-    """The characters of message i in `text`, its stop token included and the space behind that not."""
+    """Returns the span of message i in `text`, with its stop token and without the space after that."""
     start = _prompt_end(render, messages[:i], text) if i else None
     if start is None:
         start = _probe(render, messages, i, text, lambda content: PROBE + content)
@@ -269,32 +331,32 @@ def _answer_span(render: Render, messages: Conversation, i: int, text: str, stop
 
 
 def _probe(render: Render, messages: Conversation, i: int, text: str, mark: Callable[[str], str]) -> int:
-    """Where `text` changes if message i is marked: the start or the end of what the template keeps of it."""
+    """Returns the place where `text` changes if message i is marked: the start or the end of its kept content."""
     content = messages[i].get("content")
     probed = [*messages[:i], {**messages[i], "content": mark(content)}, *messages[i + 1 :]] if content else messages
     where = common_length(render(probed), text)
     if where == len(text):
         raise ValueError(
-            f"Message {i} ({messages[i]['role']}) cannot be found in what the chat template writes: it rewrites the "
-            "messages before it, and the message itself. Put {% generation %} marks into the template, or turn each "
-            "answer into a row of prompt and completion."
+            f"Message {i} ({messages[i]['role']}) cannot be located in the chat template's text: the template changes "
+            "the message and the messages before it. Put {% generation %} marks into the template, or turn each answer "
+            "into a row of prompt and completion."
         )
     return where
 
 
 def _stop_strings(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A pattern of the tokens that can end an answer."""
+    """Returns a regular expression that matches the tokens that can end an answer."""
     return "|".join(re.escape(token) for token in tokenizer.convert_ids_to_tokens(sorted(stop_token_ids(tokenizer))))
 
 
 def _encode_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]], *, add_special_tokens: bool
 ) -> tuple[list[int], list[int]]:
-    """Ids of `text`, and 1 for each token with a character in one of the spans."""
+    """Returns the ids of `text`, and 1 for each token with a character in one of the spans."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-        # Some tokenizers trim spaces off the offsets: a token of spaces is empty then, and stands at its end. BOS and
-        # EOS that the tokenizer adds are empty at 0.
+        # Some tokenizers trim spaces off the offsets. A token of spaces is then empty, at the end of its spaces. An
+        # added BOS or EOS is empty, at 0.
         mask = [
             int(any(end > start and min(begin, end - 1) < stop for start, stop in spans))
             for begin, end in encoded["offset_mapping"]
@@ -307,13 +369,13 @@ def _encode_spans(
     for start, stop in spans:
         before, until = (tokenizer(text[:place], add_special_tokens=False)["input_ids"] for place in (start, stop))
         first, last = common_length(before, plain), common_length(until, plain)
-        last += last < len(until)  # a token that goes on behind the span
+        last += last < len(until)  # a token that continues after the span
         mask[lead + first : lead + last] = [1] * (last - first)
     return ids, mask
 
 
 def _count_stops(ids: list[int], mask: list[int], stops: Collection[int]) -> None:
-    """Lets a stop token right behind a marked answer count, where the template's marks leave it out."""
+    """Sets the mask of a stop token right after a marked answer to 1, where the template's marks leave it out."""
     for i in range(1, len(ids)):
         if mask[i - 1] and not mask[i] and ids[i] in stops and ids[i - 1] not in stops:
             mask[i] = 1
@@ -322,16 +384,16 @@ def _count_stops(ids: list[int], mask: list[int], stops: Collection[int]) -> Non
 def _closed(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[int], *, is_templated: bool
 ) -> tuple[list[int], list[int]]:
-    """The row with a stop token at its end, which counts if the token before it does."""
+    """Returns the row with a stop token at its end, which counts if the token before it does."""
     eos = require_eos(tokenizer)
     if is_templated:
         stops = stop_token_ids(tokenizer)
-        behind = len(list(takewhile(lambda token: token not in stops, reversed(ids))))
-        end = len(ids) - behind
+        end = len(ids) - len(list(takewhile(lambda token: token not in stops, reversed(ids))))
         if end and not str(tokenizer.decode(ids[end:])).strip():
             return ids[:end], mask[:end]
     return (ids, mask) if ids[-1] == eos else ([*ids, eos], [*mask, mask[-1]])
 
 
 def _ending_in(eos: int, ids: list[int]) -> list[int]:
+    """Returns the ids with EOS at their end, once."""
     return ids if ids and ids[-1] == eos else [*ids, eos]

@@ -1,4 +1,4 @@
-"""Rows that are too long: what is cut by which rule, and one line that says how much."""
+"""Truncation of rows that are too long, and the warning that reports it."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -7,13 +7,23 @@ from typing import Any, Literal, NamedTuple
 
 from datasets import Dataset, IterableDataset
 
+from trimtab_lm.data.formats import Row
+from trimtab_lm.models.interface import Data
+
 Mode = Literal["keep_start", "keep_end"]
 
 TOKENS_CUT, IS_EMPTIED = "tokens_cut", "is_emptied"
+"""The columns of counts, which `report_truncation` reads and removes."""
 
 
 class TruncatedRow(NamedTuple):
-    """Ids and mask of one row, how many tokens were cut, and whether none of those that counted is left."""
+    """One row after truncation.
+
+    Args:
+        input_ids, mask: of the tokens that are left; 1 where a token counts.
+        tokens_cut: how many tokens were removed.
+        is_emptied: whether all tokens that counted were removed.
+    """
 
     input_ids: list[int]
     mask: list[int]
@@ -21,12 +31,17 @@ class TruncatedRow(NamedTuple):
     is_emptied: bool
 
     @property
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, int]:
         """The columns that `report_truncation` reads."""
         return {TOKENS_CUT: self.tokens_cut, IS_EMPTIED: self.is_emptied}
 
 
 def check_mode(mode: str) -> None:
+    """Checks the name of a truncation mode.
+
+    Raises:
+        ValueError: it is unknown.
+    """
     if mode not in ("keep_start", "keep_end"):
         raise ValueError(f"truncation_mode={mode!r} is unknown. Use 'keep_start' or 'keep_end'.")
 
@@ -40,11 +55,18 @@ def truncate_row(
     bos_token_id: int | None = None,
     stop_ids: Collection[int] = (),
 ) -> TruncatedRow:
-    """One sequence cut to max_length tokens (None: as it is).
+    """Truncates one sequence.
 
-    keep_start cuts the end, but a last token that is in stop_ids stays. keep_end cuts the start, but a first token
-    that is bos_token_id stays. Without the two the cut is plain: a text that is cut in the middle should not end in
-    EOS if the model is to learn from it, and should if a score is read at its end.
+    A truncated text should not end in EOS if the model learns from it, and should if a score is read at its end. The
+    first caller passes no stop_ids, the second does.
+
+    Args:
+        ids: token ids.
+        mask: 1 where a token counts.
+        max_length: the most tokens that stay; None: all.
+        mode: keep_start cuts the end, keep_end cuts the start.
+        bos_token_id: with keep_end, stays if it is the first token.
+        stop_ids: with keep_start, one of these stays if it is the last token.
     """
     places = _kept(ids, max_length, mode, bos_token_id, stop_ids)
     kept = [mask[i] for i in places]
@@ -52,7 +74,7 @@ def truncate_row(
 
 
 def truncate_pair(
-    row: Mapping[str, Any],
+    row: Row,
     *,
     max_length: int | None,
     max_prompt_length: int | None,
@@ -60,19 +82,30 @@ def truncate_pair(
     bos_token_id: int | None = None,
     stop_ids: Collection[int] = (),
 ) -> dict[str, Any]:
-    """A row of `encode_preference` of at most max_length tokens per answer with its prompt, and its counts.
+    """Truncates a preference pair.
 
-    In this order, and each step only if the one before it was not enough:
-    1. The prompt is cut to max_prompt_length, whatever the answers' length.
-    2. If prompt and longer answer exceed max_length, the prompt is cut until they fit, though not below half of
-       max_length, so that an answer keeps a question to it.
-    3. Each answer is cut to what the prompt leaves of max_length: never less than half of it, and more by as much as
-       the prompt is shorter.
+    The steps, each only if the one before was not enough:
 
-    mode holds for all three. keep_end keeps the end of the prompt (and its BOS) and of the answers; keep_start keeps
-    the start of the prompt and of the answers, and their stop token. No answer is ever emptied.
+    1. Cut the prompt to max_prompt_length, whatever the answers' length.
+    2. Cut the prompt until it and the longer answer fit into max_length, but not below half of max_length, so that the
+       question is not lost.
+    3. Cut each answer to what the prompt leaves of max_length, which is at least half of it.
 
-    Raises ValueError for a max_length below 2 or a max_prompt_length below 1, which leave no prompt or no answer.
+    No answer becomes empty.
+
+    Args:
+        row: of `encode_preference`.
+        max_length: the most tokens of the prompt with one answer; None: no limit.
+        max_prompt_length: the most tokens of the prompt; None: no limit.
+        mode: keep_end keeps the end of the prompt and of the answers, keep_start their start.
+        bos_token_id: with keep_end, stays if it is the prompt's first token.
+        stop_ids: with keep_start, one of these stays if it is an answer's last token.
+
+    Returns:
+        The row, and its counts for `report_truncation`.
+
+    Raises:
+        ValueError: max_length is below 2 or max_prompt_length below 1, which leaves no prompt or no answer.
     """
     if (max_length is not None and max_length < 2) or (max_prompt_length is not None and max_prompt_length < 1):
         raise ValueError(
@@ -106,20 +139,32 @@ def truncate_columns(
     bos_token_id: int | None = None,
     stop_ids: Collection[int] = (),
 ) -> dict[str, Any]:
-    """An encoder-decoder row, each column cut to its own limit, and its counts.
+    """Truncates each column of an encoder-decoder row to a limit of its own.
 
-    limits: such as {"prompt_input_ids": max_prompt_length, "chosen_input_ids": max_target_length}. Columns without
-    one stay. mode, bos_token_id, stop_ids: as in `truncate_row`.
+    Args:
+        row: token ids by column.
+        limits: such as {"prompt_input_ids": max_prompt_length, "chosen_input_ids": max_target_length}. A column without
+            a limit is not cut.
+        mode, bos_token_id, stop_ids: as in `truncate_row`.
+
+    Returns:
+        The row, and its counts for `report_truncation`.
     """
-    result: dict[str, Any] = {name: list(ids) for name, ids in row.items()}
-    for name, limit in limits.items():
-        result[name] = [row[name][i] for i in _kept(row[name], limit, mode, bos_token_id, stop_ids)]
+    kept = {name: _kept(ids, limits.get(name), mode, bos_token_id, stop_ids) for name, ids in row.items()}
+    result = {name: [row[name][i] for i in places] for name, places in kept.items()}
     return {**result, TOKENS_CUT: sum(len(row[name]) - len(result[name]) for name in limits), IS_EMPTIED: False}
 
 
 @dataclass(frozen=True)
 class TruncationReport:
-    """What was cut from a dataset."""
+    """How much was cut from a dataset.
+
+    Args:
+        rows: of the dataset.
+        rows_cut: rows that lost tokens.
+        tokens_cut: tokens that were removed from them.
+        rows_emptied: rows that lost all tokens that counted.
+    """
 
     rows: int
     rows_cut: int
@@ -128,30 +173,36 @@ class TruncationReport:
 
     @classmethod
     def of(cls, dataset: Dataset) -> "TruncationReport":
-        """Counts over the columns that the functions above add."""
+        """Counts over the two columns of counts."""
         cuts, emptied = list(dataset[TOKENS_CUT]), list(dataset[IS_EMPTIED])
         return cls(len(cuts), sum(cut > 0 for cut in cuts), sum(cuts), sum(emptied))
 
     def line(self, limit: str) -> str:
-        """One line for the reader. limit: what did it, such as "max_length=512"."""
+        """Returns the warning. limit: the setting that caused the cuts, such as "max_length=512"."""
         cut = f"{limit}: cut {self.tokens_cut:,} tokens from {self.rows_cut:,} of {self.rows:,} rows"
         emptied = f", and dropped {self.rows_emptied:,} that had nothing left to learn" if self.rows_emptied else ""
-        return f"{cut}{emptied}; raise it, or shorten the rows."
+        return f"{cut}{emptied}. Raise the limit, or shorten the rows."
 
 
-def report_truncation(dataset: Dataset | IterableDataset, *, limit: str) -> Dataset | IterableDataset:
-    """The dataset without the count columns and the rows that truncation emptied, and one warning if any was cut.
+def report_truncation(dataset: Data, *, limit: str) -> Data:
+    """Removes the columns of counts and the rows that truncation emptied, and warns once if any row was cut.
 
-    limit: what was asked for, such as "max_length=512". A stream cannot be counted before it is read: its first cut
-    row warns. Raises ValueError if no row is left.
+    A stream cannot be counted before it is read. It warns at its first row that was cut.
+
+    Args:
+        dataset: with the columns of counts.
+        limit: the setting that caused the cuts, such as "max_length=512".
+
+    Raises:
+        ValueError: no row is left.
     """
     if isinstance(dataset, IterableDataset):
         return _drop_emptied_of_stream(dataset, limit)
     report = TruncationReport.of(dataset)
     if report.rows and report.rows_emptied == report.rows:
         raise ValueError(
-            f"{limit} cuts every token to learn from all {report.rows:,} rows. Raise it, shorten the prompts, or use "
-            "truncation_mode='keep_end'."
+            f"{limit} cuts all tokens that count from all {report.rows:,} rows. Raise the limit, shorten the prompts, "
+            "or use truncation_mode='keep_end'."
         )
     if report.tokens_cut:
         warnings.warn(report.line(limit), stacklevel=2)
@@ -162,14 +213,16 @@ def report_truncation(dataset: Dataset | IterableDataset, *, limit: str) -> Data
 
 
 def _drop_emptied_of_stream(dataset: IterableDataset, limit: str) -> IterableDataset:
-    seen = {"is_cut": False}
+    """Does for a stream what `report_truncation` does."""
+    has_warned = False
 
-    def is_kept(row: dict[str, Any]) -> bool:
-        if row[TOKENS_CUT] and not seen["is_cut"]:
-            seen["is_cut"] = True
+    def is_kept(row: Row) -> bool:
+        nonlocal has_warned
+        if row[TOKENS_CUT] and not has_warned:
+            has_warned = True
             warnings.warn(
-                f"{limit}: cut {row[TOKENS_CUT]:,} tokens from a row of the stream, as it will from all that are "
-                "longer; rows left with nothing to learn are dropped. Raise it, or shorten the rows.",
+                f"{limit}: cut {row[TOKENS_CUT]:,} tokens from a row of the stream. All longer rows are cut, and rows "
+                "with nothing left to learn are dropped. Raise the limit, or shorten the rows.",
                 stacklevel=2,
             )
         return not row[IS_EMPTIED]
@@ -180,7 +233,7 @@ def _drop_emptied_of_stream(dataset: IterableDataset, limit: str) -> IterableDat
 def _kept(
     ids: Sequence[int], limit: int | None, mode: Mode, bos_token_id: int | None, stop_ids: Collection[int]
 ) -> list[int]:
-    """Indices of the tokens that stay; keep_start spares a stop token at the end, keep_end a BOS at the start."""
+    """Returns the indices of the tokens that stay: see `truncate_row`."""
     count = len(ids)
     if limit is None or count <= limit:
         return list(range(count))

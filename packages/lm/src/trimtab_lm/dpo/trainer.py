@@ -194,9 +194,9 @@ class DPOTrainer(DPOMethods):
         if self.reference is None:
             nothing = torch.zeros(count_pairs(padded_batch), device=self.config.device)
             return nothing, nothing
-        with self.reference.active() as model, self.accelerator.autocast():
+        with self.reference.active() as reference, self.accelerator.autocast():
             # A policy that is its own reference is run as it is wrapped, so that its shards are gathered.
-            model = self.model_wrapped if self.reference.is_policy else placed(model, self.config.device)
+            model = self.model_wrapped if self.reference.is_policy else placed(reference, self.config.device)
             scores = self.concatenated_forward(model, padded_batch)
         return scores.chosen_logps, scores.rejected_logps
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.data.prompts import epoch_order
-from trimtab_lm.sampling.backends import Rollout
+from trimtab_lm.sampling.rollout import Rollout
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 
 from .config import GRPOConfig

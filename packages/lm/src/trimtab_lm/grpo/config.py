@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from trimtab_lm.hf.config import TrainerConfig, setting
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
-from trimtab_lm.sampling.backends import SamplingSettings
+from trimtab_lm.sampling.rollout import SamplingSettings
 
 from .loss import LOG_RATIOS, NORMALIZATIONS, SCALES
 

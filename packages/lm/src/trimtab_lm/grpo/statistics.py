@@ -15,7 +15,7 @@ from trimtab_common.stats import Mean
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.rewards.functions import Scored, reward_stats
-from trimtab_lm.sampling.backends import sampler_mismatch
+from trimtab_lm.sampling.rollout import sampler_mismatch
 
 from .batches import Group
 from .rollout import SampledGroups

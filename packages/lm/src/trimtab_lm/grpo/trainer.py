@@ -25,7 +25,7 @@ from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor, decoder_start_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import RewardSet
-from trimtab_lm.sampling.backends import RolloutBackend
+from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import token_columns

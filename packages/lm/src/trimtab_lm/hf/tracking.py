@@ -44,7 +44,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: dict[str, Any] = {}
-        self._waiting: list[tuple[str, list[str], list[list[object]]]] = []  # for a W&B run to go to
+        self._waiting: list[tuple[str, list[str], Sequence[Sequence[object]]]] = []  # for a W&B run to go to
 
     def add(self, trainer: Trainer, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Add rows under the current step; processes other than the main one do nothing."""
@@ -60,7 +60,7 @@ class Tables:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 callback.tb_writer.add_text(name, markdown_table(columns, cells), step)
 
-    def _to_wandb(self, name: str, columns: list[str], rows: list[list[object]], step: int) -> None:
+    def _to_wandb(self, name: str, columns: list[str], rows: Sequence[Sequence[object]], step: int) -> None:
         import wandb
 
         self._waiting.append((name, columns, rows))

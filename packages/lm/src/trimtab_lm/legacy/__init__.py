@@ -1,1 +1,1 @@
-"""The arguments, collators and datasets of TRL in 2024."""
+"""The arguments, collators and datasets of old TRL (0.7 to 0.11)."""

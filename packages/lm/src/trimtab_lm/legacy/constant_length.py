@@ -1,44 +1,61 @@
-"""The documented packing into rows of constant length."""
+"""The documented dataset that packs texts into rows of constant length."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sized
 from operator import itemgetter
-from typing import Any
+from typing import TypeAlias, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-Token = tuple[int, int, bool]
-"""Its id, its position in its text, and whether it counts."""
+from trimtab_lm.data.formats import Row
+from trimtab_lm.models.interface import Batch
+
+Token: TypeAlias = tuple[int, int, bool]
+"""A token's id, its position in its text, and whether it counts."""
+
+Document: TypeAlias = str | tuple[list[int], list[bool]]
+"""A text, or the ids of a tokenized one and which of them count."""
 
 
-class ConstantLengthDataset(torch.utils.data.IterableDataset[dict[str, Tensor]]):
-    """Texts one after the other, EOS between them, in rows of `seq_length` tokens; no token is dropped.
+class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
+    """Packs texts, with EOS between them, into rows of `seq_length` tokens; no token is dropped.
 
-    Rows are dicts of `input_ids`, `labels` and `position_ids` [seq_length]. Position ids start again at 0 with every
-    text, so that a model that gets no attention mask lets no text see another. A text goes on in the next row where one
-    is full, without what it said before. The last row of all is filled up with padding that does not count.
-
-    tokenizer, dataset: an iterable of rows. dataset_text_field, or formatting_func (row -> text): where the text is;
-        without either the rows are tokenized: their `input_ids` are taken as they are, and count where `labels` (if
-        there are any) are not -100.
-    infinite: begin again at the end. num_of_sequences, chars_per_token: texts of about so many rows (of so many
-        characters per token) are tokenized at a time, and the rows of them shuffled.
-    eos_token_id: for a tokenizer that has none. shuffle: with random numbers of its own, of `seed` and the pass over
-        the data. append_concat_token: EOS behind each text. add_special_tokens: the tokenizer's own.
+    Rows are dicts of `input_ids`, `labels` and `position_ids` [seq_length]. Position ids start again at 0 with each
+    text, so that in a model that gets no attention mask the texts do not attend to each other. Where a row is full, the
+    text continues in the next row, without its earlier tokens as context. The last row is filled up with padding that
+    does not count.
 
     `len` is the exact number of rows, so that a Trainer can train whole epochs. The first call tokenizes all texts to
-    count them. Endless data and streams have no length: they need max_steps.
+    count them. Infinite data and streams have no length; they need max_steps.
+
+    Args:
+        tokenizer: of the model.
+        dataset: an iterable of rows.
+        dataset_text_field: the column of the texts.
+        formatting_func: a function from a row to its text, instead of dataset_text_field. Without either the rows are
+            tokenized: their `input_ids` count where their `labels`, if there are any, are not -100.
+        infinite: whether to begin again at the end.
+        seq_length: tokens of a row.
+        num_of_sequences, chars_per_token: texts of about num_of_sequences rows, at chars_per_token characters per
+            token, are tokenized together, and their rows are shuffled.
+        eos_token_id: the EOS, for a tokenizer that has none.
+        shuffle: whether to shuffle, by a generator that depends on `seed` and the epoch alone.
+        append_concat_token: whether to append EOS to each text.
+        add_special_tokens: whether the tokenizer adds its special tokens.
+        seed: of the shuffling.
+
+    Raises:
+        ValueError: dataset_text_field and formatting_func came together.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        dataset: Iterable[dict[str, Any]],
+        dataset: Iterable[Row],
         dataset_text_field: str | None = None,
-        formatting_func: Callable[[dict[str, Any]], str] | None = None,
+        formatting_func: Callable[[Row], str] | None = None,
         infinite: bool = False,
         seq_length: int = 1024,
         num_of_sequences: int = 1024,
@@ -50,42 +67,42 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[dict[str, Tensor]])
         seed: int = 0,
     ):
         if dataset_text_field is not None and formatting_func is not None:
-            raise ValueError("dataset_text_field and formatting_func both say where the texts are. Give one of them.")
+            raise ValueError("dataset_text_field and formatting_func both say where the texts are. Pass one of them.")
         self.tokenizer, self.dataset, self.seq_length = tokenizer, dataset, seq_length
         self.is_tokenized = dataset_text_field is None and formatting_func is None
-        self.read: Callable[[dict[str, Any]], Any] = formatting_func or itemgetter(dataset_text_field)
+        self.read: Callable[[Row], Document] = formatting_func or itemgetter(dataset_text_field)
         if self.is_tokenized:
             self.read = _ids_and_counts
         self.infinite, self.shuffle, self.seed, self.epoch = infinite, shuffle, seed, 0
-        own = tokenizer.eos_token_id
-        self.concat_token_id = eos_token_id if own is None else own
+        self.concat_token_id = eos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.append_concat_token, self.add_special_tokens = append_concat_token, add_special_tokens
         self.chars_per_token = chars_per_token
         self.buffer_characters = seq_length * chars_per_token * num_of_sequences
         self._length: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle as in this pass over the data."""
+        """Sets the epoch, on which the order of the rows depends."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         if self.infinite or not isinstance(self.dataset, Sized):
-            what = "infinite=True has no end" if self.infinite else "The dataset is a stream"
-            raise TypeError(f"{what}, so its rows cannot be counted. Set max_steps instead of num_train_epochs.")
+            reason = "infinite=True repeats the data" if self.infinite else "The dataset is a stream"
+            raise TypeError(f"{reason}, so its rows cannot be counted. Set max_steps instead of num_train_epochs.")
         if self._length is None:
             documents = (document for buffer in self._buffers() for document in self._encoded(buffer))
             self._length = math.ceil(sum(len(ids) for ids, _ in documents) / self.seq_length)
         return self._length
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         for number, row in enumerate(self._rows()):
             if worker is None or number % worker.num_workers == worker.id:
                 yield row
 
-    def _rows(self) -> Iterator[dict[str, Tensor]]:
+    def _rows(self) -> Iterator[Batch]:
+        """Yields all rows of an epoch, for all workers."""
         generator = torch.Generator().manual_seed((self.seed << 20) + self.epoch)
-        held: list[Token] = []  # of tokens that fill no row yet
+        held: list[Token] = []  # too few to fill a row
         for documents in self._buffers():
             for ids, counts in self._encoded(documents):
                 held += zip(ids, range(len(ids)), counts, strict=True)
@@ -97,9 +114,9 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[dict[str, Tensor]])
         if held:
             yield self._row(held)
 
-    def _buffers(self) -> Iterator[list[Any]]:
-        """What `read` gives for each row, about `num_of_sequences` rows of output at a time."""
-        documents: list[Any] = []
+    def _buffers(self) -> Iterator[list[Document]]:
+        """Yields the documents that `read` returns, enough for about `num_of_sequences` rows at a time."""
+        documents: list[Document] = []
         characters = 0.0
         while True:
             is_empty = True
@@ -112,24 +129,24 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[dict[str, Tensor]])
                     yield documents
                     documents, characters = [], 0.0
             if is_empty:
-                raise ValueError("The data set of ConstantLengthDataset has no rows.")
+                raise ValueError("The dataset of ConstantLengthDataset has no rows. Check its split and its filters.")
             if not self.infinite:
                 break
         if documents:
             yield documents
 
-    def _encoded(self, documents: list[Any]) -> Iterator[tuple[list[int], list[bool]]]:
-        """Token ids of each document, and which of them count."""
+    def _encoded(self, documents: list[Document]) -> Iterator[tuple[list[int], list[bool]]]:
+        """Yields the token ids of each document, and which of them count."""
         if self.is_tokenized:
-            yield from documents
+            yield from cast(list[tuple[list[int], list[bool]]], documents)
             return
-        for ids in self.tokenizer(documents, add_special_tokens=self.add_special_tokens)["input_ids"]:
+        for ids in self.tokenizer(cast(list[str], documents), add_special_tokens=self.add_special_tokens)["input_ids"]:
             ends = bool(ids) and ids[-1] == self.concat_token_id
             closed = [*ids, self.concat_token_id] if self.append_concat_token and not ends else ids
             yield closed, [True] * len(closed)
 
-    def _row(self, tokens: list[Token]) -> dict[str, Tensor]:
-        """One row; positions start at 0 where a text does, and where the row does."""
+    def _row(self, tokens: list[Token]) -> Batch:
+        """Returns one row of tokens, filled up. Positions start at 0 with each text and with the row."""
         missing = self.seq_length - len(tokens)
         ids = torch.tensor([token for token, _, _ in tokens] + [self.concat_token_id] * missing)
         place = torch.tensor([position for _, position, _ in tokens])
@@ -141,11 +158,12 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[dict[str, Tensor]])
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def _ids_and_counts(row: dict[str, Any]) -> tuple[list[int], list[bool]]:
+def _ids_and_counts(row: Row) -> tuple[list[int], list[bool]]:
+    """Returns the ids of a tokenized row and which of them count."""
     if "input_ids" not in row:
         raise ValueError(
-            f"Rows have the columns {list(row)} and no input_ids. Say where the texts are, by dataset_text_field or "
-            "formatting_func, or tokenize the rows."
+            f"Rows have the columns {list(row)} and no input_ids. Name the column of the texts with "
+            "dataset_text_field, pass formatting_func, or tokenize the rows."
         )
     ids = list(row["input_ids"])
     return ids, [label != -100 for label in row.get("labels", ids)]

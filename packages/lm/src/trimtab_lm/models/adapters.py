@@ -1,4 +1,4 @@
-"""A PEFT model with another of its adapters, or with none, for the length of a block."""
+"""Blocks in which a PEFT model runs with another of its adapters, or with none."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,14 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 @contextmanager
 def adapter_on(model: PeftModel, name: str) -> Iterator[None]:
-    """Run a PEFT model with another of its adapters inside the block; what trains is as before afterwards."""
+    """Activates another adapter of a PEFT model inside the block.
+
+    Afterwards the adapters that were active before are active again, and each parameter requires gradients as before.
+
+    Args:
+        model: has an adapter of that name.
+        name: the adapter to activate.
+    """
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     before = model.active_adapter
     try:
@@ -24,10 +31,10 @@ def adapter_on(model: PeftModel, name: str) -> Iterator[None]:
 
 @contextmanager
 def adapters_off(model: PeftModel) -> Iterator[None]:
-    """Run a PEFT model as its base model inside the block, `modules_to_save` included; blocks may nest.
+    """Switches the adapters of a PEFT model off inside the block, `modules_to_save` included; blocks may nest.
 
-    Afterwards each layer's adapter is on or off as before, and each parameter requires gradients as before (PEFT by
-    itself switches all of them on).
+    Afterwards each layer's adapter is on or off as before, and each parameter requires gradients as before. PEFT alone
+    would switch all of them on.
     """
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
     already_off = [layer for layer in layers if layer.disable_adapters]

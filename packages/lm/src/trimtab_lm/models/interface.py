@@ -1,5 +1,6 @@
 """The types of models, tokenizers and datasets that trainers take, and functions that look inside their wrappers."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -25,6 +26,12 @@ Data: TypeAlias = Dataset | IterableDataset
 
 Batch: TypeAlias = dict[str, Tensor]
 """Named tensors of one batch: model inputs, labels and columns of `trimtab_lm.tokens.layout.lay_out`."""
+
+ModelInputs: TypeAlias = dict[str, Any]
+"""Keyword arguments of a model's forward: tensors, and where a model takes them block masks and encoder outputs."""
+
+Forward: TypeAlias = Callable[..., Any]
+"""A model's forward: takes `ModelInputs` by keyword and returns a transformers ModelOutput."""
 
 
 class SamplingModel(Protocol):

@@ -1,11 +1,11 @@
-"""The reference policy: a frozen copy, a copy that shares its first layers, or the policy with its adapters off."""
+"""The reference policy: a frozen copy, a copy that shares the first layers, or the policy with its adapters off."""
 
 import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from peft import PeftModel
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trimtab_lm.models.adapters import adapter_on, adapters_off
+from trimtab_lm.models.interface import Model
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.tokens.heads import lm_head_of
 
@@ -24,24 +25,27 @@ LAYER_PATTERNS = (
     "language_model.layers.{layer}",
     "model.layers.{layer}",
 )
-"""Where well-known models keep their decoder layers."""
+"""The places where well-known models keep their decoder layers."""
 
-Model = TypeVar("Model", PreTrainedModel, PreTrainedModelWrapper)
+Policy = TypeVar("Policy", PreTrainedModel, PreTrainedModelWrapper)
 
 
-def create_reference_model(model: Model, num_shared_layers: int | None = None, pattern: str | None = None) -> Model:
-    """A frozen copy of `model` in eval mode, of the same type.
+def create_reference_model(model: Policy, num_shared_layers: int | None = None, pattern: str | None = None) -> Policy:
+    """Returns a frozen copy of a model, of the same type and in eval mode.
 
-    num_shared_layers: k, from 0 to the number of decoder layers. The embeddings, the encoder of an encoder-decoder
-        model and the first k layers are then not copied: both models hold the same tensors, kept frozen in both. A
-        head tied to the embeddings is shared, and so frozen, with them. None: everything is copied and `model` is left
-        as it is.
-    pattern: where the layers are, such as "transformer.h.{layer}"; default: known places, else the decoder's longest
-        ModuleList.
+    Args:
+        model: with or without a value head.
+        num_shared_layers: k, from 0 to the number of decoder layers. Both models then hold the same tensors for the
+            embeddings, the encoder if there is one, and the first k layers, and these are frozen in both. An LM head
+            that is tied to the embeddings is shared and frozen with them. None: everything is copied, and `model` is
+            not changed.
+        pattern: the place of the layers, such as "transformer.h.{layer}". Default: known places, else the longest
+            ModuleList of the decoder.
 
-    Raises ValueError for a PEFT model, a k out of range and layers that cannot be found.
+    Raises:
+        ValueError: the model is a PEFT model, k is out of range, or the layers cannot be found.
     """
-    base = _unwrap(model)
+    base = _without_value_head(model)
     if isinstance(base, PeftModel):
         raise ValueError(
             "A PEFT model needs no copy: with its adapters off it is its own reference. Pass no reference model, and "
@@ -49,30 +53,37 @@ def create_reference_model(model: Model, num_shared_layers: int | None = None, p
         )
     shared = {} if num_shared_layers is None else _tensors_below(base, num_shared_layers, pattern)
     for tensor in shared.values():
-        tensor.grad = None  # an optimizer would go on applying what is left there
+        tensor.grad = None  # an optimizer would apply a gradient that is left here
     reference = copy.deepcopy(model, dict(shared))
-    reference.requires_grad_(False)  # the shared tensors with it, which the policy holds too
+    reference.requires_grad_(False)  # the policy holds the shared tensors too, so this freezes them there
     return reference.eval()
 
 
 class Reference:
-    """The fixed policy that KL penalties and preference losses measure against; build it with `of`.
+    """The fixed policy of KL penalties and preference losses; build it with `of` or `of_adapter`.
 
-    model: the transformers model (or the PEFT policy) to run inside `active`; prepare it for a device or a strategy by
-    assigning the prepared model. is_adapter_off: whether it is the policy itself, without its adapters. adapter: the
-    adapter that makes the policy its own reference.
+    Args:
+        model: the transformers model, or the PEFT policy, that runs inside `active`. A caller that prepares it for a
+            device or a strategy assigns the prepared model.
+        is_adapter_off: whether the reference is the policy itself without its adapters.
+        adapter: the adapter with which the policy is its own reference, if there is one.
     """
 
-    def __init__(self, model: Any, *, is_adapter_off: bool, adapter: str | None = None):
+    def __init__(self, model: Model, *, is_adapter_off: bool, adapter: str | None = None):
         self.model = model
         self.is_adapter_off = is_adapter_off
         self.adapter = adapter
 
     @classmethod
-    def of_adapter(cls, model: Any, adapter: str) -> "Reference":
-        """The reference that a PEFT policy is with another of its adapters, which must not train.
+    def of_adapter(cls, model: Model, adapter: str) -> "Reference":
+        """Returns the reference that a PEFT policy is with another of its adapters.
 
-        Raises ValueError for a model without an adapter of that name.
+        Args:
+            model: the policy.
+            adapter: the name of the adapter, which must not train.
+
+        Raises:
+            ValueError: the model has no adapter of that name.
         """
         known = list(model.peft_config) if isinstance(model, PeftModel) else []
         if adapter not in known:
@@ -84,43 +95,52 @@ class Reference:
 
     @property
     def is_policy(self) -> bool:
-        """Whether the reference is the policy itself, with its adapters off or others in their place."""
+        """Whether the reference is the policy itself, with its adapters off or with another adapter."""
         return self.is_adapter_off or self.adapter is not None
 
     @classmethod
-    def of(cls, model: Any, ref_model: Any = None, num_shared_layers: int | None = None) -> "Reference":
-        """The reference of a policy, as it is now.
+    def of(
+        cls,
+        model: Model | PreTrainedModelWrapper,
+        ref_model: Model | PreTrainedModelWrapper | None = None,
+        num_shared_layers: int | None = None,
+    ) -> "Reference":
+        """Returns the reference of a policy with its present weights.
 
-        model: the policy, a PreTrainedModelWrapper, PreTrainedModel or PeftModel.
-        ref_model: the reference where the caller has one, of the same kinds. It is put into eval mode and its
-            parameters stop requiring gradients, for good.
-        num_shared_layers: layers that a copied reference shares, see `create_reference_model`.
-
-        Without ref_model a PEFT policy is its own reference, adapters off: the base model under it, which is what the
-        policy started from unless its adapter was trained before or its initialisation (PiSSA, OLoRA) changed the base.
+        Without ref_model a PEFT policy is its own reference with its adapters off. That is the base model, from which
+        the policy started unless its adapter was trained before or its initialisation (PiSSA, OLoRA) changed the base.
         Any other policy is copied.
+
+        Args:
+            model: the policy, with or without a value head.
+            ref_model: the reference, where the caller has one. It is put into eval mode and frozen for good.
+            num_shared_layers: the layers that a copy shares, see `create_reference_model`.
+
+        Raises:
+            ValueError: ref_model is the policy, or `create_reference_model` cannot copy it.
         """
-        policy, given = _unwrap(model), _unwrap(ref_model)
-        is_adapter_off = given is None and isinstance(policy, PeftModel)
-        if num_shared_layers is not None and (given is not None or is_adapter_off):
+        policy = _without_value_head(model)
+        is_adapter_off = ref_model is None and isinstance(policy, PeftModel)
+        if num_shared_layers is not None and (ref_model is not None or is_adapter_off):
             reason = "the adapters are switched off instead" if is_adapter_off else "ref_model was given"
             warnings.warn(f"num_shared_layers={num_shared_layers} has no effect: {reason}.", stacklevel=2)
-        if is_adapter_off:
+        if ref_model is None and isinstance(policy, PeftModel):
             _warn_of_trainable_base(policy)
             return cls(policy, is_adapter_off=True)
-        if given is None:
-            given = create_reference_model(policy, num_shared_layers)
-        elif not set(policy.modules()).isdisjoint(given.modules()):
+        if ref_model is None:
+            return cls(create_reference_model(cast(PreTrainedModel, policy), num_shared_layers), is_adapter_off=False)
+        reference = _without_value_head(ref_model)
+        if not set(policy.modules()).isdisjoint(reference.modules()):
             raise ValueError(
                 "ref_model is the policy itself, or the model inside a PEFT policy, which carries its adapters: it "
                 "would move with the policy. Pass ref_model=None, or load the reference a second time."
             )
-        given.requires_grad_(False)
-        return cls(given.eval(), is_adapter_off=False)
+        reference.requires_grad_(False)
+        return cls(reference.eval(), is_adapter_off=False)
 
     @contextmanager
-    def active(self) -> Iterator[Any]:
-        """The reference, in eval mode and without gradients, inside the block; the policy is as before afterwards."""
+    def active(self) -> Iterator[Model]:
+        """Yields the reference in eval mode and without gradients; restores the policy afterwards."""
         training = [module for module in self.model.modules() if module.training]
         try:
             self.model.eval()
@@ -131,19 +151,21 @@ class Reference:
                 module.training = True
 
     def _adapters(self) -> AbstractContextManager[None]:
+        """Puts the policy's adapters into the reference's state, where the reference is the policy."""
         if self.adapter is not None:
-            return adapter_on(self.model, self.adapter)
-        return adapters_off(self.model) if self.is_adapter_off else nullcontext()
+            return adapter_on(cast(PeftModel, self.model), self.adapter)
+        return adapters_off(cast(PeftModel, self.model)) if self.is_adapter_off else nullcontext()
 
 
-def _unwrap(model: Any) -> Any:
+def _without_value_head(model: Model | PreTrainedModelWrapper) -> Model:
     return model.pretrained_model if isinstance(model, PreTrainedModelWrapper) else model
 
 
 def _warn_of_trainable_base(policy: PeftModel) -> None:
-    with adapters_off(policy):  # PEFT freezes the adapters meanwhile, so what still trains is the base
+    """Warns where weights of the base model train, so that the policy without adapters moves too."""
+    with adapters_off(policy):  # PEFT freezes the adapters inside, so what still trains is the base
         names = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
-    # Adapters that are no layers (prompt tuning) are not frozen, but they are not in the base model either.
+    # PEFT does not freeze adapters that are no layers (prompt tuning), and they are not in the base model.
     names = [name for name in names if not name.startswith("prompt_encoder.")]
     if names:
         warnings.warn(
@@ -155,7 +177,7 @@ def _warn_of_trainable_base(policy: PeftModel) -> None:
 
 
 def _tensors_below(model: PreTrainedModel, num_layers: int, pattern: str | None) -> dict[int, Tensor]:
-    """Parameters and buffers, by id, of all that runs before decoder layer `num_layers`."""
+    """Returns the parameters and buffers, by id, of everything that runs before decoder layer `num_layers`."""
     layers = _find_layers(model, pattern)
     if not 0 <= num_layers <= len(layers):
         raise ValueError(
@@ -165,37 +187,37 @@ def _tensors_below(model: PreTrainedModel, num_layers: int, pattern: str | None)
     modules: list[nn.Module] = list(layers[:num_layers])
     if model.config.is_encoder_decoder:
         modules.append(model.get_encoder())
-    apart = {*layers.modules(), lm_head_of(model)}
+    excluded = {*layers.modules(), lm_head_of(model)}
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         # "emb" finds norms of embeddings and rotary tables; project_in is OPT's step from embedding to hidden size.
-        if module not in apart and (isinstance(module, nn.Embedding) or "emb" in leaf or leaf == "project_in"):
+        if module not in excluded and (isinstance(module, nn.Embedding) or "emb" in leaf or leaf == "project_in"):
             modules.append(module)
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     return {id(tensor): tensor for tensor in tensors}
 
 
 def _find_layers(model: PreTrainedModel, pattern: str | None) -> nn.ModuleList:
+    """Returns the decoder's layers: see `create_reference_model`."""
     if pattern is not None and not pattern.endswith(".{layer}"):
         raise ValueError(f"pattern={pattern!r} does not end in '.{{layer}}'; write it like 'transformer.h.{{layer}}'.")
     lists = {f".{name}": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for candidate in LAYER_PATTERNS if pattern is None else (pattern,):
         path = candidate.removesuffix(".{layer}").removeprefix("pretrained_model.")
-        found = [module for name, module in lists.items() if name.endswith(f".{path}")]
-        if len(found) == 1:
-            return found[0]
+        matches = [module for name, module in lists.items() if name.endswith(f".{path}")]
+        if len(matches) == 1:
+            return matches[0]
     outermost = list(_outermost_lists(model.get_decoder())) if pattern is None else []
     if not outermost:
-        looked_for = pattern or "the decoder's layers"
         raise ValueError(
-            f"{looked_for} is not one ModuleList of {type(model).__name__}, which has "
-            f"{sorted(name[1:] for name in lists) or 'none'}. Give pattern, like 'transformer.h.{{layer}}'."
+            f"{pattern or 'The place of the decoder layers'} is not one ModuleList of {type(model).__name__}. It has "
+            f"{sorted(name[1:] for name in lists) or 'none'}. Pass pattern, like 'transformer.h.{{layer}}'."
         )
     return max(outermost, key=len)
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """Module lists that are in no other: a layer's experts are no layers."""
+    """Yields the module lists that are in no other; those inside a layer hold its experts."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield child

@@ -1,4 +1,4 @@
-"""A reward model as one more adapter of the policy's base model: its adapter weights, and its score head."""
+"""A reward model that is one more adapter on the policy's base model, with a score head."""
 
 import warnings
 from typing import Any
@@ -8,25 +8,26 @@ from peft import PeftConfig, PeftModel
 from peft.utils import load_peft_weights
 from torch import Tensor, nn
 
+from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.heads import state_width
 
 SCORE = "score"
-"""What sequence classifiers of decoder models call their head."""
+"""The name that sequence classifiers of decoder models give their head."""
 
 
-def load_reward_adapter(model: Any, source: str, name: str, **hub: Any) -> nn.Linear:
-    """Put the adapter of a sequence classifier beside the policy's, frozen and inactive; its score head is returned.
+def load_reward_adapter(model: Model, source: str, name: str, **hub: Any) -> nn.Linear:
+    """Loads the adapter of a sequence classifier into a policy, frozen and inactive, and returns its score head.
 
     Args:
         model: the policy, a PeftModel on the base model that the reward model was trained on.
-        source: hub id or folder of the reward model's adapter, with its score head (`modules_to_save=["score"]`, which
+        source: hub id or folder of the reward model's adapter with its score head (`modules_to_save=["score"]`, which
             PEFT adds by itself for `task_type="SEQ_CLS"`).
-        name: the adapter's name in `model`.
-        hub: token, cache_dir, ... for the download.
+        name: the name that the adapter gets in `model`.
+        hub: token, cache_dir and other options of the download.
 
     Returns:
-        The score head [labels, hidden], in float32 at least, frozen.
+        The score head [labels, hidden], in float32 or more, frozen.
 
     Raises:
         ValueError: the model has no adapters or has one of this name, or the folder's weights do not fit the model or
@@ -34,7 +35,7 @@ def load_reward_adapter(model: Any, source: str, name: str, **hub: Any) -> nn.Li
     """
     if not isinstance(model, PeftModel):
         raise ValueError(
-            f"reward_adapter={source!r} needs a policy that is an adapter too, as the two share one base model, and "
+            f"reward_adapter={source!r} needs a policy with an adapter, because the two share one base model, and "
             f"{type(model).__name__} has none. Pass peft_config, or a model with an adapter."
         )
     if name in model.peft_config:
@@ -56,7 +57,8 @@ def load_reward_adapter(model: Any, source: str, name: str, **hub: Any) -> nn.Li
 
 
 def _score_head(model: PeftModel, source: str, weights: dict[str, Tensor]) -> nn.Linear:
-    # PEFT has written the head's keys with and without `modules_to_save` in them.
+    """Builds the score head out of the reward adapter's weights."""
+    # Versions of PEFT differ in whether the head's keys contain `modules_to_save`.
     stored = {key.rpartition(".")[2]: value for key, value in weights.items() if SCORE in key.split(".")}
     width = state_width(model)
     if "weight" not in stored or stored["weight"].ndim != 2 or stored["weight"].shape[1] != width:
@@ -73,11 +75,12 @@ def _score_head(model: PeftModel, source: str, weights: dict[str, Tensor]) -> nn
 
 
 def _warn_of_another_base(model: PeftModel, source: str, hub: dict[str, Any]) -> None:
+    """Warns where the reward adapter and the policy name different base models."""
     trained_on = PeftConfig.from_pretrained(source, **hub).base_model_name_or_path
-    base = model.get_base_model().name_or_path
+    base = base_of(model).name_or_path
     if trained_on and base and trained_on != base:
         warnings.warn(
-            f"The reward adapter {source} was trained on {trained_on}, and the policy's base model is {base}. If these "
-            "are not the same weights, its scores mean nothing.",
+            f"The reward adapter {source} was trained on {trained_on}, and the policy's base model is {base}. If their "
+            "weights differ, the scores mean nothing.",
             stacklevel=4,
         )

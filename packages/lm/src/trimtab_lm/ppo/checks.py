@@ -1,4 +1,4 @@
-"""What a step takes is checked here, once; behind it everything is trusted."""
+"""The arguments of a step are checked here, once; the code after it trusts them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from trimtab_common.stats import sum_over_ranks
+from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.tokens.positions import Positions
+
+from .samples import Samples
 
 
 def check_step(
@@ -17,16 +20,30 @@ def check_step(
     response_masks: Sequence[Tensor] | None,
     *,
     batch_size: int,
-    vocab_size: int,
-    positions: Positions,
-    is_encoder_decoder: bool,
+    model: PreTrainedModelWrapper,
+    decoder_start: int | None,
     is_first: bool,
     device: torch.device,
-) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor] | None]:
-    """The arguments of a step on `device`, the scores as one float tensor [B]; an error names the row that is wrong.
+) -> tuple[Samples, Tensor]:
+    """The arguments of a step, checked and put on a device. Collective.
 
-    positions: of the policy. is_first: whether no step was taken before; only then are responses searched for their
-    queries, because a policy may learn to repeat them.
+    Args:
+        queries: `batch_size` rows of token ids.
+        responses: `batch_size` rows of token ids.
+        scores: a number for each response.
+        response_masks: for each response token 1, or 0 where the policy did not write it; None: all are the policy's.
+        batch_size: responses of this process.
+        model: the policy.
+        decoder_start: what an encoder-decoder policy reads first, which is taken off the responses; else None.
+        is_first: whether no step was taken before. Only then responses are searched for their queries, because a
+            policy may learn to repeat them.
+        device: for the samples and the scores.
+
+    Returns:
+        The samples, and the scores [B].
+
+    Raises:
+        TypeError, ValueError: with the name and the number of the row that is wrong.
     """
     for name, column in (
         ("queries", queries),
@@ -43,18 +60,11 @@ def check_step(
                 f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
                 "batch, or make the config with the batch_size that you use."
             )
+    vocab_size = model.pretrained_model.get_input_embeddings().num_embeddings
     for name, column in {"queries": queries, "responses": responses}.items():
         _check_ids(name, column, vocab_size)
-    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
-        what, remedy = (
-            f"queries[{i}] with responses[{i}]",
-            "Shorten the query, or sample fewer tokens (max_new_tokens).",
-        )
-        if is_encoder_decoder:
-            positions.check(what, encoder=len(query), decoder=len(response), remedy=remedy)
-        else:
-            positions.check(what, decoder=len(query) + len(response), remedy=remedy)
-    if is_first and not is_encoder_decoder and response_masks is None:
+    _check_room(queries, responses, model)
+    if is_first and decoder_start is None and response_masks is None:
         _check_no_prompt(queries, responses)
     if response_masks is not None:
         _check_masks(response_masks, responses)
@@ -64,12 +74,13 @@ def check_step(
             "The whole batch has one response token: advantages cannot be whitened over it. "
             "Use more or longer responses."
         )
-    return (
+    samples = Samples(
         [row.to(device) for row in queries],
         [row.to(device) for row in responses],
-        _finite_scores(scores).to(device),
         None if response_masks is None else [mask.to(device) for mask in response_masks],
     )
+    samples = samples if decoder_start is None else samples.without_start(decoder_start)
+    return samples, _finite_scores(scores).to(device)
 
 
 def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], columns: Sequence[str]) -> None:
@@ -82,8 +93,9 @@ def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], col
         )
     uneven = [name for name in columns if len(batch[name]) != len(rewards)]
     if uneven:
-        found = f"{len(rewards)} rewards, but {len(batch[uneven[0]])} rows in {uneven[0]!r}"
-        raise ValueError(f"{found}: give one reward per row.")
+        raise ValueError(
+            f"{len(rewards)} rewards, but {len(batch[uneven[0]])} rows in {uneven[0]!r}: give one reward per row."
+        )
 
 
 def _check_ids(name: str, column: Sequence[Any], vocab_size: int) -> None:
@@ -110,6 +122,17 @@ def _check_ids(name: str, column: Sequence[Any], vocab_size: int) -> None:
             f"{name}[{i}] holds token ids from {int(column[i].min())} to {int(column[i].max())}, the model's "
             f"vocabulary has 0 to {vocab_size - 1}. Use the model's own tokenizer, and cut padding off."
         )
+
+
+def _check_room(queries: Sequence[Tensor], responses: Sequence[Tensor], model: PreTrainedModelWrapper) -> None:
+    positions = Positions.of(model.pretrained_model)
+    remedy = "Shorten the query, or sample fewer tokens (max_new_tokens)."
+    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        what = f"queries[{i}] with responses[{i}]"
+        if model.is_encoder_decoder:
+            positions.check(what, encoder=len(query), decoder=len(response), remedy=remedy)
+        else:
+            positions.check(what, decoder=len(query) + len(response), remedy=remedy)
 
 
 def _check_no_prompt(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
@@ -147,5 +170,5 @@ def _finite_scores(scores: Sequence[Tensor | float]) -> Tensor:
     flat = torch.tensor([float(value) for value in values])
     if not bool(flat.isfinite().all()):
         bad = [f"scores[{i}] = {float(flat[i])}" for i in (~flat.isfinite()).nonzero().flatten().tolist()]
-        raise ValueError(f"{', '.join(bad)}: a score must be a finite number. Nothing was trained; mend the reward.")
+        raise ValueError(f"{', '.join(bad)}: a score must be a finite number. Nothing was trained; fix the reward.")
     return flat

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from trimtab_common.config import script_name
 from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.tracking import check_tracker_name
+from trimtab_lm.sampling.backends import BACKENDS
 
 
 def _help(text: str, **default: Any) -> Any:
@@ -110,9 +111,7 @@ class PPOConfig(_Taken):
     backward_batch_size: int | None = _help("Responses per optimizer step on one process; computed.", default=None)
     global_backward_batch_size: int | None = _help("The same over all processes; computed.", default=None)
     global_batch_size: int | None = _help("Responses per step over all processes; computed.", default=None)
-    total_ppo_epochs: int | None = _help(
-        "Deprecated: steps / batch_size, rounded up; computed, and read by loops of 2024 alone.", default=None
-    )
+    total_ppo_epochs: int | None = _help("Deprecated: steps / batch_size, rounded up; computed.", default=None)
     temperature: float | None = _help(
         "Temperature that the responses were sampled at. None: that of the last `generate`.", default=None
     )
@@ -125,6 +124,15 @@ class PPOConfig(_Taken):
     resume_with_changes: bool = _help(
         "Resume although settings or data differ from the checkpoint's, with a warning that lists them; else an error.",
         default=False,
+    )
+
+    rollout_backend: Literal["transformers", "continuous_batching", "vllm"] = _help(
+        "What samples in `train`: transformers (generate), continuous_batching (transformers' own engine) or vllm.",
+        default="transformers",
+    )
+    rollout_backend_kwargs: dict[str, Any] | None = _help(
+        "Settings of the sampler: arguments of ContinuousBatchingRollout or VLLMRollout.",
+        default=None,
     )
 
     def taken(self, **facts: Any) -> "PPOConfig":
@@ -179,10 +187,10 @@ class PPOConfig(_Taken):
         self.total_ppo_epochs = _Computed(epochs)
 
     def _compute(self, name: str, value: int) -> None:
-        given = getattr(self, name)
-        if given not in (None, value) and not isinstance(given, _Computed):
+        assigned = getattr(self, name)
+        if assigned not in (None, value) and not isinstance(assigned, _Computed):
             raise ValueError(
-                f"{name}={given} contradicts the other sizes, which make {value}. Leave it out: it is computed."
+                f"{name}={assigned} contradicts the other sizes, which make {value}. Leave it out: it is computed."
             )
         setattr(self, name, _Computed(value))
 
@@ -231,6 +239,13 @@ class PPOConfig(_Taken):
             raise ValueError(
                 "accelerator_kwargs with gradient_accumulation_steps would divide the loss a second time. "
                 "Set PPOConfig(gradient_accumulation_steps=...) instead."
+            )
+        if self.rollout_backend not in BACKENDS:
+            raise ValueError(f"rollout_backend={self.rollout_backend!r} is none of {', '.join(BACKENDS)}.")
+        if self.rollout_backend_kwargs and self.rollout_backend == "transformers":
+            raise ValueError(
+                "rollout_backend_kwargs needs a rollout_backend other than transformers, whose settings "
+                "are the arguments of generate and the generation_kwargs of train."
             )
         if self.save_steps and not self.output_dir:
             raise ValueError(f"save_steps={self.save_steps} needs an output_dir to save into.")

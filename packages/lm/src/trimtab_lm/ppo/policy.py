@@ -1,8 +1,7 @@
-"""Batches of queries and responses, and the module that scores and values them in one pass."""
+"""Policy, value function and reference: what they say about the tokens of samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,108 +11,94 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trimtab_common.stats import Mean
+from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
-from trimtab_lm.sampling.generate import pad
+from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl, positioned
 
+from .samples import Layouts, Padding, Samples
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """B queries with their responses, of up to R tokens, as a model takes them.
 
-    inputs: the model's inputs, each [B, T]. where: [B, T], True where the output predicts a response token that
-    counts. targets: [B, R], the response tokens. mask: [B, R], 1 where they count. Rows hold as many True in `where` as
-    1 in `mask`, in the same order.
+class TokenOutputs(NamedTuple):
+    """What a model says about N tokens that count, in the order of their `Samples`.
+
+    Attributes:
+        logprobs: [N], in nats.
+        entropy: [N], in nats, of the distributions that the tokens come from.
+        values: [N], what the critic expects; None for a reference.
+        logits: [N, V], where they were asked for.
     """
 
-    inputs: dict[str, Tensor]
-    where: Tensor
-    targets: Tensor
-    mask: Tensor
-
-    def trimmed(self) -> "TokenBatch":
-        """The same rows without the columns that are padding in all of them."""
-        columns = {name: value.any(0) for name, value in self.inputs.items() if name.endswith("mask")}
-        inputs = {
-            name: value[:, columns[name if name.endswith("mask") else _mask_name(name)]]
-            for name, value in self.inputs.items()
-        }
-        read = columns["decoder_attention_mask" if "decoder_attention_mask" in columns else "attention_mask"]
-        width = int(self.mask.any(0).nonzero().max()) + 1
-        return replace(
-            self,
-            inputs=inputs,
-            where=self.where[:, read],
-            targets=self.targets[:, :width],
-            mask=self.mask[:, :width],
-        )
-
-    def spread(self, flat: Tensor) -> Tensor:
-        """[N] numbers of the counted tokens, or [N, ...], to their places in [B, R, ...]; 0 elsewhere."""
-        places = flat.new_zeros(*self.mask.shape, *flat.shape[1:])
-        return places.index_put((self.mask.bool(),), flat)
-
-
-def model_inputs(
-    queries: Sequence[Tensor], responses: Sequence[Tensor], *, pad_token_id: int, decoder_start: int | None
-) -> dict[str, Tensor]:
-    """What a causal model reads (query and response in one row), or an encoder-decoder one (`decoder_start` given).
-
-    Padded on the right: behind a causal mask padding there is invisible.
-    """
-    if decoder_start is None:
-        rows = [torch.cat([query, response]) for query, response in zip(queries, responses, strict=True)]
-        return dict(zip(("input_ids", "attention_mask"), pad(rows, pad_token_id), strict=True))
-    shifted = [torch.cat([response.new_tensor([decoder_start]), response[:-1]]) for response in responses]
-    return {
-        **dict(zip(("input_ids", "attention_mask"), pad(queries, pad_token_id), strict=True)),
-        **dict(zip(("decoder_input_ids", "decoder_attention_mask"), pad(shifted, pad_token_id), strict=True)),
-    }
-
-
-def token_batch(
-    inputs: dict[str, Tensor],
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    response_masks: Sequence[Tensor] | None = None,
-) -> TokenBatch:
-    """Find the responses in model inputs that are padded on either side. `response_masks`: [R_i], 1 where it counts."""
-    device = inputs["input_ids"].device
-    targets, mask = pad(responses, 0)
-    if response_masks is not None:
-        mask, _ = pad([own.long() for own in response_masks], 0)
-    targets, mask = targets.to(device), mask.to(device)
-    if "decoder_input_ids" in inputs:
-        read = inputs["decoder_attention_mask"]
-        first_token = torch.zeros(len(queries), dtype=torch.long, device=device)
-    else:
-        read = inputs["attention_mask"]
-        first_token = torch.tensor([len(query) - 1 for query in queries], device=device)
-    # Position p predicts response token number (real tokens before p) - (where the response's first one is predicted).
-    number = read.cumsum(1) - 1 - first_token[:, None]
-    inside = read.bool() & (number >= 0) & (number < mask.shape[1])
-    where = inside & mask.gather(1, number.clamp(0, mask.shape[1] - 1)).bool()
-    return TokenBatch(inputs, where, targets, mask)
-
-
-def _mask_name(name: str) -> str:
-    return "decoder_attention_mask" if name.startswith("decoder") else "attention_mask"
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None = None
+    logits: Tensor | None = None
 
 
 class PolicyOutputs(NamedTuple):
-    """What a model says about the tokens of B responses. Each [B, R], 0 where the mask is 0.
+    """The same for B responses of up to R tokens, 0 where the mask is 0.
 
-    logprobs: in nats. entropy: of the distributions that the tokens come from, in nats; None if nobody knows it.
-    values: None for a reference. mask: 1 where a token counts. logits: [B, R, V], where they were asked for.
+    Attributes:
+        logprobs: [B, R], in nats.
+        entropy: [B, R], in nats; None if a subclass's forward pass does not tell.
+        values: [B, R]; None for a reference.
+        mask: [B, R], 1 where a token counts.
+        logits: [B, R, V], where they were asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
-    values: Any
+    values: Tensor | None
     mask: Tensor
     logits: Tensor | None = None
+
+    @classmethod
+    def of(cls, samples: Samples, outputs: TokenOutputs) -> "PolicyOutputs":
+        """Outputs of tokens, spread to their places."""
+        values, logits = (x if x is None else samples.spread(x) for x in (outputs.values, outputs.logits))
+        return cls(samples.spread(outputs.logprobs), samples.spread(outputs.entropy), values, samples.mask, logits)
+
+    def of_minibatch(self) -> dict[str, Any]:
+        """What `PPOTrainer.train_minibatch` takes of the policy as it is, by its names."""
+        return {"logprobs": self.logprobs, "logits": self.logits, "vpreds": self.values, "mask": self.mask}
+
+    def entropy_stats(self) -> dict[str, Mean]:
+        """The entropy of a token, where it is known."""
+        return {} if self.entropy is None else {"policy/entropy": Mean.of(self.entropy, self.mask)}
+
+
+class Compared(NamedTuple):
+    """B responses under policy and reference, before the updates; [B, R] each.
+
+    Attributes:
+        logprobs: of the policy, in nats.
+        ref_logprobs: of the reference, in nats.
+        values: of the critic.
+        entropy: of the policy, in nats; None if a subclass's forward pass does not tell.
+        mask: 1 where a token counts.
+        kl: KL(policy, reference) over the whole vocabulary, in nats, where it was asked for.
+        distributions: [B, R, V], log-probabilities of the whole vocabulary, for a subclass that reads them.
+        ref_distributions: [B, R, V], those of the reference.
+    """
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    entropy: Tensor | None
+    mask: Tensor
+    kl: Tensor | None = None
+    distributions: Tensor | None = None
+    ref_distributions: Tensor | None = None
+
+    @property
+    def compared(self) -> tuple[Tensor, Tensor]:
+        """What `compute_rewards` takes of policy and reference: log-probabilities of tokens, or whole distributions."""
+        if self.distributions is None or self.ref_distributions is None:
+            return self.logprobs, self.ref_logprobs
+        return self.distributions, self.ref_distributions
 
 
 class Critic(nn.Module):
@@ -134,11 +119,10 @@ class Critic(nn.Module):
             score.requires_grad_(False)
             score = score.modules_to_save[score.active_adapters[0]]
         if isinstance(model, PreTrainedModelWrapper):
-            base = model.pretrained_model
-            self.trunk = (base.get_base_model() if model.is_peft_model else base).base_model
+            self.trunk = base_of(model.pretrained_model).base_model
             self.v_head = model.v_head
         else:
-            self.trunk = model.base_model  # a PEFT model's adapters sit inside it
+            self.trunk = base_of(model).base_model  # adapters are inside its layers
             is_scorer = isinstance(score, nn.Linear) and score.out_features == 1
             width = score.in_features if is_scorer else state_width(model)
             weight = next(self.trunk.parameters())
@@ -155,9 +139,12 @@ class Critic(nn.Module):
             if sum(weight is head.weight for weight in tensors) == 1:
                 head.requires_grad_(False)
 
-    def forward(self, batch: TokenBatch) -> Tensor:
-        """Values of the counted positions, [N]."""
-        return self.v_head(self._hidden(batch.inputs)[batch.where])
+        self.layouts = Layouts.of(self.trunk)
+
+    def forward(self, tokens: dict[str, Tensor]) -> Tensor:
+        """Values [N] of laid-out tokens; see `Samples.tokens`."""
+        hidden = self._hidden(model_inputs(self.trunk, tokens))
+        return self.v_head(hidden.flatten(0, 1).index_select(0, tokens["source"]))
 
     def values(self, **inputs: Tensor) -> Tensor:
         """Values of all positions, [B, T], from a model's inputs."""
@@ -173,7 +160,9 @@ class Critic(nn.Module):
 class ActorCritic(nn.Module):
     """Policy and value function as one module, so that one wrapper (DDP, FSDP, DeepSpeed) serves both.
 
-    policy: a wrapper with a value head. critic: a model for the values instead of that head, or None.
+    Args:
+        policy: a wrapper with a value head.
+        critic: a model for the values instead of that head, or None.
     """
 
     def __init__(self, policy: PreTrainedModelWrapper, critic: nn.Module | None = None):
@@ -181,6 +170,7 @@ class ActorCritic(nn.Module):
         self.policy = policy
         self.critic = None if critic is None else Critic(critic)
         self.head = LanguageHead(policy.pretrained_model)
+        self.layouts = Layouts.of(policy.pretrained_model)
         if self.critic is not None:  # else an unused head would wait for gradients that never come
             policy.v_head.requires_grad_(False)
 
@@ -192,29 +182,36 @@ class ActorCritic(nn.Module):
     def config(self) -> Any:
         return self.policy.config
 
+    def tokens(self, samples: Samples, padding: Padding) -> dict[str, dict[str, Tensor]]:
+        """Samples as `forward` takes them, laid out for the policy and for the critic."""
+        tokens = {"tokens": samples.tokens(self.layouts, padding)}
+        if self.critic is not None:
+            tokens["critic_tokens"] = samples.tokens(self.critic.layouts, padding)
+        return tokens
+
     def forward(
         self,
-        batch: TokenBatch | Tensor | None = None,
+        input_ids: Tensor | None = None,
+        *,
+        tokens: dict[str, Tensor] | None = None,
+        critic_tokens: dict[str, Tensor] | None = None,
         temperature: float = 1.0,
         return_logits: bool = False,
         **inputs: Any,
-    ) -> Any:
+    ) -> TokenOutputs | tuple[Any, ...]:
         """Two calls, because a strategy such as DDP sees this method alone.
 
-        A TokenBatch gives the PolicyOutputs of its tokens, at a temperature. Model inputs, by name or with `input_ids`
+        `tokens` gives the TokenOutputs of its tokens, at a temperature. Model inputs, by name or with `input_ids`
         in the first place, give (logits [B, T, V], loss, values [B, T]) as a model with a value head does.
         """
-        if not isinstance(batch, TokenBatch):
-            return self._logits_and_values(**inputs if batch is None else {"input_ids": batch, **inputs})
-        read = (self.head.read_with_state if self.critic is None else self.head.read)(batch.where, **batch.inputs)
-        scores = self.head.score(read, batch.targets[batch.mask.bool()], temperature=temperature)
-        values = self.policy.v_head(read.state) if self.critic is None else self.critic(batch)
-        return PolicyOutputs(
-            batch.spread(scores.logprobs),
-            batch.spread(scores.entropy),
-            batch.spread(values),
-            batch.mask,
-            batch.spread(self.head.logits(read)) if return_logits else None,
+        if tokens is None:
+            return self._logits_and_values(input_ids=input_ids, **inputs)
+        read = self.head.read if self.critic is not None else self.head.read_with_state
+        heads = read(tokens["source"], **model_inputs(self.pretrained_model, tokens))
+        return TokenOutputs(
+            *self.head.score(heads, tokens["targets"], temperature=temperature),
+            values=self.policy.v_head(heads.state) if self.critic is None else self.critic(critic_tokens),
+            logits=self.head.logits(heads) if return_logits else None,
         )
 
     def _logits_and_values(self, **inputs: Any) -> tuple[Any, ...]:
@@ -226,20 +223,38 @@ class ActorCritic(nn.Module):
 
 
 class Scorer:
-    """Log-probabilities under the policy and under its reference, of the same tokens at the same temperature.
+    """Scores samples under the policy and under its reference, token by token at the same temperature.
 
-    actor_critic: prepared by the accelerator; head: the policy's. The reference is put on the accelerator's device.
+    The reference is put on the accelerator's device.
+
+    Args:
+        actor_critic: prepared by the accelerator.
+        reference: of the KL penalty.
+        accelerator: that prepared the policy.
+        padding: what layouts add.
     """
 
-    def __init__(self, actor_critic: nn.Module, head: LanguageHead, reference: Reference, accelerator: Accelerator):
+    def __init__(self, actor_critic: nn.Module, reference: Reference, accelerator: Accelerator, padding: Padding):
         self.actor_critic, self.reference, self.accelerator = actor_critic, reference, accelerator
-        self.head = self.ref_head = head
+        self.bare: ActorCritic = accelerator.unwrap_model(actor_critic)
+        self.padding = padding
+        self.ref_head, self.ref_layouts = self.bare.head, self.bare.layouts
         if not reference.is_adapter_off:
-            self.ref_head = LanguageHead(reference.model)
+            self.ref_head, self.ref_layouts = LanguageHead(reference.model), Layouts.of(reference.model)
             accelerator.prepare_model(reference.model, evaluation_mode=True)
 
-    def policy(self, batch: TokenBatch, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
-        return self.actor_critic(batch, temperature, return_logits)
+    def policy(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
+        """[B, R] of the policy; every process takes part."""
+        return self._policy(self.actor_critic, samples, temperature, return_logits)
+
+    def policy_alone(self, samples: Samples, *, temperature: float) -> Tensor:
+        """Log-probabilities [B, R] of the policy, on this process alone, without gradients."""
+        with torch.no_grad():
+            return self._policy(self.bare, samples, temperature, return_logits=False).logprobs
+
+    def _policy(self, module: nn.Module, samples: Samples, temperature: float, return_logits: bool) -> PolicyOutputs:
+        tokens = self.bare.tokens(samples, self.padding)
+        return PolicyOutputs.of(samples, module(**tokens, temperature=temperature, return_logits=return_logits))
 
     @contextmanager
     def of_reference(self) -> Iterator[None]:
@@ -247,15 +262,17 @@ class Scorer:
         with self.reference.active(), self.accelerator.autocast():
             yield
 
-    def ref(self, batch: TokenBatch, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
+    def ref(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
+        """[B, R] of the reference, which has no values."""
+        tokens = samples.tokens(self.ref_layouts, self.padding)
         with self.of_reference():
-            read = self.ref_head.read(batch.where, **batch.inputs)
-            scores = self.ref_head.score(read, batch.targets[batch.mask.bool()], temperature=temperature)
-            logits = batch.spread(self.ref_head.logits(read)) if return_logits else None
-        return PolicyOutputs(batch.spread(scores.logprobs), batch.spread(scores.entropy), None, batch.mask, logits)
+            heads = self._read(self.ref_head, tokens)
+            scores = self.ref_head.score(heads, tokens["targets"], temperature=temperature)
+            logits = self.ref_head.logits(heads) if return_logits else None
+        return PolicyOutputs.of(samples, TokenOutputs(scores.logprobs, scores.entropy, logits=logits))
 
     @torch.no_grad()
-    def exact_kl(self, batch: TokenBatch, *, temperature: float) -> Tensor:
+    def exact_kl(self, samples: Samples, *, temperature: float) -> Tensor:
         """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats."""
 
         def ref_logits(inputs: HeadInputs) -> Tensor:
@@ -263,9 +280,13 @@ class Scorer:
                 return self.ref_head.logits(inputs)
 
         with self.accelerator.autocast():
-            read = self.head.read(batch.where, **batch.inputs)
+            head = self.bare.head
+            policy = self._read(head, samples.tokens(self.bare.layouts, self.padding))
             with self.reference.active():
-                ref_read = self.ref_head.read(batch.where, **batch.inputs)
-            size = self.head.config.vocab_size
-            flat = exact_kl(self.head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=temperature)
-        return batch.spread(flat)
+                ref = self._read(self.ref_head, samples.tokens(self.ref_layouts, self.padding))
+            size = head.config.vocab_size
+            flat = exact_kl(head.logits, policy, ref_logits, ref, vocab_size=size, temperature=temperature)
+        return samples.spread(flat)
+
+    def _read(self, head: LanguageHead, tokens: dict[str, Tensor]) -> HeadInputs:
+        return head.read(tokens["source"], **model_inputs(head.model, tokens))

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from trimtab_lm.sampling.generate import SAMPLING_ALONE, pad
 
-from .policy import PolicyOutputs, TokenBatch, model_inputs, token_batch
+from .samples import Samples
 from .statistics import Rollout
 
 TOKENS = 4  # of two queries: enough to see a wrong mask, position or temperature
@@ -35,7 +35,7 @@ def check_reference(rollout: Rollout, *, most: float) -> None:
 
 
 def check_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, most: float) -> None:
-    """Before any update the policy gives the log-probabilities of the rollout: all [b, R]."""
+    """Before any update the policy gives the log-probabilities of the rollout; all [b, R]."""
     gap = float(((logprobs - old_logprobs) * mask).abs().max())
     if gap > most:
         warnings.warn(
@@ -49,7 +49,7 @@ def check_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, most: f
 @torch.no_grad()
 def check_sampler(
     model: Any,
-    score: Callable[[TokenBatch], PolicyOutputs],
+    logprobs_of: Callable[[Samples], Tensor],
     queries: Sequence[Tensor],
     config: GenerationConfig,
     *,
@@ -74,12 +74,8 @@ def check_sampler(
         torch.stack(output.logits, 1).float().log_softmax(-1).gather(-1, torch.stack(responses)[..., None])[..., 0]
     )
 
-    start = int(output.sequences[0, 0]) if model.config.is_encoder_decoder else None
-    queries = [query.to(model.device) for query in chosen]
-    inputs = model_inputs(queries, responses, pad_token_id=config.pad_token_id, decoder_start=start)
-    batch = token_batch(inputs, queries, responses)
-    scored = score(batch).logprobs
-    # Behind an end token generate only pads.
+    scored = logprobs_of(Samples([query.to(model.device) for query in chosen], responses))
+    # After an end token generate only pads.
     ends = torch.tensor(config.eos_token_id if config.eos_token_id is not None else [], device=model.device).view(-1)
     ended = torch.isin(torch.stack(responses), ends).cumsum(1)
     counts = (ended == 0) | ((ended == 1) & torch.isin(torch.stack(responses), ends))

@@ -1,16 +1,20 @@
 """What a PPOTrainer is given, checked and completed."""
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from datasets import Dataset
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
+from trimtab_common.health import HealthMonitor
 from trimtab_common.kl import AdaptiveKLController, FixedKLController
-from trimtab_common.tracking import Tracker, start_tracking
+from trimtab_common.run import Run
+from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
+from trimtab_common.tracking import start_tracking
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
@@ -19,6 +23,15 @@ from trimtab_lm.models.value_head import (
 )
 
 from .config import PPOConfig
+
+WITHOUT_EFFECT = (
+    *("exp_name", "log_with", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
+    *("compare_steps", "steps", "model_name", "query_dataset", "reward_model", "optimize_device_cache", "output_dir"),
+    *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size"),
+)
+"""Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
+HELD = ("learning_rate", "init_kl_coef")
+"""Fields of PPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
 
 
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
@@ -85,10 +98,9 @@ def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) ->
     return config.taken(**facts)
 
 
-def optimizer_of(
-    config: PPOConfig, optimizer: torch.optim.Optimizer | None, trainable: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """The optimizer given, which must hold all that trains, or Adam; ValueError if nothing trains."""
+def optimizer_of(config: PPOConfig, optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
+    """The caller's optimizer, which must hold all parameters that train, or Adam; ValueError if nothing trains."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError(
             "Nothing to train: no parameter of the model has requires_grad. Unfreeze some, or add an adapter."
@@ -111,35 +123,24 @@ def kl_controller(config: PPOConfig) -> FixedKLController:
     return AdaptiveKLController(start, target, horizon) if config.adap_kl_ctrl else FixedKLController(start)
 
 
-def decoder_start(model: PreTrainedModelWrapper) -> int:
-    """The token that an encoder-decoder model's decoder starts from."""
-    for source in (model.generation_config, model.config):
-        if (start := getattr(source, "decoder_start_token_id", None)) is not None:
-            return start
-    raise ValueError("The model names no decoder_start_token_id: set it in model.config.")
-
-
-def without_start(
-    responses: list[Tensor], response_masks: list[Tensor] | None, start: int
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Responses, and their masks, without the decoder start token that `model.generate` returns in front of them."""
-    leads = [len(row) > 1 and int(row[0]) == start for row in responses]
-    masks = response_masks
-    if masks is not None:
-        masks = [mask[1:] if lead else mask for mask, lead in zip(masks, leads, strict=True)]
-    return [row[1:] if lead else row for row, lead in zip(responses, leads, strict=True)], masks
-
-
-def start_run(config: PPOConfig, accelerator: Accelerator, run_id: str | None) -> Tracker:
-    """The tracker's run that the config asks for, or the one of `run_id` again."""
-    return start_tracking(
-        config.log_with,
-        project=config.tracker_project_name,
-        config=to_flat_dict(config),
-        name=config.exp_name,
-        tags=[config.task_name] if config.task_name else [],
-        folder=accelerator.logging_dir or ".",
-        run_id=run_id,
-        init_kwargs=config.tracker_kwargs.get(config.log_with or "", config.tracker_kwargs),
-        is_main=accelerator.is_main_process,
+def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, dataset: object) -> Run:
+    """The run that the config asks for, with a record of its settings and data under a new id. Collective."""
+    data = rows_fingerprint(dataset) if isinstance(dataset, Dataset) else None
+    return Run(
+        accelerator,
+        model,
+        RunRecord.new(result_settings(config, without=WITHOUT_EFFECT), data=data),
+        health=HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None),
+        start_tracker=partial(
+            start_tracking,
+            config.log_with,
+            project=config.tracker_project_name,
+            config=to_flat_dict(config),
+            name=config.exp_name,
+            tags=[config.task_name] if config.task_name else [],
+            folder=accelerator.logging_dir or ".",
+            init_kwargs=config.tracker_kwargs.get(config.log_with or "", config.tracker_kwargs),
+        ),
+        accepts_changes=config.resume_with_changes,
+        held=HELD,
     )

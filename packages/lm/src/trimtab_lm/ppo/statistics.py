@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab_common.health import Vitals
 from trimtab_common.kl import k3
 from trimtab_common.masking import explained_variance
 from trimtab_common.stats import Deviation, Mean, Variance, gather_stats, merge_stats
 
-from .samples import Samples
+from .policy import Compared
+from .samples import Samples, carry, check_same_tokens
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,24 @@ class Rollout:
     non_score_rewards: Tensor
     advantages: Tensor
     returns: Tensor
+
+    @classmethod
+    def of(cls, samples: Samples, scores: Tensor, old: Compared, **columns: Tensor) -> "Rollout":
+        """The samples as policy and reference see them, with further columns [B, R], set to 0 outside the mask."""
+        at_tokens = {name: torch.where(old.mask.bool(), column, 0.0) for name, column in columns.items()}
+        return cls(samples, old.mask, scores, old.logprobs, old.ref_logprobs, old.entropy, **at_tokens)
+
+    def rows(self, index: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """What a minibatch learns from, [b, W]: columns of the chosen rows, in the places of the same tokens in `mask`.
+
+        Raises:
+            ValueError: `mask` [b, W] counts other tokens than the rollout's mask does.
+        """
+        old_mask = self.mask[index]
+        check_same_tokens(mask, old_mask)
+        columns = {"old_logprobs": self.logprobs, "values": self.values}
+        columns |= {"advantages": self.advantages, "returns": self.returns}
+        return {name: carry(column[index], old_mask, mask) for name, column in columns.items()}
 
     def step_data(self) -> dict[str, Any]:
         """The columns under the names that `PPOTrainer.record_step_stats` takes."""
@@ -101,6 +121,18 @@ def rollout_stats(
         stats[f"tokens/{name}_len_std"] = Deviation.of(lengths)
         stats[f"tokens/{name}_dist"] = lengths
     return stats
+
+
+def vitals(stats: Mapping[str, float]) -> Vitals:
+    """The quantities of a step that its health is judged by; a subclass's statistics may lack some."""
+    return Vitals(
+        kl=stats["objective/kl"],
+        entropy=stats.get("ppo/policy/entropy"),
+        clip_fraction=stats.get("ppo/policy/clipfrac"),
+        explained_variance=stats.get("ppo/val/var_explained"),
+        reward_std=stats["ppo/std_scores"],
+        response_length=stats.get("tokens/responses_len_mean"),
+    )
 
 
 def flattened(stats: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,89 +1,67 @@
 """PPO for language models (Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347)."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, send_to_device
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_common.config import to_flat_dict
-from trimtab_common.health import HealthMonitor, TrainingDivergedError, Vitals
-from trimtab_common.hub import push_folder, write_model_card
+from trimtab_common.health import TrainingDivergedError
 from trimtab_common.kl import SAMPLED_KL, full
 from trimtab_common.masking import rescale, whiten
-from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import Mean, RunningMoments, gather_over_ranks, gather_stats
+from trimtab_common.run import create_accelerator
+from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
-from trimtab_common.tracking import Tracker, progress
-from trimtab_lm.data.prompts import (
-    RewardFunction,
-    ShuffledBatches,
-    as_queries,
-    collate_columns,
-    open_dataset,
-    used_columns,
-)
+from trimtab_common.tracking import progress
+from trimtab_lm.data.prompts import endless
+from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.rewards.model import RewardModel
-from trimtab_lm.sampling.generate import Sampler, eos_token_ids, response_texts, sampling_config
+from trimtab_lm.rewards.functions import function_stats, rewards_of
+from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.positions import Positions
 
-from .checks import check_logged, check_step
+from .checks import check_step
 from .config import PPOConfig
 from .loss import policy_log_ratio, ppo_loss
-from .policy import ActorCritic, PolicyOutputs, Scorer, TokenBatch, model_inputs, token_batch
+from .policy import ActorCritic, Scorer
 from .returns import gae, per_token_rewards
-from .samples import Samples, carry, check_same_tokens, full_logprobs, in_minibatches, token_entropy
-from .saving import load, record_of, resume, save
-from .selfcheck import check_ratio, check_reference, check_sampler, tolerance
-from .setup import (
-    decoder_start,
-    filled,
-    kl_controller,
-    optimizer_of,
-    policy_of,
-    reference_of,
-    start_run,
-    tokenizer_of,
-    without_start,
-)
-from .statistics import Clock, Rollout, as_numbers, one_dimensional, rollout_stats, token_means, training_stats
-from .update import UpdateWindow, accumulation, count, decide, take_step
-
-USAGE = """from transformers import AutoTokenizer
-from trimtab_lm import {model}
-
-model = {model}.from_pretrained("{repo_id}")  # transformers' own Auto classes load the language model alone
-tokenizer = AutoTokenizer.from_pretrained("{repo_id}")"""
+from .sampler import Sampler
+from .samples import Padding, Samples, in_minibatches, token_entropy
+from .selfcheck import check_ratio, check_reference, tolerance
+from .services import PolicyServices
+from .setup import filled, kl_controller, optimizer_of, policy_of, reference_of, run_of, tokenizer_of
+from .statistics import Clock, Rollout, token_means, training_stats, vitals
+from .update import Update, rows_of_updates
 
 
-class PPOTrainer:
+class PPOTrainer(PolicyServices):
     """PPO over a batch of queries, responses and scores: `generate`, score, `step`, as often as you like.
-
-    config: a PPOConfig. model: a model with a value head; if None, `config.model_name` is loaded. ref_model: the
-    reference of the KL penalty; if None, the model as it is now: a PEFT model with its adapters off, any other as a
-    frozen copy, which shares its first `num_shared_layers` layers with the model (and freezes them). tokenizer: with a
-    pad token. dataset: prompts for `dataloader` and `train`, as token ids (`input_ids`), texts or conversations
-    (`query` or `prompt`); if None, `config.query_dataset` is loaded. optimizer: over the model's parameters; if None,
-    Adam. lr_scheduler: stepped once per PPO step. value_model: a model for the values in place of the value head, such
-    as a reward model (see `Critic`).
 
     What may be overridden: `batched_forward_pass`, `compute_rewards`, `compute_advantages`, `loss`, `train_minibatch`,
     `record_step_stats`, `gather_stats`, `prepare_dataloader`, `log_stats`. Logits of the whole vocabulary are computed
-    only for a subclass that replaces `loss`, `train_minibatch` or `batched_forward_pass`. `trainer.config` is a copy of
-    the config with the fields that are filled at run time.
+    only for a subclass that replaces `loss`, `train_minibatch` or `batched_forward_pass`.
+
+    Args:
+        config: a PPOConfig. `trainer.config` is a copy with the fields that are filled at run time.
+        model: a model with a value head; None: `config.model_name` is loaded.
+        ref_model: the reference of the KL penalty; None: the model as it is at this moment, a PEFT model with its
+            adapters off, any other as a frozen copy.
+        tokenizer: with a pad token.
+        dataset: prompts for `dataloader` and `train`, as token ids (`input_ids`), texts or conversations (`query` or
+            `prompt`); None: `config.query_dataset` is loaded.
+        optimizer: over the model's parameters; None: Adam.
+        data_collator: see `prepare_dataloader`.
+        num_shared_layers: layers that the copied reference shares with the model, frozen in both.
+        lr_scheduler: stepped once per PPO step.
+        value_model: a model for the values in place of the value head, such as a reward model; see `Critic`.
+        rollout: what samples in `generate` and `train`, by its own settings, such as a VLLMRollout; None: transformers'
+            generate, or in `train` the backend that `config.rollout_backend` names.
     """
 
     def __init__(
@@ -92,142 +70,97 @@ class PPOTrainer:
         model: PreTrainedModelWrapper | None = None,
         ref_model: nn.Module | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        dataset: Dataset | torch.utils.data.Dataset | None = None,
+        dataset: Dataset | torch.utils.data.Dataset[Any] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        data_collator: Callable[[Sequence[Mapping[str, Any]]], Any] | None = None,
+        data_collator: Callable[[Sequence[Any]], Any] | None = None,
         num_shared_layers: int | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         *,
         value_model: nn.Module | None = None,
+        rollout: RolloutBackend | None = None,
     ):
         config = replace(config or PPOConfig())  # checked again: fields may have been assigned
+        if rollout is not None and config.rollout_backend != "transformers":
+            raise ValueError(f"rollout_backend={config.rollout_backend!r} and a rollout: leave one of them out.")
         self.model = model = policy_of(config, model)
         self.tokenizer = tokenizer_of(config, tokenizer)
-        self.is_encoder_decoder = model.is_encoder_decoder
+        self.is_encoder_decoder, self.decoder_start = model.is_encoder_decoder, decoder_start_of(model.pretrained_model)
         self.reference, self.ref_model = reference_of(model, ref_model, num_shared_layers)
         actor_critic = ActorCritic(model, value_model)
-        trainable = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
-        optimizer = optimizer_of(config, optimizer, trainable)
+        optimizer = optimizer_of(config, optimizer, actor_critic)
 
-        # Without cpu=True, torchrun on a machine without a GPU gives processes that never synchronise.
-        settings = {"cpu": not torch.accelerator.is_available(), **config.accelerator_kwargs}
-        self.accelerator = Accelerator(project_config=ProjectConfiguration(**config.project_kwargs), **settings)
+        self.accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs)
         self.config = filled(config, model, self.accelerator.num_processes)
         self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
-        self.scorer = Scorer(self.actor_critic, actor_critic.head, self.reference, self.accelerator)
+        self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
+        padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
+        self.scorer = Scorer(self.actor_critic, self.reference, self.accelerator, padding)
+        self.rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
+        self.kl_ctl, self.running = kl_controller(config), RunningMoments()
+        self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
+        self.rollout = rollout
+        self.steps_done, self.best_score = 0, float("-inf")
 
-        self._rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
-        self.kl_ctl = kl_controller(config)
-        self.running = RunningMoments()
-        self.sampler = Sampler(
-            self.tokenizer.pad_token_id,
-            self.tokenizer.eos_token_id,
-            seed=config.seed,
-            rank=self.accelerator.process_index,
-            temperature=config.temperature,
-        )
-        self.health = HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None)
-        self.steps_done = 0
-        self.best_score = float("-inf")
-        self._window: UpdateWindow | None = None
-        self._tracker: Tracker | None = None
-        self.run_id: str | None = None  # the tracker's
-        self._decoder_start = decoder_start(model) if self.is_encoder_decoder else 0
+        self.data_collator = data_collator
+        self.dataset, self.dataloader, self.batches = self._open_data(dataset, data_collator)
+        self.run = run_of(self.config, self.accelerator, self.actor_critic, self.dataset)
+        self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "sampler", "running", "batches")
+        self.run.keep(self, "steps_done", "best_score")
+        self.run.keep(self.accelerator, "scaler")
 
-        self.dataset, self.data_collator = dataset, data_collator
-        self.dataloader: DataLoader | None = None
-        self.batches: ShuffledBatches | None = None
-        if dataset is None and config.query_dataset:
-            self.dataset = open_dataset(config.query_dataset)
-        if isinstance(self.dataset, Dataset) and data_collator is None and "input_ids" not in self.dataset.column_names:
-            self.dataset = as_queries(self.dataset, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
-        if self.dataset is not None:
-            self.dataloader = self.prepare_dataloader(self.dataset, data_collator)
-            if isinstance(self.dataloader.batch_sampler, ShuffledBatches):
-                self.batches = self.dataloader.batch_sampler
-        self.run = record_of(self)
+    # ---------------------------------------------------------------- the algorithm
 
-    @property
-    def model_params(self) -> list[nn.Parameter]:
-        """What trains: of the policy, and of the critic where there is one."""
-        return [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
-
-    @property
-    def current_device(self) -> torch.device:
-        """Where batches and rewards are: accelerate's device, until another one is assigned."""
-        return self._device
-
-    @current_device.setter
-    def current_device(self, device: torch.device | str | int) -> None:
-        self._device = torch.device(device)
-
-    # ------------------------------------------------------------------ data
-
-    def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> DataLoader:
-        """Shuffled batches of `config.batch_size` rows for this process, on its device, without a remainder.
-
-        The order of the batches comes from `config.seed`; that of `trainer.dataloader` is part of a checkpoint. By
-        default a batch is a dict of lists, its `input_ids` 1-D tensors.
-        """
-        if self.config.remove_unused_columns and isinstance(dataset, Dataset):
-            inner = self.model.pretrained_model  # a PeftModel's own forward names no columns
-            dataset = used_columns(dataset, inner.get_base_model() if self.model.is_peft_model else inner)
-        collate = data_collator or collate_columns
-        batches = ShuffledBatches(
-            len(dataset),
-            self.config.batch_size,
-            seed=self.config.seed,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
-        return DataLoader(
-            dataset,
-            batch_sampler=batches,
-            collate_fn=lambda rows: send_to_device(collate(rows), self.current_device),
-            generator=torch.Generator(),  # else each epoch's start, and each resume, draws from torch's global one
-        )
-
-    # -------------------------------------------------------------- sampling
-
-    def generate(
+    def train(
         self,
-        query_tensor: Tensor | list[Tensor],
-        length_sampler: Callable[[], int] | None = None,
-        batch_size: int = 4,
-        return_prompt: bool = True,
-        generate_ref_response: bool = False,
-        **generation_kwargs: Any,
-    ) -> Any:
-        """Responses to queries, from the policy, and from the reference too if asked: then both, as a pair.
+        reward: Any = None,
+        *,
+        generation_kwargs: Mapping[str, Any] | None = None,
+        steps: int | None = None,
+        resume_from: str | Path | None = None,
+        on_step: Callable[[int, dict[str, Any], dict[str, Any]], None] | None = None,
+        reward_weights: Sequence[float] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Generate, score and step over the dataset until `steps` are done; logs and saves.
 
-        query_tensor: 1-D, which gives a [1, T] tensor; or a list of 1-D tensors, which gives a list of 1-D ones.
-        length_sampler: draws `max_new_tokens`, once per call. batch_size: queries at a time. The temperature is
-        remembered: `step` takes the log-probabilities at it. See `trimtab_lm.sampling.generate.Sampler`.
+        Args:
+            reward: what scores the responses, one or a list: functions, plain or async, as of `RewardSet` or
+                `reward(queries, responses, **columns) -> scores`, with texts and the batch's other columns; sequence
+                classifiers, a module with the policy's tokenizer. None: `config.reward_model`.
+            generation_kwargs: arguments of `generate`; by default the whole batch is sampled at once.
+            steps: PPO steps in all; default: the config's.
+            resume_from: a checkpoint's folder, or "latest" for the newest in `output_dir`, if there is one.
+            on_step: called with the step's number, the logged statistics and the batch.
+            reward_weights: one per reward; None: 1.
+
+        Returns:
+            The numbers among the logged statistics of every step.
         """
-        is_single = isinstance(query_tensor, Tensor)
-        queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
-        if length_sampler is not None:
-            generation_kwargs["max_new_tokens"] = length_sampler()
-        models: list[AbstractContextManager[Any]] = [nullcontext(self.model.pretrained_model)]
-        if generate_ref_response:
-            models.append(self.reference.active())
-        options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
-        with torch.no_grad(), without_dropout(self.model):
-            is_first = self.sampler.calls == 0
-            responses = self.sampler(models, queries, **options)  # refuses bad queries by name
-            if is_first:
-                self._check_sampler(queries, generation_kwargs)
-        answers = [rows[0][None] if is_single else rows for rows in responses]
-        return tuple(answers) if generate_ref_response else answers[0]
-
-    def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
-        model, score = self.model.pretrained_model, self.accelerator.unwrap_model(self.actor_critic)
-        config, _ = sampling_config(model, **{"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs})
-        check_sampler(model, score, queries, config, most=self._rounding)
-
-    # -------------------------------------------------------------- one step
+        if self.dataloader is None:
+            raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
+        if (reward := self.config.reward_model if reward is None else reward) is None:
+            raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
+        rewards = rewards_of(reward, reward_weights, tokenizer=self.tokenizer, device=self.current_device)
+        self._resume(resume_from)
+        options = self._sampling_options(generation_kwargs or {})
+        total, history = steps or self.config.steps, []
+        batches = endless(self.dataloader)
+        for _ in progress(range(self.steps_done, total), "PPO steps"):
+            batch = next(batches)
+            responses = self.generate(batch["input_ids"], return_prompt=False, **options)
+            scored = rewards(*self._completions(batch, responses))
+            scores = scored.rewards.tolist()
+            stats = self.step(batch["input_ids"], responses, scores)
+            if len(rewards.names) > 1:
+                stats |= self.gather_stats(function_stats(rewards.names, scored))
+            logs = self.log_stats(stats, batch, scores)
+            history.append({name: value for name, value in logs.items() if isinstance(value, float)})
+            if on_step is not None:
+                on_step(self.steps_done, logs, batch)
+            if self.config.save_steps and self.steps_done % self.config.save_steps == 0:
+                self.save_checkpoint()
+        return history
 
     def step(
         self,
@@ -236,215 +169,73 @@ class PPOTrainer:
         scores: list[Any],
         response_masks: list[Tensor] | None = None,
     ) -> dict[str, Any]:
-        """One PPO iteration over this process's batch; returns its statistics, equal on all processes.
+        """One PPO iteration over this process's batch.
 
-        queries, responses: `batch_size` 1-D tensors of token ids each; scores: a number for each; response_masks: for
-        each response token 1, or 0 where it is not the policy's own (the output of a tool).
+        Args:
+            queries: `batch_size` rows of token ids, 1-D.
+            responses: `batch_size` rows of token ids, 1-D.
+            scores: a number for each response.
+            response_masks: for each response token 1, or 0 where the policy did not write it (the output of a tool).
+
+        Returns:
+            The statistics, equal on all processes.
         """
-        clock = Clock()
-        queries, responses, raw_scores, response_masks = check_step(
+        clock, config = Clock(), self.config
+        samples, raw_scores = check_step(
             queries,
             responses,
             scores,
             response_masks,
-            batch_size=self.config.batch_size,
-            vocab_size=self.model.pretrained_model.get_input_embeddings().num_embeddings,
-            positions=Positions.of(self.model.pretrained_model),
-            is_encoder_decoder=self.is_encoder_decoder,
+            batch_size=config.batch_size,
+            model=self.model,
+            decoder_start=self.decoder_start,
             is_first=self.steps_done == 0,
             device=self.current_device,
         )
-        if self.is_encoder_decoder:
-            responses, response_masks = without_start(responses, response_masks, self._decoder_start)
+        recorded: list[dict[str, Any]] = []
         with without_dropout(self.actor_critic):
-            rollout = self._evaluate(queries, responses, raw_scores, response_masks, clock)
-            if self.steps_done == 0:
-                check_reference(rollout, most=self._rounding)
-            train_stats = self._optimize(rollout)
+            rollout = self._evaluate(samples, raw_scores, clock)
+            for rows in rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done):
+                if self._update(rollout, rows, recorded):
+                    break
+            train_stats = training_stats(rollout, recorded)
             clock.lap("optimize_step")
-        stats = self.record_step_stats(kl_coef=self.kl_ctl.value, **rollout.step_data(), train_stats=train_stats)
-        clock.lap("calc_stats")
-        stats = one_dimensional({**stats, "ppo/learning_rate": self._lr, **clock.stats()})
-        stats = as_numbers(self.gather_stats(stats))
+        stats = self._step_stats(rollout, train_stats, clock)
 
-        self.kl_ctl.update(stats["objective/kl"], self.config.batch_size * self.accelerator.num_processes)
+        self.kl_ctl.update(stats["objective/kl"], config.batch_size * self.accelerator.num_processes)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.steps_done += 1
         self._push_if_best(stats["ppo/mean_scores"])
-        if self.config.optimize_device_cache:
+        if config.optimize_device_cache:
             clear_device_cache()
-        return {**stats, **self._check_health(stats)}
+        numbers = {name: value for name, value in stats.items() if isinstance(value, float)}
+        return stats | self.run.check_health(vitals(numbers), numbers, when=f"step {self.steps_done}")
 
-    def _evaluate(
-        self,
-        queries: list[Tensor],
-        responses: list[Tensor],
-        raw_scores: Tensor,
-        response_masks: list[Tensor] | None,
-        clock: Clock,
-    ) -> Rollout:
-        """Log-probabilities, values, rewards and advantages of a batch under the policy as it is, without gradients."""
-        samples = Samples(queries, responses, self.prepare_model_inputs(queries, responses), response_masks)
+    def _evaluate(self, samples: Samples, raw_scores: Tensor, clock: Clock) -> Rollout:
+        """Log-probabilities, values, rewards and advantages of a batch under the policy before its updates."""
+        if self._replaces("batched_forward_pass", "prepare_model_inputs"):
+            inputs = self.prepare_model_inputs(samples.queries, samples.responses)
+            samples = replace(samples, model_inputs=inputs)
         with torch.no_grad():
-            columns: list[Any] = in_minibatches(self._compare, samples, self.config.mini_batch_size)
-            logprobs, ref_logprobs, values, entropy, mask, exact_kl, *distributions = columns
+            old = in_minibatches(self._compare, samples, self.config.mini_batch_size)
             clock.lap("forward_pass")
-            pair = distributions or [logprobs, ref_logprobs]
-            known = {} if exact_kl is None or distributions else {"kl": exact_kl}
-            computed: Sequence[Tensor] = self.compute_rewards(
-                self._shaped(raw_scores, responses), pair[0], pair[1], mask, **known
-            )
-            rewards, non_score_rewards = computed[:2]
-            kl = computed[2] if len(computed) > 2 else self._kl_penalty(*pair)
+            scores = self._shaped(raw_scores, samples.responses)
+            known = {} if old.kl is None else {"kl": old.kl}
+            rewards, non_score_rewards, *rest = self.compute_rewards(scores, *old.compared, old.mask, **known)
+            kl = rest[0] if rest else self._kl_penalty(*old.compared)
             clock.lap("compute_rewards")
-            values, advantages, returns = self.compute_advantages(values, rewards, mask)
+            values, advantages, returns = self.compute_advantages(old.values, rewards, old.mask)
             clock.lap("compute_advantages")
-
-        def at_tokens(column: Tensor) -> Tensor:
-            return torch.where(mask.bool(), column, 0.0)
-
-        return Rollout(
-            samples=samples,
-            mask=mask,
-            scores=raw_scores,
-            logprobs=logprobs,
-            ref_logprobs=ref_logprobs,
-            entropy=entropy,
-            values=at_tokens(values),
-            kl=at_tokens(kl),
-            non_score_rewards=at_tokens(non_score_rewards),
-            advantages=at_tokens(advantages),
-            returns=at_tokens(returns),
-        )
-
-    def _compare(self, samples: Samples) -> list[Tensor | None]:
-        """One minibatch under policy and reference: log-probabilities of both, values, entropy, mask and exact KL.
-
-        The exact KL is None unless `kl_penalty="full"` asks for it. A subclass's `compute_rewards` is then given the
-        log-probabilities of the whole vocabulary, as documented: they come last, both [b, R, V].
-        """
-        is_full = self.config.kl_penalty == "full"
-        reads_distributions = is_full and self._replaces("compute_rewards")
-        is_whole = is_full and self._replaces("compute_rewards", "batched_forward_pass")
-        policy = self._forward(samples, return_logits=is_whole)
-        ref = self._forward(samples, of_reference=True, return_logits=is_whole)
-        columns = [policy.logprobs, ref.logprobs, policy.values, policy.entropy, policy.mask]
-        temperature = self.sampler.temperature
-        if not is_full:
-            return [*columns, None]
-        if policy.logits is None or ref.logits is None:
-            return [*columns, self.scorer.exact_kl(self._tokens(samples), temperature=temperature)]
-        pair = [full_logprobs(logits, temperature=temperature) for logits in (policy.logits, ref.logits)]
-        return [*columns, full(*pair), *(pair if reads_distributions else [])]
-
-    def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
-        """What the model reads, padded on the right: see `policy.model_inputs`."""
-        start = self._decoder_start if self.is_encoder_decoder else None
-        return model_inputs(queries, responses, pad_token_id=self.tokenizer.pad_token_id, decoder_start=start)
-
-    def batched_forward_pass(
-        self,
-        model: nn.Module | None,
-        queries: list[Tensor],
-        responses: list[Tensor],
-        model_inputs: dict[str, Tensor],
-        return_logits: bool = False,
-        response_masks: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor | None, Any, Tensor]:
-        """Log-probabilities, logits, values and mask of B responses, `mini_batch_size` rows of like length at a time.
-
-        A subclass's method may return columns of its own layout, such as [B, T - 1] over query and response: `step`
-        reads the positions where the mask is 1, and calls it for one minibatch at a time, with gradients in the
-        updates. `model` is then a module that gives (logits, loss, values) of the model inputs.
-
-        Args:
-            model: `trainer.model`, or `trainer.ref_model`, which is None where the adapters are switched off.
-            queries: B rows of token ids.
-            responses: B rows of token ids.
-            model_inputs: as from `prepare_model_inputs`, [B, T] each, padded on either side.
-            return_logits: whether to return logits as well.
-            response_masks: for each response, 1 where a token counts.
-
-        Returns:
-            Log-probabilities in nats at the sampling temperature, [B, R]; logits [B, R, V], or None; values [B, R], or
-            None for the reference; the mask [B, R]. All are 0 where a token does not count.
-        """
-        of_reference = model is None or model is self.ref_model
-        if not of_reference and model is not self.model and model is not self.actor_critic:
-            raise ValueError(
-                "batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model."
-            )
-        samples = Samples(queries, responses, model_inputs, response_masks)
-
-        def forward(part: Samples) -> list[Tensor | None]:
-            outputs = self._score(part, of_reference=of_reference, return_logits=return_logits)
-            return [outputs.logprobs, outputs.logits, outputs.values, outputs.mask]
-
-        with without_dropout(self.actor_critic):
-            columns: list[Any] = in_minibatches(forward, samples, self.config.mini_batch_size)
-        logprobs, logits, values, mask = columns
-        return logprobs, logits, values, mask
-
-    def _tokens(self, samples: Samples) -> TokenBatch:
-        """The tokens of a minibatch, without columns of padding alone."""
-        batch = token_batch(samples.model_inputs, samples.queries, samples.responses, samples.response_masks)
-        return batch.trimmed()
-
-    def _score(self, samples: Samples, *, of_reference: bool, return_logits: bool) -> PolicyOutputs:
-        """A minibatch by the built-in pass, which needs no logits for log-probabilities and entropies."""
-        score = self.scorer.ref if of_reference else self.scorer.policy
-        return score(self._tokens(samples), temperature=self.sampler.temperature, return_logits=return_logits)
-
-    def _forward(self, samples: Samples, *, of_reference: bool = False, return_logits: bool = False) -> PolicyOutputs:
-        """A minibatch under the policy or the reference, by the built-in pass or by a subclass's.
-
-        A subclass's pass is asked for the policy's logits, from which the entropy comes.
-        """
-        if not self._replaces("batched_forward_pass"):
-            return self._score(samples, of_reference=of_reference, return_logits=return_logits)
-        model: Any = (self.ref_model or self.model) if of_reference else self.actor_critic
-        context = self.scorer.of_reference() if of_reference else nullcontext()
-        with context, without_dropout(self.actor_critic):
-            logprobs, logits, values, mask = self.batched_forward_pass(
-                model,
-                samples.queries,
-                samples.responses,
-                samples.model_inputs,
-                return_logits=return_logits or not of_reference,
-                response_masks=samples.response_masks,
-            )
-        counts = mask.bool()
-        return PolicyOutputs(
-            logprobs=torch.where(counts, logprobs, 0.0),
-            entropy=None if logits is None else token_entropy(logits, mask, temperature=self.sampler.temperature),
-            values=None if values is None else torch.where(counts, values, 0.0),
-            mask=mask,
-            logits=logits,
-        )
-
-    def _replaces(self, *names: str) -> bool:
-        """Whether a subclass, or an assignment to this trainer, replaces one of these methods.
-
-        What only a replaced method reads, such as logits, is computed for one alone.
-        """
-        return any(name in vars(self) or getattr(type(self), name) is not getattr(PPOTrainer, name) for name in names)
-
-    def _shaped(self, scores: Tensor, responses: list[Tensor]) -> Tensor:
-        """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
-        config = self.config
-        if config.missing_eos_penalty is not None:
-            ends = self.sampler.eos_ids or eos_token_ids(self.model, self.tokenizer.eos_token_id)
-            unended = torch.tensor([int(row[-1]) not in ends for row in responses], device=scores.device)
-            scores = scores - config.missing_eos_penalty * unended
-        if config.use_score_scaling:
-            self.running.update(scores)
-            scores = (scores - (self.running.mean if config.use_score_norm else 0.0)) / self.running.std
-        return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
+        columns = {"values": values, "kl": kl, "non_score_rewards": non_score_rewards}
+        rollout = Rollout.of(samples, raw_scores, old, **columns, advantages=advantages, returns=returns)
+        if self.steps_done == 0:
+            check_reference(rollout, most=self.rounding)
+        return rollout
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor, kl: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Rewards per token, their part that is not the score, and the KL, each [B, R].
 
         A subclass's method takes `kl_penalty="full"` from log-probabilities of the whole vocabulary, [B, R, V], and
@@ -476,78 +267,93 @@ class PPOTrainer:
         advantages = gae(rewards, values, mask=mask, gamma=self.config.gamma, lam=self.config.lam)
         return values, whiten(advantages, mask), advantages + values
 
-    # --------------------------------------------------------------- updates
+    # ---------------------------------------------------------------- updates
 
-    def _optimize(self, rollout: Rollout) -> dict[str, Any]:
-        """`ppo_epochs` passes over the batch in shuffled optimizer steps; the statistics of all of them."""
-        config = self.config
-        recorded: list[dict[str, Any]] = []
-        # A stream above those of the ranks, which `generate` draws from.
-        seed = sampling_seed(config.seed, rank=self.accelerator.num_processes, draw=self.steps_done)
-        shuffle = torch.Generator().manual_seed(seed)
-        for _ in range(config.ppo_epochs):
-            for rows in torch.randperm(config.batch_size, generator=shuffle).split(config.backward_batch_size):
-                if self._update(rollout, rows, recorded).is_stopped:
-                    return training_stats(rollout, recorded)
-        return training_stats(rollout, recorded)
+    def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> bool:
+        """One optimizer step over `rows`, minibatch by minibatch.
 
-    def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> UpdateWindow:
-        """One optimizer step over `rows`, minibatch by minibatch; the gradient is that of all their tokens at once."""
-        lengths = rollout.samples.lengths[rows]
-        parts = rows[lengths.argsort(stable=True)].split(self.config.mini_batch_size)
-        window = self._window = UpdateWindow(count(rollout.mask[rows]), len(parts))
+        Args:
+            rollout: the batch.
+            rows: numbers of the step's rows.
+            recorded: the statistics of each minibatch of the PPO step, which this adds to.
+
+        Returns:
+            Whether the policy has moved too far to go on.
+        """
+        divergence, needs_logits = Mean(0.0, 0.0), self._replaces("loss", "train_minibatch")
+        tokens = float(sum_over_ranks(rollout.mask[rows].sum())) / self.accelerator.num_processes
+        parts = rows[rollout.samples.lengths[rows].argsort(stable=True)].split(self.config.mini_batch_size)
         try:
-            with accumulation(self.accelerator, len(parts)):
-                for part in parts:
-                    window.seen += 1
-                    # Gradients are exchanged once a window, with its last minibatch.
-                    exchange = nullcontext() if window.is_last else self.accelerator.no_sync(self.actor_critic)
-                    self.accelerator.sync_gradients = window.is_last
-                    with exchange, self._unchanged_modes():
-                        is_first = self.steps_done == 0 and not recorded
-                        recorded.append(self._train_on(rollout, part, window, is_first=is_first))
+            for number, part in enumerate(parts, start=1):
+                # The gradient is that of all tokens of the step at once, averaged over processes.
+                share = float(rollout.mask[part].sum()) / tokens
+                with self.update.minibatch(share=share, is_last=number == len(parts)):
+                    new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
+                    old = rollout.rows(part, new.mask)
+                    if self.steps_done == 0 and not recorded:
+                        check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
+                    moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
+                    divergence += moves["approxkl"]
+                    with without_dropout(self.actor_critic):  # a subclass may call model.train()
+                        stats = token_means(self.train_minibatch(**old, **new.of_minibatch()), new.mask)
+                    recorded.append(new.entropy_stats() | stats)
         except TrainingDivergedError:
-            self.optimizer.zero_grad()
+            self.update.drop()
             raise
-        finally:
-            self._window = None
-        if window.is_stopped is None:  # a subclass's train_minibatch took the step by itself
-            decide(window, self.config, self.current_device)
-        return window
+        if "policy/early_stopped" in recorded[-1]:
+            return recorded[-1]["policy/early_stopped"].value > 0
+        return self.update.has_moved_too_far(divergence)  # a subclass's train_minibatch took the step by itself
 
-    def _train_on(self, rollout: Rollout, rows: Tensor, window: UpdateWindow, *, is_first: bool) -> dict[str, Any]:
-        """Score a minibatch of a rollout under the policy as it is now, and train on it."""
-        outputs = self._forward(rollout.samples.rows(rows), return_logits=self._replaces("loss", "train_minibatch"))
-        mask, old_mask = outputs.mask, rollout.mask[rows]
-        check_same_tokens(mask, old_mask)
-        old_logprobs, values, advantages, returns = (
-            carry(column[rows], old_mask, mask)
-            for column in (rollout.logprobs, rollout.values, rollout.advantages, rollout.returns)
-        )
-        if is_first:
-            check_ratio(outputs.logprobs.detach(), old_logprobs, mask, most=self._rounding)
-        window.divergence += self._moves(old_logprobs, outputs.logprobs, advantages, mask)["approxkl"]
-        stats = self.train_minibatch(
-            old_logprobs=old_logprobs,
-            values=values,
-            logprobs=outputs.logprobs,
-            logits=outputs.logits,
-            vpreds=outputs.values,
-            mask=mask,
-            advantages=advantages,
-            returns=returns,
-        )
-        entropy = {} if outputs.entropy is None else {"policy/entropy": Mean.of(outputs.entropy, mask)}
-        return {**entropy, **token_means(stats, mask)}
-
-    def _unchanged_modes(self) -> AbstractContextManager[None]:
-        """Undo what a subclass's `train_minibatch` does to modules by `model.train()`, which switches dropout on."""
-        return without_dropout(self.actor_critic) if self._replaces("train_minibatch") else nullcontext()
-
-    def _moves(self, old_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Mean]:
-        clip = self.config.cliprange
-        log_ratio = policy_log_ratio(logprobs, old_logprobs, mask)
+    def _moves(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Mean]:
+        """How far the policy has moved since the rollout, on the tokens of a minibatch; all [b, R]."""
+        log_ratio, clip = policy_log_ratio(logprobs, old_logprobs, mask), self.config.cliprange
         return surrogate_stats(log_ratio, advantages, mask, clip_low=clip, clip_high=clip)
+
+    def train_minibatch(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logprobs: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> dict[str, Any]:
+        """Backward for one minibatch, and the optimizer step if it is due; arguments as of `loss`.
+
+        Called by itself, outside of `step`, the minibatch is an optimizer step. Inside, accelerate weighs the loss by
+        the minibatch's share of the step's tokens, and its `sync_gradients` says which minibatch is the last.
+
+        Returns:
+            The minibatch's statistics.
+
+        Raises:
+            TrainingDivergedError: the loss or the gradient is not finite; the weights are untouched.
+        """
+        moves = self._moves(logprobs, old_logprobs, advantages, mask)
+        policy_loss, value_loss, stats = self.loss(
+            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
+        )
+        stats = token_means(stats, mask)
+        loss, ratio = policy_loss + value_loss, moves["ratio"].value
+        is_skipped = ratio > self.config.ratio_threshold
+        if is_skipped:
+            warnings.warn(
+                f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={self.config.ratio_threshold}: it is "
+                "left out of the update. Lower learning_rate or ppo_epochs if this repeats.",
+                stacklevel=2,
+            )
+            loss = 0.0 * (logprobs.sum() + vpreds.sum())
+        elif not torch.isfinite(loss):
+            self.update.drop()
+            raise TrainingDivergedError(
+                f"The loss of step {self.steps_done} is {loss.item()}. No update was made. Lower learning_rate "
+                f"({self.config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
+            )
+        self.update.add(loss, divergence=moves["approxkl"], is_kept=not is_skipped)
+        stats["policy/skipped"] = Mean(float(is_skipped), 1.0)
+        return stats | self.update.take() if self.accelerator.sync_gradients else stats
 
     def loss(
         self,
@@ -591,242 +397,3 @@ class PPOTrainer:
         if logits is not None:
             stats["policy/entropy"] = Mean.of(token_entropy(logits, mask), mask)
         return policy_loss, value_loss, stats
-
-    def train_minibatch(
-        self,
-        old_logprobs: Tensor,
-        values: Tensor,
-        logprobs: Tensor,
-        logits: Tensor | None,
-        vpreds: Tensor,
-        mask: Tensor,
-        advantages: Tensor,
-        returns: Tensor,
-    ) -> dict[str, Any]:
-        """Backward for one minibatch, and the optimizer step if it ends a window; returns its statistics.
-
-        Called by itself, outside of `step`, the minibatch is its own window. Inside, accelerate divides the loss by the
-        window's minibatches, and `optimizer.step` waits for the last one. Arguments as of `loss`. Raises
-        TrainingDivergedError, with the weights untouched, if the loss or the gradient is not finite.
-        """
-        moves = self._moves(old_logprobs, logprobs, advantages, mask)
-        window = self._window or UpdateWindow(count(mask), seen=1, divergence=moves["approxkl"])
-        policy_loss, value_loss, stats = self.loss(
-            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
-        )
-        stats = token_means(stats, mask)
-        loss = policy_loss + value_loss
-        ratio = moves["ratio"].value
-        is_skipped = ratio > self.config.ratio_threshold
-        if not is_skipped and not torch.isfinite(loss):
-            self.optimizer.zero_grad()
-            raise TrainingDivergedError(
-                f"The loss of step {self.steps_done} is {loss.item()}. No update was made. Lower learning_rate "
-                f"({self.config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
-            )
-        if is_skipped:
-            warnings.warn(
-                f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={self.config.ratio_threshold}: it is "
-                "left out of the update. Lower learning_rate or ppo_epochs if this repeats.",
-                stacklevel=2,
-            )
-            # Other processes wait for this one's gradients: it sends zeros.
-            loss = 0.0 * (logprobs.sum() + vpreds.sum())
-        else:
-            window.kept += 1
-            share = mask.sum().to(loss.dtype) * self.accelerator.num_processes / window.tokens
-            loss = loss * share * self.accelerator.gradient_accumulation_steps
-        if not is_skipped or self.accelerator.num_processes > 1:
-            self.accelerator.backward(loss)
-        stats["policy/skipped"] = Mean(float(is_skipped), 1.0)
-        if window.is_last:
-            stats |= take_step(self.accelerator, self.actor_critic, self.optimizer, self.config, window)
-        return stats
-
-    # ------------------------------------------------------------ statistics
-
-    def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
-        """This process's statistics of a step, under their documented names.
-
-        data: `queries`, `responses` and `scores` of the batch; `masks`, `logprobs`, `ref_logprobs`, `kls`,
-        `non_score_reward`, `values`, `advantages`, `returns` and `entropy` [B, R], 0 where the mask is 0; and
-        `train_stats`, of the updates: tensors whose mean over the first axis is the statistic.
-        """
-        train_stats = data.pop("train_stats")
-        return {
-            **rollout_stats(kl_coef=kl_coef, **data),
-            **{f"ppo/{name}": value.mean(0) for name, value in train_stats.items()},
-        }
-
-    def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """The statistics of all processes: floats and 1-D tensors, equal on each of them."""
-        return gather_stats(stats)
-
-    def log_stats(
-        self,
-        stats: dict[str, Any],
-        batch: Mapping[str, Sequence[Any]],
-        rewards: Sequence[Any],
-        columns_to_log: Sequence[str] = ("query", "response"),
-    ) -> dict[str, Any]:
-        """Send a step's statistics to the tracker, with the rewards and a table of samples; returns what was sent.
-
-        rewards: one number per response of this process. columns_to_log: columns of `batch` for the table.
-        """
-        check_logged(batch, rewards, columns_to_log)
-        own = [float(reward) for reward in rewards]
-        rows = list(zip(*(batch[name] for name in columns_to_log), own, strict=True))
-        gathered = [row for part in gather_over_ranks(rows) for row in part]
-        distribution = torch.tensor([row[-1] for row in gathered])
-        logs = {
-            **stats,
-            "env/reward_mean": float(distribution.mean()),
-            "env/reward_std": float(distribution.std(correction=0)),
-            "env/reward_dist": distribution,
-        }
-        self.tracker.log(logs, self.steps_done)
-        self.tracker.table("game_log", [*columns_to_log, "reward"], gathered, self.steps_done)
-        return logs
-
-    @property
-    def tracker(self) -> Tracker:
-        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
-        if self._tracker is None:
-            self._tracker = start_run(self.config, self.accelerator, self.run_id)
-            self.run_id = self._tracker.run_id
-        return self._tracker
-
-    @property
-    def _lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def _check_health(self, stats: Mapping[str, Any]) -> dict[str, float]:
-        """Warn of what goes wrong, each with number, threshold and remedy; raises if a statistic is not finite."""
-        scalars = {name: value for name, value in stats.items() if isinstance(value, float)}
-        vitals = Vitals(
-            kl=scalars["objective/kl"],
-            entropy=scalars.get("ppo/policy/entropy"),
-            clip_fraction=scalars.get("ppo/policy/clipfrac"),
-            explained_variance=scalars.get("ppo/val/var_explained"),
-            reward_std=scalars["ppo/std_scores"],
-            response_length=scalars.get("tokens/responses_len_mean"),
-        )
-        alerts = self.health.check(vitals, scalars)
-        if self.accelerator.is_main_process:
-            for alert in alerts:
-                warnings.warn(f"step {self.steps_done}: {alert}", stacklevel=3)
-        return self.health.metrics(alerts)
-
-    # -------------------------------------------------------------- the loop
-
-    def train(
-        self,
-        reward: RewardFunction | nn.Module | None = None,
-        *,
-        generation_kwargs: Mapping[str, Any] | None = None,
-        steps: int | None = None,
-        resume_from: str | Path | None = None,
-        on_step: Callable[[int, dict[str, Any], dict[str, Any]], None] | None = None,
-    ) -> list[dict[str, Any]]:
-        """Generate, score and step over the dataset until `steps` (default: the config's) are done; logs and saves.
-
-        reward: `reward(queries, responses, **columns) -> scores`, with texts and the batch's other columns, or a
-        sequence classifier with the policy's tokenizer; if None, `config.reward_model`. generation_kwargs: arguments of
-        `generate`; by default the whole batch is sampled at once. resume_from: a checkpoint's folder, or "latest" for
-        the newest in `output_dir`, if there is one. on_step: called with the step's number, the logged statistics and
-        the batch. Returns the numbers among the logged statistics of every step.
-        """
-        reward_function = self._reward_function(reward)
-        if self.dataloader is None:
-            raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
-        resume(self, resume_from)
-        options = {"batch_size": self.config.batch_size, "do_sample": True, **(generation_kwargs or {})}
-        total, history = steps or self.config.steps, []
-        batches = _endless(self.dataloader)
-        for _ in progress(range(self.steps_done, total), "PPO steps"):
-            batch = next(batches)
-            queries = batch["input_ids"]
-            responses = self.generate(queries, **{**options, "return_prompt": False})
-            batch["response"] = response_texts(
-                self.tokenizer, queries, responses, is_encoder_decoder=self.is_encoder_decoder
-            )
-            if "query" not in batch:
-                batch["query"] = self.tokenizer.batch_decode(queries, skip_special_tokens=True)
-            columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
-            scores = list(reward_function(batch["query"], batch["response"], **columns))
-            stats = self.step(queries, responses, scores)
-            logs = self.log_stats(stats, batch, scores)
-            history.append({name: value for name, value in logs.items() if isinstance(value, float)})
-            if on_step is not None:
-                on_step(self.steps_done, logs, batch)
-            if self.config.save_steps and self.steps_done % self.config.save_steps == 0:
-                self.save_checkpoint()
-        return history
-
-    def _reward_function(self, reward: RewardFunction | nn.Module | None) -> RewardFunction:
-        if isinstance(reward, nn.Module):
-            return RewardModel(reward, self.tokenizer, device=self.current_device)
-        if reward is None and self.config.reward_model:
-            return RewardModel(self.config.reward_model, device=self.current_device)
-        if reward is None:
-            raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
-        return reward
-
-    # ---------------------------------------------------------------- saving
-
-    def save_checkpoint(self, output_dir: str | Path | None = None) -> Path:
-        """Everything that the next step depends on, atomically, as `checkpoint-<steps>` in `output_dir`."""
-        root = output_dir or self.config.output_dir
-        if root is None:
-            raise ValueError("save_checkpoint needs a folder: give it one, or PPOConfig(output_dir=...).")
-        return save(self, root)
-
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Go on from a checkpoint, in a trainer made as the one that saved it: same models, config and data."""
-        load(self, path)
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """The policy with its value head, the tokenizer and a model card, in one folder."""
-        if self.accelerator.is_main_process:
-            self.model.save_pretrained(save_directory, **kwargs)
-            self.tokenizer.save_pretrained(save_directory)
-            self.create_model_card(str(save_directory))
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload what `save_pretrained` writes; arguments as of the model's `push_to_hub`."""
-        if not self.accelerator.is_main_process:
-            return None
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            self.create_model_card(folder, repo_id=repo_id)
-            return push_folder(Path(folder), repo_id, **kwargs)
-
-    def _push_if_best(self, mean_score: float) -> None:
-        config = self.config
-        if (
-            not config.push_to_hub_if_best_kwargs
-            or self.steps_done % config.compare_steps
-            or mean_score <= self.best_score
-        ):
-            return
-        self.best_score = mean_score
-        self.push_to_hub(**config.push_to_hub_if_best_kwargs)
-
-    def create_model_card(self, path: str, model_name: str | None = "TRL Model", *, repo_id: str | None = None) -> None:
-        """Write a model card (README.md) into the folder `path`; repo_id: what it is loaded by, if not its name."""
-        write_model_card(
-            path,
-            name=model_name or "Model",
-            trainer=type(self).__name__,
-            paper="Ziegler et al. 2019, arXiv:1909.08593",
-            usage=USAGE.replace("{model}", type(self.model).__name__),
-            library="transformers",
-            repo_id=repo_id,
-            base_model=getattr(self.model.config, "_name_or_path", None) or None,
-            settings={name: value for name, value in to_flat_dict(self.config).items() if value not in (None, {})},
-        )
-
-
-def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from dataloader

@@ -1,85 +1,106 @@
-"""One optimizer step: the minibatches that make it up, and whether it is taken."""
+"""One optimizer step over several minibatches: how each of them weighs, and whether the step is taken."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from trimtab_common.health import TrainingDivergedError
+from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, sum_over_ranks
 
 from .config import PPOConfig
 
 
-@dataclass
-class UpdateWindow:
-    """The minibatches of one optimizer step: what weighs them, and what decides whether the step is taken."""
+def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tensor]:
+    """The rows of each optimizer step of a PPO step, in `ppo_epochs` shuffled passes over the batch.
 
-    tokens: float  # over the whole window, in all processes
-    minibatches: int = 1
-    seen: int = 0
-    kept: int = 0
-    divergence: Mean = Mean(0.0, 0.0)
-    is_stopped: bool | None = None  # None until it is decided
-
-    @property
-    def is_last(self) -> bool:
-        return self.seen == self.minibatches
-
-
-def count(mask: Tensor) -> float:
-    """Positions that count, over all processes. Collective."""
-    return float(sum_over_ranks(mask.sum()))
-
-
-def decide(window: UpdateWindow, config: PPOConfig, device: torch.device) -> float:
-    """Decide whether the policy has moved too far to go on; returns the minibatches that all processes keep.
-
-    Collective.
+    Args:
+        config: sizes and seed.
+        rank: a number above those of the ranks, whose random numbers `generate` draws.
+        step: PPO steps done before.
     """
-    counts = torch.tensor([window.kept, float(window.divergence.total), float(window.divergence.weight)])
-    kept, total, weight = sum_over_ranks(counts.to(device)).tolist()
-    window.is_stopped = config.early_stopping and total / weight > 1.5 * config.target_kl
-    return kept
+    shuffle = torch.Generator().manual_seed(sampling_seed(config.seed, rank=rank, draw=step))
+    for _ in range(config.ppo_epochs):
+        yield from torch.randperm(config.batch_size, generator=shuffle).split(cast(int, config.backward_batch_size))
 
 
-@contextmanager
-def accumulation(accelerator: Accelerator, minibatches: int) -> Iterator[None]:
-    """Inside the block accelerate divides each loss by the number of minibatches; steps wait for `sync_gradients`."""
-    before = accelerator.gradient_accumulation_steps
-    accelerator.gradient_accumulation_steps = minibatches
-    try:
-        yield
-    finally:
-        accelerator.gradient_accumulation_steps = before
-        accelerator.sync_gradients = True
+class Update:
+    """The next optimizer step: the gradient in `p.grad`, and what it holds since the last one.
 
+    accelerate says when the step is due (`sync_gradients`): at once, or at the last of the minibatches that
+    `minibatch` announces.
 
-def take_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: PPOConfig,
-    window: UpdateWindow,
-) -> dict[str, Mean]:
-    """The optimizer step of a window, unless all of it was skipped or the policy has moved too far already. Collective.
-
-    Raises TrainingDivergedError, with the weights untouched, if the gradient is not finite.
+    Attributes:
+        kept: minibatches whose gradient is in it.
+        divergence: KL(old policy, policy) in nats per token, over the tokens of all minibatches since the last step.
     """
-    kept = decide(window, config, accelerator.device)
-    if window.is_stopped or not kept:
-        optimizer.zero_grad()
-        return {"policy/early_stopped": Mean(float(bool(window.is_stopped)), 1.0)}
-    norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
-    if accelerator.scaler is None and not torch.isfinite(norm):
-        optimizer.zero_grad()
-        raise TrainingDivergedError(
-            f"The gradient has norm {float(norm)}. No update was made. Lower learning_rate ({config.learning_rate}) or "
-            "train in bfloat16 or float32."
-        )
-    optimizer.step()
-    optimizer.zero_grad()
-    return {"policy/early_stopped": Mean(0.0, 1.0), "grad_norm": Mean(norm, 1.0)}
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: PPOConfig, accelerator: Accelerator):
+        self.model, self.optimizer, self.config, self.accelerator = model, optimizer, config, accelerator
+        self.kept, self.divergence = 0, Mean(0.0, 0.0)
+
+    @contextmanager
+    def minibatch(self, *, share: float, is_last: bool) -> Iterator[None]:
+        """Inside the block `accelerator.backward` weighs a loss by `share`, and the step is due if `is_last`.
+
+        accelerate divides losses by `gradient_accumulation_steps`, which is 1 outside. Processes exchange gradients
+        with the last minibatch alone.
+        """
+        accelerator, before = self.accelerator, self.accelerator.gradient_accumulation_steps
+        accelerator.gradient_accumulation_steps = 1 / share
+        accelerator.sync_gradients = is_last
+        try:
+            with nullcontext() if is_last else accelerator.no_sync(self.model):
+                yield
+        finally:
+            accelerator.gradient_accumulation_steps = before
+            accelerator.sync_gradients = True
+
+    def add(self, loss: Tensor, *, divergence: Mean, is_kept: bool) -> None:
+        """Add the gradient of a minibatch. Of one that is not kept, the loss must be 0: other processes wait for it."""
+        self.divergence += divergence
+        self.kept += is_kept
+        if is_kept or self.accelerator.num_processes > 1:
+            self.accelerator.backward(loss)
+
+    def take(self) -> dict[str, Mean]:
+        """Take the step, unless every minibatch was skipped or the policy has moved too far. Collective.
+
+        Returns:
+            Statistics: `policy/early_stopped`, and `grad_norm` before clipping where the step was taken.
+
+        Raises:
+            TrainingDivergedError: the gradient is not finite; the weights are untouched.
+        """
+        kept = float(sum_over_ranks(torch.tensor(float(self.kept), device=self.accelerator.device)))
+        is_stopped = self.has_moved_too_far(self.divergence)
+        if is_stopped or not kept:
+            self.drop()
+            return {"policy/early_stopped": Mean(float(is_stopped), 1.0)}
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or float("inf"))
+        if self.accelerator.scaler is None and not torch.isfinite(norm):
+            self.drop()
+            raise TrainingDivergedError(
+                f"The gradient has norm {float(norm)}. No update was made. Lower learning_rate "
+                f"({self.config.learning_rate}) or train in bfloat16 or float32."
+            )
+        self.optimizer.step()
+        self.drop()
+        return {"policy/early_stopped": Mean(0.0, 1.0), "grad_norm": Mean(norm, 1.0)}
+
+    def drop(self) -> None:
+        """Forget the gradient and what it holds."""
+        self.optimizer.zero_grad()
+        self.kept, self.divergence = 0, Mean(0.0, 0.0)
+
+    def has_moved_too_far(self, divergence: Mean) -> bool:
+        """Whether `early_stopping` ends the updates, by the divergence in all processes. Collective."""
+        if not self.config.early_stopping:
+            return False
+        counts = torch.tensor([float(divergence.total), float(divergence.weight)])
+        total, weight = sum_over_ranks(counts.to(self.accelerator.device)).tolist()
+        return total / weight > 1.5 * self.config.target_kl

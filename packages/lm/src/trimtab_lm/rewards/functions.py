@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_common.stats import Deviation, Mean, Variance
 from trimtab_lm.rewards.model import RewardModel
 
 RewardFunction = Callable[..., Any]
+CALL_ARGUMENTS = {"prompts", "completions", "completion_ids"}
+"""What a reward function is given besides the dataset's columns."""
 
 
 class Scored(NamedTuple):
@@ -101,18 +103,20 @@ class RewardSet:
         if not completions:
             return Scored(torch.zeros(0, len(self.functions)), torch.zeros(0))
         columns = columns or {}
-        if taken := sorted({"prompts", "completions", "completion_ids"} & columns.keys()):
+        if taken := sorted(CALL_ARGUMENTS & columns.keys()):
             raise ValueError(
                 f"The dataset has columns {taken}, names under which rewards get something else: rename them."
             )
         group = len(completions) // max(len(prompts), 1)
-        given = {"prompts": prompts, **columns}
+        given: dict[str, Sequence[Any]] = {"prompts": prompts, **columns}
         if bad := {name: len(values) for name, values in given.items() if len(values) * group != len(completions)}:
             raise ValueError(
                 f"{len(completions)} completions of {len(prompts)} prompts, but the lengths {bad}: prompts and columns "
                 "have one entry per prompt, and each prompt as many completions."
             )
-        arguments = {name: [value for value in values for _ in range(group)] for name, values in given.items()}
+        arguments = given
+        if group > 1:
+            arguments = {name: [value for value in values for _ in range(group)] for name, values in given.items()}
         if len(completion_ids) != len(completions):
             raise ValueError(f"{len(completions)} completions, but the ids of {len(completion_ids)}.")
         arguments |= {"completions": list(completions), "completion_ids": list(completion_ids)}
@@ -220,6 +224,53 @@ def as_function(
     return function
 
 
+def rewards_of(
+    reward: Any, weights: Sequence[float] | None, *, tokenizer: PreTrainedTokenizerBase, device: torch.device | str
+) -> RewardSet:
+    """The rewards of a trainer whose reward models share the policy's tokenizer, and whose functions may be of PPO's.
+
+    Args:
+        reward: one function or model, or a list: what `RewardSet` takes, any module as reward model, and functions of
+            `takes_queries`.
+        weights: one per function; None: 1.
+        tokenizer: of reward models that are given as modules.
+        device: for reward models.
+    """
+    functions = [
+        RewardModel(one, tokenizer, device=device) if isinstance(one, nn.Module) else one
+        for one in (reward if isinstance(reward, list | tuple) else [reward])
+    ]
+    return RewardSet([by_keyword(one) if takes_queries(one) else one for one in functions], weights, device=device)
+
+
+def takes_queries(function: Any) -> bool:
+    """Whether a reward is a function of PPO's documented form, `reward(queries, responses, **columns)`.
+
+    Its first two arguments may have any names. So it is one if it can be called with two arguments and none of its
+    parameters is called `prompts`, `completions` or `completion_ids`.
+    """
+    if isinstance(function, str | RewardModel) or not callable(function):
+        return False
+    signature = inspect.signature(function)
+    try:
+        signature.bind_partial([], [])
+    except TypeError:
+        return False
+    return signature.parameters.keys().isdisjoint(CALL_ARGUMENTS)
+
+
+def by_keyword(function: RewardFunction) -> RewardFunction:
+    """A function of PPO's documented form as one of the form that `RewardSet` calls."""
+
+    def reward(prompts: Sequence[str], completions: Sequence[str], completion_ids: object, **columns: Any) -> Any:
+        call = functools.partial(function, prompts, completions)
+        scores = call(**accepted(call, name_of(function), columns))
+        return scores if inspect.isawaitable(scores) else list(scores)
+
+    reward.__name__ = name_of(function)
+    return reward
+
+
 def name_of(function: Any) -> str:
     """What a reward function is called in the logs: its own name, or the last part of its model's."""
     if isinstance(function, str):
@@ -296,20 +347,27 @@ def as_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
     return list(texts)
 
 
-def reward_stats(names: Sequence[str], scored: Scored, *, num_generations: int) -> dict[str, Mean | Variance]:
-    """Statistics of B = P * num_generations scored completions, groups side by side, for `gather_stats`.
-
-    `rewards/{name}/mean` and `/std` (of the population) of each function over the completions it applies to, `reward`,
-    `reward_std` (mean over groups of the deviation inside a group, the sample's, n - 1: what advantages are divided by)
-    and `frac_reward_zero_std` (groups whose rewards are all equal, from which nothing is learnt).
-    """
+def function_stats(names: Sequence[str], scored: Scored) -> dict[str, Mean | Variance]:
+    """`rewards/{name}/mean` and `/std` (of the population) of each function over the completions it applies to."""
     stats: dict[str, Mean | Variance] = {}
     for name, column in zip(names, scored.scores.T, strict=True):
         applies = ~column.isnan()
         stats[f"rewards/{name}/mean"] = Mean.of(column, applies)
         stats[f"rewards/{name}/std"] = Deviation.of(column, applies)
-    groups = scored.rewards.view(-1, num_generations)
-    stats["reward"] = Mean.of(scored.rewards)
-    stats["reward_std"] = Mean.of(groups.std(dim=1, correction=min(1, num_generations - 1)))
-    stats["frac_reward_zero_std"] = Mean.of((groups.amax(dim=1) == groups.amin(dim=1)).float())
     return stats
+
+
+def reward_stats(names: Sequence[str], scored: Scored, *, num_generations: int) -> dict[str, Mean | Variance]:
+    """Statistics of B = P * num_generations scored completions, groups side by side, for `gather_stats`.
+
+    Those of `function_stats`; `reward`; `reward_std`, the mean over groups of the deviation inside a group (the
+    sample's, n - 1), which advantages are divided by; and `frac_reward_zero_std`, the share of groups whose rewards are
+    all equal, from which nothing is learnt.
+    """
+    groups = scored.rewards.view(-1, num_generations)
+    return {
+        **function_stats(names, scored),
+        "reward": Mean.of(scored.rewards),
+        "reward_std": Mean.of(groups.std(dim=1, correction=min(1, num_generations - 1))),
+        "frac_reward_zero_std": Mean.of((groups.amax(dim=1) == groups.amin(dim=1)).float()),
+    }

@@ -9,16 +9,27 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
+from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
+from trimtab_lm.tokens.dropout import without_dropout
 
 
 class BestOfNSampler:
     """Samples `sample_size` responses per query and gives the `n_candidates` that score highest, best first.
 
-    model: a causal or encoder-decoder model, with a value head or adapters or without. queries_to_scores: from a list
-    of texts (query and response; the response alone of an encoder-decoder model) to one score each. length_sampler:
-    called for the number of new tokens of each query, such as LengthSampler. seed: of the sampling, which neither
-    moves nor depends on the global random numbers; None takes one from them now. generation_config: settings of the
-    sampling; it is plain, at temperature 1, where they say nothing.
+    Args:
+        model: a causal or encoder-decoder model, with a value head or adapters or without.
+        tokenizer: the model's.
+        queries_to_scores: from a list of texts (query and response; the response alone of an encoder-decoder model) to
+            one score each.
+        length_sampler: called for the number of new tokens of each query, such as LengthSampler; None with `rollout`.
+        sample_size: samples of each query.
+        seed: of the sampling, which neither moves nor depends on the global random numbers; None takes one from them.
+        n_candidates: samples that are kept.
+        generation_config: settings of the sampling; it is plain, at temperature 1, where they say nothing.
+        rollout: what samples, by its own settings, such as a VLLMRollout; None: transformers' generate.
+
+    Raises:
+        ValueError: there are fewer samples than candidates, or settings of the sampling beside a rollout.
     """
 
     def __init__(
@@ -26,20 +37,27 @@ class BestOfNSampler:
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         queries_to_scores: Callable[[list[str]], Sequence[float] | Tensor],
-        length_sampler: Callable[[], int],
+        length_sampler: Callable[[], int] | None,
         sample_size: int = 4,
         seed: int | None = None,
         n_candidates: int = 1,
         generation_config: GenerationConfig | None = None,
+        *,
+        rollout: RolloutBackend | None = None,
     ):
         if not 1 <= n_candidates <= sample_size:
             raise ValueError(
                 f"n_candidates={n_candidates} of sample_size={sample_size} samples cannot be chosen. Give 1 <= "
                 "n_candidates <= sample_size."
             )
+        if (rollout is None) == (length_sampler is None) or (rollout is not None and generation_config is not None):
+            raise ValueError(
+                "Give a length_sampler, and generation_config if you like, or a rollout, which samples by its own "
+                "settings; not both, and not neither."
+            )
         self.model = getattr(model, "pretrained_model", model)
         self.tokenizer, self.queries_to_scores, self.length_sampler = tokenizer, queries_to_scores, length_sampler
-        self.sample_size, self.n_candidates = sample_size, n_candidates
+        self.sample_size, self.n_candidates, self.rollout = sample_size, n_candidates, rollout
         self.settings = {} if generation_config is None else generation_config.to_diff_dict()
         self.settings.pop("transformers_version", None)
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
@@ -54,33 +72,52 @@ class BestOfNSampler:
     ) -> list[list[str]]:
         """The best texts for each query.
 
-        tokenized_query: one query of token ids, a list of queries, or a tensor [queries, tokens]. device: where the
-        queries go, the model's by default. generation_kwargs: settings of this call. Raises ValueError where
-        queries_to_scores gives another number of scores than it got texts, or one that is not finite.
+        Args:
+            tokenized_query: one query of token ids, a list of queries, or a tensor [queries, tokens].
+            skip_special_tokens: whether texts leave special tokens out.
+            device: where the queries go, the model's by default.
+            generation_kwargs: settings of this call, for transformers' generate.
+
+        Raises:
+            ValueError: `queries_to_scores` gives another number of scores than it got texts, or one that is not
+                finite; or there are settings for a rollout.
         """
         device = self.model.device if device is None else device
-        return [
-            self._best(query.to(device), skip_special_tokens, generation_kwargs) for query in _queries(tokenized_query)
-        ]
+        queries = [query.to(device) for query in _queries(tokenized_query)]
+        if self.rollout is None:
+            groups = [self._sample(query, generation_kwargs) for query in queries]
+        else:
+            groups = self._roll_out(self.rollout, queries, generation_kwargs)
+        return [self._best(query, group, skip_special_tokens) for query, group in zip(queries, groups, strict=True)]
 
-    def _best(self, query: Tensor, skip_special_tokens: bool, generation_kwargs: dict[str, Any]) -> list[str]:
-        pad = self.tokenizer.pad_token_id
-        eos = self.tokenizer.eos_token_id
-        settings = {
-            "pad_token_id": (0 if eos is None else eos) if pad is None else pad,
-            "do_sample": True, "max_new_tokens": self.length_sampler(), **self.settings, **generation_kwargs,
-        }  # fmt: skip
+    @torch.no_grad()
+    def _sample(self, query: Tensor, generation_kwargs: dict[str, Any]) -> list[Tensor]:
+        assert self.length_sampler is not None  # the constructor sees to it
+        settings = {"pad_token_id": padding_id(self.tokenizer), "do_sample": True}
+        settings |= {"max_new_tokens": self.length_sampler(), **self.settings, **generation_kwargs}
         config, rest = sampling_config(self.model, **settings)
+        eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
+        options = {"eos_ids": eos_ids, "batch_size": self.sample_size, "return_prompt": False, **rest}
+        with without_dropout(self.model), private_rng(self._next_seed(), self.model.device):
+            return generate(self.model, [query] * self.sample_size, config, **options)
+
+    def _roll_out(
+        self, rollout: RolloutBackend, queries: list[Tensor], generation_kwargs: dict[str, Any]
+    ) -> list[list[Tensor]]:
+        if generation_kwargs:
+            raise ValueError(f"The rollout samples by its own settings: leave {sorted(generation_kwargs)} out.")
+        seed, size = self._next_seed(), self.sample_size
+        rollout.sync(self.model, self.calls)  # the weights may have changed since the last call
+        samples = rollout.generate(queries, num_generations=size, version=self.calls, seed=seed).completions
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+    def _next_seed(self) -> int:
         self.calls += 1
-        training, _ = self.model.training, self.model.eval()
-        try:
-            with private_rng(sampling_seed(self.seed, rank=0, draw=self.calls), self.model.device):
-                rows = generate(
-                    self.model, [query] * self.sample_size, config, eos_ids=eos_token_ids(self.model, eos, config),
-                    batch_size=self.sample_size, return_prompt=True, **rest,
-                )  # fmt: skip
-        finally:
-            self.model.train(training)
+        return sampling_seed(self.seed, rank=0, draw=self.calls)
+
+    def _best(self, query: Tensor, responses: list[Tensor], skip_special_tokens: bool) -> list[str]:
+        has_query = not self.model.config.is_encoder_decoder
+        rows = [torch.cat([query, response]) if has_query else response for response in responses]
         texts = self.tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=skip_special_tokens)
         scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float32).flatten()
         if len(scores) != len(texts) or not bool(scores.isfinite().all()):
@@ -90,9 +127,9 @@ class BestOfNSampler:
         return [texts[i] for i in scores.topk(self.n_candidates).indices]
 
 
-def _queries(given: Any) -> list[Tensor]:
-    if isinstance(given, Tensor):
-        return [given] if given.dim() == 1 else list(given)
-    if all(isinstance(token, int) for token in given):
-        return [torch.tensor(given)]
-    return [torch.as_tensor(query) for query in given]
+def _queries(tokenized_query: Any) -> list[Tensor]:
+    if isinstance(tokenized_query, Tensor):
+        return [tokenized_query] if tokenized_query.dim() == 1 else list(tokenized_query)
+    if all(isinstance(token, int) for token in tokenized_query):
+        return [torch.tensor(tokenized_query)]
+    return [torch.as_tensor(query) for query in tokenized_query]

@@ -1,18 +1,20 @@
 """Sampling responses: a list of 1-D queries in, a list of 1-D responses out."""
 
 import copy
-import warnings
+import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.tracking import progress
+from trimtab_lm.models.interface import base_of
 from trimtab_lm.tokens.positions import Positions
 
 PLAIN_SAMPLING = {
@@ -183,128 +185,151 @@ def generate(
     return_prompt: bool,
     **kwargs: Any,
 ) -> list[Tensor]:
-    """Responses of `model` to 1-D `queries`, 1-D and unpadded, in the order of the queries, on their device.
+    """One response of `model` to each 1-D query, in the order of the queries, on their device; see `sample_groups`.
 
-    Queries are taken in batches of like length and padded on the left; transformers derives the position ids from the
-    mask. Responses end with their end token, where they have one; an end token inside a query is harmless. The decoder
-    start token of an encoder-decoder model is not part of a response, and `return_prompt` means nothing to it.
-
-    Raises ValueError where the longest query and its response have no room in the model's positions.
+    Args:
+        model: a transformers model, in eval mode.
+        queries: rows of token ids, [T] each.
+        config: complete, from `sampling_config`.
+        eos_ids: tokens that end a response.
+        batch_size: queries at a time.
+        return_prompt: whether a response begins with its query; means nothing to an encoder-decoder model.
+        kwargs: further arguments of the model's `generate`.
     """
+    groups = sample_groups(model, queries, config, eos_ids=eos_ids, batch_size=batch_size, **kwargs)
+    responses = [group[0] for group in groups]
+    if model.config.is_encoder_decoder or not return_prompt:
+        return responses
+    return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
+
+
+@torch.no_grad()
+def sample_groups(
+    model: Any,
+    prompts: Sequence[Tensor],
+    config: GenerationConfig,
+    *,
+    eos_ids: Sequence[int],
+    batch_size: int,
+    num_generations: int = 1,
+    share_prompts: bool = True,
+    **kwargs: Any,
+) -> list[list[Tensor]]:
+    """Completions of each prompt, 1-D and unpadded, in the order of the prompts, on their device.
+
+    Prompts are taken in batches of like length and padded on the left; transformers derives the position ids from the
+    mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The decoder
+    start token of an encoder-decoder model is not part of a completion.
+
+    Args:
+        model: a transformers model, in eval mode.
+        prompts: rows of token ids, [T] each.
+        config: complete, from `sampling_config`.
+        eos_ids: tokens that end a completion.
+        batch_size: completions at a time.
+        num_generations: completions of each prompt.
+        share_prompts: run a prompt once for its whole group, where the cache can be repeated.
+        kwargs: further arguments of the model's `generate`.
+
+    Raises:
+        ValueError: the longest prompt and its completion have no room in the model's positions.
+    """
+    _check_room(model, max(map(len, prompts), default=0), config)
+    # Only a criterion of its own ends a completion without an end token; else a pad token at the end was sampled.
+    padding = config.pad_token_id if ends_without_eos(config, kwargs) else None
+    completions: list[list[Tensor]] = [[] for _ in prompts]
+    is_split = learns_prompt(model)
+    for chosen, repeats in progress(_batches(prompts, batch_size, num_generations, is_split=is_split), "generating"):
+        config = copy.deepcopy(config)
+        config.num_return_sequences = repeats
+        rows = _sample(model, [prompts[i] for i in chosen], config, share_prompts=share_prompts, **kwargs)
+        for number, row in enumerate(rows):
+            prompt = chosen[number // repeats]
+            completions[prompt].append(cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device))
+    return completions
+
+
+def _check_room(model: Any, longest: int, config: GenerationConfig) -> None:
     is_encoder_decoder = model.config.is_encoder_decoder
-    longest = max(map(len, queries), default=0)
-    length = config.max_length or longest  # of query and response together, or of an encoder-decoder's response
+    length = config.max_length or longest  # of prompt and completion together, or of an encoder-decoder's completion
     new = config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
     Positions.of(model).check_sample(
         longest, new, is_encoder_decoder=is_encoder_decoder, remedy="Lower max_new_tokens, or shorten the queries."
     )
-    device = model.get_input_embeddings().weight.device
-    # Only a criterion of its own ends a response without an end token; else a pad token at the end was sampled.
-    padding = config.pad_token_id if config.stop_strings or "stopping_criteria" in kwargs else None
-    order = sorted(range(len(queries)), key=lambda i: len(queries[i]), reverse=True)
-    responses: dict[int, Tensor] = {}
-    for start in progress(range(0, len(order), batch_size), "generating"):
-        chosen = order[start : start + batch_size]
-        input_ids, mask = pad([queries[i] for i in chosen], config.pad_token_id, side="left")
-        output = model.generate(
-            input_ids=input_ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=copy.deepcopy(config),
-            **kwargs,
-        )
-        prompt = 1 if is_encoder_decoder else input_ids.shape[1]
-        for i, row in zip(chosen, output, strict=True):
-            response = cut_at_eos(row[prompt:], eos_ids, padding).to(queries[i].device)
-            with_prompt = return_prompt and not is_encoder_decoder
-            responses[i] = torch.cat([queries[i], response]) if with_prompt else response
-    return [responses[i] for i in range(len(queries))]
 
 
-class Sampler:
-    """Samples responses at a temperature that it remembers, with random numbers of its own.
+def ends_without_eos(config: GenerationConfig, kwargs: Mapping[str, Any]) -> bool:
+    """Whether something other than an end token or the length limit can end a completion."""
+    return bool(config.stop_strings) or "stopping_criteria" in kwargs
 
-    Every call has a stream made from (seed, rank, number of the call): sampling neither moves nor depends on the global
-    generators, and goes on where it was after `load_state_dict`. Settings that make the sampler another policy than the
-    model are reported, once each, with what they do to the KL. temperature: the one that calls must sample at; None
-    lets each call choose, and keeps that of the last call that sampled in `.temperature`.
+
+def learns_prompt(model: Any) -> bool:
+    """Whether a PEFT method puts virtual tokens before the text."""
+    return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+
+
+def _batches(
+    prompts: Sequence[Tensor], batch_size: int, num_generations: int, *, is_split: bool
+) -> list[tuple[list[int], int]]:
+    """Prompts of like length, and how many completions of each to sample, `batch_size` in all at most.
+
+    With is_split prompts of one batch have one length: PEFT puts a learned prompt before the padding, which would then
+    stand inside the text.
     """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
+    runs = [list(run) for _, run in groupby(order, key=lambda i: len(prompts[i]) if is_split else 0)]
+    size, repeats = max(batch_size // num_generations, 1), min(num_generations, batch_size)
+    return [
+        (chosen, min(repeats, num_generations - done))
+        for alike in runs
+        for chosen in (alike[start : start + size] for start in range(0, len(alike), size))
+        for done in range(0, num_generations, repeats)
+    ]
 
-    def __init__(
-        self,
-        pad_token_id: int,
-        eos_token_id: int | None,
-        *,
-        seed: int,
-        rank: int,
-        temperature: float | None = None,
-    ):
-        self.pad_token_id, self.eos_token_id, self.seed, self.rank = pad_token_id, eos_token_id, seed, rank
-        self.fixed_temperature = temperature
-        self.temperature = temperature or 1.0
-        self.eos_ids: list[int] = []  # of the last call
-        self.calls = 0
-        self._reported: set[str] = set()
 
-    def __call__(
-        self,
-        models: Sequence[AbstractContextManager[Any]],
-        queries: Sequence[Tensor],
-        *,
-        batch_size: int,
-        return_prompt: bool,
-        **generation_kwargs: Any,
-    ) -> list[list[Tensor]]:
-        """The responses of each model, in eval mode, to 1-D queries: see `generate`. models: contexts that give one."""
-        for i, query in enumerate(queries):
-            if not isinstance(query, Tensor):
-                raise TypeError(
-                    f"Query {i} is a {type(query).__name__}; a 1-D tensor of token ids is needed. Tokenize a text: "
-                    "tokenizer(text, return_tensors='pt').input_ids[0]."
-                )
-            if query.dim() != 1 or len(query) == 0:
-                raise ValueError(
-                    f"Query {i} has shape {list(query.shape)}: give one 1-D tensor of token ids, or a list of them."
-                )
-        if self.fixed_temperature is not None:
-            generation_kwargs.setdefault("temperature", self.fixed_temperature)
-        answers = []
-        for context in models:
-            with context as model, private_rng(self._next_seed(), model.device):
-                config, rest = sampling_config(model, **{"pad_token_id": self.pad_token_id, **generation_kwargs})
-                self._note(config)
-                self.eos_ids = eos_ids = eos_token_ids(model, self.eos_token_id, config)
-                answers.append(
-                    generate(
-                        model,
-                        queries,
-                        config,
-                        eos_ids=eos_ids,
-                        batch_size=batch_size,
-                        return_prompt=return_prompt,
-                        **rest,
-                    )
-                )
-        return answers
+def _sample(
+    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, share_prompts: bool, **kwargs: Any
+) -> Tensor:
+    """[P * num_return_sequences, R], the new tokens of one batch."""
+    device = model.get_input_embeddings().weight.device
+    input_ids, mask = pad(prompts, config.pad_token_id, side="left")
+    input_ids, mask = input_ids.to(device), mask.to(device)
+    if share_prompts and config.num_return_sequences > 1 and input_ids.shape[1] > 1:
+        cache = prompt_cache(model, input_ids, mask)
+        if cache is not None:
+            cache.batch_repeat_interleave(config.num_return_sequences)
+            kwargs["past_key_values"] = cache
+    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config, **kwargs)
+    return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]
 
-    def _next_seed(self) -> int:
-        self.calls += 1
-        return sampling_seed(self.seed, rank=self.rank, draw=self.calls)
 
-    def _note(self, config: GenerationConfig) -> None:
-        if config.do_sample and self.fixed_temperature not in (None, config.temperature):
-            raise ValueError(
-                f"Asked to sample at temperature {config.temperature}, but the config says that log-probabilities are "
-                f"taken at {self.fixed_temperature}. Make them equal, or leave the config's temperature at None."
-            )
-        if config.do_sample:
-            self.temperature = config.temperature
-        for line in distortions(config):
-            if line not in self._reported:
-                self._reported.add(line)
-                warnings.warn(f"The sampler is not the policy that is trained: {line}.", stacklevel=4)
+REPEATABLE = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Caches of layers whose rows can be repeated; those of linear attention keep a state that cannot."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self.calls, "temperature": self.temperature}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.calls, self.temperature = state["calls"], state["temperature"]
+def prompt_cache(model: Any, input_ids: Tensor, mask: Tensor) -> DynamicCache | None:
+    """Keys and values of all but the last token of left-padded prompts, [P, T]; None where a model has no such thing.
+
+    The last token is left to the first step of generation, which wants its logits.
+    """
+    if learns_prompt(model):
+        return None
+    base = base_of(model)
+    arguments = inspect.signature(base.forward).parameters
+    if base.config.is_encoder_decoder or not {"past_key_values", "logits_to_keep"} <= arguments.keys():
+        return None
+    cache = DynamicCache(config=base.config)
+    if not cache.layers or any(type(layer) not in REPEATABLE for layer in cache.layers):
+        return None
+    positions = {}
+    if "position_ids" in arguments:
+        positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, :-1]
+    model(
+        input_ids=input_ids[:, :-1],
+        attention_mask=mask[:, :-1],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **positions,
+    )
+    return cache

@@ -14,8 +14,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trimtab_common.seeding import load_rng_state, private_rng, rng_state, sampling_seed
 from trimtab_common.stats import world_size
-from trimtab_lm.sampling.backends import Notes, Rollout, SamplingSettings, learns_prompt, require_version
-from trimtab_lm.sampling.generate import eos_token_ids
+from trimtab_lm.sampling.generate import eos_token_ids, learns_prompt
+from trimtab_lm.sampling.rollout import Notes, Rollout, SamplingSettings, require_version
 
 
 class VLLMRollout:

@@ -1,1 +1,1 @@
-"""Tokens in a model: their layout in a batch, the fused head, log-probabilities, positions."""
+"""Tokens in a model: their layout in a batch, the fused LM head, log-probabilities, positions."""

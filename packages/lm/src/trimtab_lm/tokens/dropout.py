@@ -1,4 +1,4 @@
-"""Forward passes without dropout, in which gradient checkpointing still engages."""
+"""Forward passes without dropout, in which gradient checkpointing still runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,25 +10,26 @@ from transformers import PreTrainedConfig
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside the block, for training passes too; afterwards every module is as it was.
+    """Switches dropout off inside the block, in training passes too, and restores every module afterwards.
 
-    `model.eval()` alone would silently switch gradient checkpointing off, which transformers ties to training mode. So,
-    where gradients are enabled, the modules that checkpoint stay in training mode, and the dropout rates that they
-    apply themselves are set to 0.
+    transformers runs gradient checkpointing only in training mode, so `model.eval()` alone would switch it off. Where
+    gradients are enabled, the modules that checkpoint therefore stay in training mode, with their dropout rates at 0.
+
+    Args:
+        model: any module; its parameters are not touched.
     """
     training = {module: module.training for module in model.modules()}
     rates: list[tuple[nn.Module, str, float]] = []
     try:
         model.eval()
         for module in model.modules():
+            # Only transformers' layers have the attribute.
             if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
                 module.training = True
-                own = [
-                    (name, rate) for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)
-                ]
-                rates += [(module, name, rate) for name, rate in own]
-                for name, _ in own:
-                    setattr(module, name, 0.0)
+                for name, rate in list(vars(module).items()):
+                    if "drop" in name and isinstance(rate, float):
+                        rates.append((module, name, rate))
+                        setattr(module, name, 0.0)
         yield
     finally:
         for module, flag in training.items():

@@ -1,23 +1,26 @@
-"""What the heads of a language model read: the LM head, and the decoder's last hidden state for every other head."""
+"""What the heads of a language model read: the LM head's input, and the decoder's last hidden state for other heads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from trimtab_lm.models.interface import Model, decoder_config
 
 
-def lm_head_of(model: Any) -> Any:
-    """The module that turns hidden states into logits; None for a model without one.
+def lm_head_of(model: Model) -> nn.Module | None:
+    """Returns the module that turns hidden states into logits; None for a model without one.
 
-    It is `model.get_output_embeddings()`, except where that is an embedding table (FSMT): then it is the linear layer
-    of the table's shape.
+    It is `model.get_output_embeddings()`. Where that is an embedding table (FSMT), it is the linear layer of the
+    table's shape.
 
     Raises:
-        ValueError: the output embeddings are a table, and not exactly one linear layer has its shape.
+        ValueError: the output embeddings are a table, and none or several of the linear layers have its shape.
     """
-    head = model.get_output_embeddings()
+    head: nn.Module | None = model.get_output_embeddings()
     if not isinstance(head, nn.Embedding):
         return head
     shape = head.weight.shape
@@ -31,16 +34,20 @@ def lm_head_of(model: Any) -> Any:
     return layers[0]
 
 
-def last_hidden_state(model: Any, output: Any) -> Tensor:
-    """The decoder's last hidden state [B, T, hidden], of a forward pass with `output_hidden_states=True`.
+def last_hidden_state(model: Model, output: ModelOutput) -> Tensor:
+    """Returns the decoder's last hidden state [B, T, hidden], which value heads and reward heads read.
 
-    This is what a value head and a reward head read. The LM head may read something else: T5 scales the state by
-    d_model^-0.5 before a tied LM head, and BERT transforms it.
+    The LM head may read something else: T5 scales the state by d_model^-0.5 before a tied LM head, and BERT transforms
+    it.
+
+    Args:
+        model: the model that gave the output.
+        output: of a forward pass with `output_hidden_states=True`.
 
     Raises:
         RuntimeError: the model returned no hidden states.
     """
-    states = output.decoder_hidden_states if model.config.is_encoder_decoder else output.hidden_states
+    states = output.get("decoder_hidden_states" if model.config.is_encoder_decoder else "hidden_states")
     if states is None:
         raise RuntimeError(
             f"{type(model).__name__} returned no hidden states, although output_hidden_states=True was passed, so a "
@@ -50,10 +57,10 @@ def last_hidden_state(model: Any, output: Any) -> Tensor:
 
 
 @contextmanager
-def without_logits(model: Any) -> Iterator[None]:
-    """Inside the block the LM head reads no positions, so the model's logits are [B, 0, V] and cost nothing.
+def without_logits(model: Model) -> Iterator[None]:
+    """Makes the LM head read no positions inside the block, so that the model's logits are [B, 0, V] and cost nothing.
 
-    A model without LM head runs as it is.
+    A model without an LM head runs unchanged.
     """
     head = lm_head_of(model)
     if head is None:
@@ -66,15 +73,20 @@ def without_logits(model: Any) -> Iterator[None]:
         handle.remove()
 
 
-def state_width(model: Any) -> int:
-    """The width of `last_hidden_state`."""
-    config = model.config.get_text_config(decoder=True)
-    # OPT projects its states to another width; BLT's configuration names none.
+def state_width(model: Model) -> int:
+    """Returns the width of `last_hidden_state`."""
+    config = decoder_config(model)
+    # OPT projects its states to another width. BLT's configuration names no width.
     widths = (getattr(config, name, None) for name in ("word_embed_proj_dim", "hidden_size"))
-    return next((width for width in widths if width), None) or lm_head_of(model).in_features
+    return next((width for width in widths if width), None) or cast(nn.Linear, lm_head_of(model)).in_features
 
 
 def linear_in_own_dtype(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    """`layer(hidden)` in the layer's dtype and on its device, under autocast too."""
+    """Returns `layer(hidden)`, computed in the layer's dtype and on its device, under autocast too.
+
+    Args:
+        layer: [out, in].
+        hidden: [..., in], of any dtype and device.
+    """
     with torch.autocast(layer.weight.device.type, enabled=False):
         return layer(hidden.to(layer.weight))

@@ -1,56 +1,65 @@
 """Log-probabilities, entropies and KL of chosen tokens: the one place that applies the LM head.
 
-No `[batch, time, vocab]` tensor is ever made. The trunk runs once and gives the vectors that the LM head reads, at the
-positions that count alone; the head is then applied to chunks of them, in float32 at least, and again in backward.
+No tensor [B, T, V] of logits exists at any time. The trunk runs once and gives the vectors that the LM head reads, at
+counted positions only. The head is applied to chunks of them, in float32 or more, and again in backward.
 """
 
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab_common.kl import full
+from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of
 
 CHUNK_ELEMENTS = 2**24
-"""Logits of one chunk: 64 MiB in float32; two such buffers are alive at a time, three with an entropy's gradient.
+"""Logits of one chunk: 64 MiB in float32. Two such buffers exist at a time, three with an entropy's gradient.
 
-Not less, on a CPU: glibc keeps freed blocks of up to 32 MiB for itself, and fragments."""
-
+Smaller chunks would fragment a CPU's memory: glibc does not return freed blocks of up to 32 MiB."""
 
 LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-"""What configurations call a change of the logits behind the head: Cohere, Granite, Gemma."""
+"""Settings that change the logits after the head: a factor (Cohere), a divisor (Granite), a soft cap (Gemma)."""
 
 
 class TokenScores(NamedTuple):
-    """Both [N], in nats, float32 at least: log-probability of the chosen tokens, entropy of the distributions."""
+    """Scores of N chosen tokens, in nats, float32 or more.
+
+    Args:
+        logprobs: [N], log-probability of each token.
+        entropy: [N], entropy of the distribution that the token was chosen from.
+    """
 
     logprobs: Tensor
     entropy: Tensor
 
 
 def _softmax_(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities [n, V], log-probability of the targets [n] and entropy [n]; overwrites the logits [n, V].
+    """Returns probabilities [n, V], log-probability of the targets [n] and entropy [n]; overwrites the logits [n, V].
 
-    In place, so that two buffers of the vocabulary's size are alive and not four: they bound the memory of a step.
+    Works in place, with two buffers [n, V] instead of four: these buffers bound the memory of a step.
     """
     logits.sub_(logits.amax(-1, keepdim=True))
     logits.clamp_(min=torch.finfo(logits.dtype).min)  # a forbidden token: p log p is 0, not 0 x infinity
     p = logits.softmax(-1)
-    logsumexp = -p.amax(-1).log()  # the largest logit is 0 now
+    logsumexp = -p.amax(-1).log()  # the largest logit is 0
     logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - logsumexp
     return p, logprobs, logsumexp - torch.linalg.vecdot(p, logits)
 
 
-def _grad_logits(p: Tensor, entropy: Tensor, targets: Tensor, of_logprobs: Any, of_entropy: Any) -> Tensor:
-    """Gradient with respect to the logits, [n, V], of log-probabilities and entropies with gradients [n], or None."""
+def _grad_logits(
+    p: Tensor, entropy: Tensor, targets: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None
+) -> Tensor:
+    """Returns the gradient [n, V] with respect to the logits.
+
+    of_logprobs, of_entropy: [n], the gradients with respect to the two scores; one of them may be None, which is 0.
+    """
     if of_entropy is None:
-        grad = p * -of_logprobs[:, None]
+        grad = p * -cast(Tensor, of_logprobs)[:, None]
     else:  # dH/dz_j = -p_j (log p_j + H)
         # log p is finite where p = 0, and its product with any gradient too: p then makes the term 0.
         grad = p.clamp(min=torch.finfo(p.dtype).tiny).log_().add_(entropy[:, None]).mul_(of_entropy[:, None])
@@ -60,11 +69,24 @@ def _grad_logits(p: Tensor, entropy: Tensor, targets: Tensor, of_logprobs: Any, 
     return grad
 
 
+class _Context(Protocol):
+    """What an autograd function remembers between its two passes."""
+
+    temperature: float
+    dtype: torch.dtype
+    chunks: list[slice]
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Any, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 class _ScoreLogits(torch.autograd.Function):
-    """Log-probability of a target and entropy from logits [n, V], holding one such buffer between the passes."""
+    """Log-probability of targets and entropy from logits [n, V]; keeps one such buffer between the passes."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _Context, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         p, logprobs, entropy = _softmax_(_upcast(logits) / temperature, targets)
         ctx.save_for_backward(p, entropy, targets)
         ctx.set_materialize_grads(False)
@@ -72,21 +94,21 @@ class _ScoreLogits(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *of_scores: Tensor | None) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Context, *of_scores: Tensor | None) -> tuple[Tensor, None, None]:
         scaled = (x if x is None else x / ctx.temperature for x in of_scores)
         return _grad_logits(*ctx.saved_tensors, *scaled).to(ctx.dtype), None, None
 
 
 class _ScoreLinear(torch.autograd.Function):
-    """The same from what a linear head reads, chunk by chunk, with one gradient of its weight for all chunks.
+    """The same scores from what a linear head reads, chunk by chunk; the chunks share one gradient of the weight.
 
-    A chunk's logits are computed again in backward, unless there is only one: its probabilities are then kept, which
-    takes no more memory than forward took.
+    Backward computes a chunk's logits again. A single chunk keeps its probabilities instead, which takes no more memory
+    than forward took.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+        ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         ctx.chunks = _spans(len(hidden), len(weight))
         ctx.temperature = temperature
@@ -95,14 +117,14 @@ class _ScoreLinear(torch.autograd.Function):
             p, *score = _softmax_(_linear(hidden[chunk], weight, bias, temperature), targets[chunk])
             scores.append(score)
             kept = p if len(ctx.chunks) == 1 and ctx.needs_input_grad[0] else None
-            del p  # before the next chunk's logits are made
+            del p  # frees the buffer before the next chunk's logits
         logprobs, entropy = (torch.cat(column) for column in zip(*scores, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, kept)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *of_scores: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *of_scores: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
         _, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden)
@@ -130,15 +152,31 @@ class _ScoreLinear(torch.autograd.Function):
 
 
 def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
-    """Log-probability of `targets` [N] and entropy under softmax(logits / temperature); logits [N, V], any dtype.
+    """Scores targets under softmax(logits / temperature), in float32 or, for float64 logits, in float64.
 
-    Differentiable in both. Computed in float32, or float64 for such logits.
+    Args:
+        logits: [N, V], any floating dtype.
+        targets: [N], ids of the chosen tokens.
+        temperature: of the softmax.
+
+    Returns:
+        Scores that are differentiable in the logits.
     """
     return TokenScores(*_ScoreLogits.apply(logits, targets, temperature))
 
 
 def score_linear(hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
-    """`score_logits(head(hidden), targets)` for hidden [N, H], without ever holding logits [N, V]."""
+    """Returns `score_logits(head(hidden), targets)` without holding logits [N, V].
+
+    Args:
+        hidden: [N, H], any floating dtype.
+        head: [V, H], the LM head.
+        targets: [N], ids of the chosen tokens.
+        temperature: of the softmax.
+
+    Returns:
+        Scores that are differentiable in hidden and in the head's weight and bias.
+    """
     device = hidden.device.type
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
@@ -149,8 +187,15 @@ def score_linear(hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperatur
         return TokenScores(*_ScoreLinear.apply(hidden, weight, bias, targets, temperature))
 
 
-def positioned(forward: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs with position ids that count real tokens, if `forward` takes any: else GPT-2 reads padding as text."""
+def positioned(forward: Forward, inputs: ModelInputs) -> ModelInputs:
+    """Adds position ids that skip padding, where `forward` takes position ids and the inputs have none.
+
+    Without them GPT-2 would count padding on the left as text.
+
+    Args:
+        forward: the model's own forward, whose signature is read.
+        inputs: with `attention_mask` [B, T].
+    """
     if "position_ids" in inputs or "position_ids" not in inspect.signature(forward).parameters:
         return inputs
     return {**inputs, "position_ids": (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)}
@@ -159,8 +204,10 @@ def positioned(forward: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[s
 class HeadInputs(NamedTuple):
     """What the heads read at N positions.
 
-    hidden: [N, H], what the LM head reads. logits: [N, V], only where the LM head cannot be split off. state: [N,
-    hidden], the decoder's last hidden state, only where it was asked for.
+    Args:
+        hidden: [N, H], the input of the LM head.
+        logits: [N, V], where the LM head cannot be split off; else None.
+        state: [N, hidden], the decoder's last hidden state, from `LanguageHead.read_with_state`; else None.
     """
 
     hidden: Tensor
@@ -172,47 +219,52 @@ class LanguageHead:
     """A transformers model as trunk and LM head: `read` runs the trunk, `score` and `logits` apply the head.
 
     Works for any causal or encoder-decoder model (tied heads, biases, soft-capped or scaled logits, LoRA on the head).
-    What happens to the logits behind the head is read off the model's configuration and compared with the model's own
-    logits at construction; where they differ the model is run whole, with a warning, at `[N, vocab]` memory.
+    The changes of the logits after the head come from the model's configuration. The constructor compares the result
+    with the model's own logits. Where they differ it warns, and the model then computes its logits [N, V] itself.
 
-    model: a PreTrainedModel, or a PeftModel around one, with an LM head. run: what runs it, the model itself unless
-    something stands in its forward's place.
+    Args:
+        model: a model with an LM head.
+        run: the forward to call; default: the model.
     """
 
-    def __init__(self, model: Any, run: Callable[..., Any] | None = None):
+    def __init__(self, model: Model, run: Forward | None = None):
         self.model = model
-        self.run: Callable[..., Any] = model if run is None else run
-        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.config = base.config.get_text_config(decoder=True)
+        self.run: Forward = model if run is None else run
+        base = base_of(model)
+        self.config = decoder_config(model)
+        self._changes = {name: getattr(self.config, name, None) for name in LOGIT_CHANGES}
         self._forward_of = base.forward
         self.is_encoder_decoder = bool(base.config.is_encoder_decoder)
         self.separable = True
         self.separable = self._logits_agree()
         if not self.separable:
             warnings.warn(
-                f"{type(base).__name__} changes its logits behind the LM head in a way that is not known here, so its "
-                "logits are computed whole: expect memory of positions x vocabulary. The results are right.",
+                f"{type(base).__name__} changes its logits after the LM head in an unknown way, so it computes all of "
+                "them: expect memory of positions x vocabulary. The results are right.",
                 stacklevel=2,
             )
 
     @property
-    def head(self) -> Any:
-        return lm_head_of(self.model)
+    def head(self) -> nn.Module:
+        """The LM head, with the adapters and hooks that are on it."""
+        return cast(nn.Module, lm_head_of(self.model))
 
     def read(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
-        """Run the trunk and keep what the head reads where `where` [B, T] is True, row by row: N positions.
+        """Runs the trunk and keeps what the head reads at N positions.
 
-        `where` may also be N places in the flattened [B * T], in any order and with repetitions.
-        inputs: `input_ids`, `attention_mask`, and for encoder-decoder models `decoder_input_ids`,
-        `decoder_attention_mask` [B, T]. Padding may stand on either side.
+        Args:
+            where: bool [B, T], True at the positions, which are read row by row; or int64 [N], places in the flattened
+                [B * T], in any order and with repetitions.
+            inputs: `input_ids`, `attention_mask`, and for encoder-decoder models `decoder_input_ids`,
+                `decoder_attention_mask`, each [B, T], padded on either side.
         """
         return self._read(where, inputs, needs_state=False)
 
     def read_with_state(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
-        """`read`, with the decoder's last hidden state, which value heads read."""
+        """Does what `read` does, and keeps the decoder's last hidden state, which value heads read."""
         return self._read(where, inputs, needs_state=True)
 
-    def _read(self, where: Tensor, inputs: dict[str, Tensor], *, needs_state: bool) -> HeadInputs:
+    def _read(self, where: Tensor, inputs: ModelInputs, *, needs_state: bool) -> HeadInputs:
         captured: list[Tensor] = []
 
         def capture(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -236,23 +288,22 @@ class LanguageHead:
         )
 
     def logits(self, inputs: HeadInputs) -> Tensor:
-        """[N, V] of a few positions, as the model itself would give them."""
+        """Returns the model's logits [N, V] of a few positions."""
         if inputs.logits is not None:
             return inputs.logits
         logits = self.head(inputs.hidden)
-        if scale := getattr(self.config, "logit_scale", None):  # Cohere
+        if scale := self._changes["logit_scale"]:
             logits = logits * scale
-        if scale := getattr(self.config, "logits_scaling", None):  # Granite
+        if scale := self._changes["logits_scaling"]:
             logits = logits / scale
-        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
+        if cap := self._changes["final_logit_softcapping"]:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
     def score(self, inputs: HeadInputs, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
-        """Log-probability of `targets` [N] and entropy at each position, at a temperature; differentiable."""
-
-        if self._is_plain:
-            return score_linear(inputs.hidden, self.head, targets, temperature=temperature)
+        """Scores targets [N] at N positions and a temperature; differentiable in the inputs and the head."""
+        if (head := self._linear_head) is not None:
+            return score_linear(inputs.hidden, head, targets, temperature=temperature)
 
         def score_chunk(hidden: Tensor, chunk_targets: Tensor) -> TokenScores:
             return score_logits(self.logits(HeadInputs(hidden)), chunk_targets, temperature=temperature)
@@ -267,17 +318,19 @@ class LanguageHead:
         return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     @property
-    def _is_plain(self) -> bool:
-        """Whether the logits are no more than the head's weight times its input, plus a bias."""
+    def _linear_head(self) -> nn.Linear | None:
+        """The LM head, where the logits are its weight times its input, plus a bias, and nothing else; else None."""
         head = self.head
-        is_linear = type(head) is nn.Linear and type(head.weight) is nn.Parameter
-        # What accelerate, PEFT or a user have hung on the head must run.
+        # A subclass of Linear or Parameter (quantized, LoRA) computes something else.
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
+            return None
+        # Hooks of accelerate, of PEFT or of a user must run.
         is_hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-        changed = any(getattr(self.config, name, None) for name in LOGIT_CHANGES)
-        return self.separable and is_linear and not is_hooked and not changed
+        return head if self.separable and not is_hooked and not any(self._changes.values()) else None
 
     @torch.no_grad()
     def _logits_agree(self) -> bool:
+        """Whether `logits` gives the model's own logits, on three tokens."""
         ids = torch.arange(1, 4, device=self.model.device)[None] % self.config.vocab_size
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if self.is_encoder_decoder:
@@ -285,13 +338,13 @@ class LanguageHead:
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            own = self.run(**inputs, use_cache=False, return_dict=True).logits[0]
-            ours = self.logits(self.read(torch.ones_like(ids, dtype=torch.bool), **inputs))
+            expected = self.run(**inputs, use_cache=False, return_dict=True).logits[0]
+            logits = self.logits(self.read(torch.ones_like(ids, dtype=torch.bool), **inputs))
         finally:
             for module in training:
                 module.training = True
-        tolerance = 1e-3 if own.dtype in (torch.float32, torch.float64) else 3e-2
-        return ours.shape == own.shape and torch.allclose(ours, own, rtol=tolerance, atol=tolerance)
+        tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 3e-2
+        return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=tolerance, atol=tolerance)
 
 
 @torch.no_grad()
@@ -304,10 +357,18 @@ def exact_kl(
     vocab_size: int,
     temperature: float = 1.0,
 ) -> Tensor:
-    """KL(policy, ref) in nats at N positions, summed over the whole vocabulary, a chunk of positions at a time.
+    """Returns KL(policy, ref) over the whole vocabulary, computed in chunks of positions; see `trimtab_common.kl.full`.
 
-    Infinite where the reference forbids (logit -inf) a token that the policy allows; see `trimtab_common.kl.full`.
-    policy, ref: from head inputs of n positions to logits [n, V], such as `LanguageHead.logits`. Returns [N].
+    It is infinite where the reference forbids (logit -inf) a token that the policy allows.
+
+    Args:
+        policy, ref: functions from head inputs of n positions to logits [n, V], such as `LanguageHead.logits`.
+        policy_inputs, ref_inputs: of the same N positions.
+        vocab_size: V.
+        temperature: of both distributions.
+
+    Returns:
+        [N], in nats.
     """
 
     def log_p(head: Callable[[HeadInputs], Tensor], inputs: HeadInputs, span: slice) -> Tensor:
@@ -319,18 +380,18 @@ def exact_kl(
 
 
 def _chosen(states: Tensor, where: Tensor) -> Tensor:
-    """[N, ...] of states [B, T, ...], by a mask [B, T] or by places in [B * T]."""
+    """Returns states [B, T, ...] at N positions, given as a mask [B, T] or as places in [B * T]: [N, ...]."""
     return states[where] if where.dtype == torch.bool else states.flatten(0, 1).index_select(0, where)
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Logits at a temperature, in float32 at least, in memory of their own."""
+    """Returns logits at a temperature, in float32 or more, in a tensor that shares no memory with others."""
     logits = _upcast(nn.functional.linear(hidden, weight, bias))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _spans(positions: int, vocab_size: int) -> list[slice]:
-    """The positions in runs whose logits fill one chunk; one empty run where there are none."""
+    """Splits the positions into runs whose logits fill one chunk; returns one empty run where there are none."""
     size = max(1, CHUNK_ELEMENTS // vocab_size)
     return [slice(start, start + size) for start in range(0, max(positions, 1), size)]
 

@@ -1,0 +1,71 @@
+"""Loading of models and of adapters on their base models."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from peft import PeftModel, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
+
+from trimtab_lm.models.interface import Model
+
+AutoModel: TypeAlias = type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]
+"""A class of transformers that chooses the model's class by its configuration."""
+
+
+def load_model(
+    kind: AutoModel,
+    source: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_trainable: bool,
+    hub: dict[str, Any],
+) -> Model:
+    """Loads the model in `source`, or the adapter in it on the base model that the adapter names.
+
+    Args:
+        kind: the transformers class that loads it.
+        source: hub id or folder.
+        args, kwargs: of `kind.from_pretrained`.
+        is_trainable: whether a loaded adapter can train.
+        hub: the part of kwargs that concerns the download, for the adapter.
+
+    Raises:
+        ValueError: the adapter names no base model.
+    """
+    adapter_file = find_adapter_config_file(source, **hub)
+    if adapter_file is None:
+        return kind.from_pretrained(source, *args, **kwargs)
+    adapter = json.loads(Path(adapter_file).read_text(encoding="utf-8"))
+    if not adapter.get("base_model_name_or_path"):
+        raise ValueError(
+            f"{adapter_file} names no base model. Load the base model, put the adapter on it with "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True) and pass the result."
+        )
+    # revision and subfolder locate the adapter; the adapter's config locates the base model.
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+    base_name, revision = adapter["base_model_name_or_path"], adapter.get("revision")
+    base: PreTrainedModel = kind.from_pretrained(base_name, *args, revision=revision, **kwargs)
+    base = prepared_for_adapter(base) if is_trainable else base
+    return PeftModel.from_pretrained(base, source, is_trainable=is_trainable, **hub)
+
+
+def prepared_for_adapter(model: PreTrainedModel) -> PreTrainedModel:
+    """Prepares a model for an adapter: a quantized one needs float32 norms, and inputs that require gradients."""
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    return prepare_model_for_kbit_training(model) if quantized else model
+
+
+def with_quantization_config(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Replaces the deprecated `load_in_8bit=True` and `load_in_4bit=True` by a quantization_config."""
+    old = {name: kwargs[name] for name in ("load_in_8bit", "load_in_4bit") if name in kwargs}
+    kwargs = {name: value for name, value in kwargs.items() if name not in old}
+    if any(old.values()):
+        if "quantization_config" in kwargs:
+            raise ValueError(f"quantization_config and {', '.join(old)} came together. Keep quantization_config alone.")
+        message = f"{', '.join(old)} is deprecated. Write quantization_config=BitsAndBytesConfig(...)."
+        warnings.warn(message, FutureWarning, stacklevel=4)
+        kwargs["quantization_config"] = BitsAndBytesConfig(**old)
+    return kwargs

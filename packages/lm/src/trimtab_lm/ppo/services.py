@@ -1,0 +1,368 @@
+"""What PPOTrainer offers besides the algorithm: batches, samples, statistics and files."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from datasets import Dataset
+from huggingface_hub import CommitInfo
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trimtab_common.config import to_flat_dict
+from trimtab_common.hub import write_model_card
+from trimtab_common.run import Run
+from trimtab_common.stats import gather_over_ranks, gather_stats
+from trimtab_common.tracking import Tracker
+from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
+from trimtab_lm.models.interface import base_of
+from trimtab_lm.models.reference import Reference
+from trimtab_lm.sampling.backends import make_backend
+from trimtab_lm.sampling.generate import eos_token_ids, response_texts, sampling_config
+from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
+from trimtab_lm.tokens.dropout import without_dropout
+
+from .checks import check_logged
+from .passes import ForwardPasses
+from .selfcheck import check_sampler
+from .statistics import Clock, Rollout, as_numbers, one_dimensional, rollout_stats
+
+USAGE = """from transformers import AutoTokenizer
+from trimtab_lm import {model}
+
+model = {model}.from_pretrained("{repo_id}")  # transformers' own Auto classes load the language model alone
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")"""
+
+
+class PolicyServices(ForwardPasses):
+    """The methods of PPOTrainer that are no part of the algorithm. PPOTrainer's constructor sets the attributes."""
+
+    reference: Reference
+    is_encoder_decoder: bool
+    accelerator: Accelerator
+    rollout: RolloutBackend | None
+    rounding: float
+    run: Run
+    steps_done: int
+    best_score: float
+
+    @property
+    def model_params(self) -> list[nn.Parameter]:
+        """The parameters that train: of the policy, and of the critic where there is one."""
+        return [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
+
+    @property
+    def current_device(self) -> torch.device:
+        """Where batches and rewards are: accelerate's device, until another one is assigned."""
+        return self._device
+
+    @current_device.setter
+    def current_device(self, device: torch.device | str | int) -> None:
+        self._device = torch.device(device)
+
+    # ---------------------------------------------------------------- batches and samples
+
+    def _open_data(
+        self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
+    ) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
+        """The prompts, their batches, and the position in them, of which checkpoints hold the state."""
+        dataset = open_prompts(
+            dataset,
+            self.config.query_dataset,
+            self.tokenizer,
+            is_encoder_decoder=self.is_encoder_decoder,
+            is_collated=data_collator is not None,
+        )
+        if dataset is None:
+            return None, None, None
+        dataloader = self.prepare_dataloader(dataset, data_collator)
+        batches = dataloader.batch_sampler
+        return dataset, dataloader, batches if isinstance(batches, ShuffledBatches) else None
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset | torch.utils.data.Dataset[Any] | Sequence[Any],
+        data_collator: Callable[[Sequence[Any]], Any] | None = None,
+    ) -> DataLoader[Any]:
+        """Shuffled batches of `config.batch_size` rows for this process, on its device, without a remainder.
+
+        The order of the batches comes from `config.seed`; that of `trainer.dataloader` is part of a checkpoint.
+
+        Args:
+            dataset: rows by number.
+            data_collator: from rows to a batch; by default a batch is a dict of lists, its `input_ids` 1-D tensors.
+        """
+        if self.config.remove_unused_columns and isinstance(dataset, Dataset):
+            # A PeftModel's forward names no columns.
+            dataset = used_columns(dataset, base_of(self.model.pretrained_model))
+        collate = data_collator or collate_columns
+        batches = ShuffledBatches(
+            len(dataset),  # type: ignore[arg-type]
+            self.config.batch_size,
+            seed=self.config.seed,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+        )
+        return DataLoader(
+            dataset,  # type: ignore[arg-type]
+            batch_sampler=batches,
+            collate_fn=lambda rows: send_to_device(collate(rows), self.current_device),
+            generator=torch.Generator(),  # else each epoch's start, and each resume, draws from torch's global one
+        )
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Responses to queries, from the policy and, if asked, from the reference too.
+
+        The temperature is remembered: `step` takes the log-probabilities at it.
+
+        Args:
+            query_tensor: a query [T], or a list of queries.
+            length_sampler: draws `max_new_tokens`, once per call.
+            batch_size: queries at a time; a rollout has a size of its own.
+            return_prompt: whether a response begins with its query (causal models).
+            generate_ref_response: whether the reference responds as well.
+            generation_kwargs: settings of transformers' GenerationConfig; see `Sampler`. A rollout has settings of its
+                own and takes none.
+
+        Returns:
+            A [1, T] tensor for one query, a list of 1-D tensors for several; a pair of these with
+            `generate_ref_response`.
+        """
+        is_single = isinstance(query_tensor, Tensor)
+        queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
+        if length_sampler is not None:
+            generation_kwargs["max_new_tokens"] = length_sampler()
+        if self.rollout is not None:
+            if generation_kwargs or generate_ref_response:
+                raise ValueError(
+                    f"The rollout samples by its own settings, from the policy alone: leave {sorted(generation_kwargs)}"
+                    ", length_sampler and generate_ref_response out."
+                )
+            responses = [self._roll_out(self.rollout, queries, return_prompt=return_prompt)]
+        else:
+            models: list[AbstractContextManager[Any]] = [nullcontext(self.model.pretrained_model)]
+            if generate_ref_response:
+                models.append(self.reference.active())
+            options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
+            with torch.no_grad(), without_dropout(self.model):
+                is_first = self.sampler.calls == 0
+                responses = self.sampler(models, queries, **options)  # refuses bad queries by name
+                if is_first:
+                    self._check_sampler(queries, generation_kwargs)
+        answers = [rows[0][None] if is_single else rows for rows in responses]
+        return tuple(answers) if generate_ref_response else answers[0]
+
+    def _roll_out(self, rollout: RolloutBackend, queries: list[Tensor], *, return_prompt: bool) -> list[Tensor]:
+        responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
+        if self.is_encoder_decoder or not return_prompt:
+            return responses
+        return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
+
+    def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
+        model = self.model.pretrained_model
+        config, _ = sampling_config(model, **{"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs})
+        check_sampler(model, partial(self.scorer.policy_alone, temperature=1.0), queries, config, most=self.rounding)
+
+    def _sampling_options(self, generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `generate` for whole batches; makes the sampler where the config names one."""
+        config = self.config
+        if config.rollout_backend != "transformers":
+            at = {} if config.temperature is None else {"temperature": config.temperature}
+            settings = SamplingSettings.of({**at, **generation_kwargs})
+            if self.rollout is None or self.rollout.settings != settings:
+                options = config.rollout_backend_kwargs
+                self.rollout = make_backend(
+                    config.rollout_backend, settings, self.tokenizer, options, batch_size=config.batch_size
+                )
+            return {}
+        if self.rollout is not None:
+            return dict(generation_kwargs)  # which `generate` refuses
+        options = {"batch_size": config.batch_size, "do_sample": True, **generation_kwargs}
+        return {name: value for name, value in options.items() if name != "return_prompt"}
+
+    def _completions(
+        self, batch: dict[str, Any], responses: list[Tensor]
+    ) -> tuple[list[str], list[str], list[list[int]], dict[str, Any]]:
+        """Prompts, completions, their ids and the batch's other columns, as a `RewardSet` takes them.
+
+        The batch gets the texts too, as `query` and `response`.
+        """
+        queries = batch["input_ids"]
+        texts = response_texts(self.tokenizer, queries, responses, is_encoder_decoder=self.is_encoder_decoder)
+        batch["response"] = texts
+        if "query" not in batch:
+            batch["query"] = self.tokenizer.batch_decode(queries, skip_special_tokens=True)
+        columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
+        return batch["query"], texts, [row.tolist() for row in responses], columns
+
+    # ---------------------------------------------------------------- scores and statistics
+
+    def _shaped(self, scores: Tensor, responses: list[Tensor]) -> Tensor:
+        """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
+        config = self.config
+        if config.missing_eos_penalty is not None:
+            ends = self.sampler.eos_ids or eos_token_ids(self.model, self.tokenizer.eos_token_id)
+            unended = torch.tensor([int(row[-1]) not in ends for row in responses], device=scores.device)
+            scores = scores - config.missing_eos_penalty * unended
+        if config.use_score_scaling:
+            self.running.update(scores)
+            scores = (scores - (self.running.mean if config.use_score_norm else 0.0)) / self.running.std
+        return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
+
+    def _step_stats(self, rollout: Rollout, train_stats: Mapping[str, Tensor], clock: Clock) -> dict[str, Any]:
+        """The statistics of a step, over all processes."""
+        stats = self.record_step_stats(kl_coef=self.kl_ctl.value, **rollout.step_data(), train_stats=train_stats)
+        clock.lap("calc_stats")
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        stats = one_dimensional({**stats, "ppo/learning_rate": learning_rate, **clock.stats()})
+        return as_numbers(self.gather_stats(stats))
+
+    def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
+        """This process's statistics of a step, under their documented names.
+
+        Args:
+            kl_coef: the coefficient of the KL penalty in this step.
+            data: `queries`, `responses` and `scores` of the batch; `masks`, `logprobs`, `ref_logprobs`, `kls`,
+                `non_score_reward`, `values`, `advantages`, `returns` and `entropy` [B, R], 0 where the mask is 0; and
+                `train_stats`, of the updates: tensors whose mean over the first axis is the statistic.
+        """
+        train_stats = data.pop("train_stats")
+        return {
+            **rollout_stats(kl_coef=kl_coef, **data),
+            **{f"ppo/{name}": value.mean(0) for name, value in train_stats.items()},
+        }
+
+    def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """The statistics of all processes: floats and 1-D tensors, equal on each of them."""
+        return gather_stats(stats)
+
+    def log_stats(
+        self,
+        stats: dict[str, Any],
+        batch: Mapping[str, Sequence[Any]],
+        rewards: Sequence[Any],
+        columns_to_log: Sequence[str] = ("query", "response"),
+    ) -> dict[str, Any]:
+        """Send a step's statistics to the tracker, with the rewards and a table of samples.
+
+        Args:
+            stats: of `step`.
+            batch: columns of this process's batch.
+            rewards: one number per response of this process.
+            columns_to_log: columns of `batch` for the table.
+
+        Returns:
+            The statistics that were sent.
+        """
+        check_logged(batch, rewards, columns_to_log)
+        rows = list(zip(*(batch[name] for name in columns_to_log), map(float, rewards), strict=True))
+        gathered = [row for part in gather_over_ranks(rows) for row in part]
+        distribution = torch.tensor([row[-1] for row in gathered])
+        logs = {
+            **stats,
+            "env/reward_mean": float(distribution.mean()),
+            "env/reward_std": float(distribution.std(correction=0)),
+            "env/reward_dist": distribution,
+        }
+        self.tracker.log(logs, self.steps_done)
+        self.tracker.table("game_log", [*columns_to_log, "reward"], gathered, self.steps_done)
+        return logs
+
+    @property
+    def tracker(self) -> Tracker:
+        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
+        return self.run.tracker
+
+    # ---------------------------------------------------------------- files
+
+    def save_checkpoint(self, output_dir: str | Path | None = None) -> Path:
+        """Write everything that the next step depends on, atomically, as `checkpoint-<steps>` into `output_dir`.
+
+        Args:
+            output_dir: the folder of checkpoints; default: the config's.
+        """
+        root = output_dir or self.config.output_dir
+        if root is None:
+            raise ValueError("save_checkpoint needs a folder: give it one, or PPOConfig(output_dir=...).")
+        return self.run.save(root, self.steps_done, keep=self.config.save_total_limit)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a checkpoint, in a trainer with the models, config and data of the one that saved it."""
+        self.run.load(path)
+
+    def _resume(self, where: str | Path | None) -> None:
+        """Go on from a checkpoint, or begin a run in the config's `output_dir`.
+
+        Args:
+            where: a checkpoint's folder, or "latest" for the newest in `output_dir`, if there is one; None: begin.
+
+        Raises:
+            CheckpointError: a new run would save beside the checkpoints of another.
+        """
+        root = self.config.output_dir
+        if where == "latest" and root is None:
+            raise ValueError('resume_from="latest" looks into PPOConfig(output_dir=...), which is None.')
+        if where is not None:
+            self.run.resume(where, root or where)
+        elif root is not None and self.config.save_steps:
+            self.run.record.claim(root)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Write the policy with its value head, the tokenizer and a model card into one folder.
+
+        Args:
+            save_directory: the folder, which is created if need be.
+            kwargs: of the model's `save_pretrained`.
+        """
+        if self.accelerator.is_main_process:
+            self.model.save_pretrained(save_directory, **kwargs)
+            self.tokenizer.save_pretrained(save_directory)
+            self.create_model_card(str(save_directory))
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
+        """Upload what `save_pretrained` writes; arguments as of the model's `push_to_hub`."""
+
+        def write(folder: str) -> None:
+            self.save_pretrained(folder)
+            self.create_model_card(folder, repo_id=repo_id)
+
+        return self.run.push(write, repo_id, **kwargs)
+
+    def _push_if_best(self, mean_score: float) -> None:
+        options = self.config.push_to_hub_if_best_kwargs
+        if options and self.steps_done % self.config.compare_steps == 0 and mean_score > self.best_score:
+            self.best_score = mean_score
+            self.push_to_hub(**options)
+
+    def create_model_card(self, path: str, model_name: str | None = "TRL Model", *, repo_id: str | None = None) -> None:
+        """Write a model card, README.md, into a folder.
+
+        Args:
+            path: the folder.
+            model_name: the title.
+            repo_id: what the model is loaded by; default: the folder's name.
+        """
+        write_model_card(
+            path,
+            name=model_name or "Model",
+            trainer=type(self).__name__,
+            paper="Ziegler et al. 2019, arXiv:1909.08593",
+            usage=USAGE.replace("{model}", type(self.model).__name__),
+            library="transformers",
+            repo_id=repo_id,
+            base_model=self.model.config.name_or_path or None,
+            settings={name: value for name, value in to_flat_dict(self.config).items() if value not in (None, {})},
+        )

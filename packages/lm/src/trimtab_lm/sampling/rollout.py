@@ -1,0 +1,186 @@
+"""What a sampler of completions gives and takes: the interface of all backends."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from trimtab_common.kl import LOG_RATIO_CLAMP
+from trimtab_lm.models.interface import Model
+from trimtab_lm.sampling.generate import distortions, sampling_config
+
+
+class Rollout(NamedTuple):
+    """Completions in the order of their prompts, the generations of a prompt side by side."""
+
+    completions: list[Tensor]  # 1-D ids, with the end token where there is one
+    ended: list[bool]  # by itself; otherwise it was cut at the length limit
+    logprobs: list[Tensor] | None = None  # 1-D, nats, of these tokens as they were sampled, where the sampler tells
+
+
+class RolloutBackend(Protocol):
+    """A sampler of completions. `version` counts the changes of the weights; each rollout says which it must be of.
+
+    Attributes:
+        settings: how completions are drawn. PPO takes log-probabilities at their temperature.
+    """
+
+    settings: "SamplingSettings"
+
+    def sync(self, model: Model, version: int) -> None:
+        """Sample from the weights of a model from this call on.
+
+        It is called before every rollout; nothing happens where `version` is held already.
+
+        Args:
+            model: a PreTrainedModel or PeftModel, unwrapped.
+            version: the number of the weights.
+        """
+        ...
+
+    def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
+        """Completions of each prompt, fixed by the weights, the batch and `seed`.
+
+        The global random numbers are left as they are.
+
+        Args:
+            prompts: rows of token ids, 1-D.
+            num_generations: completions of each prompt.
+            version: the number of the weights to sample from.
+            seed: of the sampling.
+
+        Raises:
+            StaleWeightsError: the sampler does not hold `version`.
+        """
+        ...
+
+
+class StaleWeightsError(RuntimeError):
+    """Completions were asked of weights that the sampler does not hold."""
+
+
+def require_version(held: int | None, wanted: int) -> None:
+    """The check of every rollout: samples of older weights would be trained on as if they were the policy's."""
+    if held != wanted:
+        raise StaleWeightsError(
+            f"A rollout of the weights of version {wanted} was asked for, but the sampler holds "
+            f"{'none' if held is None else f'version {held}'}. Call sync(model, {wanted}) before generate."
+        )
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How completions are drawn. With the defaults a token follows the model's own distribution.
+
+    max_completion_length: tokens. temperature: divides the logits, above 0. top_p in (0, 1], top_k (0 is off), min_p
+    and repetition_penalty as in transformers. generation_kwargs: further settings in the backend's own terms, those of
+    GenerationConfig or vllm.SamplingParams.
+    """
+
+    max_completion_length: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_completion_length < 1:
+            raise ValueError(f"max_completion_length={self.max_completion_length}: a completion has 1 token or more.")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature={self.temperature}: sampling and its log-probabilities need one above 0; 1.0 is the "
+                "model's own distribution."
+            )
+        if not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= (self.min_p or 0.0) <= 1:
+            raise ValueError(
+                f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p}: top_p is in (0, 1], top_k 0 (off) or "
+                "more, min_p in [0, 1] or None (off)."
+            )
+        if "do_sample" in self.generation_kwargs:
+            raise ValueError("generation_kwargs sets do_sample: completions are always sampled; top_k=1 is greedy.")
+        if owned := sorted(OWNED.intersection(self.generation_kwargs)):
+            raise ValueError(
+                f"generation_kwargs sets {owned}, which the trainer sets: use its own arguments instead "
+                "(max_completion_length, num_generations, temperature, top_p, top_k, min_p, repetition_penalty)."
+            )
+
+    @classmethod
+    def of(cls, generation_kwargs: Mapping[str, Any]) -> Self:
+        """The settings that arguments of transformers' `generate` ask for.
+
+        Args:
+            generation_kwargs: `max_new_tokens`, `temperature` and so on, under their names in GenerationConfig.
+        """
+        kwargs = {name: value for name, value in generation_kwargs.items() if (name, value) != ("do_sample", True)}
+        if "max_new_tokens" in kwargs:
+            kwargs["max_completion_length"] = kwargs.pop("max_new_tokens")
+        names = [name for name in cls.__dataclass_fields__ if name in kwargs and name != "generation_kwargs"]
+        settings = {name: kwargs.pop(name) for name in names}
+        return cls(**settings, generation_kwargs=kwargs)
+
+    def config(self, model: Any, *, pad_token_id: int) -> tuple[GenerationConfig, dict[str, Any]]:
+        """transformers' complete configuration, and what of generation_kwargs it has no place for."""
+        chosen = {
+            "do_sample": True,
+            "use_cache": True,
+            "max_new_tokens": self.max_completion_length,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            **self.generation_kwargs,
+        }
+        return sampling_config(model, pad_token_id=pad_token_id, **chosen)
+
+
+OWNED = {
+    *("max_length", "max_new_tokens", "max_tokens", "max_time", "n", "num_beams", "num_return_sequences", "seed"),
+    *("logprobs", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+}
+"""What `generation_kwargs` may not set: it has an argument of its own, or the trainer decides it."""
+
+
+class Notes:
+    """Warns once of each setting that makes the sampler another policy than the trained one."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def __call__(self, config: GenerationConfig) -> None:
+        for line in distortions(config):
+            if line not in self._seen:
+                self._seen.add(line)
+                warnings.warn(f"The sampler is not the policy that is trained: {line}.", stacklevel=4)
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's padding token, or its end token; masks and lengths tell padding, so either does."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+class Mismatch(NamedTuple):
+    """How far a sampler's probabilities are from the trainer's, on the sampled tokens."""
+
+    difference: Tensor  # [N], |log pi_trainer - log pi_sampler|, nats
+    sequence_ratio: Tensor  # [B], pi_trainer / pi_sampler of each whole completion
+
+
+def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor) -> Mismatch:
+    """The differences that sampling with other kernels, precision or weights makes; 0 and 1 where there is none.
+
+    logprobs, sampler_logprobs: [N], nats, of the tokens of B completions one after the other, at one temperature;
+    lengths: [B], tokens of each, N in all. The ratio is exp of the summed difference, clamped to +-20 before: the
+    importance weight of a completion (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training").
+    """
+    gap = logprobs - sampler_logprobs
+    rows = torch.repeat_interleave(torch.arange(len(lengths), device=gap.device), lengths)
+    log_ratio = torch.zeros(len(lengths), dtype=gap.dtype, device=gap.device).index_add_(0, rows, gap)
+    return Mismatch(gap.abs(), log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp())

@@ -1,0 +1,202 @@
+"""GRPOTrainer: what it logs, evaluates, warns of and saves."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig
+from tests.lm import tiny
+from tests.lm.grpo.run_distributed import Fixed, Scripted, prompts, trainer, vowels
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, TrainingArguments
+
+from trimtab_lm.grpo import GRPOTrainer
+
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+@pytest.fixture
+def make(tmp_path):
+    return partial(trainer, str(tmp_path))
+
+
+def test_the_logs_say_what_happened(make):
+    made = make(eval_dataset=prompts(5), per_device_eval_batch_size=2, max_steps=2)
+    made.train()
+    metrics = made.evaluate()
+    log = made.state.log_history[0]
+    for name in (
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "rewards/vowels/mean",
+        "rewards/vowels/std",
+        "entropy",
+        "completions/mean_length",
+        "completions/min_length",
+        "completions/max_length",
+        "completions/clipped_ratio",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "clip_ratio/region_mean",
+        "ratio",
+        "loss",
+        "health/alerts",
+    ):
+        assert name in log
+        if not name.startswith("health"):
+            assert f"eval_{name}" in metrics
+    sampled = Scripted()
+    sampled.sync(None, 0)
+    rollout = sampled.generate(
+        [torch.tensor(ids) for ids in made.eval_dataset["prompt_ids"]], num_generations=3, version=0, seed=0
+    )
+    lengths = [len(ids) for ids in rollout.completions]
+    assert metrics["eval_completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert metrics["eval_completions/max_length"] == max(lengths)
+    assert metrics["eval_completions/clipped_ratio"] == pytest.approx(1 - sum(rollout.ended) / len(lengths))
+    at_once = make(made.model, eval_dataset=prompts(5), per_device_eval_batch_size=5).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(at_once["eval_loss"], rel=1e-4)  # no mean of unequal batches
+    assert abs(metrics["eval_loss"]) > 1e-3
+
+
+def test_tokens_are_counted_over_prompts_and_completions(make):
+    made = make(rollout=Fixed([True] * 3), max_steps=2)
+    made.train()
+    read = [len(made.tokenizer(text)["input_ids"]) for text in made.train_dataset["prompt"]]
+    logs = [entry["num_tokens"] for entry in made.state.log_history if "loss" in entry]
+    assert logs[0] < logs[1] <= 4 * (3 * max(read) + 6)
+    assert logs[1] - logs[0] >= 2 * (3 * min(read) + 6)
+
+
+def test_evaluation_repeats_itself_and_counts_every_prompt_once(make):
+    made = make(rollout=None, eval_dataset={"a": prompts(3), "b": prompts(5)}, per_device_eval_batch_size=2)
+    first, second = made.evaluate(), made.evaluate()
+    names = [name for name in first if "reward" in name or "loss" in name]
+    assert "eval_a_reward" in names
+    assert [first[name] for name in names] == [second[name] for name in names]
+    assert made.evaluate(prompts(1), metric_key_prefix="new")["new_frac_reward_zero_std"] in (0.0, 1.0)
+
+
+def test_predict_is_an_evaluation_of_other_prompts(make):
+    made = make(rollout=None)
+    output = made.predict(prompts(3))
+    assert output.predictions is None
+    assert "test_reward" in output.metrics
+
+
+def test_prompts_come_in_order_if_asked(make):
+    made = make(train_sampling_strategy="sequential")
+    assert [row["prompt"] for row in next(iter(made.get_train_dataloader()))] == prompts(2)["prompt"][:]
+
+
+def test_neftune_is_noise_in_training_alone(make):
+    made = make(
+        tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        neftune_noise_alpha=50.0,
+        max_steps=1,
+        disable_dropout=False,
+        num_iterations=2,
+    )
+    with pytest.warns(UserWarning, match="ratios do not start from 1"):
+        made.train()
+
+
+def test_samples_reach_the_tables_and_the_screen(make, monkeypatch, capsys):
+    tables = []
+    monkeypatch.setattr(
+        "trimtab_lm.grpo.statistics.Tables.add",
+        lambda self, trainer, name, columns, rows: tables.append((name, columns, [list(row) for row in rows])),
+    )
+    made = make(max_steps=2, log_completions=True, num_completions_to_print=1, eval_dataset=prompts(2))
+    made.train()
+    made.evaluate()
+    assert [name for name, _, _ in tables] == ["completions", "completions", "eval_completions"]
+    _, columns, rows = tables[0]
+    assert columns == ["prompt", "completion", "vowels", "reward", "advantage"]
+    assert len(rows) == 6
+    assert [row[2] for row in rows] == pytest.approx(vowels([row[1] for row in rows]))
+    assert sum(row[4] for row in rows[:3]) == pytest.approx(0, abs=1e-5)
+    assert rows[0][0] == rows[1][0] == rows[2][0] != rows[3][0] == rows[4][0] == rows[5][0]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(printed) == 3
+    assert "-> " in printed[0]
+    assert "advantage" in printed[0]
+
+
+def test_constant_rewards_are_reported(make):
+    made = make(reward=lambda completions, **_: [1.0] * len(completions), max_steps=10)
+    with pytest.warns(UserWarning, match="health/constant_rewards"):
+        made.train()
+    assert made.state.log_history[0]["frac_reward_zero_std"] == 1
+
+
+def test_a_start_that_is_not_where_the_rollout_was_is_reported(make):
+    dropout = {"resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    with pytest.warns(UserWarning, match="ratios do not start from 1. Is disable_dropout off"):
+        make(tiny.gpt2(**dropout), disable_dropout=False, num_iterations=2, max_steps=1).train()
+    made = make(beta=0.1, max_steps=1)
+    made.model.transformer.wte.weight.data *= 1.2
+    with pytest.warns(UserWarning, match="policy and reference differ"):
+        made.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        make(tiny.gpt2(**dropout), num_iterations=2, beta=0.1, max_steps=1).train()
+
+
+# Everything around
+
+
+def test_a_trained_model_is_saved_as_what_it_is(make, tmp_path):
+    make(save_strategy="steps", save_steps=1, max_steps=1).train()
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1"), GPT2LMHeadModel)
+    tiny.gpt2().save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    made = make(
+        str(tmp_path / "base"),
+        peft_config=LORA,
+        processing_class=None,
+        save_strategy="steps",
+        save_steps=2,
+        overwrite_output_dir=True,
+        max_steps=2,
+        beta=0.1,
+        model_init_kwargs={"torch_dtype": "float32"},
+    )
+    made.train()
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(loaded(input_ids=ids).logits, made.model.eval()(input_ids=ids).logits)
+
+
+def test_lora_on_a_model_with_resized_embeddings(make, tmp_path):
+    model = tiny.gpt2()
+    model.resize_token_embeddings(len(tiny.VOCABULARY) + 8)
+    make(model, rollout=None, peft_config=LORA, save_strategy="steps", save_steps=1, max_steps=1).train()
+    assert (tmp_path / "checkpoint-1" / "adapter_config.json").exists()
+
+
+def test_model_init_makes_the_model_and_its_reference(make):
+    made = make(model_init=lambda: tiny.gpt2(3), beta=0.1, max_steps=1)
+    first = made.reference
+    made.train()
+    assert made.reference is not first
+    assert tiny.moved(tiny.weights(made.reference.model), made.model)
+
+
+def test_plain_arguments_and_the_tokenizer_of_2024_are_taken(tmp_path):
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    with pytest.warns(FutureWarning, match="processing_class"):
+        made = GRPOTrainer(tiny.gpt2(), vowels, args, prompts(4), tokenizer=tiny.tokenizer(), rollout=Scripted(limit=5))
+    made.train()
+    assert made.backend.calls == [2]
+    assert args.remove_unused_columns

@@ -1,0 +1,125 @@
+"""PPO samples from any backend: at the temperature that it scores at, from the weights as they are."""
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tests.lm import tiny
+
+from trimtab_lm.sampling.backends import ContinuousBatchingRollout, TransformersRollout
+from trimtab_lm.sampling.rollout import Rollout, SamplingSettings
+
+QUERIES = tiny.rows(4, 2, 5)
+BACKENDS = {
+    "transformers": lambda settings: TransformersRollout(settings, tiny.tokenizer(), batch_size=4),
+    "continuous batching": lambda settings: ContinuousBatchingRollout(settings, tiny.tokenizer()),
+}
+
+
+def data() -> Dataset:
+    return Dataset.from_dict({"query": [letter * 3 for letter in "abcdefgh"]})
+
+
+def share_of_a(completions: list[str]) -> list[float]:
+    return [completion.count("a") / 8 for completion in completions]
+
+
+class Recorder:
+    """A backend that writes the same token, and remembers what it was asked."""
+
+    def __init__(self, temperature: float = 1.0):
+        self.settings, self.held, self.weights, self.seeds = SamplingSettings(3, temperature), None, [], []
+
+    def sync(self, model: Any, version: int) -> None:
+        self.held = version
+        self.weights.append(model.transformer.h[0].mlp.c_fc.weight.detach().clone())
+
+    def generate(self, prompts: Any, *, num_generations: int, version: int, seed: int) -> Rollout:
+        assert (version, num_generations) == (self.held, 1)
+        self.seeds.append(seed)
+        return Rollout([torch.tensor([5, 6]) for _ in prompts], [False for _ in prompts])
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_backend_samples_what_the_policy_writes(backend):
+    """Top 1 of the policy at any temperature is its greedy continuation."""
+    trainer = tiny.ppo(
+        tiny.with_value_head(tiny.llama()), given={"rollout": backend(SamplingSettings(4, 0.7, top_k=1))}
+    )
+    with pytest.warns(UserWarning, match="top_k=1"):
+        responses = trainer.generate(QUERIES, return_prompt=False)
+    whole = trainer.generate(QUERIES)
+    model = tiny.llama().eval()
+    for query, response, both in zip(QUERIES, responses, whole, strict=True):
+        expected = model.generate(query[None], do_sample=False, max_new_tokens=4, pad_token_id=0)[0]
+        expected = expected[: len(query) + len(response)]
+        assert torch.cat([query, response]).tolist() == both.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_train_learns_from_a_backend(backend):
+    sizes = {"batch_size": 8, "mini_batch_size": 8, "ppo_epochs": 2, "steps": 2, "learning_rate": 1e-2}
+    given = {"dataset": data(), "rollout": backend(SamplingSettings(4, 0.9))}
+    trainer = tiny.ppo(tiny.with_value_head(tiny.llama()), given=given, **sizes)
+    before = tiny.weights(trainer.model)
+    history = trainer.train(share_of_a)
+    assert len(history) == 2
+    assert history[0]["objective/kl"] == pytest.approx(0, abs=1e-4)  # the policy is its own reference
+    assert history[0]["tokens/responses_len_mean"] <= 4
+    assert tiny.moved(before, trainer.model)
+
+
+def test_log_probabilities_are_taken_at_the_temperature_of_the_backend():
+    model = tiny.policy(dtype=torch.float64)
+    trainer = tiny.ppo(model, given={"rollout": Recorder(temperature=0.5)})
+    responses = trainer.generate(QUERIES, return_prompt=False)
+    stats = trainer.step(QUERIES, responses, [0.0, 1.0, 2.0, 3.0])
+    expected = [
+        tiny.taken_of(tiny.gpt2(0, torch.float64), query, response, 0.5)
+        for query, response in zip(QUERIES, responses, strict=True)
+    ]
+    torch.testing.assert_close(stats["objective/logprobs"], torch.cat(expected))
+    with pytest.raises(ValueError, match=r"temperature 0.5, but .* at 0.7"):
+        tiny.ppo(temperature=0.7, given={"rollout": Recorder(temperature=0.5)}).generate(QUERIES)
+
+
+def test_every_rollout_has_the_weights_of_its_step_and_a_seed_of_its_own():
+    backend = Recorder()
+    trainer = tiny.ppo(given={"dataset": data(), "rollout": backend}, steps=3, learning_rate=1e-2)
+    trainer.train(lambda completion_ids: [float(i) for i in range(4)])
+    assert len({float(weight.sum()) for weight in backend.weights}) == 3
+    assert len(set(backend.seeds)) == 3
+
+
+def test_the_config_names_the_backend_of_train():
+    trainer = tiny.ppo(
+        tiny.with_value_head(tiny.llama()),
+        given={"dataset": data()},
+        steps=1,
+        rollout_backend="continuous_batching",
+        rollout_backend_kwargs={"max_batch_tokens": 512},
+        temperature=0.8,
+    )
+    trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 3, "do_sample": True})
+    assert isinstance(trainer.rollout, ContinuousBatchingRollout)
+    assert trainer.rollout.options == {"max_batch_tokens": 512}
+    assert (trainer.rollout.settings.max_completion_length, trainer.rollout.settings.temperature) == (3, 0.8)
+    engine = trainer.rollout
+    trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 3}, steps=2)
+    assert trainer.rollout is engine
+
+
+def test_settings_beside_a_rollout_are_refused():
+    trainer = tiny.ppo(given={"dataset": data(), "rollout": Recorder()})
+    for refused in ({"max_new_tokens": 3}, {"generate_ref_response": True}, {"length_sampler": lambda: 3}):
+        with pytest.raises(ValueError, match="The rollout samples by its own settings"):
+            trainer.generate(QUERIES, **refused)
+    with pytest.raises(ValueError, match="The rollout samples by its own settings"):
+        trainer.train(share_of_a, generation_kwargs={"temperature": 0.5})
+    with pytest.raises(ValueError, match="rollout_backend='vllm' and a rollout: leave one of them out"):
+        tiny.ppo(given={"rollout": Recorder()}, rollout_backend="vllm")
+    with pytest.raises(ValueError, match="rollout_backend='sglang' is none of transformers, continuous_batching, vllm"):
+        tiny.ppo(rollout_backend="sglang")
+    with pytest.raises(ValueError, match="rollout_backend_kwargs needs a rollout_backend other than transformers"):
+        tiny.ppo(rollout_backend_kwargs={"batch_size": 2})

@@ -1,0 +1,69 @@
+"""The examples: each stands alone, is short, runs by itself without a network, and prints what it has learnt."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NUMBER = r"[+-]?\d+\.\d+"
+LAST_WORDS = {
+    "sft": rf"loss on held-out text: {NUMBER} -> {NUMBER} nats per token",
+    "reward": rf"accuracy on 16 held-out pairs: {NUMBER} -> {NUMBER}",
+    "dpo": rf"held-out pairs: accuracy {NUMBER}, loss {NUMBER} nats",
+    "grpo": rf"reward of 8 held-out prompts: {NUMBER} -> {NUMBER}",
+    "ppo": rf"step 2: score {NUMBER}, KL {NUMBER} nats",
+    "ppo_train": rf"step 2: score {NUMBER}, KL {NUMBER} nats",
+    "iterative_sft": rf"round 2: sentiment {NUMBER}, loss {NUMBER}",
+    "ddpo": rf"epoch 2: \d+ updates, reward {NUMBER} kB",
+}
+OUTSIDE = {
+    "trimtab_common",
+    "trimtab_lm",
+    "trimtab_diffusion",
+    "torch",
+    "transformers",
+    "datasets",
+    "peft",
+    "diffusers",
+}
+OUTSIDE |= {"vaderSentiment"}
+
+
+def imported(source: str) -> set[str]:
+    """The top-level names of everything that a source imports."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or ".").partition(".")[0])
+    return found
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(LAST_WORDS)
+
+
+@pytest.mark.parametrize("name", LAST_WORDS)
+def test_an_example_is_short_and_imports_only_packages(name: str):
+    source = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 80
+    assert imported(source) - OUTSIDE - set(sys.stdlib_module_names) == set()
+
+
+@pytest.mark.parametrize("name", LAST_WORDS)
+def test_an_example_runs_and_prints_what_it_learnt(name: str, tmp_path: Path):
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--smoke"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert re.search(LAST_WORDS[name], done.stdout), done.stdout

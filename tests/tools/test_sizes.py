@@ -1,0 +1,42 @@
+"""The figures of tools/sizes.py, on files that are written here."""
+
+from pathlib import Path
+
+from tools.sizes import duplicate_runs
+
+STEPS = [f"total = total + weights[{i}]" for i in range(7)]
+
+
+def function(name: str, body: list[str], parameters: str = "total, weights") -> str:
+    return "\n".join([f"def {name}({parameters}):", *(f"    {line}" for line in body), ""])
+
+
+def write(folder: Path, **sources: str) -> list[Path]:
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    return sorted(folder.glob("*.py"))
+
+
+def test_a_run_of_seven_lines_in_two_files_is_one_copy(tmp_path):
+    paths = write(tmp_path, a=function("one", STEPS), b=function("two", ["weights = sorted(weights)", *STEPS]))
+    assert duplicate_runs(paths, tmp_path) == ["b.py:3 repeats a.py:2"]
+
+
+def test_a_run_in_three_places_has_two_copies(tmp_path):
+    paths = write(tmp_path, a=function("one", STEPS) + function("two", STEPS), b=function("three", STEPS))
+    assert len(duplicate_runs(paths, tmp_path)) == 2
+
+
+def test_five_lines_are_no_run(tmp_path):
+    paths = write(tmp_path, a=function("one", STEPS[:5]), b=function("two", STEPS[:5]))
+    assert duplicate_runs(paths, tmp_path) == []
+
+
+def test_signatures_docstrings_imports_and_comments_are_no_code(tmp_path):
+    parameters = "\n".join(f"    parameter_{i}=None," for i in range(8))
+    text = "\n".join(['"""Documents', *(f"argument {i}" for i in range(8)), '"""'])
+    comments = "\n".join(f"# remark {i}" for i in range(8))
+    names = "\n".join(f"    name_{i}," for i in range(8))
+    source = f"{text}\nfrom json import (\n{names}\n)\n{comments}\n" + function("one", ["pass"], f"\n{parameters}\n")
+    paths = write(tmp_path, a=source, b=source)
+    assert duplicate_runs(paths, tmp_path) == []
