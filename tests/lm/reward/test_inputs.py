@@ -118,7 +118,7 @@ def test_a_model_is_needed(tmp_path):
     with pytest.raises(ValueError, match="either a model or model_init"):
         trainer(None, tmp_path)
     with pytest.raises(ValueError, match="processing_class=tokenizer"):
-        trainer(None, tmp_path, {"model_init": scorer, "processing_class": None})
+        trainer(None, tmp_path, {"model_init": lambda: scorer(), "processing_class": None})
 
 
 def test_arguments_of_loading_need_a_name(tmp_path):
