@@ -11,8 +11,8 @@ from trimtab_common.seeding import private_rngs
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
 from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.rewards.functions import RewardSet, Scored, as_completions
-from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.sampling.generate import response_texts
+from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.positions import Positions
 
 from .batches import Group, as_groups, everyones_advantages
