@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
+from peft import PromptTuningConfig, get_peft_model
 from tests.lm import tiny
 from transformers import AutoModelForSequenceClassification
 
@@ -176,6 +177,12 @@ def test_a_policy_with_nothing_to_train_is_refused():
     model = tiny.policy().requires_grad_(False)
     with pytest.raises(ValueError, match=r"Nothing to train"):
         tiny.ppo(model)
+
+
+def test_a_policy_with_virtual_tokens_before_its_rows_is_refused():
+    tuned = get_peft_model(tiny.gpt2(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match=r"cannot train PromptTuningConfig.*Use LoRA or prefix tuning"):
+        tiny.ppo(tiny.with_value_head(tuned))
 
 
 def test_a_critic_with_a_trunk_of_another_type_is_refused():

@@ -204,9 +204,11 @@ def _encode(
     )
     if positions is not None:
         positions.check_sample(
-            len(prompt[into]), max_completion_length, is_encoder_decoder=is_encoder_decoder,
+            len(prompt[into]),
+            max_completion_length,
+            is_encoder_decoder=is_encoder_decoder,
             remedy=f"Lower max_prompt_length ({max_length}) or max_completion_length ({max_completion_length}).",
-        )  # fmt: skip
+        )
     return prompt
 
 

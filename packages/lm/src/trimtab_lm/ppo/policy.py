@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -119,10 +119,10 @@ class Critic(nn.Module):
             score.requires_grad_(False)
             score = score.modules_to_save[score.active_adapters[0]]
         if isinstance(model, PreTrainedModelWrapper):
-            self.trunk = base_of(model.pretrained_model).base_model
+            self.trunk = cast(PreTrainedModel, base_of(model.pretrained_model).base_model)
             self.v_head = model.v_head
         else:
-            self.trunk = base_of(model).base_model  # adapters are inside its layers
+            self.trunk = cast(PreTrainedModel, base_of(model).base_model)  # adapters are inside its layers
             is_scorer = isinstance(score, nn.Linear) and score.out_features == 1
             width = score.in_features if is_scorer else state_width(model)
             weight = next(self.trunk.parameters())

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.tokens.forward import best_layout
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out, lean_width
@@ -21,7 +22,7 @@ class Layouts(NamedTuple):
     shared: Layout
 
     @classmethod
-    def of(cls, model: object) -> "Layouts":
+    def of(cls, model: Model) -> "Layouts":
         """The leanest layouts that give the model's own outputs; see `best_layout`."""
         apart = best_layout(model, share_prefix=False)
         return cls(apart, best_layout(model, share_prefix=True) if apart == "packed" else apart)

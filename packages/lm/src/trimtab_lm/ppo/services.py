@@ -13,11 +13,13 @@ from datasets import Dataset
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
+from trimtab_common.kl import FixedKLController
 from trimtab_common.run import Run
-from trimtab_common.stats import gather_over_ranks, gather_stats
+from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
 from trimtab_lm.models.interface import base_of
@@ -43,8 +45,12 @@ class PolicyServices(ForwardPasses):
     """The methods of PPOTrainer that are no part of the algorithm. PPOTrainer's constructor sets the attributes."""
 
     reference: Reference
+    tokenizer: PreTrainedTokenizerBase
     is_encoder_decoder: bool
     accelerator: Accelerator
+    optimizer: torch.optim.Optimizer
+    kl_ctl: FixedKLController
+    running: RunningMoments
     rollout: RolloutBackend | None
     rounding: float
     run: Run

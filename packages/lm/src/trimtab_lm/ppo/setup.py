@@ -1,4 +1,4 @@
-"""What a PPOTrainer is given, checked and completed."""
+"""The arguments of a PPOTrainer, checked and completed."""
 
 from functools import partial
 from typing import Any, cast
@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from peft import PeftType
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -35,7 +36,7 @@ HELD = ("learning_rate", "init_kl_coef")
 
 
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
-    """The model with a value head to train: the one given, or that of `config.model_name`."""
+    """The model with a value head to train: the caller's, or that of `config.model_name`."""
     if model is None:
         if config.model_name is None:
             raise ValueError("PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name.")
@@ -46,6 +47,12 @@ def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
         raise TypeError(
             f"PPOTrainer trains a model with a value head, got {type(model).__name__}. Wrap it: "
             "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
+        )
+    peft = model.pretrained_model.active_peft_config if model.is_peft_model else None
+    if peft is not None and peft.is_prompt_learning and peft.peft_type != PeftType.PREFIX_TUNING:
+        raise ValueError(
+            f"PPOTrainer cannot train {type(peft).__name__}, which puts virtual tokens before each row. Use LoRA or "
+            "prefix tuning."
         )
     return model
 
@@ -71,7 +78,7 @@ def reference_of(
 
 
 def tokenizer_of(config: PPOConfig, tokenizer: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer given, or that of `config.model_name`; it must have a pad token."""
+    """The caller's tokenizer, or that of `config.model_name`; it must have a pad token."""
     if tokenizer is None and config.model_name is None:
         raise ValueError("PPOTrainer needs a tokenizer: give it one, or PPOConfig a model_name.")
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model_name)

@@ -55,11 +55,19 @@ class Rollout:
     def step_data(self) -> dict[str, Any]:
         """The columns under the names that `PPOTrainer.record_step_stats` takes."""
         return {
-            "queries": self.samples.queries, "responses": self.samples.responses, "scores": self.scores,
-            "masks": self.mask, "logprobs": self.logprobs, "ref_logprobs": self.ref_logprobs, "kls": self.kl,
-            "non_score_reward": self.non_score_rewards, "values": self.values, "advantages": self.advantages,
-            "returns": self.returns, "entropy": self.entropy,
-        }  # fmt: skip
+            "queries": self.samples.queries,
+            "responses": self.samples.responses,
+            "scores": self.scores,
+            "masks": self.mask,
+            "logprobs": self.logprobs,
+            "ref_logprobs": self.ref_logprobs,
+            "kls": self.kl,
+            "non_score_reward": self.non_score_rewards,
+            "values": self.values,
+            "advantages": self.advantages,
+            "returns": self.returns,
+            "entropy": self.entropy,
+        }
 
 
 def training_stats(rollout: Rollout, recorded: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -69,14 +77,16 @@ def training_stats(rollout: Rollout, recorded: Sequence[Mapping[str, Any]]) -> d
     processes; `policy/advantages` [1, N] are those of this process.
     """
     mask = rollout.mask
-    numbers = gather_stats({
-        **merge_stats(recorded),
-        "policy/advantages_mean": Mean.of(rollout.advantages, mask),
-        "returns/mean": Mean.of(rollout.returns, mask),
-        "returns/var": Variance.of(rollout.returns, mask),
-        "val/mean": Mean.of(rollout.values, mask),
-        "val/var": Variance.of(rollout.values, mask),
-    })  # fmt: skip
+    numbers = gather_stats(
+        {
+            **merge_stats(recorded),
+            "policy/advantages_mean": Mean.of(rollout.advantages, mask),
+            "returns/mean": Mean.of(rollout.returns, mask),
+            "returns/var": Variance.of(rollout.returns, mask),
+            "val/mean": Mean.of(rollout.values, mask),
+            "val/var": Variance.of(rollout.values, mask),
+        }
+    )
     stats = {name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}
     return {**stats, "policy/advantages": rollout.advantages[mask.bool()][None]}
 
@@ -166,15 +176,19 @@ def token_means(stats: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
 
 def one_dimensional(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Statistics that `gather_stats` can merge: tensors of more axes are flattened."""
-    return {name: value.flatten() if isinstance(value, Tensor) and value.dim() > 1 else value
-            for name, value in flattened(stats).items()}  # fmt: skip
+    return {
+        name: value.flatten() if isinstance(value, Tensor) and value.dim() > 1 else value
+        for name, value in flattened(stats).items()
+    }
 
 
 def as_numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Statistics with means, variances and tensors without axes as floats."""
     numbers = {name: value.value if isinstance(value, Mean | Variance) else value for name, value in stats.items()}
-    return {name: float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
-            for name, value in numbers.items()}  # fmt: skip
+    return {
+        name: float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
+        for name, value in numbers.items()
+    }
 
 
 class Clock:

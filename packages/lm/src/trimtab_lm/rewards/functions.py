@@ -64,26 +64,26 @@ class RewardSet:
         device: torch.device | str | None = None,
         batch_size: int = 16,
     ):
-        given = list(functions) if isinstance(functions, list | tuple) else [functions]
-        if not given:
+        rewards = list(functions) if isinstance(functions, list | tuple) else [functions]
+        if not rewards:
             raise ValueError("There is no reward function. Give a callable, a reward model, or a list of them.")
         tokenizers = processing_classes if isinstance(processing_classes, list | tuple) else None
         if tokenizers is None:
-            tokenizers = [processing_classes] * len(given)
+            tokenizers = [processing_classes] * len(rewards)
         for what, values in (("weights", weights), ("processing_classes", tokenizers), ("names", names)):
-            if values is not None and len(values) != len(given):
+            if values is not None and len(values) != len(rewards):
                 raise ValueError(
-                    f"{len(given)} reward functions, but {len(values)} {what}: give one for each, or None."
+                    f"{len(rewards)} reward functions, but {len(values)} {what}: give one for each, or None."
                 )
-        self.names = [name_of(function) for function in given] if names is None else list(names)
+        self.names = [name_of(function) for function in rewards] if names is None else list(names)
         if repeated := sorted({name for name in self.names if self.names.count(name) > 1}):
             raise ValueError(
                 f"Several reward functions are called {repeated} and would be logged as one: rename them or give names."
             )
-        self.weights = torch.tensor([1.0] * len(given) if weights is None else list(weights), dtype=torch.float32)
+        self.weights = torch.tensor([1.0] * len(rewards) if weights is None else list(weights), dtype=torch.float32)
         self.functions: list[RewardFunction] = [
             as_function(function, tokenizer, device=device, batch_size=batch_size)
-            for function, tokenizer in zip(given, tokenizers, strict=True)
+            for function, tokenizer in zip(rewards, tokenizers, strict=True)
         ]
         self._loop: EventLoop | None = None
 
@@ -108,15 +108,15 @@ class RewardSet:
                 f"The dataset has columns {taken}, names under which rewards get something else: rename them."
             )
         group = len(completions) // max(len(prompts), 1)
-        given: dict[str, Sequence[Any]] = {"prompts": prompts, **columns}
-        if bad := {name: len(values) for name, values in given.items() if len(values) * group != len(completions)}:
+        per_prompt: dict[str, Sequence[Any]] = {"prompts": prompts, **columns}
+        if bad := {name: len(values) for name, values in per_prompt.items() if len(values) * group != len(completions)}:
             raise ValueError(
                 f"{len(completions)} completions of {len(prompts)} prompts, but the lengths {bad}: prompts and columns "
                 "have one entry per prompt, and each prompt as many completions."
             )
-        arguments = given
+        arguments = per_prompt
         if group > 1:
-            arguments = {name: [value for value in values for _ in range(group)] for name, values in given.items()}
+            arguments = {name: [value for value in values for _ in range(group)] for name, values in per_prompt.items()}
         if len(completion_ids) != len(completions):
             raise ValueError(f"{len(completions)} completions, but the ids of {len(completion_ids)}.")
         arguments |= {"completions": list(completions), "completion_ids": list(completion_ids)}
@@ -202,7 +202,7 @@ class ModelReward:
         tokenizer = self.model.tokenizer
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
         bos = tokenizer.bos_token
-        # Templates write the BOS token, and tokenizers add it to what they are given: once is right.
+        # Templates write the BOS token and tokenizers add it again: it belongs there once.
         is_added = bos is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         return text.removeprefix(bos) if is_added else text
 

@@ -52,21 +52,21 @@ class LengthSampler:
 
 
 def sampling_config(model: Any, *, pad_token_id: int, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The complete generation config for `kwargs`, and what of them is no generation setting (stopping criteria, ...).
+    """The complete generation config for `kwargs`, and those kwargs that are no generation settings.
 
     Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
     transformers' default top_k of 50, would make the sampler another policy than the one that is trained. Token ids
-    and lengths come from the model's generation config. 2024's spellings `top_k=0.0` and `min_length=-1` are taken.
+    and lengths come from the model's generation config. `top_k=0.0` and `min_length=-1` mean off.
     """
     config = GenerationConfig(pad_token_id=pad_token_id)
     if "top_k" in kwargs:
         kwargs["top_k"] = int(kwargs["top_k"] or 0)
     if "min_length" in kwargs:
         kwargs["min_length"] = max(int(kwargs["min_length"]), 0)
-    given = {name: value for name, value in model.generation_config.to_dict().items() if name not in PLAIN_SAMPLING}
+    defaults = {name: value for name, value in model.generation_config.to_dict().items() if name not in PLAIN_SAMPLING}
     if "max_new_tokens" in kwargs:
-        given["max_length"] = None
-    config.update(**given, defaults_only=True)
+        defaults["max_length"] = None
+    config.update(**defaults, defaults_only=True)
     rest = config.update(**kwargs)
     for name, neutral in PLAIN_SAMPLING.items():
         # transformers complains of settings of sampling where there is none.

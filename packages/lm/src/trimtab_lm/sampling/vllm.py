@@ -150,7 +150,7 @@ def sampling_of(settings: SamplingSettings) -> GenerationConfig:
 
 
 def load(engine_model: Any, weights: dict[str, Tensor]) -> None:
-    """Put checkpoint weights into the engine's model, and see that none of its own was left out."""
+    """Put checkpoint weights into the engine's model; RuntimeError if they leave some of its weights out."""
     loaded = engine_model.load_weights(weights.items())
     missing = {name for name, _ in engine_model.named_parameters()} - set(loaded) if loaded is not None else set()
     if missing:
@@ -201,13 +201,13 @@ def active_copy(wrapper: ModulesToSaveWrapper) -> nn.Module:
 def merged_layer(layer: BaseTunerLayer, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """The weights of an adapted layer with its adapters in them, once."""
     inner = layer.get_base_layer()
-    own = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
+    original = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
     if layer.merged or layer.disable_adapters:
-        yield from ((prefix + name, value) for name, value in own.items())
+        yield from ((prefix + name, value) for name, value in original.items())
         return
     layer.merge()
     merged = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
     layer.unmerge()
     for name, parameter in inner.named_parameters():
-        parameter.data.copy_(own[name])  # unmerging subtracts, which rounds
+        parameter.data.copy_(original[name])  # unmerging subtracts, which rounds
     yield from ((prefix + name, value) for name, value in merged.items())
