@@ -232,6 +232,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
     ) -> TrainOutput:
         """Trains on `train_dataset` as `Trainer.train` does; without one, only resumes, so that `step` can go on.
 
@@ -241,11 +242,15 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
                 done are left out.
             trial: of a hyperparameter search.
             ignore_keys_for_eval: as in transformers.
+            kwargs: none; the documented signature has them.
 
         Raises:
+            TypeError: there are kwargs.
             CheckpointError: the checkpoint is damaged or of another run.
             ValueError: there is neither a train_dataset nor a checkpoint, or steps were taken already.
         """
+        if kwargs:
+            raise TypeError(f"train() got unexpected arguments: {', '.join(kwargs)}.")
         if self.train_dataset is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         if not resume_from_checkpoint:
