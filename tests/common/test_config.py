@@ -5,11 +5,12 @@ from typing import Any, Literal, Optional, Union
 import pytest
 
 from trimtab_common.config import (
-    COUNT,
-    DECAY,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
+    Count,
+    CountFromZero,
+    Decay,
+    NotNegative,
+    Positive,
+    Share,
     check_ranges,
     parse_config,
     setting,
@@ -258,11 +259,12 @@ def test_the_problem_that_is_shown_lies_deepest_in_the_value(argv, problem, caps
 
 @dataclass
 class Ranges:
-    count: int = setting("A count.", within=COUNT, default=1)
-    rate: float | None = setting("A rate.", within=POSITIVE, default=None)
-    weight: float = setting("A weight.", within=NOT_NEGATIVE, default=0.0)
-    share: float = setting("A share.", within=SHARE, default=1.0)
-    decay: float = setting("A decay.", within=DECAY, default=0.0)
+    count: Count = setting("A count.", default=1)
+    retries: CountFromZero = setting("A count.", default=0)
+    rate: Positive | None = setting("A rate.", default=None)
+    weight: NotNegative = setting("A weight.", default=0.0)
+    share: Share = setting("A share.", default=1.0)
+    decay: Decay = setting("A decay.", default=0.0)
     free: float = 0.0
 
     def __post_init__(self):
@@ -274,6 +276,8 @@ class Ranges:
     [
         ({"count": 0}, "count=0 must be a whole number of at least 1"),
         ({"count": 1.5}, "count=1.5 must be a whole number"),
+        ({"count": float("inf")}, "count=inf must be a whole number"),
+        ({"retries": -1}, "retries=-1 must be a whole number, 0 or above"),
         ({"rate": 0.0}, "rate=0.0 must be a finite number above 0"),
         ({"rate": float("inf")}, "rate=inf must be a finite number"),
         ({"weight": -1.0}, "weight=-1.0 must be a finite number, 0 or above"),

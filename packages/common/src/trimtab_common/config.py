@@ -25,7 +25,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -48,31 +48,33 @@ class Range:
     holds: Callable[[float], bool]
 
 
-COUNT = Range("a whole number of at least 1", lambda value: value >= 1 and int(value) == value)
-POSITIVE = Range("a finite number above 0", lambda value: math.isfinite(value) and value > 0)
-NOT_NEGATIVE = Range("a finite number, 0 or above", lambda value: math.isfinite(value) and value >= 0)
-SHARE = Range("a number above 0 and up to 1", lambda value: 0 < value <= 1)
-DECAY = Range("a number from 0 to below 1", lambda value: 0 <= value < 1)
+Count = Annotated[int, Range("a whole number of at least 1", lambda value: value >= 1 and value % 1 == 0)]
+CountFromZero = Annotated[int, Range("a whole number, 0 or above", lambda value: value >= 0 and value % 1 == 0)]
+Positive = Annotated[float, Range("a finite number above 0", lambda value: math.isfinite(value) and value > 0)]
+NotNegative = Annotated[float, Range("a finite number, 0 or above", lambda value: math.isfinite(value) and value >= 0)]
+Share = Annotated[float, Range("a number above 0 and up to 1", lambda value: 0 < value <= 1)]
+Decay = Annotated[float, Range("a number from 0 to below 1", lambda value: 0 <= value < 1)]
 
 
-def setting(text: str, *, within: Range | None = None, **default: Any) -> Any:
-    """A field of a configuration.
-
-    Args:
-        text: the line of help.
-        within: the values that `check_ranges` accepts; a field whose default is None may be None.
-        default: `default` or `default_factory`, as for `dataclasses.field`.
-    """
-    return dataclasses.field(**default, metadata={"help": text, "within": within})
+def setting(text: str, **default: Any) -> Any:
+    """A field of a configuration with its line of help; `default` or `default_factory` as for dataclasses.field."""
+    return dataclasses.field(**default, metadata={"help": text})
 
 
 def check_ranges(config: DataclassInstance) -> None:
-    """Raises ValueError for the first field that is outside its range."""
+    """Raises ValueError for the first field whose value is outside the range that its annotation names."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
-        within, value = field.metadata.get("within"), getattr(config, field.name)
+        within, value = _range_of(hints[field.name]), getattr(config, field.name)
         is_absent = value is None and field.default is None
         if within is not None and not is_absent and not within.holds(value):
             raise ValueError(f"{field.name}={value} must be {within.words}.")
+
+
+def _range_of(hint: object) -> Range | None:
+    """The range of an annotation: of Count, or of Count | None."""
+    inside = [part if isinstance(part, Range) else _range_of(part) for part in typing.get_args(hint)]
+    return next((part for part in inside if part is not None), None)
 
 
 def _program() -> str:

@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab_common.config import COUNT, DECAY, NOT_NEGATIVE, POSITIVE, SHARE, check_ranges, script_name, setting
+from trimtab_common.config import (
+    Count,
+    CountFromZero,
+    Decay,
+    NotNegative,
+    Positive,
+    Share,
+    check_ranges,
+    script_name,
+    setting,
+)
 from trimtab_common.tracking import check_tracker_name
 
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
@@ -33,9 +43,9 @@ class DDPOConfig:
     )
     tracker_project_name: str = setting("Project in the tracker.", default="trl")
     logdir: str = setting("Folder of the tracker's files and of checkpoints.", default="logs")
-    num_epochs: int = setting("Epochs of `train`: each samples images and learns from them.", within=COUNT, default=100)
-    save_freq: int = setting("`train` saves a checkpoint every so many epochs.", within=COUNT, default=1)
-    num_checkpoint_limit: int = setting("Checkpoints kept; older ones are removed.", within=COUNT, default=5)
+    num_epochs: Count = setting("Epochs of `train`: each samples images and learns from them.", default=100)
+    save_freq: Count = setting("`train` saves a checkpoint every so many epochs.", default=1)
+    num_checkpoint_limit: Count = setting("Checkpoints kept; older ones are removed.", default=5)
     mixed_precision: str | None = setting(
         "fp16, bf16 or no: the frozen parts' dtype, and autocast of what trains, which stays float32. On a CPU fp16 "
         "becomes no, with a warning. None: what accelerate launch says, else no.",
@@ -46,52 +56,44 @@ class DDPOConfig:
         "Checkpoint to go on from: its folder, one that holds several, or latest for the newest of this run's.",
         default="",
     )
-    sample_num_steps: int = setting("Denoising steps of a sample.", within=COUNT, default=50)
-    sample_eta: float = setting(
-        "Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", within=POSITIVE, default=1.0
-    )
+    sample_num_steps: Count = setting("Denoising steps of a sample.", default=50)
+    sample_eta: Positive = setting("Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", default=1.0)
     sample_guidance_scale: float = setting("Scale of classifier-free guidance; 1 or less is none.", default=5.0)
-    sample_batch_size: int = setting("Samples at a time.", within=COUNT, default=1)
-    sample_num_batches_per_epoch: int = setting("Sampling batches of an epoch.", within=COUNT, default=2)
-    train_batch_size: int = setting("(sample, step) pairs of a forward and backward pass.", within=COUNT, default=1)
+    sample_batch_size: Count = setting("Samples at a time.", default=1)
+    sample_num_batches_per_epoch: Count = setting("Sampling batches of an epoch.", default=2)
+    train_batch_size: Count = setting("(sample, step) pairs of a forward and backward pass.", default=1)
     train_use_8bit_adam: bool = setting("AdamW with 8-bit moments (needs bitsandbytes).", default=False)
-    train_learning_rate: float = setting("AdamW's learning rate.", within=POSITIVE, default=3e-4)
-    train_adam_beta1: float = setting("AdamW's beta 1.", within=DECAY, default=0.9)
-    train_adam_beta2: float = setting("AdamW's beta 2.", within=DECAY, default=0.999)
-    train_adam_weight_decay: float = setting("AdamW's weight decay.", within=NOT_NEGATIVE, default=1e-4)
-    train_adam_epsilon: float = setting("AdamW's epsilon.", within=POSITIVE, default=1e-8)
-    train_gradient_accumulation_steps: int = setting(
+    train_learning_rate: Positive = setting("AdamW's learning rate.", default=3e-4)
+    train_adam_beta1: Decay = setting("AdamW's beta 1.", default=0.9)
+    train_adam_beta2: Decay = setting("AdamW's beta 2.", default=0.999)
+    train_adam_weight_decay: NotNegative = setting("AdamW's weight decay.", default=1e-4)
+    train_adam_epsilon: Positive = setting("AdamW's epsilon.", default=1e-8)
+    train_gradient_accumulation_steps: Count = setting(
         "An optimizer step learns from train_batch_size times this many samples, all their trained steps included.",
-        within=COUNT,
         default=1,
     )
-    train_max_grad_norm: float = setting(
-        "Clip the gradient's norm to this at every update.", within=POSITIVE, default=1.0
-    )
-    train_num_inner_epochs: int = setting("Passes over an epoch's samples.", within=COUNT, default=1)
+    train_max_grad_norm: Positive = setting("Clip the gradient's norm to this at every update.", default=1.0)
+    train_num_inner_epochs: Count = setting("Passes over an epoch's samples.", default=1)
     train_cfg: bool = setting("Train with guidance, with which images are sampled.", default=True)
-    train_adv_clip_max: float = setting("Clip advantages to +- this.", within=POSITIVE, default=5)
-    train_clip_range: float = setting(
+    train_adv_clip_max: Positive = setting("Clip advantages to +- this.", default=5)
+    train_clip_range: Positive = setting(
         "Keep the ratio of probabilities per dimension within 1 +- this; times the dimensions it is in nats.",
-        within=POSITIVE,
         default=1e-4,
     )
-    train_timestep_fraction: float = setting(
-        "Share of a sample's steps, drawn at random, that is trained on.", within=SHARE, default=1.0
+    train_timestep_fraction: Share = setting(
+        "Share of a sample's steps, drawn at random, that is trained on.", default=1.0
     )
     per_prompt_stat_tracking: bool = setting(
         "Advantages against earlier rewards of the same prompt, not against the epoch's.", default=False
     )
-    per_prompt_stat_tracking_buffer_size: int = setting(
-        "Rewards that are remembered of each prompt.", within=COUNT, default=16
-    )
-    per_prompt_stat_tracking_min_count: int = setting(
-        "Rewards that a prompt needs; with fewer, advantages are against the epoch's.", within=COUNT, default=16
+    per_prompt_stat_tracking_buffer_size: Count = setting("Rewards that are remembered of each prompt.", default=16)
+    per_prompt_stat_tracking_min_count: Count = setting(
+        "Rewards that a prompt needs; with fewer, advantages are against the epoch's.", default=16
     )
     async_reward_computation: bool = setting(
         "Compute rewards in threads while the next batch is sampled.", default=False
     )
-    max_workers: int = setting("Threads of async_reward_computation.", within=COUNT, default=2)
+    max_workers: Count = setting("Threads of async_reward_computation.", default=2)
     negative_prompts: str | None = setting("What guidance leads away from, for every sample.", default="")
 
     estimator: str = setting(
@@ -99,41 +101,33 @@ class DDPOConfig:
         "regression.",
         default="is",
     )
-    group_size: int = setting(
+    group_size: Count = setting(
         "Samples of each prompt that is drawn; above 1, advantages are against the samples of the group (GRPO).",
-        within=COUNT,
         default=1,
     )
-    rwr_beta: float = setting(
-        "rwr: inverse temperature of its weights; 0 trains on all samples alike.", within=NOT_NEGATIVE, default=0.2
+    rwr_beta: NotNegative = setting(
+        "rwr: inverse temperature of its weights; 0 trains on all samples alike.", default=0.2
     )
-    rwr_top: float = setting(
-        "rwr_sparse: share of the samples, the best, that is trained on.", within=SHARE, default=0.1
-    )
-    train_clip_range_nats: float | None = setting(
+    rwr_top: Share = setting("rwr_sparse: share of the samples, the best, that is trained on.", default=0.1)
+    train_clip_range_nats: Positive | None = setting(
         "The clip range as nats of a step's joint probability, whatever the latents' size; in place of "
         "train_clip_range.",
-        within=POSITIVE,
         default=None,
     )
-    train_warmup_steps: int = setting(
+    train_warmup_steps: CountFromZero = setting(
         "Updates over which the learning rate rises from 0: Adam's first steps leave any trust region.",
-        within=NOT_NEGATIVE,
         default=0,
     )
     train_gradient_checkpointing: bool = setting(
         "Compute activations again in the backward pass: less memory, a third more time.", default=False
     )
-    init_kl_coef: float = setting(
+    init_kl_coef: NotNegative = setting(
         "Coefficient of the KL penalty to the model without its adapters, or, trained whole, as it was; 0: none.",
-        within=NOT_NEGATIVE,
         default=0,
     )
     adap_kl_ctrl: bool = setting("Move the coefficient until the KL meets `target`.", default=False)
-    target: float = setting("KL that the adaptive controller aims at, in nats per sample.", within=POSITIVE, default=6)
-    horizon: float = setting(
-        "Samples over which the adaptive controller corrects an error.", within=POSITIVE, default=10000
-    )
+    target: Positive = setting("KL that the adaptive controller aims at, in nats per sample.", default=6)
+    horizon: Positive = setting("Samples over which the adaptive controller corrects an error.", default=10000)
     trajectory_dtype: str | None = setting(
         "float32, float16 or bfloat16: latents are rounded to it while sampling; None: they are not rounded.",
         default=None,
