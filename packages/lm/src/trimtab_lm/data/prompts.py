@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import Sampler, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.data.formats import RowFormat, columns_of, prepare_dataset, row_format
+from trimtab_lm.data.formats import Row, RowFormat, T, TemplateSettings, columns_of, prepare_dataset, row_format
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.data.truncation import report_truncation, truncate_columns
+from trimtab_lm.models.interface import Data
 from trimtab_lm.tokens.positions import Positions
 
 PROMPT_COLUMNS = ("query", "prompt")
@@ -125,7 +126,7 @@ def open_dataset(name: str) -> Dataset:
 
 
 def tokenize_prompts(
-    dataset: Any,
+    dataset: Data | dict[str, Data] | None,
     tokenizer: PreTrainedTokenizerBase,
     *,
     is_encoder_decoder: bool,
@@ -135,7 +136,7 @@ def tokenize_prompts(
     max_length: int | None = None,
     max_completion_length: int = 0,
     positions: Positions | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: TemplateSettings | None = None,
     num_proc: int | None = None,
 ) -> Any:
     """The dataset with its prompts' tokens in one more column; all others stay, for the reward functions.
@@ -182,7 +183,7 @@ def tokenize_prompts(
 
 
 def _encode(
-    row: Mapping[str, Any],
+    row: Row,
     *,
     tokenizer: PreTrainedTokenizerBase,
     is_encoder_decoder: bool,
@@ -191,8 +192,8 @@ def _encode(
     max_length: int | None,
     max_completion_length: int,
     positions: Positions | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+    chat_template_kwargs: TemplateSettings | None,
+) -> dict[str, list[int]]:
     ids = encode_prompt(tokenizer, row[column], tools=row.get("tools"), chat_template_kwargs=chat_template_kwargs)[
         "input_ids"
     ]
@@ -227,7 +228,7 @@ def as_queries(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encod
     options: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "needed_for": "PPO"}
     rows = tokenize_prompts(dataset, tokenizer, column=column, into="input_ids", **options)
 
-    def add_text(row: dict[str, Any]) -> dict[str, Any]:
+    def add_text(row: Row) -> dict[str, object]:
         if isinstance(row[column], str):
             return {"query": row[column]}
         return {"query": tokenizer.apply_chat_template(row[column], tokenize=False, add_generation_prompt=True)}
@@ -254,7 +255,7 @@ def open_prompts(
     return dataset
 
 
-def endless(batches: Iterable[Any]) -> Iterator[Any]:
+def endless(batches: Iterable[T]) -> Iterator[T]:
     """Epoch after epoch of batches."""
     while True:
         yield from batches

@@ -3,7 +3,7 @@
 Rows have the columns of `DPOTrainer.tokenize_row`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from trimtab_lm.data.formats import Row
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 
 SIDES = ("chosen", "rejected")
@@ -33,7 +34,7 @@ class PreferencePairCollator:
     layout: Layout = "padded"
     decoder_start_token_id: int | None = None
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         batch = lay_out(
             [self._group(row) for row in rows],
             self.layout,
@@ -48,7 +49,7 @@ class PreferencePairCollator:
         given = [name for name in REFERENCE_COLUMNS if name in rows[0]]
         return batch | {name: torch.tensor([row[name] for row in rows], dtype=REFERENCE_DTYPE) for name in given}
 
-    def _group(self, row: Mapping[str, Any]) -> TokenGroup:
+    def _group(self, row: Row) -> TokenGroup:
         labels = [list(row[f"{side}_labels"]) for side in SIDES]
         counts = [[int(label != self.label_pad_token_id) for label in side] for side in labels]
         if self.layout == "encoder-decoder":
@@ -72,10 +73,10 @@ class DPODataCollatorWithPadding:
     label_pad_token_id: int = -100
     is_encoder_decoder: bool | None = False
 
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Row]) -> dict[str, Tensor | list[object]]:
         return {name: self._column(name, [row[name] for row in features]) for name in features[0]}
 
-    def _column(self, name: str, values: list[Any]) -> Any:
+    def _column(self, name: str, values: list[Any]) -> Tensor | list[object]:
         if name in REFERENCE_COLUMNS:
             return torch.tensor(values, dtype=REFERENCE_DTYPE)
         padding = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": self.label_pad_token_id}

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trimtab_lm.data.truncation import check_mode
 from trimtab_lm.hf.config import TrainerConfig, setting
@@ -72,10 +71,10 @@ class DPOConfig(TrainerConfig):
         "output_dir/_ref_log_probs.",
         default=None,
     )
-    model_init_kwargs: dict[str, Any] | None = setting(
+    model_init_kwargs: dict[str, object] | None = setting(
         "Arguments of from_pretrained, if the model is given by its name.", default=None
     )
-    ref_model_init_kwargs: dict[str, Any] | None = setting(
+    ref_model_init_kwargs: dict[str, object] | None = setting(
         "Arguments of from_pretrained, if the reference model is given by its name.", default=None
     )
     model_adapter_name: str | None = setting(
@@ -93,7 +92,7 @@ class DPOConfig(TrainerConfig):
     max_new_tokens: int = setting(
         "Longest answer in that table; less where the model has fewer positions.", default=128
     )
-    generation_kwargs: dict[str, Any] | None = setting(
+    generation_kwargs: dict[str, object] | None = setting(
         "Settings of generation for that table, such as temperature. None: samples of the model's own distribution.",
         default=None,
     )

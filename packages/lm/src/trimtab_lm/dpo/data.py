@@ -5,7 +5,7 @@ prompt and the answer) and `{chosen,rejected}_labels` (label_pad_token_id on the
 `prompt_input_ids` and `{chosen,rejected}_labels`, the answers. Beside each `*_input_ids` an `*_attention_mask`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.data.formats import Conversation, RowFormat, columns_of, numbered, prepare_dataset, row_format
+from trimtab_lm.data.formats import Row, RowFormat, Text, columns_of, numbered, prepare_dataset, row_format
 from trimtab_lm.data.tokenization import (
     encode_preference,
     encode_preference_seq2seq,
@@ -74,7 +74,7 @@ class PairTokenizer:
         names = ("max_length", "max_prompt_length", "max_target_length")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None)
 
-    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, row: Row) -> dict[str, object]:
         """The token columns of a row, and the counts of what was cut that `report_truncation` reads."""
         settings = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
         if self.is_encoder_decoder:
@@ -96,7 +96,7 @@ class PairTokenizer:
         self.check_length(pair)
         return _with_masks(pair | {TOKENS_CUT: pair[TOKENS_CUT] + cut})
 
-    def check_length(self, pair: Mapping[str, Any]) -> None:
+    def check_length(self, pair: Mapping[str, Sequence[int]]) -> None:
         """Raise ValueError for a tokenized pair of which a text is longer than the model's positions."""
         if self.positions is None:
             return
@@ -107,7 +107,7 @@ class PairTokenizer:
             length = len(pair[f"{side}_labels"])  # a decoder's labels cover the prompt too
             self.positions.check(f"The {side} answer is too long", decoder=length, remedy=remedy)
 
-    def row(self, row: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
+    def row(self, row: Row, model: Any = None) -> dict[str, object]:
         """The token columns alone.
 
         model: of an encoder-decoder, makes `{chosen,rejected}_decoder_input_ids` of the labels.
@@ -122,7 +122,7 @@ class PairTokenizer:
                 columns[f"{side}_decoder_input_ids"] = ids[0].tolist()
         return columns
 
-    def split(self, prompt: str | Conversation, answer: str | Conversation) -> dict[str, list[int]]:
+    def split(self, prompt: Text, answer: Text) -> dict[str, list[int]]:
         """`prompt_input_ids` and the answer's `input_ids`, with masks: enc(prompt + answer), split where the answer
         begins; nothing is added to it and nothing cut."""
         encoded = encode_prompt_completion(self.tokenizer, prompt, answer, add_eos=False)
@@ -147,7 +147,7 @@ class PairTokenizer:
             cut += answer.tokens_cut
         return shorter, cut
 
-    def _seq2seq(self, encoded: Mapping[str, list[int]]) -> dict[str, Any]:
+    def _seq2seq(self, encoded: Mapping[str, list[int]]) -> dict[str, object]:
         def limit(own: int | None) -> int | None:
             return min((x for x in (own, self.max_length) if x is not None), default=None)
 
@@ -165,7 +165,7 @@ class PairTokenizer:
         return _with_masks(pair)
 
 
-def _with_masks(pair: dict[str, Any]) -> dict[str, Any]:
+def _with_masks(pair: dict[str, Any]) -> dict[str, object]:
     masks = {
         name.replace("input_ids", "attention_mask"): [1] * len(ids)
         for name, ids in pair.items()

@@ -2,8 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from datasets import Dataset
@@ -11,17 +10,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
+from trimtab_lm.data.formats import Row
+from trimtab_lm.models.interface import Data, Model
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
 from trimtab_lm.tokens.positions import Positions
 
 from .config import DPOConfig
 
 
-def prompts_to_sample(dataset: Any, count: int, *, seed: int) -> list[Tensor]:
+def prompts_to_sample(dataset: Data, count: int, *, seed: int) -> list[Tensor]:
     """Token ids of `count` prompts of a tokenized dataset: chosen at random, or the first of a stream."""
     if isinstance(dataset, Dataset):
         chosen = random.Random(seed).sample(range(len(dataset)), min(count, len(dataset)))
-        rows: Any = (dataset[i] for i in chosen)
+        rows: Iterable[Row] = (dataset[i] for i in chosen)
     else:
         rows = itertools.islice(iter(dataset), count)
     return [torch.as_tensor(row["prompt_input_ids"], dtype=torch.long) for row in rows]
@@ -34,7 +35,7 @@ def unpadded(batch: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def sampled_texts(
-    model: Any,
+    model: Model,
     prompts: Sequence[Tensor],
     *,
     tokenizer: PreTrainedTokenizerBase,

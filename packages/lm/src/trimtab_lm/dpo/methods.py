@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,9 @@ from torch.utils.data import DataLoader
 
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, world_size
+from trimtab_lm.data.formats import Row, Text
 from trimtab_lm.hf.adapter import Batch, TrainerAdapter
+from trimtab_lm.models.interface import Model
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -32,11 +33,11 @@ class DPOMethods(TrainerAdapter[DPOConfig, Tensor]):
     concatenated_inputs = staticmethod(concatenated_inputs)
     get_batch_logps = staticmethod(get_batch_logps)
 
-    def tokenize_row(self, feature: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
+    def tokenize_row(self, feature: Row, model: Model | None = None) -> dict[str, object]:
         """A row's columns of token ids, attention masks and labels: see `data.PairTokenizer.row`."""
         return self.pair_tokenizer.row(feature, model)
 
-    def build_tokenized_answer(self, prompt: Any, answer: Any) -> dict[str, list[int]]:
+    def build_tokenized_answer(self, prompt: Text, answer: Text) -> dict[str, list[int]]:
         """Token ids and masks of a prompt and of the answer to it: see `data.PairTokenizer.split`."""
         return self.pair_tokenizer.split(prompt, answer)
 
@@ -55,7 +56,7 @@ class DPOMethods(TrainerAdapter[DPOConfig, Tensor]):
         with self.reference.active() if self.reference is not None and self.reference.is_policy else nullcontext():
             yield
 
-    def generate_from_model_and_ref(self, model: Any, batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    def generate_from_model_and_ref(self, model: Model, batch: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
         """Sampled answers of the model and of the reference to a batch's `prompt_input_ids`, as texts.
 
         There are none of the reference where it is not a model that can be run.
@@ -67,10 +68,10 @@ class DPOMethods(TrainerAdapter[DPOConfig, Tensor]):
         """Whether the reference is a model that can be run at any time, also after training."""
         return self.reference is not None and (self.reference.is_policy or self.reference.model is not self.model)
 
-    def sample_answers(self, model: Any, prompts: Sequence[Tensor]) -> tuple[list[str], list[str]]:
+    def sample_answers(self, model: Model, prompts: Sequence[Tensor]) -> tuple[list[str], list[str]]:
         """Answers of the model, and of the reference if it can be run, to prompts (1-D token ids), as texts."""
 
-        def sample(unwrapped: Any) -> list[str]:
+        def sample(unwrapped: Model) -> list[str]:
             return sampled_texts(
                 unwrapped,
                 prompts,
@@ -87,7 +88,7 @@ class DPOMethods(TrainerAdapter[DPOConfig, Tensor]):
         with self.reference.active() as reference:
             return policy, sample(placed(reference, self.config.device))
 
-    def log_samples(self, dataloader: DataLoader[Any], prefix: str) -> None:
+    def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """A table of prompts and the answers of policy and reference, if `generate_during_eval` asks for it."""
         config = self.config
         if not config.generate_during_eval:

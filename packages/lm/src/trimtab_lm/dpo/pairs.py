@@ -1,7 +1,7 @@
 """Batches of preference pairs: as tokens to score, their scores, and the statistics of them."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,17 +33,17 @@ class PairScores(NamedTuple):
         return cls(*(side for x in (*sums, lengths) for side in x.view(-1, 2).unbind(1)))
 
 
-def is_laid_out(batch: Mapping[str, Any]) -> bool:
+def is_laid_out(batch: Mapping[str, Tensor]) -> bool:
     """Whether a batch is of `PreferencePairCollator`, and not of padded columns."""
     return "sequence" in batch
 
 
-def count_pairs(batch: Mapping[str, Any]) -> int:
+def count_pairs(batch: Mapping[str, Tensor]) -> int:
     return len(batch["lengths"]) // 2 if is_laid_out(batch) else len(batch["chosen_labels"])
 
 
 def concatenated_inputs(
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Tensor],
     is_encoder_decoder: bool = False,
     label_pad_token_id: int = -100,
     padding_value: int = 0,
@@ -70,7 +70,7 @@ def concatenated_inputs(
 
 
 def tokens_to_score(
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Tensor],
     *,
     is_encoder_decoder: bool,
     label_pad_token_id: int,

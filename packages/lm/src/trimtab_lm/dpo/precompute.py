@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,8 @@ from torch import Tensor
 
 from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_common.tracking import progress
+from trimtab_lm.hf.adapter import Batch, Collate
+from trimtab_lm.models.interface import Data
 from trimtab_lm.models.reference import Reference
 
 from .collator import REFERENCE_COLUMNS
@@ -29,8 +30,8 @@ from .collator import REFERENCE_COLUMNS
 Columns = tuple[list[float], list[float]]
 """Log-probabilities of the chosen and of the rejected answers, one of each per pair."""
 
-Score = Callable[[Any], tuple[Tensor, Tensor]]
-Collate = Callable[[list[Any]], Any]
+Score = Callable[[Batch], tuple[Tensor, Tensor]]
+"""From a batch of pairs to the log-probabilities [B] of their chosen and of their rejected answers."""
 
 FORMAT = 1
 INDIFFERENT = {
@@ -51,7 +52,7 @@ class ReferenceCache:
         self.reference, self.folder, self.precision = reference, folder, str(precision)
         self.fingerprint = fingerprint(reference)
 
-    def with_columns(self, dataset: Any, score: Score, collate: Collate, *, batch_size: int, rank: int) -> Dataset:
+    def with_columns(self, dataset: Data, score: Score, collate: Collate, *, batch_size: int, rank: int) -> Dataset:
         """A tokenized dataset with the columns `REFERENCE_COLUMNS`, from disk or computed. Collective.
 
         score, collate, batch_size, rank: see `score_dataset`. Raises ValueError for a stream, and where the numbers

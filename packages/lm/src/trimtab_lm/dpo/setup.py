@@ -3,19 +3,24 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from peft import PeftConfig, PeftModel
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.hf.models import load_language_model, with_adapters
-from trimtab_lm.models.interface import base_of
+from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.forward import score_tokens_in_forward
 
 from .config import DPOConfig
 
+Module = TypeVar("Module", bound=nn.Module)
 
-def make_trainable(model: Any, peft_config: PeftConfig | None, config: DPOConfig) -> Any:
+
+def make_trainable(model: Model, peft_config: PeftConfig | None, config: DPOConfig) -> Model:
     """The model with the adapters of peft_config, and with `model_adapter_name` as the one that trains.
 
     Adapters that a model brings beside a peft_config are merged into its weights first, with a warning.
@@ -33,7 +38,7 @@ def make_trainable(model: Any, peft_config: PeftConfig | None, config: DPOConfig
                 "into the model first: PeftModel.from_pretrained(model, folder, adapter_name=name, is_trainable=True)."
             )
         model.set_adapter(config.model_adapter_name)
-    if config.ref_adapter_name is not None and known and config.ref_adapter_name in model.active_adapters:
+    if isinstance(model, PeftModel) and config.ref_adapter_name in model.active_adapters:
         raise ValueError(
             f"ref_adapter_name={config.ref_adapter_name!r} is the adapter that trains, so the reference would move "
             "with the policy. Name the one to train by model_adapter_name."
@@ -41,7 +46,7 @@ def make_trainable(model: Any, peft_config: PeftConfig | None, config: DPOConfig
     return model
 
 
-def _merged(model: PeftModel, config: DPOConfig) -> Any:
+def _merged(model: PeftModel, config: DPOConfig) -> Model:
     """The model under its adapters, with the active one merged into the weights; ValueError where that cannot be."""
     active, others = model.active_adapters, sorted(set(model.peft_config) - set(model.active_adapters))
     if config.ref_adapter_name is not None or config.model_adapter_name is not None:
@@ -64,7 +69,7 @@ def _merged(model: PeftModel, config: DPOConfig) -> Any:
     return model.merge_and_unload()
 
 
-def load_reference(ref_model: Any, config: DPOConfig) -> Any:
+def load_reference(ref_model: Model | str | None, config: DPOConfig) -> Model | None:
     """The reference model that was given, loaded if it was given by its name; None if there is none to load.
 
     Raises ValueError where it has no place beside the config's settings.
@@ -82,7 +87,7 @@ def load_reference(ref_model: Any, config: DPOConfig) -> Any:
     return load_language_model(ref_model, config.ref_model_init_kwargs)
 
 
-def make_reference(model: Any, ref_model: Any, config: DPOConfig) -> Reference | None:
+def make_reference(model: Model, ref_model: Model | None, config: DPOConfig) -> Reference | None:
     """The fixed policy of a run, from the model as it is now; None if it is reference-free.
 
     Where log-probabilities are precomputed the policy itself serves, because it has not been trained yet.
@@ -116,13 +121,13 @@ def _plain_forward(model: Any) -> Iterator[None]:
             model.forward = extended
 
 
-def placed(model: Any, device: Any) -> Any:
+def placed(model: Module, device: torch.device | str) -> Module:
     """The model on a device; quantized and dispatched ones stay where they were loaded."""
     is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
     return model if is_fixed else model.to(device)
 
 
-def check_kind(model: Any, config: DPOConfig) -> bool:
+def check_kind(model: Model, config: DPOConfig) -> bool:
     """Whether the model is an encoder-decoder; ValueError if the config says otherwise."""
     base = base_of(model)
     is_encoder_decoder = bool(base.config.is_encoder_decoder)
@@ -134,7 +139,7 @@ def check_kind(model: Any, config: DPOConfig) -> bool:
     return is_encoder_decoder
 
 
-def padding_of(tokenizer: Any, config: DPOConfig) -> int:
+def padding_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig) -> int:
     """The token that pads. It may be EOS, for a batch's masks go by places and not by tokens."""
     choices = (config.padding_value, tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next(int(choice) for choice in choices if choice is not None)

@@ -1,6 +1,6 @@
 """DPO and its relatives on transformers.Trainer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +10,23 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from trimtab_lm.hf.adapter import REAL_ROWS, Batch, BatchLoss, DataOptions, TrainerOptions, Use
+from trimtab_lm.hf.adapter import (
+    REAL_ROWS,
+    Batch,
+    BatchLoss,
+    ComputeMetrics,
+    DataOptions,
+    DataSource,
+    EvalSource,
+    OptimizerChoice,
+    Optimizers,
+    TrainerOptions,
+    Trial,
+    Use,
+)
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
-from trimtab_lm.models.interface import Model, Processor, decoder_start_of
+from trimtab_lm.models.interface import Data, Model, Processor, decoder_start_of
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
@@ -61,22 +74,23 @@ class DPOTrainer(DPOMethods):
         self,
         model: Model | str | None = None,
         ref_model: Model | str | None = None,
-        args: Any = None,
+        args: DPOConfig | None = None,
         data_collator: Callable[..., Batch] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        train_dataset: DataSource | None = None,
+        eval_dataset: EvalSource | None = None,
         processing_class: Processor | None = None,
         model_init: Callable[..., Model] | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        optimizers: Optimizers = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         peft_config: PeftConfig | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        compute_metrics: ComputeMetrics | None = None,
+        optimizer_cls_and_kwargs: OptimizerChoice | None = None,
     ):
+        assert args is not None  # takes_constructor_of_2024 fills it in
         self.loss_function = mixed(args.loss_type, args.loss_weights)
         self.reference = None
-        ref_model = load_reference(ref_model, args)
+        reference = load_reference(ref_model, args)
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
@@ -84,7 +98,7 @@ class DPOTrainer(DPOMethods):
         hooks["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
-        self.reference = make_reference(self.model, ref_model, self.config)
+        self.reference = make_reference(self.model, reference, self.config)
         self.is_encoder_decoder = check_kind(self.model, self.config)
         self.pair_tokenizer = PairTokenizer.of(
             self.config, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder, positions=Positions.of(self.model)
@@ -101,13 +115,13 @@ class DPOTrainer(DPOMethods):
             self.cache = ReferenceCache(self.reference, args.cache_folder, precision=self.accelerator.mixed_precision)
         self.prepare_datasets()
 
-    def prepare_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Model) -> Model:
         """The model with the adapter that trains, and with a forward that scores tokens."""
         model = make_trainable(model, self.peft_config, self.config)
         score_tokens_in_forward(model)
         return model
 
-    def call_model_init(self, trial: Any = None) -> Any:
+    def call_model_init(self, trial: Trial = None) -> Model:
         """A new model from `model_init`, which is its own reference by its adapters if the last one was."""
         model = super().call_model_init(trial)
         if self.reference is not None and self.reference.model is self.model:
@@ -116,12 +130,12 @@ class DPOTrainer(DPOMethods):
 
     # Data -------------------------------------------------------------------------------------------------------------
 
-    def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
+    def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
         """The dataset as token columns; one that has them is returned as it is."""
         num_proc = self.config.dataset_num_proc
         return tokenize_pairs(dataset, self.pair_tokenizer, keep_columns=self.keeps_columns, num_proc=num_proc)
 
-    def prepare_dataset(self, dataset: Any, use: Use = "train") -> Any:
+    def prepare_dataset(self, dataset: Data | None, use: Use = "train") -> Any:
         """The dataset as token columns, with the reference's log-probabilities where they are precomputed."""
         dataset = super().prepare_dataset(dataset, use)
         if dataset is None or self.cache is None or set(REFERENCE_COLUMNS) <= set(dataset.column_names or ()):
@@ -137,12 +151,12 @@ class DPOTrainer(DPOMethods):
             placed(self.cache.reference.model, "cpu")  # it leaves its memory to training
         return dataset
 
-    def data_of_run(self) -> Any:
+    def data_of_run(self) -> DataSource | None:
         """The pairs without the reference's log-probabilities, which are computed again where their cache is gone."""
         rows = self.train_dataset
         return rows if self.cache is None or rows is None else rows.remove_columns([*REFERENCE_COLUMNS])  # type: ignore[union-attr]
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> DataLoader[Batch]:
         """Batches for training; the training set is prepared if the caller has replaced it."""
         self.train_dataset = self.prepare_dataset(self.train_dataset)
         return super().get_train_dataloader()
@@ -169,7 +183,7 @@ class DPOTrainer(DPOMethods):
         labels = torch.zeros(len(losses), dtype=torch.long, device=losses.device)
         return BatchLoss(losses.sum() / items, stats, {"predictions": predictions, "labels": labels})
 
-    def concatenated_forward(self, model: nn.Module, batch: Mapping[str, Any]) -> PairScores:
+    def concatenated_forward(self, model: nn.Module, batch: Batch) -> PairScores:
         """Log-probabilities, entropies and lengths of both answers of each pair, in one forward pass."""
         tokens = tokens_to_score(
             batch,
@@ -183,7 +197,7 @@ class DPOTrainer(DPOMethods):
             return PairScores.of(model(tokens=tokens), tokens)
 
     @torch.no_grad()
-    def compute_reference_log_probs(self, padded_batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def compute_reference_log_probs(self, padded_batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities [B] of the chosen and of the rejected answers under the reference; zeros without one.
 
         Those that the batch brings along, as columns of its dataset, are taken as they are.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
+from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import epoch_order
+from trimtab_lm.hf.adapter import Batch
 from trimtab_lm.sampling.rollout import Rollout
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 
@@ -74,7 +76,7 @@ class PromptBatches(Sampler[list[int]]):
         return torch.randperm(self.rows, generator=generator).tolist()
 
 
-class PromptLoader(DataLoader):
+class PromptLoader(DataLoader[Row]):
     """Batches of rows by a `PromptBatches`, which is of one process already: not for accelerate to divide again."""
 
     def __init__(self, rows: Dataset, batches: PromptBatches, **options: Any):
@@ -118,11 +120,10 @@ class PromptLoader(DataLoader):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        batches: Any = self.batch_sampler
-        batches.set_epoch(epoch)
+        cast(PromptBatches, self.batch_sampler).set_epoch(epoch)
 
 
-def as_list(rows: Any) -> Any:
+def as_list(rows: Sequence[Row]) -> Any:
     """Collates nothing: prompts are laid out with their completions."""
     return list(rows)
 
@@ -132,12 +133,12 @@ class _Remembering:
 
     def __init__(self, rows: Dataset):
         self.rows = rows
-        self._last: tuple[list[int], list[dict[str, Any]]] = ([], [])
+        self._last: tuple[list[int], list[Row]] = ([], [])
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, numbers: list[int]) -> list[Row]:
         if self._last[0] != numbers:
             self._last = (numbers, self.rows.__getitems__(numbers))
         return self._last[1]
@@ -213,18 +214,16 @@ def window_of(groups: Sequence[Group]) -> Window:
 
 def micro_batch(
     groups: Sequence[Group], layout: Layout, *, pad_token_id: int, decoder_start_token_id: int | None = None
-) -> dict[str, Any]:
+) -> Batch:
     """Whole groups as model inputs (see `lay_out`); what belongs to their tokens stays in `groups`, in their order.
 
     Numbers of float32 must not be among the inputs: Trainer gives those the dtype of a DeepSpeed model.
     """
-    batch: dict[str, Any] = dict(
-        lay_out(
-            [group.tokens() for group in groups],
-            layout,
-            pad_token_id=pad_token_id,
-            decoder_start_token_id=decoder_start_token_id,
-        )
+    batch = lay_out(
+        [group.tokens() for group in groups],
+        layout,
+        pad_token_id=pad_token_id,
+        decoder_start_token_id=decoder_start_token_id,
     )
     return {**batch, "groups": list(groups)}
 
@@ -270,7 +269,7 @@ class RolloutBuffer:
         self.used += 1
         return self.slices([self.groups[i] for i in order])[place]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """For torch.save; the groups of a rollout that is used up are left out."""
         groups = [] if self.is_used_up else [vars(group) for group in self.groups]
         shape = [self.micro_batches, self.passes]

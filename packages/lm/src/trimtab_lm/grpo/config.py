@@ -43,7 +43,7 @@ class GRPOConfig(TrainerConfig):
     top_k: int = setting("Sample from so many of the likeliest tokens. 0: from all.", default=0)
     min_p: float | None = setting("Never sample tokens less likely than this times the likeliest.", default=None)
     repetition_penalty: float = setting("Divides the logits of tokens that were seen. 1: off.", default=1.0)
-    generation_kwargs: dict[str, Any] | None = setting(
+    generation_kwargs: dict[str, object] | None = setting(
         "Further settings in the sampler's own terms: those of GenerationConfig or vllm.SamplingParams.", default=None
     )
     rollout_backend: str = setting(
@@ -51,7 +51,7 @@ class GRPOConfig(TrainerConfig):
         default="transformers",
     )
     use_vllm: bool = setting("The same as rollout_backend='vllm'.", default=False)
-    rollout_backend_kwargs: dict[str, Any] | None = setting(
+    rollout_backend_kwargs: dict[str, object] | None = setting(
         "Settings of the sampler: arguments of TransformersRollout, ContinuousBatchingRollout or VLLMRollout.",
         default=None,
     )
@@ -90,10 +90,10 @@ class GRPOConfig(TrainerConfig):
     )
     disable_dropout: bool = setting("Train without dropout, as completions are sampled.", default=True)
 
-    model_init_kwargs: dict[str, Any] | None = setting(
+    model_init_kwargs: dict[str, object] | None = setting(
         "Arguments of from_pretrained, for a model given by name.", default=None
     )
-    chat_template_kwargs: dict[str, Any] | None = setting("Arguments of the chat template.", default=None)
+    chat_template_kwargs: dict[str, object] | None = setting("Arguments of the chat template.", default=None)
     dataset_num_proc: int | None = setting("Processes that tokenize the prompts.", default=None)
     log_completions: bool = setting("Print some completions at every log.", default=False)
     num_completions_to_print: int | None = setting("How many of them. None: all of the last rollout.", default=None)

@@ -1,14 +1,16 @@
 """Groups of completions, sampled and scored: lines 5 to 9 of Algorithm 1 of the GRPO paper."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rngs
+from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
+from trimtab_lm.hf.adapter import DataSource
 from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.rewards.functions import RewardSet, Scored, as_completions
 from trimtab_lm.sampling.generate import response_texts
@@ -83,7 +85,7 @@ class GroupSampler:
         is_encoder_decoder = bool(base_of(model).config.is_encoder_decoder)
         return cls(config, tokenizer, rewards, Positions.of(model), is_encoder_decoder, has_own_limit)
 
-    def tokenize(self, dataset: Any) -> Any:
+    def tokenize(self, dataset: DataSource) -> DataSource:
         """The dataset with the token ids of its prompts."""
         return tokenize_prompts(
             dataset,
@@ -99,7 +101,7 @@ class GroupSampler:
         )
 
     def sample(
-        self, backend: RolloutBackend, model: Any, rows: Sequence[Mapping[str, Any]], *, version: int, seed: int
+        self, backend: RolloutBackend, model: Model, rows: Sequence[Row], *, version: int, seed: int
     ) -> SampledGroups:
         """Groups for rows of the dataset. With scale_rewards="batch" collective: every process calls it as often.
 
@@ -132,9 +134,7 @@ class GroupSampler:
         read = self.tokenizer.batch_decode([prompt.tolist() for prompt in prompts])
         return SampledGroups(groups, read, texts, rollout.ended, scored)
 
-    def _score(
-        self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], completions: Sequence[list[int]]
-    ) -> Scored:
+    def _score(self, rows: Sequence[Row], texts: Sequence[str], completions: Sequence[list[int]]) -> Scored:
         prompts = [row["prompt"] for row in rows]
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", PROMPT_IDS)}
         return self.rewards(prompts, as_completions(prompts, texts), completions, columns)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def save_state(folder: str, rank: int, state: dict[str, Any]) -> None:
+def save_state(folder: str, rank: int, state: dict[str, object]) -> None:
     """Write tensors, numbers, strings, and lists and dicts of them."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     torch.save(state, _file(folder, rank))

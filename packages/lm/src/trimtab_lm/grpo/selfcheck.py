@@ -1,13 +1,16 @@
 """What must hold before the first update; each check that fails warns with its cause and cure."""
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from trimtab_lm.models.interface import Model
 
-def tolerance(model: Any, args: Any) -> float:
+from .config import GRPOConfig
+
+
+def tolerance(model: Model, args: GRPOConfig) -> float:
     """Nats per token by which two ways to the same log-probability may differ."""
     is_exact = model.dtype in (torch.float32, torch.float64) and not (args.bf16 or args.fp16)
     return 1e-3 if is_exact else 0.5

@@ -1,10 +1,9 @@
 """What a GRPOTrainer is made of: its sampler and its reference."""
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_lm.models.interface import Model
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend as backend_of
 from trimtab_lm.sampling.rollout import RolloutBackend
@@ -24,7 +23,7 @@ def make_backend(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
     )
 
 
-def reference_of(model: Any, device: torch.device) -> Reference:
+def reference_of(model: Model, device: torch.device) -> Reference:
     """The reference of the KL: the model as it is now, without its adapters or as a frozen copy on the device."""
     reference = Reference.of(model)
     if not reference.is_policy:

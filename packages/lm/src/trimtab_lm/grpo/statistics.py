@@ -23,7 +23,7 @@ from .rollout import SampledGroups
 LENGTHS = "completions/lengths"
 
 
-def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Sequence[str]) -> dict[str, Any]:
+def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Sequence[str]) -> Mapping[str, object]:
     """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of some groups.
 
     `completions/clipped_ratio` is the share that was cut at the length limit.
@@ -46,7 +46,7 @@ def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Seq
     }
 
 
-def mismatch_stats(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor) -> dict[str, Any]:
+def mismatch_stats(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor) -> dict[str, Mean]:
     """How far the sampler's probabilities are from the trainer's: see `sampler_mismatch`, whose arguments these are."""
     found = sampler_mismatch(logprobs, sampler_logprobs, lengths=lengths)
     return {
@@ -91,7 +91,7 @@ class SampleTable:
 
     def __init__(self, names: Sequence[str], *, printed: int | None = 0):
         self.names, self.printed = list(names), printed
-        self._rows: dict[bool, deque[list[Any]]] = {flag: deque(maxlen=MAX_TABLE_ROWS) for flag in (True, False)}
+        self._rows: dict[bool, deque[list[object]]] = {flag: deque(maxlen=MAX_TABLE_ROWS) for flag in (True, False)}
 
     def add(self, groups: Sequence[Group], sampled: SampledGroups, *, training: bool) -> None:
         """Keep the completions of some groups, the first ones of a rollout."""

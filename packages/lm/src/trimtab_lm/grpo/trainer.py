@@ -1,6 +1,6 @@
 """GRPO on transformers.Trainer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,13 +18,26 @@ from trimtab_common.health import HealthMonitor
 from trimtab_common.kl import k3
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
+from trimtab_lm.data.formats import Row
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, Use
+from trimtab_lm.hf.adapter import (
+    Batch,
+    BatchLoss,
+    DataOptions,
+    DataSource,
+    EvalSource,
+    Optimizers,
+    Prediction,
+    TrainerAdapter,
+    TrainerOptions,
+    Trial,
+    Use,
+)
 from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor, decoder_start_of
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.rewards.functions import RewardSet
+from trimtab_lm.rewards.functions import Rewards, RewardSet, Tokenizers
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
@@ -70,18 +83,19 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
     def __init__(
         self,
         model: Model | str | None = None,
-        reward_funcs: Any = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        reward_funcs: Rewards | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: DataSource | None = None,
+        eval_dataset: EvalSource | None = None,
         processing_class: Processor | None = None,
-        reward_processing_classes: Any = None,
+        reward_processing_classes: Tokenizers = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        optimizers: Optimizers = (None, None),
         peft_config: PeftConfig | None = None,
         rollout: RolloutBackend | None = None,
         model_init: Callable[..., Model] | None = None,
     ):
+        assert args is not None  # takes_constructor_of_2024 fills it in
         self.reference: Reference | None = None
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=as_list)
@@ -116,7 +130,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         self.samples, self.health = SampleTable(self.sampler.rewards.names, printed=printed), HealthMonitor()
         self.num_tokens = 0  # sampled and read, by all processes
 
-    def prepare_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Model) -> Model:
         """The model with its adapters, and with a forward that scores tokens; its reference is the model as it is."""
         model = with_adapters(model, self.peft_config, self.config)
         if self.config.beta:
@@ -126,11 +140,11 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
 
     # Data -------------------------------------------------------------------------------------------------------------
 
-    def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
+    def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
         """The dataset with the token ids of its prompts."""
         return self.sampler.tokenize(dataset)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> DataLoader[Row]:
         """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch."""
         if self.train_dataset is None:
             raise ValueError("GRPOTrainer: training requires a train_dataset.")
@@ -139,7 +153,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
 
     # Algorithm 1 of the paper -----------------------------------------------------------------------------------------
 
-    def micro_batches(self, batches: list[Any]) -> list[Batch]:
+    def micro_batches(self, batches: list[list[Row]]) -> list[Batch]:
         """The micro-batches of an optimizer step, out of a new rollout if one is due.
 
         Generation is here and not in training_step, because the number of tokens that the whole step learns from must
@@ -153,7 +167,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
             laid_out.append({**self.lay_out(self.buffer.next()), IS_START: is_start})
         return laid_out
 
-    def _roll_out_for_training(self, rows: list[dict[str, Any]]) -> None:
+    def _roll_out_for_training(self, rows: Sequence[Row]) -> None:
         """Lines 5 to 9: sample a group for each prompt, score it, compute advantages; what the policy thought of it."""
         args, draw = self.config, self.state.global_step
         groups = self.roll_out(rows, draw=draw, training=True)
@@ -167,9 +181,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         local_count = sum(len(group.prompt) + len(ids) for group in groups for ids in group.completions)
         self.num_tokens += sum(gather_over_ranks(local_count))
 
-    def roll_out(
-        self, rows: Sequence[Mapping[str, Any]], *, draw: int, training: bool, count: int | None = None
-    ) -> list[Group]:
+    def roll_out(self, rows: Sequence[Row], *, draw: int, training: bool, count: int | None = None) -> list[Group]:
         """A group of completions for each row, with its advantages; statistics are recorded of the first `count`.
 
         draw: which random numbers to take. With scale_rewards="batch" collective: the same number of calls everywhere.
@@ -182,7 +194,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         return sampled.groups
 
     @torch.no_grad()
-    def _attach(self, name: str, groups: Sequence[Group], model: Any) -> None:
+    def _attach(self, name: str, groups: Sequence[Group], model: nn.Module) -> None:
         """Give each group the log-probabilities that `model` gives its tokens."""
         batch = send_to_device(self.lay_out(groups), self.config.device)
         with without_dropout(model), self.accelerator.autocast():
@@ -242,7 +254,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
+    ) -> Prediction:
         """Completions of a batch of prompts, their rewards, and the loss on them."""
         real = self.real_rows()
         real = len(inputs) if real is None else real
@@ -263,7 +275,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         with private_rngs(self._seed(EVALUATION)):  # a data loader draws some too
             return super().evaluation_loop(*args, **kwargs)
 
-    def log_samples(self, dataloader: DataLoader[Any], prefix: str) -> None:
+    def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """A table of completions."""
         self.samples.show(self, self.tables, f"{prefix}_completions", training=False)
 
@@ -283,7 +295,10 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
     # Saving and resuming ----------------------------------------------------------------------------------------------
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Trial = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train; from a checkpoint in the middle of a rollout, with what is left of that."""
         self._begin()
@@ -292,7 +307,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         self.version += 1  # the best model may have been loaded
         return output
 
-    def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Any = None) -> str | None:
+    def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
         """Begin a run, or take one up, with the rollout that its checkpoint was in. Collective."""
         checkpoint = super().open_run(resume_from_checkpoint, trial)
         state = None if checkpoint is None else load_state(checkpoint, self.args.process_index)

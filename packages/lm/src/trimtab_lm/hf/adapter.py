@@ -1,10 +1,10 @@
 """The one class between `transformers.Trainer` and our trainers: it knows no algorithm, and uses documented hooks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from accelerate.utils import send_to_device
@@ -13,11 +13,12 @@ from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, Trainer, TrainerCallback, set_seed
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
-from trimtab_lm.models.interface import Model, Processor, tokenizer_of
+from trimtab_lm.data.formats import Row
+from trimtab_lm.models.interface import Data, Model, Processor, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints
@@ -25,8 +26,27 @@ from .config import Config, for_own_collators
 from .models import load_processing_class
 from .tracking import Recorder, Tables, prepare_trackers
 
+if TYPE_CHECKING:
+    import optuna
+
 Batch: TypeAlias = dict[str, Any]
 """What a collator makes of rows: tensors by name."""
+Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
+"""A data collator: from rows to a batch."""
+DataSource: TypeAlias = Data | torch.utils.data.Dataset[Row]
+"""A dataset or stream of `datasets`, or one of torch."""
+EvalSource: TypeAlias = DataSource | dict[str, DataSource]
+"""A dataset for evaluation, or several by name."""
+Prediction: TypeAlias = tuple[Tensor | None, Any, Any]
+"""Loss, predictions and labels of a batch: tensors or tuples of them, None where they are not asked for."""
+ComputeMetrics: TypeAlias = Callable[[EvalPrediction], dict[str, float]]
+"""Metrics by name, from the predictions and labels of an evaluation."""
+Optimizers: TypeAlias = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]
+"""An optimizer and a learning rate schedule; Trainer makes what is None."""
+OptimizerChoice: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, object]]
+"""The class of an optimizer, and the arguments of its constructor."""
+Trial: TypeAlias = "optuna.Trial | dict[str, Any] | None"
+"""A trial of a hyperparameter search."""
 Use: TypeAlias = Literal["train", "eval", "test"]
 """What a dataset is for."""
 Items = TypeVar("Items")
@@ -54,20 +74,20 @@ class BatchLoss(NamedTuple):
 class DataOptions(TypedDict):
     """Datasets as the caller gave them (eval_dataset may be a dict of several), and a collator instead of our own."""
 
-    train_dataset: Any
-    eval_dataset: Any
+    train_dataset: DataSource | None
+    eval_dataset: EvalSource | None
     data_collator: Callable[..., Batch] | None
 
 
 class TrainerOptions(TypedDict, total=False):
     """Arguments that the adapter hands on to `transformers.Trainer` as they are."""
 
-    compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None
+    compute_metrics: ComputeMetrics | None
     callbacks: list[TrainerCallback] | None
-    optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]
+    optimizers: Optimizers
     preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None
     compute_loss_func: Callable[..., Tensor] | None
-    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    optimizer_cls_and_kwargs: OptimizerChoice | None
 
 
 class TrainerAdapter(Trainer, Generic[Config, Items]):
@@ -88,8 +108,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
     finished run that is resumed trains nothing.
     """
 
-    model: Any  # Trainer may leave these at None
-    model_init: Any
+    model: Model
+    model_init: Any  # Trainer declares these too narrowly
     data_collator: Any
     config: Config
     loss_is_scaled_for_ga = True  # batch_loss divides by the items of the whole optimizer step
@@ -127,11 +147,11 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         self.args = self.config = for_own_collators(config, [data["train_dataset"], *sets])
         self.peft_config = peft_config
         self.recorder, self.tables = Recorder(), Tables()
-        loaded: Any = model
         if model_init is not None:
             set_seed(config.seed)  # as Trainer does before it calls model_init
             self.model_init = model_init
-            loaded = super().call_model_init()
+            model = cast(Model, super().call_model_init())
+        loaded = cast(Model, model)
         processing_class = self.load_processing_class(processing_class, loaded)
         self.tokenizer = tokenizer_of(processing_class)
         super().__init__(
@@ -144,11 +164,11 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     # What a trainer supplies ------------------------------------------------------------------------------------------
 
-    def prepare_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Model) -> Model:
         """The model as it is trained, with its adapters; called for each model, before it reaches its device."""
         raise NotImplementedError
 
-    def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
+    def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
         """A dataset as rows that the data collator reads. Each process calls it, the main one first."""
         raise NotImplementedError
 
@@ -174,18 +194,18 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """A batch of an evaluation, of which only the first `real_rows` rows count; None: all of them."""
         return {**batch, REAL_ROWS: real_rows}
 
-    def log_samples(self, dataloader: DataLoader[Any], prefix: str) -> None:
+    def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """Put samples into tables at the end of an evaluation, under names that begin with the prefix."""
 
     # Models and data --------------------------------------------------------------------------------------------------
 
-    def load_processing_class(self, processing_class: Processor | None, model: Any) -> Any:
+    def load_processing_class(self, processing_class: Processor | None, model: Model) -> Processor:
         """The processing class, or the one that is saved beside the model."""
         return load_processing_class(processing_class, model)
 
-    def call_model_init(self, trial: Any = None) -> Any:
+    def call_model_init(self, trial: Trial = None) -> Model:
         """A new model from `model_init`, prepared as the first one was."""
-        return self.prepare_model(super().call_model_init(trial))
+        return self.prepare_model(cast(Model, super().call_model_init(trial)))
 
     def prepare_datasets(self) -> None:
         """Prepare the training set and all evaluation sets, once everything that they need is set up."""
@@ -195,28 +215,28 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         else:
             self.eval_dataset = self.prepare_dataset(self.eval_dataset, "eval")
 
-    def prepare_dataset(self, dataset: Any, use: Use = "train") -> Any:
+    def prepare_dataset(self, dataset: DataSource | None, use: Use = "train") -> Any:
         """A dataset as the data collator reads it; None stays None. Collective."""
         if dataset is None:
             return None
         with self.args.main_process_first(desc="tokenizing"):
             return self.tokenize_dataset(dataset, use)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: DataSource | str | None = None) -> DataLoader[Batch]:
         """Batches for evaluation; a dataset that was not given to the constructor is prepared here."""
         known = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         is_known = eval_dataset is None or isinstance(eval_dataset, str) or any(eval_dataset is one for one in known)
         return super().get_eval_dataloader(eval_dataset if is_known else self.prepare_dataset(eval_dataset, "eval"))
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+    def get_test_dataloader(self, test_dataset: DataSource) -> DataLoader[Batch]:
         """Batches for `predict`; the dataset is prepared here."""
         return super().get_test_dataloader(self.prepare_dataset(test_dataset, "test"))
 
     # The loss ---------------------------------------------------------------------------------------------------------
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], Any]:
         """The micro-batches of an optimizer step, and what their loss divides by; none once all steps are done."""
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None
@@ -233,7 +253,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """
         return self.total(map(self.count_items, batches), of_all_processes=of_all_processes).clamp(min=1)
 
-    def total(self, counts: Any, *, of_all_processes: bool = True) -> Tensor:
+    def total(self, counts: Iterable[Tensor | int], *, of_all_processes: bool = True) -> Tensor:
         """The sum of counts, a float32 scalar; over all processes if the arguments do not keep them apart."""
         device = self.args.device
         total = sum((torch.as_tensor(count, device=device) for count in counts), start=torch.zeros((), device=device))
@@ -301,7 +321,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
+    ) -> Prediction:
         """The loss, and the `predictions` and `labels` of `batch_loss`."""
         batch = self.without_repetitions(send_to_device(inputs, self.args.device), self.real_rows())
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -312,7 +332,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def evaluation_loop(
         self,
-        dataloader: DataLoader[Any],
+        dataloader: DataLoader[Batch],
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
@@ -337,8 +357,12 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         super().log(logs, start_time)
 
     def hyperparameter_search(
-        self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        hp_space: Callable[..., dict[str, float]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
         """As in transformers, whose objective would sum all statistics; here it is `search_objective`."""
         objective = compute_objective or itemgetter(self.search_objective)
         return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
@@ -346,7 +370,10 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Trial = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train as `Trainer.train` does; the class says what is asked of a checkpoint.
 
@@ -362,7 +389,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         checkpoint = self.open_run(resume_from_checkpoint, trial)
         return super().train(checkpoint, trial, ignore_keys_for_eval)
 
-    def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Any = None) -> str | None:
+    def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
         """Begin a run, or take one up: the folder of its verified checkpoint. Collective; raises as `train` does."""
         data, model = self.data_of_run(), self.model  # a trial makes its model later
         record = RunRecord.new(
@@ -375,7 +402,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         self.checkpoints.begin_run(self.config, record, is_trial=trial is not None)
         return None
 
-    def data_of_run(self) -> Any:
+    def data_of_run(self) -> DataSource | None:
         """The dataset by which a run is told from another."""
         return self.train_dataset
 

@@ -2,10 +2,10 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accelerate import Accelerator
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import (
@@ -21,6 +21,8 @@ from trimtab_common.sealing import (
     verify,
 )
 from trimtab_common.stats import gather_over_ranks
+
+from .config import TrainerConfig
 
 WITHOUT_EFFECT = (
     "output_dir", "overwrite_output_dir", "resume_*", "run_name", "project", "trackio_*", "report_to", "log_*",
@@ -59,7 +61,7 @@ class Checkpoints(TrainerCallback):
         if saves_here and not args.overwrite_output_dir:
             record.claim(args.output_dir)
 
-    def resume(self, args: Any, record: RunRecord, where: str | Path | bool) -> str:
+    def resume(self, args: TrainerConfig, record: RunRecord, where: str | Path | Literal[True]) -> str:
         """Take up the run of a checkpoint, which is verified; returns its folder."""
         problem, folder = None, ""
         if args.should_save or args.local_process_index == 0:  # one process a machine reads the files
@@ -73,10 +75,13 @@ class Checkpoints(TrainerCallback):
         _, self.run, folder = answers[0]
         return folder
 
-    def _verified(self, args: Any, record: RunRecord, where: Any) -> tuple[RunRecord, str]:
+    def _verified(
+        self, args: TrainerConfig, record: RunRecord, where: str | Path | Literal[True]
+    ) -> tuple[RunRecord, str]:
         if where is True:
-            clean(Path(args.output_dir))
-            newest = latest_checkpoint(args.output_dir)
+            output_dir = Path(str(args.output_dir))
+            clean(output_dir)
+            newest = latest_checkpoint(output_dir)
             if newest is None:
                 raise CheckpointError(
                     f"There is no complete checkpoint in {args.output_dir}. Start without resume_from_checkpoint, or "
@@ -110,7 +115,7 @@ class Checkpoints(TrainerCallback):
         self.accelerator.wait_for_everyone()
         self._saving = folder
 
-    def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Seal the checkpoint, then remove what save_total_limit leaves no room for. Collective."""
         assert self.run is not None
         assert self._saving is not None
@@ -126,7 +131,9 @@ class Checkpoints(TrainerCallback):
                 rotate(folder.parent, folder, self.keep, protected=best)
         self.accelerator.wait_for_everyone()
 
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Take over save_total_limit, by which the Trainer would remove checkpoints before the new one is sealed."""
         if args.save_total_limit is not None:
             self.keep, args.save_total_limit = args.save_total_limit, None
@@ -138,12 +145,16 @@ class Checkpoints(TrainerCallback):
                 stacklevel=2,
             )
 
-    def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """A finished run has logged, evaluated and saved its last epoch already."""
         if self._is_finished:
             control.should_log = control.should_evaluate = control.should_save = False
 
-    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Seal a checkpoint that a signal asked for, which has no `on_save`; give save_total_limit back. Collective."""
         if self._saving is not None:
             self.on_save(args, state, control)

@@ -1,6 +1,6 @@
 """Trainers of language models on labels: which tokens count, evaluation by logits, statistics."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +11,14 @@ from transformers import Trainer
 
 from trimtab_common.stats import Mean
 from trimtab_lm.data.collator import DocumentCollator
-from trimtab_lm.models.interface import base_of, decoder_start_of
+from trimtab_lm.data.formats import Row
+from trimtab_lm.models.interface import Model, base_of, decoder_start_of
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import from_labels, token_columns
 from trimtab_lm.tokens.logprobs import TokenScores, score_logits
 from trimtab_lm.tokens.positions import Positions
 
-from .adapter import Batch, TrainerAdapter
+from .adapter import Batch, Collate, DataSource, Prediction, TrainerAdapter
 from .config import Config
 from .models import with_adapters
 
@@ -29,7 +30,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
     `return_outputs` work on whole logits, as in transformers; without them no logits of a whole batch are held.
     """
 
-    def prepare_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Model) -> Model:
         """The model with its adapters, and with a forward that scores tokens."""
         model = with_adapters(model, self.peft_config, self.config)
         score_tokens_in_forward(model)
@@ -74,7 +75,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
+    ) -> Prediction:
         """The loss, and logits and labels where they are asked for."""
         if prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only)
@@ -85,12 +86,12 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
             self.recorder.add(stats, training=False)
         return loss, logits, labels
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: DataSource | str | None = None) -> DataLoader[Batch]:
         """Batches for evaluation; a dataset that was not given to the constructor is prepared here."""
         with self._evaluation_collator(is_row_by_row=self.compute_metrics is not None):
             return super().get_eval_dataloader(eval_dataset)
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+    def get_test_dataloader(self, test_dataset: DataSource) -> DataLoader[Batch]:
         """Batches for `predict`, in which each row of the dataset is a row of its own."""
         with self._evaluation_collator(is_row_by_row=True):
             return super().get_test_dataloader(test_dataset)
@@ -112,7 +113,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
             self.data_collator = collator
 
 
-def score_labels(model: nn.Module, batch: Batch, *, policy: Any) -> TokenScores:
+def score_labels(model: nn.Module, batch: Batch, *, policy: Model) -> TokenScores:
     """Scores [N] of the labels that count.
 
     Args:
@@ -143,10 +144,10 @@ def stats_of_logits(
     return label_stats(score_logits(logits.flatten(0, 1).index_select(0, tokens["source"]), tokens["targets"]))
 
 
-def numbered_rows(collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
+def numbered_rows(collate: Collate) -> Collate:
     """A collator of `input_ids` and `labels` that adds the column `row`: the row that each position comes from."""
 
-    def collated(rows: list[Any]) -> Batch:
+    def collated(rows: Sequence[Row]) -> Batch:
         numbers = [
             {**row, "input_ids": [i] * len(row["input_ids"]), "labels": row.get("labels", row["input_ids"])}
             for i, row in enumerate(rows)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import (
@@ -14,12 +14,13 @@ from transformers import (
     TrainingArguments,
 )
 
-from trimtab_lm.models.interface import Model, Processor
+from trimtab_lm.models.interface import Model, Processor, base_of
+from trimtab_lm.models.loading import AutoModel
 
 from .config import checkpointing_of
 
 
-def load_language_model(model: Model | str | None, init_kwargs: Mapping[str, Any] | None = None) -> Any:
+def load_language_model(model: Model | str | None, init_kwargs: Mapping[str, object] | None = None) -> Model | None:
     """A causal or encoder-decoder model by hub id or folder; a model that is loaded is returned as it is.
 
     Args:
@@ -35,7 +36,7 @@ def load_language_model(model: Model | str | None, init_kwargs: Mapping[str, Any
     kwargs = pretrained_kwargs(init_kwargs)
     shared = {name: kwargs[name] for name in ("revision", "trust_remote_code", "token", "cache_dir") if name in kwargs}
     is_encoder_decoder = AutoConfig.from_pretrained(model, **shared).is_encoder_decoder
-    kind: Any = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
+    kind: AutoModel = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
     return kind.from_pretrained(model, **kwargs)
 
 
@@ -48,7 +49,7 @@ def refuse_init_kwargs(init_kwargs: Mapping[str, object] | None) -> None:
         )
 
 
-def pretrained_kwargs(init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def pretrained_kwargs(init_kwargs: Mapping[str, object] | None) -> dict[str, object]:
     """Arguments of `from_pretrained`; the older name `torch_dtype` is passed on as `dtype`."""
     kwargs = dict(init_kwargs or {})
     if "torch_dtype" in kwargs:
@@ -56,7 +57,7 @@ def pretrained_kwargs(init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return kwargs
 
 
-def load_processing_class(processing_class: Processor | None, model: Model) -> Any:
+def load_processing_class(processing_class: Processor | None, model: Model) -> Processor:
     """The processing class, or the one that is saved beside the model.
 
     Raises:
@@ -75,7 +76,7 @@ def load_processing_class(processing_class: Processor | None, model: Model) -> A
         return AutoTokenizer.from_pretrained(name)
 
 
-def with_adapters(model: Any, peft_config: PeftConfig | None, args: TrainingArguments) -> Any:
+def with_adapters(model: Model, peft_config: PeftConfig | None, args: TrainingArguments) -> Model:
     """The model as it is trained: quantized weights prepared, adapters added, inputs made to need gradients.
 
     Raises:
@@ -94,7 +95,7 @@ def with_adapters(model: Any, peft_config: PeftConfig | None, args: TrainingArgu
             gradient_checkpointing_kwargs=checkpointing_kwargs,
         )
     if peft_config is not None:
-        model = get_peft_model(model, peft_config)
+        model = cast(PeftModel, get_peft_model(base_of(model), peft_config))
     if is_checkpointing and isinstance(model, PeftModel):
         # Frozen embeddings give outputs without gradients, so a checkpointed block over them would get none.
         model.enable_input_require_grads()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import DistributedType
@@ -317,7 +317,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         else:
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
         if self.is_fsdp_enabled:
-            self.model = self.model_wrapped
+            self.model = cast(Model, self.model_wrapped)
         self.create_scheduler(num_training_steps=horizon)
 
     def log_evaluate_save(self, update: dict[str, Any]) -> None:

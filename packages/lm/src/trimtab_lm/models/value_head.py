@@ -106,7 +106,7 @@ class PreTrainedModelWrapper(nn.Module):
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str] | PreTrainedModel | PeftModel,
-        *model_args: Any,
+        *model_args: object,
         peft_config: PeftConfig | None = None,
         is_trainable: bool = True,
         reward_adapter: str | os.PathLike[str] | None = None,
@@ -227,7 +227,7 @@ class PreTrainedModelWrapper(nn.Module):
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         return_past_key_values: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Any, ...]:
         """Runs the model once and returns logits, loss and values.
 
@@ -266,7 +266,7 @@ class PreTrainedModelWrapper(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         ppo_adapter_name: str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Scores texts with the reward adapter, without gradients and dropout.
 
@@ -299,11 +299,11 @@ class PreTrainedModelWrapper(nn.Module):
             model.set_adapter(ppo_adapter_name)
         return scores
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         """Samples with the wrapped model: see transformers.GenerationMixin."""
         return self.pretrained_model.generate(*args, **kwargs)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
         """Makes backward recompute activations, in training mode.
 
         Args:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_lm.data.formats import Row
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 
 SIDES = ("chosen", "rejected")
@@ -28,7 +29,7 @@ class PairCollator:
     pad_token_id: int
     layout: Layout = "padded"
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         pairs = [[real_tokens(row, side) for side in SIDES] for row in rows]
         groups = [TokenGroup.of_sequences(pair, [[0] * len(ids) for ids in pair]) for pair in pairs]
         return lay_out(groups, self.layout, pad_token_id=self.pad_token_id) | _margins(rows)
@@ -58,8 +59,8 @@ class RewardDataCollatorWithPadding:
         if self.padding == "max_length" and self.max_length is None:
             raise ValueError("padding='max_length' pads to max_length, which is None. Give it, or use padding=True.")
 
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        batch: dict[str, Any] = {}
+    def __call__(self, features: Sequence[Row]) -> dict[str, Tensor]:
+        batch: dict[str, Tensor] = {}
         for side in SIDES:
             rows = [real_tokens(row, side) for row in features]
             padded = self.tokenizer.pad(
@@ -73,7 +74,7 @@ class RewardDataCollatorWithPadding:
         return batch | _margins(features)
 
 
-def real_tokens(row: Mapping[str, Any], side: str) -> list[int]:
+def real_tokens(row: Row, side: str) -> list[int]:
     """The ids of a side of a pair, without the positions at which its mask is 0.
 
     Raises ValueError for a mask of another length, and where no token is left.
@@ -90,7 +91,7 @@ def real_tokens(row: Mapping[str, Any], side: str) -> list[int]:
     return kept
 
 
-def pair_rows(batch: Mapping[str, Any], *, pad_token_id: int, padding_side: str = "right") -> dict[str, Tensor]:
+def pair_rows(batch: Mapping[str, Tensor], *, pad_token_id: int, padding_side: str = "right") -> dict[str, Tensor]:
     """A batch with its 2B sequences in rows: chosen and rejected of each pair in turn.
 
     One of `PairCollator` is returned as it is. Of the padded columns of `RewardDataCollatorWithPadding` are made
@@ -139,7 +140,7 @@ def sequences(rows: Mapping[str, Tensor], count: int) -> list[list[int]]:
     return found
 
 
-def one_margin(margin: Any) -> float:
+def one_margin(margin: object) -> float:
     """The margin of one pair as a number: of a number, or of one in a list, an array or a tensor."""
     values = torch.as_tensor(margin if margin is not None else [], dtype=torch.float64).flatten()
     if len(values) != 1 or not torch.isfinite(values[0]):
@@ -147,7 +148,7 @@ def one_margin(margin: Any) -> float:
     return float(values[0])
 
 
-def _margins(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def _margins(rows: Sequence[Row]) -> dict[str, Tensor]:
     if "margin" not in rows[0]:
         return {}
     return {"margin": torch.tensor([one_margin(row["margin"]) for row in rows])}

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from trimtab_lm.hf.config import TrainerConfig, setting
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
@@ -47,7 +47,7 @@ class RewardConfig(TrainerConfig):
         "wandb and tensorboard. 0: none.",
         default=16,
     )
-    model_init_kwargs: dict[str, Any] | None = setting(
+    model_init_kwargs: dict[str, object] | None = setting(
         "Arguments of from_pretrained, if the model is given by its name.", default=None
     )
     dataset_num_proc: int | None = setting("Processes that tokenize the dataset.", default=None)

@@ -1,7 +1,6 @@
 """Pairs of answers as token ids, from texts, conversations or the documented pre-tokenized columns."""
 
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,10 +18,11 @@ from trimtab_lm.data.formats import (
 )
 from trimtab_lm.data.tokenization import encode_prompt_completion, stop_token_ids
 from trimtab_lm.data.truncation import IS_EMPTIED, report_truncation, truncate_pair
+from trimtab_lm.hf.adapter import DataSource
 from trimtab_lm.tokens.positions import Positions
 
 from .collator import SIDES, one_margin, real_tokens
-from .config import RewardConfig
+from .config import RewardConfig, TruncationMode
 
 FORMATS = (RowFormat.TOKENIZED_PREFERENCE, RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE)
 TOO_LONG = "is_too_long"
@@ -31,13 +31,13 @@ BY_LENGTH = ("group_by_length", "batch_rebalance")
 
 
 def prepare_pairs(
-    dataset: Any,
+    dataset: DataSource,
     tokenizer: PreTrainedTokenizerBase,
     args: RewardConfig,
     *,
     keeps_columns: bool = False,
     positions: Positions | None = None,
-) -> Any:
+) -> DataSource:
     """The dataset with the columns that `reward_collator` reads, and pairs longer than max_length dropped or cut.
 
     A dataset that is not of `datasets` must give such rows itself. Other columns stay if keeps_columns. A
@@ -76,14 +76,15 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
     is_tokenized: bool,
     max_length: int | None,
-    mode: Any,
+    mode: TruncationMode,
     positions: Positions | None,
     length_column: str | None,
-) -> dict[str, Any]:
-    pair: dict[str, Any] = _tokenized_pair(row) if is_tokenized else _text_pair(row, tokenizer)
+) -> dict[str, object]:
+    pair = _tokenized_pair(row) if is_tokenized else _text_pair(row, tokenizer)
     encoded: dict[str, Any] = {}
-    if max_length is not None and mode == "filter":
-        encoded[TOO_LONG] = max(len(pair[f"{side}_input_ids"]) for side in SIDES) > max_length
+    if mode == "filter":
+        if max_length is not None:
+            encoded[TOO_LONG] = max(len(pair[f"{side}_input_ids"]) for side in SIDES) > max_length
     elif max_length is not None:
         first = tokenizer.cls_token_id if _ends_in_sep(tokenizer) else tokenizer.bos_token_id
         stops = {tokenizer.sep_token_id} if _ends_in_sep(tokenizer) else stop_token_ids(tokenizer)
@@ -138,7 +139,7 @@ def _without_long(dataset: Dataset | IterableDataset, max_length: int) -> Datase
     if isinstance(dataset, IterableDataset):
         seen = {"is_long": False}
 
-        def fits(row: Mapping[str, Any]) -> bool:
+        def fits(row: Row) -> bool:
             if row[TOO_LONG] and not seen["is_long"]:
                 seen["is_long"] = True
                 warnings.warn(

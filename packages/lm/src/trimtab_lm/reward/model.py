@@ -4,20 +4,21 @@ import copy
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, TaskType
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.models import pretrained_kwargs, refuse_init_kwargs
 from trimtab_lm.models.interface import Model, Processor, base_of, tokenizer_of
 
+from .config import RewardConfig
 
-def load_scorer(model: Model | str | None, init_kwargs: Mapping[str, Any] | None = None) -> Any:
+
+def load_scorer(model: Model | str | None, init_kwargs: Mapping[str, object] | None = None) -> Model | None:
     """A classifier with one label by hub id or folder; a model that is loaded is returned as it is.
 
     Args:
@@ -33,7 +34,7 @@ def load_scorer(model: Model | str | None, init_kwargs: Mapping[str, Any] | None
     return model
 
 
-def require_scorer(model: Any, tokenizer: Any) -> None:
+def require_scorer(model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
     """Set the padding token that batches need in the model's configuration; warn of a model with several labels."""
     config = base_of(model).config
     if config.num_labels != 1:
@@ -47,7 +48,7 @@ def require_scorer(model: Any, tokenizer: Any) -> None:
     config.pad_token_id = tokenizer.pad_token_id
 
 
-def turn_off_missing_checkpointing(model: Any, args: Any) -> None:
+def turn_off_missing_checkpointing(model: Model, args: RewardConfig) -> None:
     """Set the (own) arguments to train without activation checkpointing where the model has none, and warn."""
     base = base_of(model)
     if checkpointing_of(args)[0] and not base.supports_gradient_checkpointing:
@@ -60,12 +61,12 @@ def turn_off_missing_checkpointing(model: Any, args: Any) -> None:
             setattr(args, name, False)
 
 
-def heads(base: Any) -> dict[str, nn.Module]:
+def heads(base: PreTrainedModel) -> dict[str, nn.Module]:
     """The classifier's modules outside its trunk."""
     return {name: child for name, child in base.named_children() if name != base.base_model_prefix}
 
 
-def init_head(base: Any, seed: int) -> None:
+def init_head(base: PreTrainedModel, seed: int) -> None:
     """Sample the weights of the layers that give scores from N(0, 1 / (inputs + 1)), and set their biases to 0.
 
     Raises:
@@ -91,7 +92,7 @@ def init_head(base: Any, seed: int) -> None:
                 layer.bias.zero_()
 
 
-def for_scores(peft_config: PeftConfig | None, model: Any) -> PeftConfig | None:
+def for_scores(peft_config: PeftConfig | None, model: Model) -> PeftConfig | None:
     """A copy that says that this is a classifier, whose head is trained and saved in full."""
     if peft_config is None:
         return None
@@ -108,7 +109,7 @@ def for_scores(peft_config: PeftConfig | None, model: Any) -> PeftConfig | None:
     return peft_config
 
 
-def require_trained_head(model: Any) -> None:
+def require_trained_head(model: Model) -> None:
     """ValueError for adapters that leave the head untrained, or scores unreadable."""
     if not isinstance(model, PeftModel):
         return
@@ -134,7 +135,7 @@ def with_padding(processing_class: Processor) -> Processor:
     return processing_class
 
 
-def check_padding(tokenizer: Any, model: Any, scores_in_forward: bool) -> None:
+def check_padding(tokenizer: PreTrainedTokenizerBase, model: Model, scores_in_forward: bool) -> None:
     """Warn where padding is EOS, or ValueError if the model's own forward must tell them apart."""
     name = type(base_of(model)).__name__
     if tokenizer.pad_token_id != tokenizer.eos_token_id:

@@ -1,15 +1,27 @@
 """Training a reward model on pairs of answers."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EvalPrediction, TrainerCallback
+from transformers import TrainerCallback
 
-from trimtab_lm.hf.adapter import REAL_ROWS, Batch, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, Use
+from trimtab_lm.hf.adapter import (
+    REAL_ROWS,
+    Batch,
+    BatchLoss,
+    ComputeMetrics,
+    DataOptions,
+    DataSource,
+    EvalSource,
+    Optimizers,
+    Prediction,
+    TrainerAdapter,
+    TrainerOptions,
+    Use,
+)
 from trimtab_lm.hf.models import with_adapters
 from trimtab_lm.legacy.arguments import REWARD, takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor, base_of
@@ -62,19 +74,20 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
     def __init__(
         self,
         model: Model | str | None = None,
-        args: Any = None,
+        args: RewardConfig | None = None,
         data_collator: Callable[..., Batch] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        train_dataset: DataSource | None = None,
+        eval_dataset: EvalSource | None = None,
         processing_class: Processor | None = None,
         model_init: Callable[..., Model] | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        compute_metrics: ComputeMetrics | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        optimizers: Optimizers = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         peft_config: PeftConfig | None = None,
     ):
-        self._samples: list[list[Any]] = []  # rows of the table of the evaluation that runs
+        assert args is not None  # takes_constructor_of_2024 fills it in
+        self._samples: list[list[object]] = []  # rows of the table of the evaluation that runs
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
@@ -92,7 +105,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         """The processing class with a padding token."""
         return with_padding(super().load_processing_class(processing_class, model))
 
-    def prepare_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Model) -> Model:
         """The model as a scorer, with its adapters; `config`, our own copy, loses what the model cannot do."""
         require_scorer(model, self.tokenizer)
         turn_off_missing_checkpointing(model, self.config)
@@ -104,7 +117,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         check_padding(self.tokenizer, model, self.scores_in_forward)
         return model
 
-    def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
+    def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
         """The dataset as pairs of token ids."""
         positions = Positions.of(self.model)
         return prepare_pairs(
@@ -147,13 +160,13 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
             losses = losses + self.config.center_rewards_coefficient * centering(chosen, rejected)
         return losses
 
-    def _rows(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _rows(self, batch: Batch) -> dict[str, Tensor]:
         pad, side = self.tokenizer.pad_token_id, self.tokenizer.padding_side
         return pair_rows(batch, pad_token_id=pad, padding_side=side)
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
+    ) -> Prediction:
         """The mean loss, the scores [B, 2] and the better column [B]; the first pairs are kept for the table."""
         loss, scores, better = super().prediction_step(model, inputs, False, ignore_keys)
         self._keep_samples(self._rows(inputs), scores)
@@ -175,7 +188,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         statistics = {name: float(values.double().mean()) for name, values in means.items()}
         return statistics | {"calibration_error": float(calibration(chosen, rejected))}
 
-    def log_samples(self, dataloader: DataLoader[Any], prefix: str) -> None:
+    def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """A table of pairs with their scores."""
         if self._samples:
             columns = ("chosen", "rejected", "score of chosen", "score of rejected")

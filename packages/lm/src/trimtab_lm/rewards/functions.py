@@ -11,18 +11,31 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_common.stats import Deviation, Mean, Variance
+from trimtab_lm.data.formats import Text
+from trimtab_lm.models.interface import Model
 from trimtab_lm.rewards.model import RewardModel
 
-RewardFunction = Callable[..., Any]
+Scores: TypeAlias = Sequence[float | None] | Tensor | npt.NDArray[np.float64]
+"""What a reward function returns: one number per completion, None where it has nothing to say."""
+RewardFunction: TypeAlias = Callable[..., Scores | Awaitable[Scores]]
+"""A reward function, plain or async."""
+Reward: TypeAlias = RewardFunction | RewardModel | Model | str
+"""A reward function, or a reward model: a `RewardModel`, a module or the name of one."""
+Rewards: TypeAlias = Reward | list[Reward] | tuple[Reward, ...]
+"""One reward, or several in a list or tuple."""
+Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+"""The tokenizer of all reward models, or one per reward."""
+T = TypeVar("T")
 CALL_ARGUMENTS = {"prompts", "completions", "completion_ids"}
 """What a reward function is given besides the dataset's columns."""
 
@@ -56,9 +69,9 @@ class RewardSet:
 
     def __init__(
         self,
-        functions: Any,
+        functions: Rewards | None,
         weights: Sequence[float] | None = None,
-        processing_classes: Any = None,
+        processing_classes: Tokenizers = None,
         *,
         names: Sequence[str] | None = None,
         device: torch.device | str | None = None,
@@ -89,10 +102,10 @@ class RewardSet:
 
     def __call__(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]] | None = None,
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[object]] | None = None,
     ) -> Scored:
         """The scores of completions that stand in the order of their prompts, those of a prompt side by side.
 
@@ -108,7 +121,7 @@ class RewardSet:
                 f"The dataset has columns {taken}, names under which rewards get something else: rename them."
             )
         group = len(completions) // max(len(prompts), 1)
-        per_prompt: dict[str, Sequence[Any]] = {"prompts": prompts, **columns}
+        per_prompt: dict[str, Sequence[object]] = {"prompts": prompts, **columns}
         if bad := {name: len(values) for name, values in per_prompt.items() if len(values) * group != len(completions)}:
             raise ValueError(
                 f"{len(completions)} completions of {len(prompts)} prompts, but the lengths {bad}: prompts and columns "
@@ -139,17 +152,17 @@ class RewardSet:
             )
         return Scored(scores, (scores.nan_to_num(0.0) * self.weights).sum(dim=1))
 
-    def _run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        waiting: dict[int, Future] = {}
-        results: list[Any] = [None] * len(calls)
+    def _run(self, calls: Sequence[Callable[[], object]]) -> list[object]:
+        waiting: dict[int, Future[object]] = {}
+        results: list[object] = [None] * len(calls)
         order = sorted(range(len(calls)), key=lambda i: not is_async(self.functions[i]))  # async ones start first
         try:
             for i in order:
                 with blaming(self.names[i]):
-                    results[i] = calls[i]()
-                if inspect.isawaitable(results[i]):
+                    results[i] = result = calls[i]()
+                if inspect.isawaitable(result):
                     self._loop = self._loop or EventLoop()
-                    waiting[i] = self._loop.submit(results[i])
+                    waiting[i] = self._loop.submit(result)
             for i, future in waiting.items():
                 with blaming(self.names[i]):
                     results[i] = future.result()
@@ -168,11 +181,11 @@ class EventLoop:
         self._loop = loop
         weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
 
-    def submit(self, awaitable: Awaitable[Any]) -> Future:
+    def submit(self, awaitable: Awaitable[T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(_await(awaitable), self._loop)
 
 
-async def _await(awaitable: Awaitable[Any]) -> Any:
+async def _await(awaitable: Awaitable[T]) -> T:
     return await awaitable
 
 
@@ -198,7 +211,7 @@ class ModelReward:
         texts = [self._conversation([*prompt, *answer]) for prompt, answer in zip(prompts, completions, strict=True)]
         return self.model([""] * len(texts), texts)
 
-    def _conversation(self, messages: list[dict[str, Any]]) -> str:
+    def _conversation(self, messages: list[Any]) -> str:
         tokenizer = self.model.tokenizer
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
         bos = tokenizer.bos_token
@@ -208,7 +221,7 @@ class ModelReward:
 
 
 def as_function(
-    function: Any, tokenizer: PreTrainedTokenizerBase | None, *, device: torch.device | str | None, batch_size: int
+    function: object, tokenizer: PreTrainedTokenizerBase | None, *, device: torch.device | str | None, batch_size: int
 ) -> RewardFunction:
     """A reward function or model as a function that takes keywords."""
     if isinstance(function, RewardModel):
@@ -225,7 +238,11 @@ def as_function(
 
 
 def rewards_of(
-    reward: Any, weights: Sequence[float] | None, *, tokenizer: PreTrainedTokenizerBase, device: torch.device | str
+    reward: Rewards | nn.Module,
+    weights: Sequence[float] | None,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device | str,
 ) -> RewardSet:
     """The rewards of a trainer whose reward models share the policy's tokenizer, and whose functions may be of PPO's.
 
@@ -243,7 +260,7 @@ def rewards_of(
     return RewardSet([by_keyword(one) if takes_queries(one) else one for one in functions], weights, device=device)
 
 
-def takes_queries(function: Any) -> bool:
+def takes_queries(function: object) -> TypeGuard[RewardFunction]:
     """Whether a reward is a function of PPO's documented form, `reward(queries, responses, **columns)`.
 
     Its first two arguments may have any names. So it is one if it can be called with two arguments and none of its
@@ -262,7 +279,9 @@ def takes_queries(function: Any) -> bool:
 def by_keyword(function: RewardFunction) -> RewardFunction:
     """A function of PPO's documented form as one of the form that `RewardSet` calls."""
 
-    def reward(prompts: Sequence[str], completions: Sequence[str], completion_ids: object, **columns: Any) -> Any:
+    def reward(
+        prompts: Sequence[str], completions: Sequence[str], completion_ids: object, **columns: object
+    ) -> Scores | Awaitable[Scores]:
         call = functools.partial(function, prompts, completions)
         scores = call(**accepted(call, name_of(function), columns))
         return scores if inspect.isawaitable(scores) else list(scores)
@@ -271,7 +290,7 @@ def by_keyword(function: RewardFunction) -> RewardFunction:
     return reward
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """What a reward function is called in the logs: its own name, or the last part of its model's."""
     if isinstance(function, str):
         return PurePath(function).name
@@ -291,7 +310,7 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def accepted(function: RewardFunction, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: RewardFunction, name: str, arguments: Mapping[str, object]) -> dict[str, object]:
     """Those arguments that a function's signature takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -306,7 +325,7 @@ def accepted(function: RewardFunction, name: str, arguments: Mapping[str, Any]) 
     return {argument: value for argument, value in arguments.items() if argument in taken}
 
 
-def checked(result: Any, name: str, count: int) -> list[float]:
+def checked(result: object, name: str, count: int) -> list[float]:
     """What a function returned as numbers, NaN where it returned None; see `RewardSet.__call__` for the errors."""
     values = result.tolist() if isinstance(result, Tensor | np.ndarray) else result
     if not isinstance(values, list | tuple):
@@ -322,7 +341,7 @@ def checked(result: Any, name: str, count: int) -> list[float]:
     return [_number(value, name, i) for i, value in enumerate(values)]
 
 
-def _number(value: Any, name: str, i: int) -> float:
+def _number(value: object, name: str, i: int) -> float:
     if value is None:
         return math.nan
     if isinstance(value, Tensor | np.generic | np.ndarray) and math.prod(value.shape) == 1:
@@ -340,7 +359,7 @@ def _number(value: Any, name: str, i: int) -> float:
     return float(value)
 
 
-def as_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+def as_completions(prompts: Sequence[Text], texts: Sequence[str]) -> list[Text]:
     """Sampled texts in the format of their prompts: strings, or one assistant message each. P prompts, P * G texts."""
     if prompts and not isinstance(prompts[0], str):
         return [[{"role": "assistant", "content": text}] for text in texts]

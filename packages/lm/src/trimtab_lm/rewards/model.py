@@ -46,7 +46,7 @@ class RewardModel:
         self.max_length = max_length or min((limit for limit in limits if limit is not None), default=None)
 
     @torch.no_grad()
-    def __call__(self, queries: Sequence[str], responses: Sequence[str], **_: Any) -> list[float]:
+    def __call__(self, queries: Sequence[str], responses: Sequence[str], **_: object) -> list[float]:
         texts = [query + response for query, response in zip(queries, responses, strict=True)]
         rows = [
             torch.tensor(ids[-self.max_length :] if self.max_length else ids)

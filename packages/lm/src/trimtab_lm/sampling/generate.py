@@ -14,7 +14,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from trimtab_common.tracking import progress
-from trimtab_lm.models.interface import base_of
+from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.tokens.positions import Positions
 
 PLAIN_SAMPLING = {
@@ -213,7 +213,7 @@ def sample_groups(
     batch_size: int,
     num_generations: int = 1,
     share_prompts: bool = True,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list[list[Tensor]]:
     """Completions of each prompt, 1-D and unpadded, in the order of the prompts, on their device.
 
@@ -249,7 +249,7 @@ def sample_groups(
     return completions
 
 
-def _check_room(model: Any, longest: int, config: GenerationConfig) -> None:
+def _check_room(model: Model, longest: int, config: GenerationConfig) -> None:
     is_encoder_decoder = model.config.is_encoder_decoder
     length = config.max_length or longest  # of prompt and completion together, or of an encoder-decoder's completion
     new = config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
@@ -258,12 +258,12 @@ def _check_room(model: Any, longest: int, config: GenerationConfig) -> None:
     )
 
 
-def ends_without_eos(config: GenerationConfig, kwargs: Mapping[str, Any]) -> bool:
+def ends_without_eos(config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
     """Whether something other than an end token or the length limit can end a completion."""
     return bool(config.stop_strings) or "stopping_criteria" in kwargs
 
 
-def learns_prompt(model: Any) -> bool:
+def learns_prompt(model: object) -> bool:
     """Whether a PEFT method puts virtual tokens before the text."""
     return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
 
@@ -288,7 +288,7 @@ def _batches(
 
 
 def _sample(
-    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, share_prompts: bool, **kwargs: Any
+    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, share_prompts: bool, **kwargs: object
 ) -> Tensor:
     """[P * num_return_sequences, R], the new tokens of one batch."""
     device = model.get_input_embeddings().weight.device
@@ -307,7 +307,7 @@ REPEATABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 """Caches of layers whose rows can be repeated; those of linear attention keep a state that cannot."""
 
 
-def prompt_cache(model: Any, input_ids: Tensor, mask: Tensor) -> DynamicCache | None:
+def prompt_cache(model: Model, input_ids: Tensor, mask: Tensor) -> DynamicCache | None:
     """Keys and values of all but the last token of left-padded prompts, [P, T]; None where a model has no such thing.
 
     The last token is left to the first step of generation, which wants its logits.

@@ -8,8 +8,9 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.data.formats import RowFormat, as_messages, columns_of, prepare_dataset, row_format
+from trimtab_lm.data.formats import Row, RowFormat, as_messages, columns_of, prepare_dataset, row_format
 from trimtab_lm.data.tokenization import (
+    Columns,
     encode_messages,
     encode_prompt_completion,
     encode_seq2seq,
@@ -17,18 +18,21 @@ from trimtab_lm.data.tokenization import (
     stop_token_ids,
 )
 from trimtab_lm.data.truncation import report_truncation, truncate_columns, truncate_row
+from trimtab_lm.hf.adapter import DataSource
 from trimtab_lm.legacy.constant_length import ConstantLengthDataset
+from trimtab_lm.models.interface import Data
 from trimtab_lm.tokens.layout import best_fit
 from trimtab_lm.tokens.positions import Positions
 
 from .config import SFTConfig
 
 FORMATS = (RowFormat.TOKENIZED, RowFormat.MESSAGES, RowFormat.PROMPT_COMPLETION, RowFormat.TEXT)
-Formatting = Callable[[dict[str, Any]], Any]
+Formatting = Callable[[Row], str | list[str]]
+"""A user's function from a row to its text, or from columns of rows to their texts."""
 
 
 def tokenize_rows(
-    dataset: Any,
+    dataset: Data,
     tokenizer: PreTrainedTokenizerBase,
     config: SFTConfig,
     *,
@@ -37,7 +41,7 @@ def tokenize_rows(
     with_labels: bool = True,
     is_cut: bool = True,
     positions: Positions | None = None,
-) -> Any:
+) -> Data:
     """A data set (or stream) of texts, conversations, prompts with completions or ids, as `input_ids` and `labels`.
 
     labels are -100 where a token does not count; with_labels=False leaves them to a collator, where every token does.
@@ -59,7 +63,7 @@ def tokenize_rows(
         if positions is not None:
             positions.check("The row is too long", **lengths, remedy=f"Lower max_length ({config.max_length}).")
 
-    def encode_row(row: dict[str, Any]) -> dict[str, Any]:
+    def encode_row(row: Row) -> Mapping[str, object]:
         encoded = encode(row)
         if is_encoder_decoder:
             limits = {"input_ids": config.max_length, "labels": config.max_length}
@@ -101,19 +105,19 @@ def _check_loss_applies(kind: RowFormat, config: SFTConfig) -> None:
 
 def _encoder(
     kind: RowFormat,
-    read: Callable[[dict[str, Any]], str],
+    read: Callable[[Row], str],
     tokenizer: PreTrainedTokenizerBase,
     config: SFTConfig,
     *,
     is_encoder_decoder: bool,
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
+) -> Callable[[Row], Columns]:
     """From a row of this format to `input_ids` and `mask` (or `labels`, for an encoder-decoder model)."""
     add_special_tokens = (config.dataset_kwargs or {}).get("add_special_tokens", True)
 
-    def settings(row: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(row: Row) -> dict[str, Any]:
         return {"tools": row.get("tools"), "chat_template_kwargs": config.chat_template_kwargs}
 
-    def encode(row: dict[str, Any]) -> dict[str, Any]:
+    def encode(row: Row) -> Columns:
         if kind == RowFormat.TOKENIZED:
             return _tokenized(row, is_encoder_decoder=is_encoder_decoder)
         if kind == RowFormat.TEXT:
@@ -131,7 +135,7 @@ def _encoder(
     return encode
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> dict[str, Any]:
+def _text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> Columns:
     if not text:
         raise ValueError("The text is empty: there is nothing to learn from it. Drop the row.")
     if add_special_tokens:
@@ -141,7 +145,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: 
     return {"input_ids": ids, "mask": [1] * len(ids)}
 
 
-def _tokenized(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict[str, Any]:
+def _tokenized(row: Row, *, is_encoder_decoder: bool) -> Columns:
     ids = list(row["input_ids"])
     real = [bool(one) for one in row.get("attention_mask") or [1] * len(ids)]
     if is_encoder_decoder:
@@ -158,7 +162,7 @@ def _tokenized(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict[str,
     return {"input_ids": [token for token, _ in kept], "mask": [one for _, one in kept]}
 
 
-def text_of(dataset: Any, config: SFTConfig, formatting_func: Formatting | None) -> Callable[[dict[str, Any]], str]:
+def text_of(dataset: Data, config: SFTConfig, formatting_func: Formatting | None) -> Callable[[Row], str]:
     """What gives a row's text: a column, or a user's function of a row.
 
     A function from columns of rows to a list of texts is recognized by a call with two rows.
@@ -167,12 +171,12 @@ def text_of(dataset: Any, config: SFTConfig, formatting_func: Formatting | None)
         return lambda row: row[config.dataset_text_field]
     first = [row for _, row in zip(range(2), dataset, strict=False)]
     try:
-        texts = formatting_func({name: [row[name] for row in first] for name in first[0]})
+        texts: object = formatting_func({name: [row[name] for row in first] for name in first[0]})
     except (TypeError, ValueError, KeyError, AttributeError, IndexError):
         texts = None  # a function of one row, given columns
     is_batched = isinstance(texts, list) and len(texts) == len(first) and all(isinstance(t, str) for t in texts)
 
-    def read(row: dict[str, Any]) -> str:
+    def read(row: Row) -> str:
         text = (
             formatting_func({name: [value] for name, value in row.items()})[0] if is_batched else formatting_func(row)
         )
@@ -212,7 +216,7 @@ def joined(columns: Mapping[str, Sequence[list[int]]]) -> dict[str, list[int]]:
     }
 
 
-def pack(dataset: Any, config: SFTConfig) -> Any:
+def pack(dataset: Data, config: SFTConfig) -> DataSource:
     """Tokenized rows in rows of at most max_length tokens, best fit; a stream one batch of rows at a time."""
     width = config.max_length or 0
     if isinstance(dataset, Dataset):
@@ -228,8 +232,8 @@ def pack(dataset: Any, config: SFTConfig) -> Any:
 
 
 def rows_of_constant_length(
-    dataset: Any, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, *, formatting_func: Formatting | None
-) -> Any:
+    dataset: Data, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, *, formatting_func: Formatting | None
+) -> DataSource:
     """Documents one after the other, cut where a row of max_length tokens is full; a stream if the data are one."""
     options = {name: value for name, value in (config.dataset_kwargs or {}).items() if name != "skip_prepare_dataset"}
     if format_of(columns_of(dataset), config, formatting_func) is RowFormat.TEXT:

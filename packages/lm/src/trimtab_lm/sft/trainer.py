@@ -1,15 +1,24 @@
 """Supervised fine-tuning on transformers.Trainer."""
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use
+from trimtab_lm.hf.adapter import (
+    Batch,
+    BatchLoss,
+    ComputeMetrics,
+    DataOptions,
+    DataSource,
+    EvalSource,
+    OptimizerChoice,
+    Optimizers,
+    TrainerOptions,
+    Use,
+)
 from trimtab_lm.hf.labels import LabelTrainer, label_stats, score_labels
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.legacy.arguments import SFT, takes_constructor_of_2024
@@ -45,21 +54,22 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
     def __init__(
         self,
         model: Model | str | None = None,
-        args: Any = None,
+        args: SFTConfig | None = None,
         data_collator: Callable[..., Batch] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        train_dataset: DataSource | None = None,
+        eval_dataset: EvalSource | None = None,
         processing_class: Processor | None = None,
         model_init: Callable[..., Model] | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        compute_metrics: ComputeMetrics | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        optimizers: Optimizers = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         peft_config: PeftConfig | None = None,
         formatting_func: Formatting | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        optimizer_cls_and_kwargs: OptimizerChoice | None = None,
     ):
+        assert args is not None  # takes_constructor_of_2024 fills it in
         self.formatting_func = formatting_func
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
@@ -79,7 +89,7 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         scores = score_labels(model, batch, policy=self.model)
         return BatchLoss(token_nll(scores.logprobs, count=items), label_stats(scores))
 
-    def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
+    def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
         """The dataset as `input_ids` and `labels`, packed where the config asks for it; never packed for `predict`."""
         config = self.config
         options = config.dataset_kwargs or {}
