@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, world_size
 from trimtab_lm.data.formats import Row, Text
-from trimtab_lm.hf.adapter import Batch, TrainerAdapter
+from trimtab_lm.hf.adapter import TrainerAdapter
+from trimtab_lm.hf.types import Batch
 from trimtab_lm.models.interface import Model
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.dropout import without_dropout

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_common.tracking import progress
-from trimtab_lm.hf.adapter import Batch, Collate
+from trimtab_lm.hf.types import Batch, Collate
 from trimtab_lm.models.interface import Data
 from trimtab_lm.models.reference import Reference
 

@@ -13,7 +13,7 @@ from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import epoch_order
-from trimtab_lm.hf.adapter import Batch
+from trimtab_lm.hf.types import Batch
 from trimtab_lm.sampling.rollout import Rollout
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 

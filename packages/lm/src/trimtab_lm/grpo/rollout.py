@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import private_rngs
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
-from trimtab_lm.hf.adapter import DataSource
+from trimtab_lm.hf.types import DataSource
 from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.rewards.functions import RewardSet, Scored, as_completions
 from trimtab_lm.sampling.generate import response_texts

@@ -20,20 +20,9 @@ from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.adapter import (
-    Batch,
-    BatchLoss,
-    DataOptions,
-    DataSource,
-    EvalSource,
-    Optimizers,
-    Prediction,
-    TrainerAdapter,
-    TrainerOptions,
-    Trial,
-    Use,
-)
+from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
 from trimtab_lm.hf.models import load_language_model, with_adapters
+from trimtab_lm.hf.types import Batch, DataSource, EvalSource, Optimizers, Prediction, Trial, Use
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor, decoder_start_of
 from trimtab_lm.models.reference import Reference

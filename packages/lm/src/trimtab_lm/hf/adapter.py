@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from accelerate.utils import send_to_device
@@ -12,43 +12,20 @@ from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EvalPrediction, Trainer, TrainerCallback, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
-from trimtab_lm.data.formats import Row
-from trimtab_lm.models.interface import Data, Model, Processor, tokenizer_of
+from trimtab_lm.models.interface import Model, Processor, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints
 from .config import Config, for_own_collators
 from .models import load_processing_class
 from .tracking import Recorder, Tables, prepare_trackers
+from .types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Prediction, Trial, Use
 
-if TYPE_CHECKING:
-    import optuna
-
-Batch: TypeAlias = dict[str, Any]
-"""What a collator makes of rows: tensors by name."""
-Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
-"""A data collator: from rows to a batch."""
-DataSource: TypeAlias = Data | torch.utils.data.Dataset[Row]
-"""A dataset or stream of `datasets`, or one of torch."""
-EvalSource: TypeAlias = DataSource | dict[str, DataSource]
-"""A dataset for evaluation, or several by name."""
-Prediction: TypeAlias = tuple[Tensor | None, Any, Any]
-"""Loss, predictions and labels of a batch: tensors or tuples of them, None where they are not asked for."""
-ComputeMetrics: TypeAlias = Callable[[EvalPrediction], dict[str, float]]
-"""Metrics by name, from the predictions and labels of an evaluation."""
-Optimizers: TypeAlias = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]
-"""An optimizer and a learning rate schedule; Trainer makes what is None."""
-OptimizerChoice: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, object]]
-"""The class of an optimizer, and the arguments of its constructor."""
-Trial: TypeAlias = "optuna.Trial | dict[str, Any] | None"
-"""A trial of a hyperparameter search."""
-Use: TypeAlias = Literal["train", "eval", "test"]
-"""What a dataset is for."""
 Items = TypeVar("Items")
 """What the loss of a step divides by: a number of tokens or pairs."""
 

@@ -18,9 +18,10 @@ from trimtab_lm.tokens.layout import from_labels, token_columns
 from trimtab_lm.tokens.logprobs import TokenScores, score_logits
 from trimtab_lm.tokens.positions import Positions
 
-from .adapter import Batch, Collate, DataSource, Prediction, TrainerAdapter
+from .adapter import TrainerAdapter
 from .config import Config
 from .models import with_adapters
+from .types import Batch, Collate, DataSource, Prediction
 
 
 class LabelTrainer(TrainerAdapter[Config, Tensor]):

@@ -18,7 +18,7 @@ from trimtab_lm.data.formats import (
 )
 from trimtab_lm.data.tokenization import encode_prompt_completion, stop_token_ids
 from trimtab_lm.data.truncation import IS_EMPTIED, report_truncation, truncate_pair
-from trimtab_lm.hf.adapter import DataSource
+from trimtab_lm.hf.types import DataSource
 from trimtab_lm.tokens.positions import Positions
 
 from .collator import SIDES, one_margin, real_tokens

@@ -1,0 +1,35 @@
+"""The types of what callers, `transformers.Trainer` and our trainers hand to each other."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import EvalPrediction
+
+from trimtab_lm.data.formats import Row
+from trimtab_lm.models.interface import Data
+
+if TYPE_CHECKING:
+    import optuna
+
+Batch: TypeAlias = dict[str, Any]
+"""What a collator makes of rows: tensors by name."""
+Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
+"""A data collator: from rows to a batch."""
+DataSource: TypeAlias = Data | torch.utils.data.Dataset[Row]
+"""A dataset or stream of `datasets`, or one of torch."""
+EvalSource: TypeAlias = DataSource | dict[str, DataSource]
+"""A dataset for evaluation, or several by name."""
+Prediction: TypeAlias = tuple[Tensor | None, Any, Any]
+"""Loss, predictions and labels of a batch: tensors or tuples of them, None where they are not asked for."""
+ComputeMetrics: TypeAlias = Callable[[EvalPrediction], dict[str, float]]
+"""Metrics by name, from the predictions and labels of an evaluation."""
+Optimizers: TypeAlias = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]
+"""An optimizer and a learning rate schedule; Trainer makes what is None."""
+OptimizerChoice: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, object]]
+"""The class of an optimizer, and the arguments of its constructor."""
+Trial: TypeAlias = "optuna.Trial | dict[str, Any] | None"
+"""A trial of a hyperparameter search."""
+Use: TypeAlias = Literal["train", "eval", "test"]
+"""What a dataset is for."""
