@@ -52,7 +52,7 @@ class RunConfig:
         metadata={"help": "Hub id or folder of a diffusers pipeline; shapes is shipped with the experiment."},
     )
     pretrain_steps: int = field(
-        default=STEPS, metadata={"help": "Pretraining steps of shapes; another number pretrains it anew."}
+        default=STEPS, metadata={"help": "Pretraining steps of shapes; the shipped one has the default."}
     )
     prompts: str = field(
         default="simple_animals",
