@@ -57,7 +57,7 @@ def best_within(points: Sequence[Point], budget: float) -> float:
     """Returns the largest reward at a KL of at most `budget`, over the points (KL, reward) and their mixtures.
 
     A policy that answers with one of two policies at random has the mean of their rewards and, because the KL is
-    convex, at most the mean of their KLs. The frontier is therefore the concave hull of the points, whatever their distance.
+    convex, at most the mean of their KLs. The frontier is therefore the concave hull of the points.
 
     Args:
         points: At least one of them, the reference's, has a KL of 0.
