@@ -1,4 +1,4 @@
-"""What every report draws alike: curves with seeds, frontiers, grids of pictures, and a page that holds them all."""
+"""Figures that every report uses: curves with seeds, frontiers, grids of images, and a page that holds them all."""
 
 import base64
 import io
@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 PAGE = "report.html"
-# The policy makes the browser refuse whatever is not in the file itself.
+# With this policy the browser loads nothing but the file itself.
 HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -43,7 +43,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim of the paper was seen."""
+    """A claim of the paper, the expected and the obtained result, and whether they agree."""
 
     claim: str
     expected: str
@@ -51,18 +51,18 @@ class Verdict:
     passed: bool
 
     def __str__(self) -> str:
-        """One line for the screen, whatever line breaks the words have."""
-        words = f"{self.claim}   expected: {self.expected}   obtained: {self.obtained}"
-        return f"{self.outcome}  " + " ".join(words.splitlines())
+        """One line for the screen; line breaks become spaces."""
+        text = f"{self.claim}   expected: {self.expected}   obtained: {self.obtained}"
+        return f"{self.outcome}  " + " ".join(text.splitlines())
 
     @property
     def outcome(self) -> str:
-        """One word."""
+        """pass or FAIL."""
         return "pass" if self.passed else "FAIL"
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> int:
-    """0 if there are verdicts and all passed, else 1: a report that judged nothing has shown nothing."""
+    """Returns 0 if there are verdicts and all passed, else 1."""
     return 0 if verdicts and all(verdict.passed for verdict in verdicts) else 1
 
 
@@ -70,37 +70,43 @@ def exit_code(verdicts: Sequence[Verdict]) -> int:
 
 
 def median_and_quartiles(values: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Median, lower and upper quartile over the seeds, linear between the two nearest: [S, ...] -> three of [...]."""
+    """Computes median, lower and upper quartile over the seeds, by linear interpolation: [S, ...] -> three of [...]."""
     lower, median, upper = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75), axis=0)
     return median, lower, upper
 
 
 def on_common_x(seeds: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Curves of S seeds over the x they share: xs [N] and ys [S, N].
+    """Interpolates the curves of S seeds at common xs.
 
-    xs holds every x of any seed that lies where all of them have values, and both ends of that range. A seed that
-    lacks an x is interpolated between its neighbours; none is continued beyond its first or last x.
+    The xs are those of all seeds within the range that every seed covers, with both ends of that range. A seed without
+    a value at an x is interpolated linearly between its neighbours. No curve is extrapolated.
+
+    Returns:
+        xs [N] and ys [S, N].
+
+    Raises:
+        ValueError: There is no seed, a curve is malformed, or no range is common to all seeds.
     """
     pairs = [(np.asarray(xs, dtype=float), np.asarray(ys, dtype=float)) for xs, ys in seeds]
     if not pairs:
-        raise ValueError("no seed came in; at least one curve is needed. Leave out the label that has no runs.")
+        raise ValueError("got no seed; at least one curve is needed. Leave out the label that has no runs.")
     for xs, ys in pairs:
         if xs.ndim != 1 or xs.shape != ys.shape or not len(xs):
             raise ValueError(
-                f"xs of shape {xs.shape} came in with ys of shape {ys.shape}; each is needed as [N], N at least 1. "
+                f"got xs of shape {xs.shape} and ys of shape {ys.shape}; both must be [N], with N at least 1. "
                 "Take x and y from the same rows of the history."
             )
         if not np.isfinite(xs).all() or (np.diff(xs) <= 0).any():
             raise ValueError(
-                f"xs {xs.tolist()} came in; finite numbers, each greater than the one before, are needed. "
-                "Keep the later of the rows that a resumed run wrote twice, and sort them."
+                f"got xs {xs.tolist()}; finite, strictly increasing numbers are needed. "
+                "Where a resumed run wrote a row twice, keep the later one; then sort the rows."
             )
     first, last = max(xs[0] for xs, _ in pairs), min(xs[-1] for xs, _ in pairs)
     if first > last:
         ranges = ", ".join(f"{xs[0]:g} to {xs[-1]:g}" for xs, _ in pairs)
         raise ValueError(
-            f"seeds over x from {ranges} came in; a stretch that all of them cover is needed. Leave out a seed that "
-            "stopped early, or give it a label of its own."
+            f"got seeds with x from {ranges}; a range that all seeds cover is needed. Leave out a seed that stopped "
+            "early, or give it a separate label."
         )
     every = np.unique(np.concatenate([xs for xs, _ in pairs]))
     common = every[(every >= first) & (every <= last)]
@@ -108,9 +114,11 @@ def on_common_x(seeds: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def curves(axis: Axes, runs: Mapping[str, Sequence[Curve]]) -> None:
-    """For each label the median of its seeds, and a band from the lower to the upper quartile.
+    """Plots for each label the median over its seeds, and a band from the lower to the upper quartile.
 
-    runs: label -> a curve (xs [N], ys [N]) for each seed; N and xs may differ from seed to seed.
+    Args:
+        axis: Where to plot.
+        runs: label -> a curve (xs [N], ys [N]) for each seed; N and xs may differ between seeds.
     """
     for label, seeds in runs.items():
         xs, ys = on_common_x(seeds)
@@ -126,15 +134,19 @@ def curves(axis: Axes, runs: Mapping[str, Sequence[Curve]]) -> None:
 
 
 def frontier_points(points: Sequence[Point]) -> list[Point]:
-    """The points (x, y) that no other beats, sorted by x: none has as little x and more y, or less x and as much y.
+    """Returns the points (x, y) that no other point dominates, without duplicates, sorted by x.
 
-    With x the KL and y the reward, the best reward for every amount of KL. A point that comes twice is given once.
+    A point is dominated by one with no more x and more y, or with less x and no less y. With x the KL and y the reward,
+    the frontier is the best reward for every KL.
+
+    Raises:
+        ValueError: There is no point, or a coordinate is not finite.
     """
     if not len(points):
-        raise ValueError("no point came in; at least one is needed. Leave out the label that has no runs.")
+        raise ValueError("got no point; at least one is needed. Leave out the label that has no runs.")
     if not np.isfinite(np.asarray(points, dtype=float)).all():
         raise ValueError(
-            f"points {list(points)} came in; finite numbers are needed. Leave out the runs that diverged, and say so "
+            f"got points {list(points)}; finite numbers are needed. Leave out the runs that diverged, and say so "
             "in the verdict."
         )
     best: list[Point] = []
@@ -145,10 +157,10 @@ def frontier_points(points: Sequence[Point]) -> list[Point]:
 
 
 def frontier(axis: Axes, points: Mapping[str, Sequence[Point]]) -> None:
-    """For each label its points (x, y), and the upper-left frontier as stairs: the most y at that x or less."""
-    for label, known in points.items():
-        best = frontier_points(known)
-        dots = axis.scatter(*zip(*known, strict=True), label=label, s=18)
+    """Plots for each label its points (x, y) and their frontier as steps: the largest y at each x or less."""
+    for label, pairs in points.items():
+        best = frontier_points(pairs)
+        dots = axis.scatter(*zip(*pairs, strict=True), label=label, s=18)
         axis.plot(*zip(*best, strict=True), color=dots.get_facecolor()[0], drawstyle="steps-post", linewidth=1.2)
     _finish_axis(axis)
 
@@ -162,14 +174,17 @@ def _finish_axis(axis: Axes) -> None:
 
 
 def tiled(pictures: Sequence[Picture], *, columns: int = 4, gap: int = 1) -> Image.Image:
-    """One picture out of B of the same size, `columns` in a row, with `gap` white pixels between them.
+    """Tiles B images of the same size, `columns` in a row, with `gap` white pixels between them.
 
-    pictures: [B, 3, H, W], or anything else that `to_pil` takes, one after the other.
+    Args:
+        pictures: [B, 3, H, W], or a sequence of images that `to_pil` takes.
+        columns: Images per row.
+        gap: In pixels.
     """
     tiles = [to_pil(picture) for picture in pictures]
     if len(sizes := {tile.size for tile in tiles}) != 1:
         raise ValueError(
-            f"{len(tiles)} pictures of sizes {sorted(sizes)} came in; at least one is needed, and all of one size. "
+            f"got {len(tiles)} pictures of sizes {sorted(sizes)}; at least one is needed, and all of one size. "
             "Resize them to the same width and height."
         )
     width, height = (side + gap for side in tiles[0].size)
@@ -180,11 +195,11 @@ def tiled(pictures: Sequence[Picture], *, columns: int = 4, gap: int = 1) -> Ima
 
 
 def image_grid(axis: Axes, pictures: Sequence[Picture], captions: Sequence[str], *, columns: int = 4) -> None:
-    """Pictures of one size, `columns` in a row, each with the start of its caption below it."""
+    """Shows images of one size, `columns` in a row, each above the start of its caption."""
     if len(pictures) != len(captions):
         raise ValueError(
-            f"{len(pictures)} pictures came in with {len(captions)} captions; one caption for each is needed. "
-            "Give an empty text where there is nothing to say."
+            f"got {len(pictures)} pictures and {len(captions)} captions; one caption per picture is needed. "
+            "Use an empty text for a picture without a caption."
         )
     columns = min(columns, len(pictures))
     width, height = to_pil(pictures[0]).size if len(pictures) else (1, 1)
@@ -194,8 +209,8 @@ def image_grid(axis: Axes, pictures: Sequence[Picture], captions: Sequence[str],
     axis.set_ylim(sheet.height + gap - 0.5, -0.5)  # room for the captions of the last row
     for i, caption in enumerate(captions):
         x, y = i % columns * (width + gap) + width / 2, i // columns * (height + gap) + height
-        words = "\n".join(textwrap.wrap(caption, 20, max_lines=2, placeholder="…"))
-        axis.text(x, y, words, ha="center", va="top", fontsize=6, parse_math=False)
+        text = "\n".join(textwrap.wrap(caption, 20, max_lines=2, placeholder="…"))
+        axis.text(x, y, text, ha="center", va="top", fontsize=6, parse_math=False)
     axis.axis("off")
 
 
@@ -203,15 +218,17 @@ def image_grid(axis: Axes, pictures: Sequence[Picture], captions: Sequence[str],
 
 
 def table(columns: Mapping[str, Sequence[object]]) -> str:
-    """An HTML table, every text in it escaped; for samples: prompt, before, after.
+    """Returns an HTML table, with every text escaped.
 
-    columns: heading -> cells [N].
+    Args:
+        columns: heading -> cells [N].
+
+    Raises:
+        ValueError: The columns differ in length.
     """
     if len({len(cells) for cells in columns.values()}) > 1:
         lengths = {heading: len(cells) for heading, cells in columns.items()}
-        raise ValueError(
-            f"columns of lengths {lengths} came in; as many cells in each are needed. Fill the short ones."
-        )
+        raise ValueError(f"got columns of lengths {lengths}; all columns need the same length. Fill the short ones.")
     lines = [_row("th", list(columns)), *(_row("td", cells) for cells in zip(*columns.values(), strict=True))]
     return "\n".join(["<table>", *lines, "</table>"])
 
@@ -221,7 +238,7 @@ def _row(tag: str, cells: Sequence[object]) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """What a file of the figure holds."""
+    """Returns the content of a PNG file of the figure."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
@@ -235,7 +252,7 @@ def page(
     samples: Mapping[str, Sequence[object]],
     config: Mapping[str, Any],
 ) -> str:
-    """The page of `write_page`, with its figures as PNG files' bytes."""
+    """Returns the HTML of `write_page`, with each figure as the bytes of a PNG file."""
     judged = {
         "": [verdict.outcome for verdict in verdicts],
         "claim": [verdict.claim for verdict in verdicts],
@@ -266,17 +283,25 @@ def write_page(
     samples: Mapping[str, Sequence[object]],
     config: Mapping[str, Any],
 ) -> Path:
-    """Write report.html, which needs no other file, and beside it <name>.png for each figure; close the figures.
+    """Writes report.html, which needs no other file, and <name>.png for each figure; closes the figures.
 
-    figures: name -> figure; the name is the file's, of letters, digits, - and _.
-    samples: heading -> cells [N], such as prompt, before and after; none for {}.
-    config: name -> value, as `to_flat_dict` gives it.
+    Args:
+        folder: Where the files go.
+        title: The title of the page.
+        claim: The paper's claim.
+        verdicts: The judged claims.
+        figures: name -> figure. The name becomes the file's name; it may have letters, digits, - and _.
+        samples: heading -> cells [N], such as prompt, before and after; {} for none.
+        config: name -> value, as from `to_flat_dict`.
+
+    Returns:
+        The path of report.html.
     """
     for name in figures:
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(
-                f"a figure called {name!r} came in; a file's name of letters, digits, - and _ is needed. "
-                "Put the words into the figure's title."
+                f"got a figure called {name!r}; a name of letters, digits, - and _ is needed, because it names a file. "
+                "Put other text into the figure's title."
             )
     pictures = {name: png(figure) for name, figure in figures.items()}
     text = page(title, claim, verdicts, pictures, samples, config)

@@ -35,7 +35,7 @@ class Result:
     rows: Sequence[tuple[str, str, str, str]]
     figure: Path | None
     minutes: float
-    is_complete: bool  # every run ended well, and the report could be made
+    is_complete: bool  # every run ended well, and the report was written
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows under HEADINGS; only the first has the paper and its minutes."""
@@ -69,7 +69,7 @@ def reproduce(paper: str, jobs: int) -> Result:
     if verdicts.exists():
         judged = json.loads(verdicts.read_text(encoding="utf-8"))
     else:
-        failures.append("its report could not be made")
+        failures.append("its report was not written")
     for failure in failures:
         print(f"{paper}: {failure}", file=sys.stderr)
     rows = [(v["claim"], v["expected"], v["obtained"], "pass" if v["passed"] else "FAIL") for v in judged["verdicts"]]

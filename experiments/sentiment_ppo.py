@@ -35,7 +35,7 @@ class StoriesRun:
     )
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a continuation at most."})
     stops: tuple[str, ...] = field(
-        default=(), metadata={"help": "Tokens that end a continuation, besides the model's own, such as . and !"}
+        default=(), metadata={"help": "Tokens that end a continuation, besides those of the model, such as . and !"}
     )
     sampling_temperature: float = field(
         default=1.0, metadata={"help": "Divides the logits where continuations are sampled to learn from."}

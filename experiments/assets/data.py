@@ -81,16 +81,22 @@ def openings(*, min_words: int = 3, max_words: int = 6, seed: int = 0) -> list[s
 
 
 def sentence_openings(texts: Sequence[str], *, min_words: int, max_words: int, min_count: int, seed: int) -> list[str]:
-    """Distinct prefixes of `min_words` to `max_words` words of narrating sentences, in a seeded order.
+    """Returns distinct openings of narrating sentences, in an order that follows from the seed.
 
-    Only plain prose whose every word occurs `min_count` times in `texts`, cut before the sentence is over and told in
-    the third person: a small model continues such openings fluently, and loses its thread on rare words, on dialogue
-    and on a quote or bracket that the cut leaves open.
+    An opening ends before its sentence does, is told in the third person, and has no quote or bracket. A small model
+    continues such openings fluently, but not rare words, dialogue, or an open quote or bracket.
+
+    Args:
+        texts: The texts to take sentences from.
+        min_words: Fewest words of an opening.
+        max_words: Most words of an opening.
+        min_count: How often each word of an opening occurs in `texts`, at least.
+        seed: Determines the order.
     """
     counts = Counter(word.lower() for text in texts for word in re.findall(r"[A-Za-z]+", text))
-    found: set[str] = set()
+    distinct: set[str] = set()
     for text in texts:
-        # A blank line ends a sentence too: headings and verse carry no full stop.
+        # A blank line also ends a sentence: headings and verse have no full stop.
         for sentence in re.split(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n", text):
             words = sentence.split()
             for length in range(min_words, min(max_words, len(words) - 1) + 1):
@@ -102,17 +108,17 @@ def sentence_openings(texts: Sequence[str], *, min_words: int, max_words: int, m
                     and not SPEECH.intersection(lower)
                     and all(counts[word] >= min_count for word in lower)
                 ):
-                    found.add(opening)
-    shuffled = sorted(found)
+                    distinct.add(opening)
+    shuffled = sorted(distinct)
     random.Random(seed).shuffle(shuffled)
     return shuffled
 
 
 def imdb_reviews() -> Dataset:
-    """49,580 distinct film reviews of the Large Movie Review Dataset (Maas et al. 2011), shuffled: text, label.
+    """Returns 49,580 distinct film reviews of the Large Movie Review Dataset (Maas et al. 2011), shuffled: text, label.
 
-    label: 1 where the reviewer liked the film and 0 where not, in nearly equal numbers. The package does not tell the
-    authors' training reviews from their test reviews.
+    The label is 1 where the reviewer liked the film, else 0; both are nearly equally frequent. The package does not
+    separate the authors' training reviews from their test reviews.
     """
 
     def prepare() -> Dataset:
@@ -123,9 +129,9 @@ def imdb_reviews() -> Dataset:
 
 
 def review_dataset(reviews: Iterable[Mapping[str, Any]]) -> Dataset:
-    """Columns text and label out of reviews with fields t and s, without copies, in an order of its own.
+    """Returns the columns text and label of distinct reviews with the fields t and s, shuffled.
 
-    HTML's line breaks become plain ones.
+    HTML line breaks become newlines.
     """
     labels = {re.sub(r"\s*<br />\s*", "\n", review["t"]).strip(): review["s"] for review in reviews}
     texts = shuffled(labels)
@@ -133,11 +139,11 @@ def review_dataset(reviews: Iterable[Mapping[str, Any]]) -> Dataset:
 
 
 def preferences(annotator: Literal["gpt4", "claude"] = "gpt4") -> DatasetDict:
-    """Pairs of answers to instructions and which of them a language model prefers: prompt, chosen, rejected.
+    """Returns pairs of answers to instructions, labelled by a language model: prompt, chosen, rejected.
 
-    5,474 pairs judged by GPT-4, or 41,927 by Claude, out of AlpacaEval (Li et al. 2023), whose judgements agree with
-    single people's about as often as people agree with each other. The data may not be used commercially (CC BY-NC
-    4.0). Split into train and test by instruction, a tenth of the instructions in test.
+    GPT-4 judged 5,474 pairs and Claude 41,927, for AlpacaEval (Li et al. 2023). These judgements agree with a person's
+    about as often as two people agree. The data may not be used commercially (CC BY-NC 4.0). The test split has a tenth
+    of the instructions; no instruction is in both splits.
     """
 
     def prepare() -> DatasetDict:
@@ -148,10 +154,14 @@ def preferences(annotator: Literal["gpt4", "claude"] = "gpt4") -> DatasetDict:
 
 
 def preference_dataset(annotations: Sequence[Mapping[str, Any]], *, test_fraction: float) -> DatasetDict:
-    """Splits train and test of columns prompt, chosen and rejected, shuffled, no instruction in both.
+    """Returns shuffled splits train and test with the columns prompt, chosen and rejected.
 
-    annotations: instruction, optional input, output_1, output_2 and preference (1 or 2; anything else is a tie or a
-    failed judgement and is left out, as are answers without text).
+    No instruction is in both splits. Leaves out pairs with an empty answer.
+
+    Args:
+        annotations: Rows of instruction, optional input, output_1, output_2 and preference. A preference other than 1
+            or 2 is a tie or a failed judgement; such rows are left out.
+        test_fraction: Share of the instructions in test.
     """
     instructions = shuffled({annotation["instruction"] for annotation in annotations})
     held_out = set(instructions[: round(test_fraction * len(instructions))])
@@ -169,9 +179,9 @@ def preference_dataset(annotations: Sequence[Mapping[str, Any]], *, test_fractio
 
 
 def state_of_the_union() -> Dataset:
-    """The 233 State of the Union addresses of 1790 to 2021 (public domain) by year: year, president, text.
+    """Returns the 233 State of the Union addresses of 1790 to 2021 (public domain), by year: year, president, text.
 
-    1.8 million words, each address one paragraph of plain prose; of some newer ones the audience's applause is noted.
+    They have 1.8 million words. Each is one paragraph of prose; some recent ones note the audience's applause.
     """
 
     def prepare() -> Dataset:
@@ -182,20 +192,20 @@ def state_of_the_union() -> Dataset:
 
 
 def address_dataset(addresses: Sequence[Mapping[str, Any]]) -> Dataset:
-    """Columns year, president and text out of addresses with fields year, name and text."""
+    """Returns the columns year, president and text of addresses with the fields year, name and text."""
     columns = {"year": "year", "president": "name", "text": "text"}
     return Dataset.from_dict({ours: [address[theirs] for address in addresses] for ours, theirs in columns.items()})
 
 
 def shuffled(items: Iterable[str]) -> list[str]:
-    """Items in an order that does not depend on the one they come in."""
+    """Shuffles items into an order that does not depend on their original order."""
     result = sorted(items)
     random.Random(0).shuffle(result)
     return result
 
 
 def cached(prepare: Callable[[], Any], name: str) -> Any:
-    """What `prepare` returns, a dataset or several, written at the first call and memory-mapped from then on."""
+    """Returns what `prepare` returns, a dataset or several; the first call writes it, later calls memory-map it."""
 
     def build(folder: Path) -> None:
         prepare().save_to_disk(folder)

@@ -10,13 +10,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from experiments.assets.registry import AssetError, cache_dir
 
-BYTE_PIECES = range(3, 259)  # where Llama vocabularies keep the 256 bytes a piece can fall back to
+BYTE_PIECES = range(3, 259)  # ids of the 256 bytes that a Llama vocabulary falls back to
 
 
 def convert_llama2c(data: bytes) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Model and tokenizer out of a llama2.c checkpoint (`export.py`, version 0) directly followed by its tokenizer.bin.
+    """Reads model and tokenizer from a llama2.c checkpoint (`export.py`, version 0) followed by its tokenizer.bin.
 
-    Their packs for the browser are such a concatenation; the header tells where the one ends and the other begins.
+    llama2.c's data files for browsers are such concatenations. The header determines where the checkpoint ends.
     """
     config, state, end = read_llama2c_checkpoint(data)
     model = LlamaForCausalLM(config)
@@ -29,7 +29,7 @@ def convert_llama2c(data: bytes) -> tuple[LlamaForCausalLM, PreTrainedTokenizerF
 
 
 def read_llama2c_checkpoint(data: bytes) -> tuple[LlamaConfig, dict[str, Tensor], int]:
-    """Configuration, Hugging Face weights and length in bytes of the llama2.c checkpoint that `data` starts with."""
+    """Reads the checkpoint at the start of `data`: configuration, weights for transformers, and length in bytes."""
     dim, hidden, layers, heads, kv_heads, vocab, context = struct.unpack_from("<7i", data)
     shared, vocab = vocab > 0, abs(vocab)
     head = dim // heads
@@ -48,7 +48,7 @@ def read_llama2c_checkpoint(data: bytes) -> tuple[LlamaConfig, dict[str, Tensor]
         return tensor.reshape(shape)
 
     def halves(weight: Tensor, num_heads: int) -> Tensor:
-        # llama2.c rotates neighbouring pairs of a head, transformers its first half with its second.
+        # llama2.c rotates neighbouring dimensions of a head; transformers rotates its first half with its second.
         return weight.reshape(num_heads, head // 2, 2, dim).transpose(1, 2).reshape(num_heads * head, dim)
 
     embedding = take(vocab, dim)
@@ -93,7 +93,7 @@ def read_llama2c_checkpoint(data: bytes) -> tuple[LlamaConfig, dict[str, Tensor]
 
 
 def read_llama2c_pieces(data: bytes, vocab_size: int) -> list[tuple[bytes, float]]:
-    """Pieces and their scores, in the order of their ids, out of a llama2.c tokenizer.bin."""
+    """Reads pieces and their scores, by id, from a llama2.c tokenizer.bin."""
     pieces: list[tuple[bytes, float]] = []
     offset = 4  # past the length of the longest piece
     for _ in range(vocab_size):
@@ -104,12 +104,12 @@ def read_llama2c_pieces(data: bytes, vocab_size: int) -> list[tuple[bytes, float
 
 
 def llama2c_tokenizer(pieces: Sequence[tuple[bytes, float]], max_length: int) -> PreTrainedTokenizerFast:
-    """Llama's tokenizer from its scored pieces: greedy merging of the best-scored pair, bytes where no piece fits."""
+    """Builds Llama's tokenizer from scored pieces: it merges the best-scored pair first and falls back to bytes."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{i - BYTE_PIECES.start:02X}>" for i in BYTE_PIECES)]
     names += [piece.decode().replace(" ", "▁") for piece, _ in pieces[len(names) :]]
     ids = {name: i for i, name in enumerate(names)}
     merges: list[tuple[str, str]] = []
-    # Runs of spaces share one score; trying long left parts first merges them from the left, as llama2.c does.
+    # Runs of spaces have equal scores. Longer left parts come first, to merge from the left as llama2.c does.
     ranked: list[tuple[float, int, int]] = []
     for i in range(BYTE_PIECES.stop, len(names)):
         for cut in range(1, len(names[i])):
@@ -131,7 +131,7 @@ def llama2c_tokenizer(pieces: Sequence[tuple[bytes, float]], max_length: int) ->
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
-        # Byte fallback leaves <unk> unused, so that padding is never mistaken for the end of a story.
+        # With byte fallback no text contains <unk>. As the pad token it cannot be mistaken for the end of a story.
         pad_token="<unk>",
         padding_side="left",
         clean_up_tokenization_spaces=False,

@@ -50,10 +50,10 @@ MINILM = Package(
 
 
 def stories15m() -> Path:
-    """Folder of a 15M-parameter Llama that writes children's stories (Karpathy's stories15M, MIT), with its tokenizer.
+    """Returns the folder of a 15M-parameter Llama that writes stories (Karpathy's stories15M, MIT), with its tokenizer.
 
-    Six layers of width 288, context 256, the Llama 2 vocabulary of 32,000 pieces; trained on TinyStories (Eldan & Li
-    2023, arXiv:2305.07759). Load it with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
+    Six layers of width 288, context 256, the Llama 2 vocabulary of 32,000 pieces; trained on the children's stories of
+    TinyStories (Eldan & Li 2023, arXiv:2305.07759). Load it with `AutoModelForCausalLM` and `AutoTokenizer`.
     """
 
     def convert(folder: Path) -> None:
@@ -66,11 +66,11 @@ def stories15m() -> Path:
 
 
 def smollm2_135m_instruct() -> Path:
-    """Folder of SmolLM2-135M-Instruct (Allal et al. 2025, arXiv:2502.02737; Apache 2.0), a chat model, in float32.
+    """Returns the folder of SmolLM2-135M-Instruct (Allal et al. 2025, arXiv:2502.02737; Apache 2.0) in float32.
 
-    Thirty layers of width 576, context 8192, tied embeddings of 49,152 tokens, a tokenizer with the chat template. The
-    published weights are rounded to about four bits each (Q4_1), so that training starts from a slightly worse model
-    than the original. Load it as `stories15m`.
+    A chat model: thirty layers of width 576, context 8192, tied embeddings of 49,152 tokens, and a tokenizer with the
+    chat template. The weights are those of a Q4_1 file, rounded to about four bits each, so training starts from a
+    slightly worse model than the original. Load it as `stories15m`.
     """
 
     def convert(folder: Path) -> None:
@@ -84,23 +84,24 @@ def smollm2_135m_instruct() -> Path:
 
 
 def sentence_encoder() -> Path:
-    """Folder of all-MiniLM-L6-v2 (Reimers & Gurevych 2019, arXiv:1908.10084; Apache 2.0), a BERT for sentences.
+    """Returns the folder of all-MiniLM-L6-v2 (Reimers & Gurevych 2019, arXiv:1908.10084; Apache 2.0).
 
-    Six layers of width 384; made for up to 256 tokens. The vector of a sentence is the mean of the last hidden states
-    over the tokens that the attention mask counts, divided by its norm. Load it with `AutoModel` and `AutoTokenizer`.
+    A BERT for sentences of up to 256 tokens, with six layers of width 384. The vector of a sentence is the mean of the
+    last hidden states over the tokens that the attention mask counts, divided by its norm. Load it with `AutoModel` and
+    `AutoTokenizer`.
     """
     return unpacked(MINILM) / MINILM_FOLDER
 
 
 def convert_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Model in float32 and tokenizer out of a GGUF file of SmolLM2 (llama.cpp's format, read by the package gguf).
+    """Reads a float32 model and its tokenizer from a GGUF file of SmolLM2 (llama.cpp's format).
 
-    Padding is <|endoftext|> here and not, as published, the <|im_end|> that ends an answer: whoever leaves padding out
-    of a loss would leave out the ends of answers too.
+    The pad token is <|endoftext|>, not the published <|im_end|>, which ends an answer: a loss that leaves out padding
+    would also leave out the ends of answers.
     """
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    found = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer = smollm2_tokenizer(found, read.config.max_position_embeddings)
+    gguf_tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = smollm2_tokenizer(gguf_tokenizer, read.config.max_position_embeddings)
     settings = read.config.to_dict() | {"pad_token_id": tokenizer.pad_token_id}
     del settings["quantization_config"]
     model = type(read)(type(read.config).from_dict(settings))
@@ -112,9 +113,9 @@ def convert_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 
 def smollm2_tokenizer(read: PreTrainedTokenizerFast, max_length: int) -> PreTrainedTokenizerFast:
-    """SmolLM2's tokenizer out of the one that transformers reads from a GGUF file."""
+    """Corrects the tokenizer that transformers reads from SmolLM2's GGUF file."""
     core = read.backend_tokenizer
-    # transformers overlooks the file's tokenizer.ggml.pre = smollm: every digit stands alone, apart from spaces too.
+    # transformers ignores the file's tokenizer.ggml.pre = smollm, which makes every digit a separate token.
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

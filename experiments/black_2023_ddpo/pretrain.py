@@ -1,4 +1,4 @@
-"""A small Stable Diffusion that draws coloured shapes; `python -m experiments.black_2023_ddpo.pretrain` makes it."""
+"""Pretrains a small Stable Diffusion of coloured shapes: `python -m experiments.black_2023_ddpo.pretrain`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ STEPS, BATCH, LEARNING_RATE, UNPROMPTED = 700, 64, 2e-3, 0.1
 
 
 def shapes_pipeline(steps: int = STEPS) -> Path:
-    """Folder of a StableDiffusionPipeline of 16x16 pictures of CAPTIONS, in float32.
+    """Returns the folder of a StableDiffusionPipeline for 16x16 images of CAPTIONS, in float32.
 
-    The pipeline of the default number of steps is shipped beside this file. Another number is pretrained at the first
-    call, and kept in the cache.
+    The pipeline of the default number of steps is shipped with this file. The first call with another number pretrains
+    one and caches it.
     """
     if steps == STEPS:
         return SHIPPED
@@ -39,15 +39,15 @@ def shapes_pipeline(steps: int = STEPS) -> Path:
 
 
 def main() -> None:
-    """Pretrains at the default size and writes the pipeline beside this file, its weights in half precision."""
+    """Pretrains at the default size and writes the pipeline next to this file, with weights in half precision."""
     pipeline = pretrained_pipeline(STEPS)
-    pipeline.text_encoder.half().float()  # rounded, but stored in float32: transformers loads it as it is stored
+    pipeline.text_encoder.half().float()  # rounds, and stores float32: transformers keeps the stored precision
     pipeline.unet.half()
     pipeline.save_pretrained(SHIPPED)
 
 
 def pretrained_pipeline(steps: int, *, seed: int = 0) -> StableDiffusionPipeline:
-    """Untrained parts, fitted to drawn pictures: the VAE by PCA, text encoder and U-Net to predict noise."""
+    """Fits a pipeline to synthetic images: sets the VAE by PCA, and trains text encoder and U-Net to predict noise."""
     generator = torch.Generator().manual_seed(seed)
     images = 2 * draw(torch.randint(len(CAPTIONS), (4096,), generator=generator), generator) - 1
     mean, basis = principal_components(images, LATENT_CHANNELS)
@@ -59,7 +59,7 @@ def pretrained_pipeline(steps: int, *, seed: int = 0) -> StableDiffusionPipeline
 
 
 def assemble(vae: Any) -> StableDiffusionPipeline:
-    """The pipeline around `vae`, with a U-Net of 0.8M parameters and a CLIP text encoder, both fresh."""
+    """Returns a pipeline of `vae`, an untrained U-Net of 0.8M parameters and an untrained CLIP text encoder."""
     tokenizer = word_tokenizer()
     text = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -81,10 +81,10 @@ def assemble(vae: Any) -> StableDiffusionPipeline:
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=TEXT_WIDTH,
-        attention_head_dim=4,  # of heads, whatever the name says
+        attention_head_dim=4,  # the number of heads, despite the name
         norm_num_groups=8,
     )
-    # Leading steps with an offset of one, as Stable Diffusion's: the last one is random too, and can be trained.
+    # Leading steps with an offset of one, as in Stable Diffusion: the last step has noise too, so it can be trained.
     scheduler = DDIMScheduler(
         beta_schedule="scaled_linear",
         beta_start=0.00085,
@@ -107,7 +107,7 @@ def assemble(vae: Any) -> StableDiffusionPipeline:
 
 
 def word_tokenizer() -> CLIPTokenizer:
-    """CLIP's byte-pair encoding for lower-case letters, with a token for each word of CAPTIONS."""
+    """Returns CLIP's byte-pair encoding of lower-case letters, with a token for each word of CAPTIONS."""
     letters = [*string.ascii_lowercase, *(f"{letter}</w>" for letter in string.ascii_lowercase)]
     merges: list[tuple[str, str]] = []
     for word in dict.fromkeys(" ".join(CAPTIONS).split()):
@@ -132,7 +132,7 @@ def _merged(pieces: list[str], merge: tuple[str, str]) -> list[str]:
 
 
 def _pretrain(pipeline: StableDiffusionPipeline, mean: Tensor, basis: Tensor, steps: int, generator: Any) -> None:
-    """Fit U-Net and text encoder to fresh pictures at each step, with the noise as target."""
+    """Trains U-Net and text encoder to predict the noise, on new images at each step."""
     unet, text_encoder, scheduler = pipeline.unet, pipeline.text_encoder, pipeline.scheduler
     captions = pipeline.tokenizer(
         [*CAPTIONS, ""], padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt"

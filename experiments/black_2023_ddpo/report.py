@@ -22,19 +22,19 @@ CLAIM = (
 )
 NAMES = {"is": "IS", "sf": "SF", "rwr": "RWR", "rwr_sparse": "RWR-sparse"}
 REGRESSIONS = ("RWR", "RWR-sparse")
-CONTROL = "no reward"  # regression on all of the model's own pictures alike
-POINT = 256  # pictures of training that a point of a curve is the mean of, at least
+CONTROL = "no reward"  # regression that weighs all samples of the model equally
+POINT = 256  # least number of training samples per point of a curve
 
 Estimators = Mapping[str, Sequence[Run]]
 
 
 def contact_sheet(images: Tensor) -> Image.Image:
-    """Up to sixteen pictures [B, 3, H, W], four in a row, with a white line between them."""
+    """Tiles up to sixteen images [B, 3, H, W], four in a row, with a white line between them."""
     return tiled([image.clamp(0, 1) for image in images])
 
 
 def judge(runs: Sequence[Run]) -> Report:
-    """Per reward: whether it rose, and how the estimators rank on pictures from the same noise."""
+    """Judges for each reward whether it rose, and how the estimators rank on samples from the same noise."""
     rewards = {reward: estimators(group) for reward, group in by(runs, "reward").items()}
     verdicts: list[Verdict] = []
     for reward, groups in rewards.items():
@@ -43,12 +43,12 @@ def judge(runs: Sequence[Run]) -> Report:
         risen = [name for name in trained if name == "IS" or len(trained) == 1]
         verdicts += [rises(reward, name, groups[name]) for name in risen]
         verdicts += ranks(reward, groups)
-    drawn = {"figure": figure(rewards), "pictures": pictures(rewards), "others": others(rewards)}
-    return Report(verdicts, drawn)
+    figures = {"figure": figure(rewards), "pictures": pictures(rewards), "others": others(rewards)}
+    return Report(verdicts, figures)
 
 
 def estimators(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs on one reward by what trained them, in the paper's order; a seed has one run of each."""
+    """Groups the runs on one reward by estimator, in the paper's order; each estimator has one run per seed."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(estimator(run), []).append(run)
@@ -64,14 +64,14 @@ def estimators(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def estimator(run: Run) -> str:
-    """Its name; of a regression, with its inverse temperature."""
+    """Returns the name of a run's estimator; a regression's name includes its inverse temperature."""
     if run.config["estimator"] != "rwr":
         return NAMES[run.config["estimator"]]
     return f"RWR, beta {run.config['rwr_beta']:g}" if run.config["rwr_beta"] else CONTROL
 
 
 def check_queries(reward: str, groups: Estimators) -> None:
-    """Refuse to compare estimators that saw unequal numbers of rewards."""
+    """Raises an error if the estimators had unequal numbers of rewards."""
     counts = {f"{queries(run)} by {name}" for name, group in groups.items() for run in group}
     if len({queries(run) for group in groups.values() for run in group}) > 1:
         raise ValueError(
@@ -81,7 +81,7 @@ def check_queries(reward: str, groups: Estimators) -> None:
 
 
 def queries(run: Run) -> int:
-    """Pictures that were scored in training."""
+    """Returns the number of samples that were scored in training."""
     return int(run.history[-1]["queries"])
 
 
@@ -89,14 +89,14 @@ def queries(run: Run) -> int:
 
 
 def rises(reward: str, name: str, runs: Sequence[Run]) -> Verdict:
-    """Higher than before the training, in each seed."""
+    """Judges whether the reward is higher after training than before, in each seed."""
     before, after = ([run.summary[key] for run in runs] for key in (f"{reward}_before", reward))
     passed = all(last > first for first, last in zip(before, after, strict=True))
     return Verdict(f"{reward}: {name} raises it", f"above {spread(before)}", spread(after), passed)
 
 
 def ranks(reward: str, groups: Estimators) -> Iterator[Verdict]:
-    """IS at least SF, and SF (without it, IS) above the better regression; paired by seed."""
+    """Judges IS against SF, and SF (or IS, if there is no SF) against the better regression; paired by seed."""
     if "IS" in groups and "SF" in groups:
         first, second = paired(reward, groups["IS"], groups["SF"])
         if first:
@@ -117,7 +117,7 @@ def ranks(reward: str, groups: Estimators) -> Iterator[Verdict]:
 
 
 def paired(reward: str, runs: Sequence[Run], others: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """The reward after training of the seeds that both have."""
+    """Returns the rewards after training of the seeds that both groups have."""
     first, second = ({run.config["seed"]: run.summary[reward] for run in group} for group in (runs, others))
     seeds = [seed for seed in first if seed in second]
     return [first[seed] for seed in seeds], [second[seed] for seed in seeds]
@@ -127,9 +127,14 @@ def paired(reward: str, runs: Sequence[Run], others: Sequence[Run]) -> tuple[lis
 
 
 def curve(run: Run, key: str, measure: str) -> Curve:
-    """`measure` over the pictures that were scored: before and after training, and between them means of training.
+    """Returns a measure over the number of scored samples: before training, means during training, and after it.
 
-    key: what training logged it as. A mean is over POINT pictures or more, at the middle of these.
+    Each mean is over at least POINT samples, and its x is the middle of their range.
+
+    Args:
+        run: A finished run.
+        key: The measure's name in the history.
+        measure: Its name in the summary.
     """
     total, seen = run.curve("queries", key)
     size = -(-POINT * len(total) // int(total[-1]))
@@ -140,39 +145,40 @@ def curve(run: Run, key: str, measure: str) -> Curve:
 
 
 def figure(rewards: Mapping[str, Estimators]) -> plt.Figure:
-    """The paper's: a panel for each reward, a curve for each estimator."""
-    drawn, axes = panels(len(rewards))
+    """Plots the paper's figure: a panel for each reward, a curve for each estimator."""
+    plot, axes = panels(len(rewards))
     for axis, (reward, groups) in zip(axes, rewards.items(), strict=True):
         curves(axis, {name: [curve(run, "reward_mean", reward) for run in group] for name, group in groups.items()})
         axis.set_title(reward, fontsize=10)
         axis.set_ylabel("mean reward")
-    return drawn
+    return plot
 
 
 def others(rewards: Mapping[str, Estimators]) -> plt.Figure:
-    """What the first estimator did to measures that were not trained on."""
-    drawn, axes = panels(len(rewards))
+    """Plots, for the first estimator, the measures that were not trained on."""
+    plot, axes = panels(len(rewards))
     for axis, (reward, groups) in zip(axes, rewards.items(), strict=True):
         name, group = next(iter(groups.items()))
         logged = [key for key in group[0].history[-1] if key.startswith("other/")]
         known = {key.removeprefix("other/"): key for key in logged}
         curves(axis, {short: [curve(run, key, short) for run in group] for short, key in known.items()})
         axis.set_title(f"not trained on, with {reward} by {name}", fontsize=10)
-    return drawn
+    return plot
 
 
 def panels(count: int) -> tuple[plt.Figure, Sequence[plt.Axes]]:
-    drawn, axes = plt.subplots(1, count, figsize=(4.8 * count, 3.8), layout="constrained", squeeze=False)
+    """Returns a figure with `count` axes side by side."""
+    plot, axes = plt.subplots(1, count, figsize=(4.8 * count, 3.8), layout="constrained", squeeze=False)
     for axis in axes.flat:
         axis.set_xlabel("pictures that were scored")
-    return drawn, list(axes.flat)
+    return plot, list(axes.flat)
 
 
 def pictures(rewards: Mapping[str, Estimators]) -> plt.Figure:
-    """A row for each reward: pictures from the same noise before and after, of each estimator's first seed."""
+    """Shows a row for each reward: samples from the same noise before and after, of each estimator's first seed."""
     columns = 1 + max(len(groups) for groups in rewards.values())
     shape = (2.6 * columns, 2.9 * len(rewards))
-    drawn, axes = plt.subplots(len(rewards), columns, figsize=shape, layout="constrained", squeeze=False)
+    plot, axes = plt.subplots(len(rewards), columns, figsize=shape, layout="constrained", squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
     for row, (reward, groups) in zip(axes, rewards.items(), strict=True):
@@ -183,7 +189,7 @@ def pictures(rewards: Mapping[str, Estimators]) -> plt.Figure:
             with Image.open(sheet) as picture:
                 axis.imshow(np.asarray(picture), interpolation="nearest")
             axis.set_title(f"{reward}: {name}", fontsize=8)
-    return drawn
+    return plot
 
 
 if __name__ == "__main__":

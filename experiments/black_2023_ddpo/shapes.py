@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes and captions drawn by formulas, and measures of how well a picture fits its caption."""
+"""Synthetic images of coloured shapes with captions, and measures of how well an image matches its caption."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross")
 CAPTIONS = tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES)
 BACKGROUNDS = ("plain", "gradient", "stripe", "checker")  # no caption names them
-JITTER = 1.0  # pixels by which a shape is off the centre, at most
-RADII = (4.5, 6.0)  # smallest and largest
-CORE = slice(SIZE // 2 - 2, SIZE // 2 + 2)  # rows and columns that every shape fills, but for a corner of a cross
+JITTER = 1.0  # largest distance of a shape from the centre in each direction, in pixels
+RADII = (4.5, 6.0)  # smallest and largest, in pixels
+CORE = slice(SIZE // 2 - 2, SIZE // 2 + 2)  # rows and columns that every shape covers, except a corner of a cross
 
 
 def draw(captions: Tensor, generator: torch.Generator) -> Tensor:
-    """A picture [3, 16, 16] from 0 to 1 for each index [B] into CAPTIONS: place, size and background are random."""
+    """Renders images [B, 3, 16, 16], 0 to 1, of indices [B] into CAPTIONS, with random place, size and background."""
     count = len(captions)
     colour = _palette(captions.device)[captions // len(SHAPES)][..., None, None]
     low, high = RADII
@@ -36,14 +36,22 @@ def draw(captions: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def masks(shapes: Tensor, radius: Tensor, centre: Tensor) -> Tensor:
-    """How much of each pixel a shape covers, [B, 16, 16]. shapes: [B], index into SHAPES; radius: [B], centre: [B, 2],
-    rows and columns from the middle, both in pixels."""
+    """Computes the share of each pixel that a shape covers.
+
+    Args:
+        shapes: Indices into SHAPES, [B].
+        radius: In pixels, [B].
+        centre: Rows and columns from the middle of the image, in pixels, [B, 2].
+
+    Returns:
+        [B, 16, 16], from 0 to 1.
+    """
     ticks = torch.arange(SIZE) - (SIZE - 1) / 2
     y = ticks[:, None] - centre[:, 0, None, None]
     x = ticks[None, :] - centre[:, 1, None, None]
     r = radius[:, None, None]
-    slope = (x.abs() * 3**0.5 - y) / 2  # towards each of a triangle's upper sides
-    # Distances to the border, negative inside.
+    slope = (x.abs() * 3**0.5 - y) / 2  # distance towards the nearer of a triangle's upper sides
+    # Signed distances to the border, negative inside.
     circle = (x**2 + y**2).sqrt() - r
     square = torch.maximum(x.abs(), y.abs()) - 0.85 * r
     triangle = torch.maximum(slope, y) - 0.6 * r
@@ -54,7 +62,7 @@ def masks(shapes: Tensor, radius: Tensor, centre: Tensor) -> Tensor:
 
 
 def _backgrounds(count: int, generator: torch.Generator) -> Tensor:
-    """[count, 3, 16, 16]: two muted colours in one of four patterns."""
+    """Renders backgrounds [count, 3, 16, 16]: two muted colours in one of four patterns."""
     first, second = 0.25 + 0.5 * torch.rand(2, count, 3, 1, 1, generator=generator)
     ticks = torch.arange(SIZE)
     ramp = (ticks / (SIZE - 1))[None, :].expand(SIZE, SIZE)
@@ -68,45 +76,49 @@ def _backgrounds(count: int, generator: torch.Generator) -> Tensor:
 
 
 def rgb_alignment(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
-    """Minus the Euclidean distance in RGB between the prompted colour and the middle of the picture, [B]; 0 is best.
+    """Returns minus the Euclidean distance in RGB between the prompted colour and the image's centre, [B]; 0 is best.
 
-    images: [B, 3, 16, 16], 0 to 1. The middle is the mean over four by four pixels, which every shape fills, but for
-    a corner of a cross.
+    The colour of the centre is the mean over four by four pixels. Every shape covers them, except a corner of a cross.
+
+    Args:
+        images: [B, 3, 16, 16], from 0 to 1.
+        prompts: One of CAPTIONS per image.
+        metadata: Not used; rewards of DDPOTrainer take it.
     """
     colours, _ = _wanted(prompts, images.device)
-    return -(_middle(images) - _palette(images.device)[colours]).norm(dim=1)
+    return -(_centre_colour(images) - _palette(images.device)[colours]).norm(dim=1)
 
 
 def colour_match(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
-    """1 where the middle of the picture is nearer to the prompted colour than to the other three, else 0; [B]."""
+    """Returns 1 where the centre is nearer to the prompted colour than to the other three, else 0; [B]."""
     colours, _ = _wanted(prompts, images.device)
-    return (torch.cdist(_middle(images), _palette(images.device)).argmin(1) == colours).float()
+    return (torch.cdist(_centre_colour(images), _palette(images.device)).argmin(1) == colours).float()
 
 
 def shape_match(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
-    """1 where the picture's shape is more like the prompted one than like the other three, else 0; [B].
+    """Returns 1 where the image shows the prompted shape rather than one of the other three, else 0; [B].
 
-    A picture is reduced to how near each pixel is to the colour of its middle; of all shapes at all sizes and places
-    the one is taken whose mask correlates most with that.
+    The nearness of each pixel to the colour of the centre is correlated with the masks of all shapes at several sizes
+    and places. The shape of the mask with the highest correlation counts as the shape of the image.
     """
     _, shapes = _wanted(prompts, images.device)
-    nearness = -(images.float() - _middle(images)[..., None, None]).square().sum(1).sqrt().flatten(1)
+    nearness = -(images.float() - _centre_colour(images)[..., None, None]).square().sum(1).sqrt().flatten(1)
     offsets = torch.linspace(-JITTER, JITTER, 5)
     grid = torch.cartesian_prod(torch.arange(len(SHAPES)).float(), torch.linspace(*RADII, 4), offsets, offsets)
-    known = masks(grid[:, 0].long(), grid[:, 1], grid[:, 2:]).flatten(1).to(images.device)
-    found = grid[:, 0].long().to(images.device)[(_standardized(nearness) @ _standardized(known).T).argmax(1)]
-    return (found == shapes).float()
+    templates = masks(grid[:, 0].long(), grid[:, 1], grid[:, 2:]).flatten(1).to(images.device)
+    best = (_standardized(nearness) @ _standardized(templates).T).argmax(1)
+    return (grid[:, 0].long().to(images.device)[best] == shapes).float()
 
 
 def _wanted(prompts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Indices [B] of the prompts' colours and of their shapes."""
+    """Returns the indices of the prompts' colours and of their shapes, [B] each."""
     if unknown := set(prompts).difference(CAPTIONS):
         raise ValueError(f"{sorted(unknown)[0]!r} names no colour and shape; prompts must be of {', '.join(CAPTIONS)}.")
     indices = torch.tensor([CAPTIONS.index(prompt) for prompt in prompts], device=device)
     return indices // len(SHAPES), indices % len(SHAPES)
 
 
-def _middle(images: Tensor) -> Tensor:
+def _centre_colour(images: Tensor) -> Tensor:
     return images[:, :, CORE, CORE].float().mean((2, 3))
 
 

@@ -49,9 +49,11 @@ class RunConfig:
     )
     model: str = field(
         default="shapes",
-        metadata={"help": "Hub id or folder of a diffusers pipeline; shapes is pretrained here at the first run."},
+        metadata={"help": "Hub id or folder of a diffusers pipeline; shapes is shipped with the experiment."},
     )
-    pretrain_steps: int = field(default=STEPS, metadata={"help": "Steps of that pretraining."})
+    pretrain_steps: int = field(
+        default=STEPS, metadata={"help": "Pretraining steps of shapes; the shipped one has the default."}
+    )
     prompts: str = field(
         default="simple_animals",
         metadata={"help": "For other models: simple_animals, imagenet_animals, nouns_activities or a text file."},
@@ -68,7 +70,7 @@ class RunConfig:
 
 
 def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
-    """The reward to train on, and other measures by name, which are only logged."""
+    """Returns the reward to train on, and other measures by name, which are only logged."""
     is_shapes = run.model == "shapes"
     known = {**OF_FILES, **(OF_SHAPES if is_shapes else {})}
     if reward in OF_MODELS:
@@ -89,7 +91,7 @@ def _no_head() -> str:
 
 
 def prompt_set(run: RunConfig) -> Prompts:
-    """The prompts of the model."""
+    """Returns the prompts of the model."""
     if run.model == "shapes":
         return Prompts(CAPTIONS, ({},) * len(CAPTIONS))
     if run.prompts in ("simple_animals", "imagenet_animals", "nouns_activities"):
@@ -98,10 +100,10 @@ def prompt_set(run: RunConfig) -> Prompts:
 
 
 def pictures(pipeline: DDPOStableDiffusionPipeline, asked: Sequence[str], ddpo: DDPOConfig) -> Tensor:
-    """A picture for each prompt, [B, 3, H, W] on the CPU, from the same noise at every call and as in training."""
+    """Samples an image for each prompt, [B, 3, H, W] on the CPU, as in training; the noise of all calls is the same."""
     generator = torch.Generator(pipeline.device).manual_seed(ddpo.seed)
     negative = {"negative_prompt": ddpo.negative_prompts or ""} if ddpo.is_guided else {}
-    drawn = []
+    batches = []
     for start in range(0, len(asked), ddpo.sample_batch_size):
         some = list(asked[start : start + ddpo.sample_batch_size])
         images = pipeline.sd_pipeline(
@@ -113,8 +115,8 @@ def pictures(pipeline: DDPOStableDiffusionPipeline, asked: Sequence[str], ddpo: 
             output_type="pt",
             **{name: [text] * len(some) for name, text in negative.items()},
         ).images
-        drawn.append(images.float().cpu())
-    return torch.cat(drawn)
+        batches.append(images.float().cpu())
+    return torch.cat(batches)
 
 
 def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[str, tuple[float, float]]:
@@ -130,7 +132,7 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
         open_folder(folder, to_flat_dict(run, ddpo) | {"reward": reward}, goes_on=bool(ddpo.resume_from))
     known = zip(asking.prompts, asking.metadata, strict=True)
     asked, metadata = zip(*islice(cycle(known), run.eval_pictures), strict=True)
-    found: dict[str, list[float]] = {}
+    means: dict[str, list[float]] = {}
     with trainer.tracker as tracker:
         for sheet in (BEFORE, AFTER):
             if sheet == AFTER:
@@ -138,16 +140,16 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
             images = pictures(pipeline, asked, ddpo)
             tracker.images(Path(sheet).stem, list(images[:16]), asked[:16], trainer.global_step)
             for measure, by in {reward: function, **others}.items():
-                found.setdefault(measure, []).append(float(by(images, asked, metadata).mean()))
+                means.setdefault(measure, []).append(float(by(images, asked, metadata).mean()))
             if is_main:
                 contact_sheet(images[:16]).save(folder / sheet)
-        final = {f"final/{measure}": values[1] for measure, values in found.items()}
-        tracker.finish(final | {"final/reward": found[reward][1]})
+        final = {f"final/{measure}": values[1] for measure, values in means.items()}
+        tracker.finish(final | {"final/reward": means[reward][1]})
     if is_main:
         trainer.save_pretrained(folder / "pipeline")
-        befores = {f"{measure}_before": before for measure, (before, _) in found.items()}
-        close_folder(folder, befores | {measure: after for measure, (_, after) in found.items()})
-    return {measure: (before, after) for measure, (before, after) in found.items()}
+        befores = {f"{measure}_before": before for measure, (before, _) in means.items()}
+        close_folder(folder, befores | {measure: after for measure, (_, after) in means.items()})
+    return {measure: (before, after) for measure, (before, after) in means.items()}
 
 
 def learn(trainer: DDPOTrainer, folder: Path | None) -> None:
@@ -195,21 +197,21 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
         reward: ddpo.run_name or reward + (f"-{ddpo.estimator}" if ddpo.estimator != "is" else "")
         for reward in run.reward
     }
-    own = [replace(ddpo, run_name=name, logdir=str(folder / name)) for name in names.values()]
+    configs = [replace(ddpo, run_name=name, logdir=str(folder / name)) for name in names.values()]
     jobs = side_by_side(run)
     if run.model == "shapes":
         shapes_pipeline(run.pretrain_steps)  # before several processes need it
     if jobs > 1:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            results = list(pool.map(one, run.reward, repeat(run), own))
+            results = list(pool.map(one, run.reward, repeat(run), configs))
     else:
-        results = [one(reward, run, config) for reward, config in zip(run.reward, own, strict=True)]
-    for name, found in zip(names.values(), results, strict=True):
+        results = [one(reward, run, config) for reward, config in zip(run.reward, configs, strict=True)]
+    for name, measured in zip(names.values(), results, strict=True):
         print(f"\n{name}\n{'-' * len(name)}")
-        for measure, (before, after) in found.items():
+        for measure, (before, after) in measured.items():
             print(f"{measure}: {before:.3f} -> {after:.3f}")
-    if os.environ.get("RANK", "0") == "0":  # the others have left nothing to report on
-        finished = finished_runs(*(Path(config.logdir) for config in own))
+    if os.environ.get("RANK", "0") == "0":  # the other processes write no runs
+        finished = finished_runs(*(Path(config.logdir) for config in configs))
         report = judge(finished)
         page = write_report(folder, TITLE, CLAIM, report, finished)
         print("", *report.verdicts, f"page: {page}", sep="\n")

@@ -1,4 +1,4 @@
-"""A VAE without training: diffusers' AutoencoderKL with weights set so that it maps patches to PCA and back."""
+"""A VAE that needs no training: the weights of diffusers' AutoencoderKL are set to map patches to PCA and back."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 PATCH = 2
-PLACES = [(row, column) for row in range(PATCH) for column in range(PATCH)]  # of a pixel in its patch
-WIDTH, GROUPS = 32, 2  # channels, and the halves of them that are normed together
+PLACES = [(row, column) for row in range(PATCH) for column in range(PATCH)]  # the pixels of a patch
+WIDTH, GROUPS = 32, 2  # channels, and groups of the group norm: each normalizes half of the channels
 
-BALLAST = 1000.0  # plus and minus this in each half: so large that a picture hardly moves the half's statistics
+BALLAST = 1000.0  # each half holds plus and minus this, so large that an image hardly changes its statistics
 SLOPE = 20.0  # silu(SLOPE x) is SLOPE x where x >= 1, and 0 where x <= -1
-LIFT = 3.0  # brings pixels of -1 to 1 where silu is straight
-SHUT = 40.0  # brings them where it is zero
+LIFT = 3.0  # moves pixels from [-1, 1] to where silu is linear
+SHUT = 40.0  # moves pixels to where silu is zero
 
 # Channels. The first half of the decoder counts columns and rows, the second holds the pixels of each patch.
 COLUMN, ROW, OLD_COLUMN, OLD_ROW = 0, 1, 2, 3
@@ -25,15 +25,17 @@ LEFT, ABOVE, CENTRE = (1, 0), (0, 1), (1, 1)  # taps of a 3x3 kernel
 
 
 def patches(images: Tensor) -> Tensor:
-    """Images [B, 3, H, W] cut in patches, [B, H / 2, W / 2, 12]: place by place, the three colours of each."""
-    cut = images.unflatten(2, (-1, PATCH)).unflatten(4, (-1, PATCH))  # [B, 3, H / 2, 2, W / 2, 2]
-    return cut.permute(0, 2, 4, 3, 5, 1).flatten(3)
+    """Cuts images [B, 3, H, W] into patches [B, H / 2, W / 2, 12]: the three colours of each pixel in turn."""
+    pixels = images.unflatten(2, (-1, PATCH)).unflatten(4, (-1, PATCH))  # [B, 3, H / 2, 2, W / 2, 2]
+    return pixels.permute(0, 2, 4, 3, 5, 1).flatten(3)
 
 
 def principal_components(images: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Mean [12] and basis [12, channels] of the patches of images [B, 3, H, W].
+    """Computes the principal components of the patches of images [B, 3, H, W].
 
-    The basis is orthogonal, each column as long as the deviation along it, the longest first.
+    Returns:
+        The mean [12], and a basis [12, channels]. Its columns are orthogonal, and the length of each is the standard
+        deviation along it, in descending order.
     """
     rows = patches(images).flatten(0, 2).double()
     mean = rows.mean(0)
@@ -45,14 +47,21 @@ def principal_components(images: Tensor, channels: int) -> tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def patch_autoencoder(mean: Tensor, basis: Tensor) -> AutoencoderKL:
-    """An AutoencoderKL of 2x2 patches: pixels = mean + basis latents, for images of up to 18x18 pixels.
+    """Builds an AutoencoderKL of 2x2 patches: pixels = mean + basis latents, for images of up to 18x18 pixels.
 
-    mean: [12]; basis: [12, C], orthogonal, C at most 7. Latents are [B, C, H / 2, W / 2], pixels from -1 to 1.
+    Latents are [B, C, H / 2, W / 2]; pixels are from -1 to 1.
 
-    Nothing in an AutoencoderKL is linear by itself, yet the whole is: residual branches that are not needed are zero,
-    constants rule the statistics of the norms, silu(x) - silu(-x) = x, and silu is straight far from zero. Upsampling
-    to nearest neighbours and a convolution cannot tell the four pixels of a patch apart; so the decoder counts rows and
-    columns from the border, where a convolution sees the padding, and takes from the counts which pixel is which.
+    The layers of an AutoencoderKL are not linear, but the whole is. Unused residual branches are zero. Large constants
+    determine the statistics of the norms. silu(x) - silu(-x) = x, and silu is linear far from zero. Nearest-neighbour
+    upsampling and a convolution cannot tell the four pixels of a patch apart. The decoder therefore counts rows and
+    columns from the border, where a convolution sees the padding, and selects each pixel by its count.
+
+    Args:
+        mean: The mean of the patches, [12].
+        basis: Orthogonal columns, [12, C], with C at most 7.
+
+    Returns:
+        The autoencoder, in eval mode.
     """
     vae = AutoencoderKL(
         latent_channels=basis.shape[1],
@@ -99,7 +108,7 @@ def _set_decoder(decoder: Any, mean: Tensor, basis: Tensor) -> None:
     decoder.conv_in.bias[[COLUMN, ROW]] = 1
     decoder.conv_in.weight[(pixels, slice(None), *CENTRE)] = basis
     decoder.conv_in.bias[pixels] = mean + LIFT
-    for index in COUNTERWEIGHTS:  # the mean of the half must not depend on the picture either
+    for index in COUNTERWEIGHTS:  # keep the mean of the half independent of the image
         decoder.conv_in.weight[(index, slice(None), *CENTRE)] = -basis.sum(0) / len(COUNTERWEIGHTS)
 
     for block in (*decoder.mid_block.resnets, *decoder.up_blocks[0].resnets):
@@ -119,7 +128,7 @@ def _set_decoder(decoder: Any, mean: Tensor, basis: Tensor) -> None:
 
 
 def _count_two_further(block: Any) -> None:
-    """count + 1 of the neighbour before, 1 at the border, twice: from 1 everywhere to 1, 2, 3, ... in steps of two."""
+    """Sets each count to 1 + the count of the previous neighbour (1 at the border), twice, so that it grows by two."""
     for convolution in (block.conv1, block.conv2):
         for count, before in ((COLUMN, LEFT), (ROW, ABOVE)):
             convolution.weight[(count, count, *before)] = 1 / SLOPE
@@ -127,12 +136,14 @@ def _count_two_further(block: Any) -> None:
     _add_ballast(block.conv1)
     for count, old in ((COLUMN, OLD_COLUMN), (ROW, OLD_ROW)):
         block.conv1.weight[(old, count, *CENTRE)] = 1 / SLOPE
-        block.conv2.weight[(count, old, *CENTRE)] = -1 / SLOPE  # the block adds its result to what came in
+        block.conv2.weight[(count, old, *CENTRE)] = -1 / SLOPE  # the block adds its input to the result
 
 
 def _open_at(upsample: nn.Conv2d, channel: int, count: int, before: tuple[int, int], *, is_second: bool) -> None:
-    """Push `channel` down by SHUT except at the second (or the first) pixel of each pair: there the count is that of
-    the neighbour before (or one higher)."""
+    """Lowers `channel` by SHUT except at the second (or the first) pixel of each pair.
+
+    The second pixel has the count of the previous neighbour; the first has that count plus one.
+    """
     sign = -1 if is_second else 1
     upsample.weight[(channel, count, *CENTRE)] = sign * SHUT
     upsample.weight[(channel, count, *before)] = -sign * SHUT
@@ -146,14 +157,14 @@ def _add_ballast(convolution: nn.Conv2d) -> None:
 
 
 def _make_norms_multiply(network: nn.Module, example: Tensor) -> None:
-    """Set each group norm of `network`, in the order it comes to them, so that it multiplies by SLOPE."""
+    """Sets each group norm of `network`, in forward order, to multiply its input by SLOPE."""
 
     def set_weights(norm: nn.GroupNorm, inputs: tuple[Tensor]) -> None:
         groups = inputs[0].transpose(0, 1).reshape(norm.num_groups, -1).double()
         deviation = (groups.var(1, correction=0) + norm.eps).sqrt()
-        each = norm.num_channels // norm.num_groups
-        norm.weight.copy_((SLOPE * deviation).repeat_interleave(each))
-        norm.bias.copy_((SLOPE * groups.mean(1)).repeat_interleave(each))
+        channels_per_group = norm.num_channels // norm.num_groups
+        norm.weight.copy_((SLOPE * deviation).repeat_interleave(channels_per_group))
+        norm.bias.copy_((SLOPE * groups.mean(1)).repeat_interleave(channels_per_group))
 
     handles = [
         module.register_forward_pre_hook(set_weights)

@@ -13,12 +13,12 @@ from experiments.sentiment_ppo import samples_of
 
 TITLE = "Fine-tuning on the best of K samples, round after round"
 CLAIM = "Dong et al. 2023, arXiv:2304.06767 (RAFT): the reward rises each round, and a larger K climbs faster."
-SATURATED = 0.9  # of a reward that is 1 at most: beyond it a round need not rise
+SATURATED = 0.9  # the largest reward is 1; above this a round need not rise
 FIRST = 2  # rounds over which the speed of climbing is compared
 
 
 def judge(runs: Sequence[Run]) -> Report:
-    """Each K above 1 must rise round by round; neighbouring K are compared over the first rounds."""
+    """Judges whether the reward of each K above 1 rises every round, and compares neighbouring K."""
     groups = by(runs, "k")
     verdicts = [rises(k, group) for k, group in groups.items() if k > 1]
     verdicts += [verdict for low, high in pairwise(groups) for verdict in faster(low, high, groups)]
@@ -27,18 +27,18 @@ def judge(runs: Sequence[Run]) -> Report:
 
 
 def climb(run: Run) -> list[float]:
-    """Reward of held-out prompts before the first round and after each."""
+    """Returns the reward of held-out prompts before the first round and after each round."""
     rounds, rewards = run.curve("round", "eval_reward")
     if rounds != list(range(len(rounds))) or len(rounds) < 2:
         raise ValueError(
-            f"{run.folder} has looks at rounds {rounds}; one before the first round and one after each are needed. "
+            f"{run.folder} has evaluations at rounds {rounds}; one before the first and one after each are needed. "
             "Run it again from the start."
         )
     return rewards
 
 
 def rises(k: int, runs: Sequence[Run]) -> Verdict:
-    """The median over the seeds rises with every round until it is near the most there is."""
+    """Judges whether the median over the seeds rises every round until it is near the largest reward."""
     medians = [median(rewards) for rewards in zip(*map(climb, runs), strict=False)]
     passed = all(later > earlier for earlier, later in pairwise(medians) if earlier < SATURATED)
     expected = f"each round above the one before, until {SATURATED:g}"
@@ -46,7 +46,7 @@ def rises(k: int, runs: Sequence[Run]) -> Verdict:
 
 
 def faster(low: int, high: int, groups: Mapping[int, Sequence[Run]]) -> list[Verdict]:
-    """Mean reward after the first rounds, paired by seed; nothing where no seed has both."""
+    """Compares the mean reward of the first rounds, paired by seed; no verdict if no seed has both."""
     slow, fast = ({run.config["seed"]: fmean(climb(run)[1 : FIRST + 1]) for run in groups[k]} for k in (low, high))
     seeds = sorted(set(slow) & set(fast))
     if not seeds:
@@ -58,8 +58,8 @@ def faster(low: int, high: int, groups: Mapping[int, Sequence[Run]]) -> list[Ver
 
 
 def figure(groups: Mapping[int, Sequence[Run]]) -> plt.Figure:
-    """Reward of held-out prompts over the rounds, and that of the samples that were learnt."""
-    drawn, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    """Plots the reward of held-out prompts, and of the samples that the policy learns, over the rounds."""
+    plot, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
     curves(axes[0], {f"K = {k}": [run.curve("round", "eval_reward") for run in group] for k, group in groups.items()})
     curves(
         axes[1], {f"K = {k}": [run.curve("round", "reward_of_best") for run in group] for k, group in groups.items()}
@@ -69,7 +69,7 @@ def figure(groups: Mapping[int, Sequence[Run]]) -> plt.Figure:
     axes[0].set_ylabel("reward (VADER, -1 to 1)")
     for axis in axes:
         axis.set_xlabel("rounds done")
-    return drawn
+    return plot
 
 
 if __name__ == "__main__":

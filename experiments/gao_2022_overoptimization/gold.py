@@ -1,7 +1,8 @@
-"""The gold score: how much a text sounds like a review that likes its film, in the words of a person.
+"""The gold score: how much a text sounds like a positive film review that a person wrote.
 
-Reviews with people's labels, and the same reviews garbled, which nobody likes: without those a sentence encoder takes
-a list of lovely words for a lovely text, and no proxy could be exploited by writing one.
+It is learnt from reviews with people's labels and from garbled copies of them, which count as negative. Without the
+copies a sentence encoder scores a list of positive words as high as a positive text, and a policy could not exploit a
+proxy by writing such lists.
 """
 
 import random
@@ -20,14 +21,18 @@ from experiments.assets import imdb_reviews, sentence_encoder
 from experiments.assets.registry import build_once, cache_dir
 from trimtab_lm.sampling.generate import pad
 
-WORDS = 24  # of a review that are read: a continuation is about as long
-TRAIN, TEST = 1200, 300  # reviews to learn from, and others
+WORDS = 24  # words read of each review; a continuation has about as many
+TRAIN, TEST = 1200, 300  # reviews for training and for evaluation
 
 
 class Gold:
-    """Logistic regression on a frozen sentence encoder's vectors; a text's score is its logit, without bounds.
+    """Logistic regression on the vectors of a frozen sentence encoder. A text's score is its logit.
 
-    weight: [D]; bias: a scalar.
+    Args:
+        encoder: A model with hidden states of D dimensions.
+        tokenizer: The encoder's tokenizer.
+        weight: [D].
+        bias: A scalar.
     """
 
     def __init__(self, encoder: Any, tokenizer: Any, weight: Tensor, bias: Tensor):
@@ -38,7 +43,12 @@ class Gold:
 
 
 def load_gold(name: str, device: torch.device | str) -> Gold:
-    """The gold score on the encoder `name`: minilm, whose head is learnt once and kept, or a hub id or folder."""
+    """Loads the gold score.
+
+    Args:
+        name: The encoder: minilm, whose head is learnt once and cached, or a hub id or folder.
+        device: Where the encoder runs.
+    """
     folder = str(sentence_encoder()) if name == "minilm" else name
     encoder, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     encoder = encoder.eval().requires_grad_(False).to(device)
@@ -49,49 +59,56 @@ def load_gold(name: str, device: torch.device | str) -> Gold:
         def build(folder: Path) -> None:
             save_file(dict(learn_head(encoder, tokenizer, imdb_reviews())), folder / "head.safetensors")
 
-        kept = build_once(cache_dir() / "data" / "gao-gold-1", build, "learning the gold score from reviews")
-        head = load_file(kept / "head.safetensors")
+        folder_of_head = build_once(cache_dir() / "data" / "gao-gold-1", build, "learning the gold score from reviews")
+        head = load_file(folder_of_head / "head.safetensors")
     print(
-        f"gold: of other reviews, {head['liked']:.0%} of those that like their film score above those that do not, and "
-        f"{head['whole']:.0%} above themselves garbled",
+        f"gold, on other reviews: {head['liked']:.0%} of pairs have the positive review above the negative one; "
+        f"{head['whole']:.0%} of reviews score above their garbled copy",
         flush=True,
     )
     return Gold(encoder, tokenizer, head["weight"], head["bias"])
 
 
 def learn_head(encoder: Any, tokenizer: Any, reviews: Dataset) -> Mapping[str, Tensor]:
-    """weight [D] and bias; of other reviews liked, the share of pairs whose liking review scores above the other.
+    """Learns the head from reviews, and evaluates it on other reviews.
 
-    And whole, the share that score above themselves garbled. reviews: text and label, 1 where the reviewer liked it.
+    Args:
+        encoder: A frozen sentence encoder with D dimensions.
+        tokenizer: The encoder's tokenizer.
+        reviews: Columns text and label; label is 1 where the reviewer liked the film, else 0.
+
+    Returns:
+        weight [D] and bias; liked, the share of pairs whose positive review scores above the negative one; and whole,
+        the share of reviews that score above their garbled copy.
     """
     reviews = reviews.select(range(min(TRAIN + TEST, len(reviews))))
-    texts = [" ".join(text.split()[-WORDS:]) for text in reviews["text"]]  # the verdict is at the end
+    texts = [" ".join(text.split()[-WORDS:]) for text in reviews["text"]]  # reviewers put their verdict at the end
     rng = random.Random(0)
     labels, train = torch.tensor(reviews["label"]), round(len(texts) * TRAIN / (TRAIN + TEST))
     whole = sentence_vectors(encoder, tokenizer, texts)
-    torn = sentence_vectors(encoder, tokenizer, [garbled(text, rng) for text in texts])
+    scrambled = sentence_vectors(encoder, tokenizer, [garbled(text, rng) for text in texts])
     targets = torch.cat([labels[:train], torch.zeros(train, dtype=labels.dtype)])
-    weight, bias = logistic_regression(torch.cat([whole[:train], torn[:train]]), targets, penalty=1.0)
-    scores, others, liking = whole[train:] @ weight, torn[train:] @ weight, labels[train:].bool()
+    weight, bias = logistic_regression(torch.cat([whole[:train], scrambled[:train]]), targets, penalty=1.0)
+    scores, others, liking = whole[train:] @ weight, scrambled[train:] @ weight, labels[train:].bool()
     above = scores[liking][:, None] > scores[~liking]
     return {"weight": weight, "bias": bias, "liked": above.float().mean(), "whole": (scores > others).float().mean()}
 
 
 def garbled(text: str, rng: random.Random) -> str:
-    """As many words, drawn from the text's own: some come twice, and the order is lost."""
+    """Samples as many words of the text with replacement, which repeats some and loses the order."""
     words = text.split()
     return " ".join(rng.choices(words, k=len(words)))
 
 
 def sentence_vectors(encoder: Any, tokenizer: Any, texts: Sequence[str]) -> Tensor:
-    """[N, D], each of length 1."""
+    """Returns sentence vectors of unit length, [N, D]."""
     rows = [torch.tensor(ids) for ids in tokenizer(list(texts), truncation=True)["input_ids"]]
     return F.normalize(mean_states(encoder, rows), dim=-1)
 
 
 @torch.no_grad()
 def mean_states(model: Any, rows: Sequence[Tensor], *, batch_size: int = 32) -> Tensor:
-    """The mean of the last hidden states over the tokens of each row, on the CPU: token ids [T_i] -> [N, D]."""
+    """Averages the last hidden states over the tokens of each row: N rows of token ids [T_i] -> [N, D] on the CPU."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     means = torch.zeros(len(rows), model.config.hidden_size)
     for start in range(0, len(order), batch_size):
@@ -103,9 +120,16 @@ def mean_states(model: Any, rows: Sequence[Tensor], *, batch_size: int = 32) -> 
 
 
 def logistic_regression(x: Tensor, labels: Tensor, *, penalty: float, bias: bool = True) -> tuple[Tensor, Tensor]:
-    """Weight [D] and bias at the minimum of sum -log p(label) + penalty / 2 |weight|^2.
+    """Minimizes sum -log p(label) + penalty / 2 |weight|^2.
 
-    x: [N, D]; labels: [N], 0 or 1. Without `bias` it stays 0.
+    Args:
+        x: Features, [N, D].
+        labels: 0 or 1, [N].
+        penalty: The coefficient of the squared norm.
+        bias: Whether to fit the bias; else it is 0.
+
+    Returns:
+        Weight [D] and bias, a scalar.
     """
     inputs, targets = x.double(), labels.double()
     weight = torch.zeros(inputs.shape[1], dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Proxy rewards: learnt from comparisons of the initial policy's samples, of which the gold score says the better."""
+"""Proxy rewards, learnt from comparisons of the initial policy's samples that the gold score labels."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Score = Callable[[Sequence[str]], list[float]]
 
 
 class Normalised:
-    """A score in units of its deviation over `texts`, where its mean is 0."""
+    """A score with mean 0 and standard deviation 1 over `texts`."""
 
     def __init__(self, score: Score, texts: Sequence[str]):
         values = score(texts)
@@ -28,7 +28,10 @@ class Normalised:
 class Proxy:
     """A linear score of the mean of a frozen language model's last hidden states.
 
-    trunk: the model without its language head. weight: [D].
+    Args:
+        trunk: The model without its language head.
+        tokenizer: Its tokenizer.
+        weight: [D].
     """
 
     def __init__(self, trunk: Any, tokenizer: Any, weight: Tensor):
@@ -39,7 +42,7 @@ class Proxy:
 
 
 def text_states(trunk: Any, tokenizer: Any, texts: Sequence[str]) -> Tensor:
-    """The mean hidden state of each text followed by an end token, which makes no text empty; [N, D]."""
+    """Returns the mean hidden state of each text with an end token, [N, D]. The end token makes no text empty."""
     rows = tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]
     return mean_states(trunk, [torch.tensor(ids) for ids in rows])
 
@@ -53,10 +56,15 @@ def learn_proxy(
     *,
     penalty: float,
 ) -> Proxy:
-    """The head at the minimum of sum -log s(score of the better - score of the worse) + penalty / 2 |weight|^2.
+    """Minimizes sum -log s(score of the better - score of the worse) + penalty / 2 |weight|^2.
 
-    pairs: [n] and [n] texts, two answers to each prompt, of which gold's higher one counts as better, without noise.
-    The penalty is on inputs of variance 1, over `baseline`, texts of the initial policy that nobody labels.
+    Args:
+        trunk: The model without its language head.
+        tokenizer: Its tokenizer.
+        pairs: Two lists of n texts, two answers to each prompt. The one with the higher gold score is the better.
+        gold: The gold score.
+        baseline: Unlabelled texts of the initial policy; inputs are scaled to variance 1 over them.
+        penalty: The coefficient of the squared norm.
     """
     first, second = (text_states(trunk, tokenizer, texts) for texts in pairs)
     better = torch.tensor(gold(pairs[0])) > torch.tensor(gold(pairs[1]))
@@ -77,18 +85,18 @@ def gold_and_proxy(
     max_new_tokens: int,
     seed: int,
 ) -> tuple[Normalised, Normalised]:
-    """Gold, and a proxy of `labels` comparisons, both in units of their deviation over `baseline` samples of `model`.
+    """Returns gold and a proxy of `labels` comparisons, both normalised over `baseline` samples of `model`.
 
-    openings: each is used again only where there are fewer than comparisons and samples.
+    An opening is repeated only if there are fewer openings than comparisons and samples.
     """
     shuffled = random.Random(seed).sample(list(openings), len(openings))
     prompts = [shuffled[i % len(shuffled)] for i in range(baseline + labels)]
 
-    def written(prompts: Sequence[str], offset: int) -> list[str]:
+    def answers(prompts: Sequence[str], offset: int) -> list[str]:
         return continued(model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=3 * seed + offset)[1]
 
-    initial = written(prompts[:baseline], 0)
-    pairs = (written(prompts[baseline:], 1), written(prompts[baseline:], 2))
+    initial = answers(prompts[:baseline], 0)
+    pairs = (answers(prompts[baseline:], 1), answers(prompts[baseline:], 2))
     proxy = learn_proxy(model.base_model, tokenizer, pairs, gold, initial, penalty=penalty)
     print(
         f"proxy of {labels} comparisons: its correlation with gold over {baseline} other samples of the initial "

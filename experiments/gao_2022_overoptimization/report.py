@@ -19,13 +19,13 @@ CLAIM = (
     "and falls while the proxy's keeps rising; a proxy of more labels moves the peak out."
 )
 GOLD = "gold/mean"
-WIDTH = 5  # steps whose means are compared: single batches are noisy
+WIDTH = 5  # steps per mean; the reward of a single batch is noisy
 FALL = 0.2  # of gold's deviation: twice the standard error of the difference of two means over 5 batches of 32
 
 
 @dataclass(frozen=True)
 class Course:
-    """A run, by means over WIDTH steps each: distances, the roots of the KL, and both scores; all [N]."""
+    """A run's distances (roots of the KL) and both scores, as running means over WIDTH steps, [N] each."""
 
     distance: Sequence[float]
     gold: Sequence[float]
@@ -34,17 +34,17 @@ class Course:
 
     @property
     def best(self) -> int:
-        """Where gold is highest."""
+        """The index of the highest gold score."""
         return max(range(len(self.gold)), key=self.gold.__getitem__)
 
     @property
     def peak(self) -> float:
-        """The fit's, or the last distance if that comes before it."""
+        """The distance at the peak of the fitted curve, or the last distance if that is smaller."""
         return min(self.fit.peak, self.distance[-1])
 
 
 def judge(runs: Sequence[Run]) -> Report:
-    """Per number of labels: gold's peak and fall, and the proxy; between neighbours of these numbers, the peak."""
+    """Judges gold's peak and fall and the proxy for each number of labels, and the peaks of neighbouring numbers."""
     groups = {labels: [course(run) for run in group] for labels, group in by(filter(is_long, runs), "labels").items()}
     verdicts = [verdict for labels, group in groups.items() for verdict in of_labels(labels, group)]
     verdicts += [verdict for pair in pairwise(groups.items()) for verdict in moves_out(*pair)]
@@ -53,19 +53,19 @@ def judge(runs: Sequence[Run]) -> Report:
 
 
 def is_long(run: Run) -> bool:
-    """Whether there are two means that share no step; shorter runs are drawn, and not judged."""
+    """Whether a run has two means without a common step. Shorter runs are plotted and not judged."""
     return len(points(run)[0]) >= 2 * WIDTH
 
 
 def course(run: Run) -> Course:
-    """Out of the history, whose numbers are means over the samples of a batch."""
+    """Reads a run's course from its history, whose numbers are means over a batch."""
     distances, golds, proxies = points(run)
     smooth = [running_mean(values, WIDTH) for values in (distances, golds, proxies)]
     return Course(*smooth, fit(distances, golds))
 
 
 def points(run: Run) -> tuple[list[float], list[float], list[float]]:
-    """The root of the KL, gold and proxy at each step; a KL that came out below 0, which sampling allows, is 0."""
+    """Returns the root of the KL, gold and proxy at each step. An estimate of the KL below 0 counts as 0."""
     rows = [row for row in run.history if GOLD in row]
     if not rows:
         raise ValueError(f"{run.folder} logged no {GOLD}; runs of this experiment's train.py are needed.")
@@ -73,13 +73,13 @@ def points(run: Run) -> tuple[list[float], list[float], list[float]]:
 
 
 def of_labels(labels: int, courses: Sequence[Course]) -> Iterator[Verdict]:
-    """In every seed; both scores in deviations of the initial policy's, whose mean is 0."""
+    """Judges the runs of one number of labels in every seed. Both scores are in deviations of the initial policy's."""
     peaks, ends = [max(course.gold) for course in courses], [course.gold[-1] for course in courses]
     yield Verdict(f"{labels} labels: gold rises", f"a peak above {FALL}", spread(peaks, ".2f"), min(peaks) > FALL)
     falls = [peak - end for peak, end in zip(peaks, ends, strict=True)]
     claim = f"{labels} labels: gold then falls"
     yield Verdict(claim, f"by more than {FALL} from its peak", f"by {spread(falls, '.2f')}", min(falls) > FALL)
-    # A seed whose gold is highest at the end has failed above, and has no stretch to look at.
+    # A seed whose gold is highest at the end failed above, and has no steps after its peak.
     falling = [course for course in courses if course.best < len(course.gold) - 1]
     if falling:
         rises = [course.proxy[-1] - course.proxy[course.best] for course in falling]
@@ -88,22 +88,22 @@ def of_labels(labels: int, courses: Sequence[Course]) -> Iterator[Verdict]:
 
 
 def moves_out(fewer: tuple[int, Sequence[Course]], more: tuple[int, Sequence[Course]]) -> Iterator[Verdict]:
-    """The median over the seeds, of where the fitted curve is highest and of how high gold comes."""
+    """Compares two numbers of labels by the medians of the fitted peak's distance and of the highest gold score."""
     values = {
         "peaks further out (root of the KL)": [[course.peak for course in group] for _, group in (fewer, more)],
         "reach a higher gold": [[max(course.gold) for course in group] for _, group in (fewer, more)],
     }
-    for words, (low, high) in values.items():
-        claim = f"{more[0]} labels: {words} than {fewer[0]}"
+    for change, (low, high) in values.items():
+        claim = f"{more[0]} labels: {change} than {fewer[0]}"
         yield Verdict(claim, f"above {spread(low, '.2f')}", spread(high, ".2f"), median(high) > median(low))
 
 
 def figure(runs: Sequence[Run]) -> plt.Figure:
-    """The paper's figure 1: gold (dots, and its fit as a line) and proxy (dashed) over the root of the KL."""
-    drawn, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
+    """Plots the paper's figure 1: gold (dots, and its fit as a line) and proxy (dashed) over the root of the KL."""
+    plot, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
     for labels, group in by(runs, "labels").items():
-        every = [points(run) for run in group]
-        distances, golds, proxies = (list(chain.from_iterable(run[i] for run in every)) for i in range(3))
+        courses = [points(run) for run in group]
+        distances, golds, proxies = (list(chain.from_iterable(columns[i] for columns in courses)) for i in range(3))
         (dots,) = axis.plot(distances, golds, ".", alpha=0.4, markersize=4)
         axis.plot(*binned(distances, proxies), "--", color=dots.get_color(), linewidth=1)
         xs = [max(distances) * i / 100 for i in range(101)]
@@ -117,15 +117,15 @@ def figure(runs: Sequence[Run]) -> plt.Figure:
     axis.set_ylabel("score (deviations of the initial policy's)")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=8)
-    return drawn
+    return plot
 
 
 def binned(xs: Sequence[float], ys: Sequence[float], *, width: float = 0.75) -> tuple[list[float], list[float]]:
-    """The mean point of each interval of x that holds points, in the order of x."""
+    """Averages the points in each interval of x, in the order of x."""
     bins: dict[int, list[tuple[float, float]]] = {}
     for x, y in zip(xs, ys, strict=True):
         bins.setdefault(int(x / width), []).append((x, y))
-    means = [(fmean(x for x, _ in found), fmean(y for _, y in found)) for _, found in sorted(bins.items())]
+    means = [(fmean(x for x, _ in pairs), fmean(y for _, y in pairs)) for _, pairs in sorted(bins.items())]
     return [x for x, _ in means], [y for _, y in means]
 
 

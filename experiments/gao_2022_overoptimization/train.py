@@ -46,7 +46,7 @@ class WatchedPPOTrainer(PPOTrainer):
     def log_stats(
         self, stats: dict[str, Any], batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], **options: Any
     ) -> dict[str, Any]:
-        """Logs the mean gold score beside PPO's statistics."""
+        """Adds the mean gold score to PPO's statistics and logs them."""
         stats |= self.gather_stats({GOLD: fmean(self.gold(batch["response"]))})
         return super().log_stats(stats, batch, rewards, **options)
 

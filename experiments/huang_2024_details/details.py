@@ -17,7 +17,7 @@ UNCLIPPED = 1000.0  # a range that no value leaves
 class DetailsPPOConfig(PPOConfig):
     """PPO with the details that PPOConfig does not have, each at the paper's choice."""
 
-    adam_epsilon: float = field(default=1e-5, metadata={"help": "Adam's epsilon; PyTorch's own default is 1e-8."})
+    adam_epsilon: float = field(default=1e-5, metadata={"help": "Adam's epsilon; PyTorch's default is 1e-8."})
     whiten_advantages: bool = field(default=True, metadata={"help": "Advantages with mean 0 and variance 1."})
     logprob_temperature: float | None = field(
         default=None,
@@ -50,7 +50,7 @@ class DetailsTrainer(PPOTrainer):
         return values, advantages if self.config.whiten_advantages else returns - values, returns
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        # PPOConfig(temperature=...) cannot do this: the trainer refuses to sample at another temperature than that.
+        # PPOConfig(temperature=...) cannot do this: the trainer refuses to sample at a different temperature.
         responses = super().generate(*args, **kwargs)
         self.sampler.temperature = self.config.logprob_temperature or self.sampler.temperature
         return responses

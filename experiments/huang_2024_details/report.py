@@ -17,13 +17,13 @@ CLAIM = (
     "Huang et al. 2024, arXiv:2403.17031: some details of the implementation decide whether RLHF works, others hardly "
     "matter. Here each is changed alone, and compared with the recipe seed by seed."
 )
-MARGIN = 0.1  # of reward: twice the error of a median of three differences between looks at 64 responses
+MARGIN = 0.1  # of reward: twice the standard error of the median of three differences over 64 responses
 Groups = Mapping[str, Mapping[int, Run]]  # setting -> seed -> run
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When the differences to the recipe, one for each seed, are what was expected."""
+    """A condition on the differences to the recipe, one per seed."""
 
     words: str
     holds: Callable[[Sequence[float]], bool]
@@ -34,7 +34,7 @@ ABOVE = Rule("above 0 in every seed", lambda gaps: min(gaps) > 0)
 LITTLE = Rule(f"median within {MARGIN} of 0", lambda gaps: abs(median(gaps)) <= MARGIN)
 NO_GAIN = Rule(f"median at most {MARGIN}", lambda gaps: median(gaps) <= MARGIN)
 
-EXPECTED = {  # setting: the claim, what it is about, and the rule; fixed before any run was seen
+EXPECTED = {  # setting -> claim, number of the summary, rule; fixed before the first run
     "whiten_advantages=False": ("advantages not whitened: less reward", "reward", BELOW),
     "whiten_rewards=True": ("rewards whitened: matters little", "reward", LITTLE),
     f"cliprange_value={UNCLIPPED}": ("values not clipped: matters little", "reward", LITTLE),
@@ -43,7 +43,7 @@ EXPECTED = {  # setting: the claim, what it is about, and the rule; fixed before
     "logprob_temperature=1.0": ("log-probabilities at the wrong temperature: less reward", "reward", BELOW),
     "use_score_scaling=True": ("scores divided by their deviation: more KL", "kl", ABOVE),
 }
-STABILITY = {  # heading: what was logged, and what to make of its steps
+STABILITY = {  # heading -> logged name, and how to reduce its steps
     "largest mean ratio": ("ppo/policy/ratio", max),
     "ratios clipped": ("ppo/policy/clipfrac", fmean),
     "values clipped": ("ppo/val/clipfrac", fmean),
@@ -53,18 +53,18 @@ STABILITY = {  # heading: what was logged, and what to make of its steps
 
 
 def judge(runs: Sequence[Run]) -> Report:
-    """Each setting against the recipe, on openings that were not trained on."""
+    """Compares each setting with the recipe on held-out openings."""
     groups = by_setting(runs)
     verdicts = [rises(groups["recipe"])] if "recipe" in groups else []
     for setting, (claim, name, rule) in EXPECTED.items():
-        if found := differences(groups, setting, name):
-            verdicts.append(Verdict(claim, f"{name}, {rule.words}", spread(found, "+.3f"), rule.holds(found)))
+        if gaps := differences(groups, setting, name):
+            verdicts.append(Verdict(claim, f"{name}, {rule.words}", spread(gaps, "+.3f"), rule.holds(gaps)))
     firsts = {setting: next(iter(group.values())) for setting, group in groups.items()}
     return Report(verdicts, {"figure": figure(groups), "effects": effects_figure(groups)}, samples_of(firsts))
 
 
 def by_setting(runs: Sequence[Run]) -> Groups:
-    """Runs by what of the recipe they change, `name=value`, the recipe first; then by seed."""
+    """Groups runs by the details that they change, `name=value`, the recipe first; then by seed."""
     groups: dict[str, dict[int, Run]] = {}
     for run in runs:
         changed = [f"{name}={run.config[name]}" for name, value in DETAILS.items() if run.config[name] != value]
@@ -80,14 +80,14 @@ def by_setting(runs: Sequence[Run]) -> Groups:
 
 
 def rises(recipe: Mapping[int, Run]) -> Verdict:
-    """Higher on held-out openings than before, in each seed."""
+    """Judges whether the reward of held-out openings is higher after training, in each seed."""
     before, after = ([run.summary[key] for run in recipe.values()] for key in ("reward_before", "reward"))
     passed = all(last > first for first, last in zip(before, after, strict=True))
     return Verdict("the recipe: the reward rises", f"above {spread(before)}", spread(after), passed)
 
 
 def differences(groups: Groups, setting: str, name: str) -> list[float]:
-    """A number of the summary less that of the recipe with the same seed, for each seed that both have."""
+    """Returns a number of the summary minus the recipe's with the same seed, for each seed that both have."""
     recipe = groups.get("recipe", {})
     return [
         run.summary[name] - recipe[seed].summary[name]
@@ -100,12 +100,12 @@ def differences(groups: Groups, setting: str, name: str) -> list[float]:
 
 
 def effects(groups: Groups) -> dict[str, list[str]]:
-    """The table: heading -> a cell for each setting; differences are to the recipe with the same seed."""
+    """Returns the table of effects: heading -> a cell per setting. Differences are to the recipe with the same seed."""
     columns: dict[str, list[str]] = {"setting": list(groups)}
     for name, form in (("reward", ".2f"), ("kl", ".1f"), ("ended", ".2f")):
         columns[name] = [spread((run.summary[name] for run in group.values()), form) for group in groups.values()]
         gaps = [differences(groups, setting, name) for setting in groups]
-        columns[f"{name}, difference"] = [spread(found, f"+{form}") if found else "" for found in gaps]
+        columns[f"{name}, difference"] = [spread(seeds, f"+{form}") if seeds else "" for seeds in gaps]
     for heading, (name, summed) in STABILITY.items():
         steps = [[run.curve("step", name)[1] for run in group.values()] for group in groups.values()]
         columns[heading] = [f"{median(map(summed, seeds)):.2f}" if all(seeds) else "" for seeds in steps]
@@ -113,30 +113,30 @@ def effects(groups: Groups) -> dict[str, list[str]]:
 
 
 def figure(groups: Groups) -> plt.Figure:
-    """The difference in reward of each detail, a dot for each seed; beside it the KL and the share that ended."""
+    """Plots for each detail the difference in reward, the KL, and the share of ended responses; a dot is a seed."""
     panels = {
         "reward: difference to the recipe": lambda setting: differences(groups, setting, "reward"),
         "KL to the pretrained model, nats": lambda setting: [run.summary["kl"] for run in groups[setting].values()],
         "responses that ended, share": lambda setting: [run.summary["ended"] for run in groups[setting].values()],
     }
-    drawn, axes = plt.subplots(1, len(panels), figsize=(12, 1.4 + 0.4 * len(groups)), layout="constrained", sharey=True)
+    plot, axes = plt.subplots(1, len(panels), figsize=(12, 1.4 + 0.4 * len(groups)), layout="constrained", sharey=True)
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
         for row, setting in enumerate(groups):
-            if found := values(setting):
-                axis.scatter(found, [row] * len(found), s=22, alpha=0.7, color=f"C{row % 10}")
-                axis.scatter(median(found), row, s=260, marker="|", color=f"C{row % 10}", linewidth=2)
+            if seeds := values(setting):
+                axis.scatter(seeds, [row] * len(seeds), s=22, alpha=0.7, color=f"C{row % 10}")
+                axis.scatter(median(seeds), row, s=260, marker="|", color=f"C{row % 10}", linewidth=2)
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
     axes[0].axvline(0, color="tab:gray", linewidth=0.8)
     axes[0].set_yticks(range(len(groups)), list(groups))
     axes[0].invert_yaxis()
-    return drawn
+    return plot
 
 
 def effects_figure(groups: Groups) -> plt.Figure:
-    """The table of effects as a picture."""
+    """Renders the table of effects as a figure."""
     columns = effects(groups)
-    drawn, axis = plt.subplots(figsize=(17, 0.7 + 0.3 * len(groups)), layout="constrained")
+    plot, axis = plt.subplots(figsize=(17, 0.7 + 0.3 * len(groups)), layout="constrained")
     axis.axis("off")
     table = axis.table(list(zip(*columns.values(), strict=True)), colLabels=list(columns), loc="center")
     table.auto_set_font_size(False)
@@ -144,7 +144,7 @@ def effects_figure(groups: Groups) -> plt.Figure:
     table.auto_set_column_width(range(len(columns)))
     table.scale(1, 1.3)
     axis.set_title("Median and range of the seeds; differences are to the recipe with the same seed", fontsize=10)
-    return drawn
+    return plot
 
 
 if __name__ == "__main__":

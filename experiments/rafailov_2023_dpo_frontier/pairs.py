@@ -34,11 +34,11 @@ class RunConfig:
     )
     pairs_folder: str | None = field(
         default=None,
-        metadata={"help": "Where pairs are kept, by the settings they follow from, for runs that share them."},
+        metadata={"help": "Cache of pairs, by the settings that determine them, for runs that share them."},
     )
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a continuation at most."})
     eval_prompts: int = field(default=128, metadata={"help": "Other openings, for reward and KL."})
-    look_every: int = field(default=8, metadata={"help": "Optimizer steps from one look at reward and KL to the next."})
+    look_every: int = field(default=8, metadata={"help": "Optimizer steps between two evaluations of reward and KL."})
     samples: int = field(default=5, metadata={"help": "Of those openings, how many are shown."})
 
 
@@ -95,7 +95,7 @@ def pairs_of(model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, *, 
     if not file.exists():
         pairs = sampled_pairs(model, tokenizer, run, seed=seed)
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(f".{os.getpid()}")  # runs side by side may make the same pairs
+        unfinished = file.with_suffix(f".{os.getpid()}")  # parallel runs may write the same pairs
         unfinished.write_text(json.dumps(pairs), encoding="utf-8")
         unfinished.replace(file)
     return json.loads(file.read_text(encoding="utf-8"))

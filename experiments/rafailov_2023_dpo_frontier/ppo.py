@@ -1,4 +1,4 @@
-"""PPO on the reward that DPO's pairs are labelled by, the other side of its frontier. See README.md."""
+"""PPO on the reward that labels DPO's pairs, for the comparison of their frontiers. See README.md."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ RECIPE = Path(__file__).with_name("recipe_ppo.yaml")
 
 @dataclass(frozen=True)
 class RunConfig(StoriesRun):
-    """What samples, and how often the policy is looked at."""
+    """The model, and how often the policy is evaluated."""
 
-    look_every: int = field(default=4, metadata={"help": "PPO steps from one look at reward and KL to the next."})
+    look_every: int = field(default=4, metadata={"help": "PPO steps between two evaluations of reward and KL."})
 
 
 def main(run: RunConfig, ppo: PPOConfig) -> None:
-    """Train, and follow reward and KL of other prompts."""
+    """Trains, and evaluates reward and KL on held-out prompts."""
 
     def on_step(step: int, row: dict[str, float], evaluation: Evaluation) -> None:
         if step % run.look_every == 0 and step < ppo.steps:

@@ -12,13 +12,13 @@ from experiments.sentiment_ppo import samples_of
 
 TITLE = "Direct preference optimisation and PPO on the frontier of reward against KL"
 CLAIM = "Rafailov et al. 2023, arXiv:2305.18290: at small KL, DPO's frontier of reward against KL is on or above PPO's."
-BUDGETS = (2.0, 4.0, 8.0)  # nats per response: what a small KL is, chosen before any run was seen
+BUDGETS = (2.0, 4.0, 8.0)  # small KLs in nats per response, chosen before the first run
 NAMES = {"sigmoid": "DPO", "ipo": "IPO", "hinge": "hinge", "kto_pair": "KTO-pair"}
 Seeds = dict[int, list[Point]]
 
 
 def judge(runs: Sequence[Run]) -> Report:
-    """DPO against PPO at each budget of KL; the other methods are drawn."""
+    """Compares DPO with PPO at each budget of KL. The other methods are plotted and not judged."""
     methods = by_method(runs)
     verdicts = []
     if {"DPO", "PPO"} <= set(methods):
@@ -30,7 +30,7 @@ def judge(runs: Sequence[Run]) -> Report:
 
 
 def method_of(run: Run) -> str:
-    """By the settings that its program alone has."""
+    """Returns the method of a run, from settings that only its program has."""
     if "loss_type" in run.config:
         loss = run.config["loss_type"]
         return NAMES.get(loss, str(loss))
@@ -38,27 +38,30 @@ def method_of(run: Run) -> str:
 
 
 def points_of(run: Run) -> list[Point]:
-    """(KL, reward) of every look, from the reference itself, whose KL is 0, to the end of training."""
+    """Returns (KL, reward) of every evaluation, from the reference, whose KL is 0, to the end of training."""
     kls, rewards = run.curve("eval_kl", "eval_reward")
     ends = [(0.0, run.summary["reward_before"]), (run.summary["kl"], run.summary["reward"])]
     return sorted({*zip(kls, rewards, strict=True), *ends})
 
 
 def by_method(runs: Sequence[Run]) -> dict[str, Seeds]:
-    """method -> seed -> the points of all its runs, DPO and PPO in front."""
-    found: dict[str, Seeds] = {}
+    """Groups the points of all runs: method -> seed -> points."""
+    groups: dict[str, Seeds] = {}
     for run in runs:
-        found.setdefault(method_of(run), {}).setdefault(run.config["seed"], []).extend(points_of(run))
+        groups.setdefault(method_of(run), {}).setdefault(run.config["seed"], []).extend(points_of(run))
     order = [*NAMES.values(), "PPO", "SFT on the chosen"]
-    return {name: found[name] for name in sorted(found, key=lambda name: [*order, name].index(name))}
+    return {name: groups[name] for name in sorted(groups, key=lambda name: [*order, name].index(name))}
 
 
 def best_within(points: Sequence[Point], budget: float) -> float:
-    """The most reward at a KL of at most `budget`, of the points (KL, reward) and of mixtures of two of them.
+    """Returns the largest reward at a KL of at most `budget`, over the points (KL, reward) and their mixtures.
 
-    To answer with one policy or, at random, with another has the mean of their rewards, and at most the mean of their
-    KLs, which are convex. So the frontier is the points' concave hull, however far apart the looks were. A point, that
-    of the reference, has a KL of 0.
+    A policy that answers with one of two policies at random has the mean of their rewards and, because the KL is
+    convex, at most the mean of their KLs. The frontier is therefore the concave hull of the points.
+
+    Args:
+        points: At least one of them, the reference's, has a KL of 0.
+        budget: In nats per response.
     """
     within = [(kl, reward) for kl, reward in points if kl <= budget]
     beyond = [(kl, reward) for kl, reward in points if kl > budget]
@@ -67,25 +70,25 @@ def best_within(points: Sequence[Point], budget: float) -> float:
 
 
 def on_or_above(dpo: Seeds, ppo: Seeds, seeds: Sequence[int], budget: float) -> Verdict:
-    """The median over the seeds of the best reward within the budget, DPO's against PPO's."""
+    """Compares the medians over the seeds of DPO's and PPO's best reward within the budget."""
     ours, theirs = ([best_within(points[seed], budget) for seed in seeds] for points in (dpo, ppo))
     passed = median(ours) >= median(theirs)
     return Verdict(f"reward within {budget:g} nats, DPO", f"at least PPO's {spread(theirs)}", spread(ours), passed)
 
 
 def scored(runs: Sequence[Run]) -> dict[str, str]:
-    """method -> how many texts the reward scored in a run, as words."""
+    """Returns method -> the number of texts that the reward scored in a run, as text."""
     counts: dict[str, set[int]] = {}
     for run in runs:
         is_ppo = method_of(run) == "PPO"
         count = run.config["steps"] * run.config["batch_size"] if is_ppo else run.summary["scored_texts"]
         counts.setdefault(method_of(run), set()).add(int(count))
-    return {method: " or ".join(f"{count:,}" for count in sorted(known)) for method, known in counts.items()}
+    return {method: " or ".join(f"{count:,}" for count in sorted(different)) for method, different in counts.items()}
 
 
 def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], *, is_judged: bool) -> plt.Figure:
-    """The points of all seeds with the frontier of each method; beside it what is judged, seed by seed."""
-    drawn, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
+    """Plots all points with the frontier of each method, and the best reward within each budget over the seeds."""
+    plot, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
     points = {
         f"{name} ({texts[name]} scored texts)": [point for seed in seeds.values() for point in seed]
         for name, seeds in methods.items()
@@ -99,7 +102,7 @@ def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], *, is_judged:
     curves(
         axes[1],
         {
-            name: [(budgets, [best_within(known, budget) for budget in budgets]) for known in seeds.values()]
+            name: [(budgets, [best_within(pairs, budget) for budget in budgets]) for pairs in seeds.values()]
             for name, seeds in methods.items()
         },
     )
@@ -107,7 +110,7 @@ def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], *, is_judged:
         axes[1].axvline(budget, color="tab:gray", linestyle="--", linewidth=0.8)
     axes[1].set_title("the most reward within a budget of KL", fontsize=10)
     axes[1].set_xlabel("budget (nats per response)")
-    return drawn
+    return plot
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ PANELS = {
 
 
 def main(run: RunConfig, sft: SFTConfig) -> None:
-    """Sample pairs, learn the chosen answers, and follow reward and KL of other prompts."""
+    """Samples pairs, trains on the chosen answers, and evaluates reward and KL on held-out prompts."""
     history = begin(PAPER, run, sft)
     model, tokenizer = load(run.model)
     evaluation = Evaluation(model.to(sft.device), tokenizer, sentiment, run, seed=sft.seed)

@@ -21,14 +21,14 @@ PANELS = {
 
 
 def columns(pair: Pair, *, ignored: int) -> dict[str, list[int]]:
-    """A tokenized row of DPOTrainer."""
+    """Returns a tokenized row for DPOTrainer."""
     sides = {side: learnt(pair["prompt"], pair[side], ignored=ignored) for side in ("chosen", "rejected")}
     prompt = {"prompt_input_ids": pair["prompt"], "prompt_attention_mask": [1] * len(pair["prompt"])}
     return prompt | {f"{side}_{name}": ids for side, row in sides.items() for name, ids in row.items()}
 
 
 def main(run: RunConfig, dpo: DPOConfig) -> None:
-    """Sample pairs, learn from them, and follow reward and KL of other prompts."""
+    """Samples pairs, trains on them, and evaluates reward and KL on held-out prompts."""
     history = begin(PAPER, run, dpo)
     model, tokenizer = load(run.model)
     evaluation = Evaluation(model.to(dpo.device), tokenizer, sentiment, run, seed=dpo.seed)

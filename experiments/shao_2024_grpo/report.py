@@ -28,26 +28,26 @@ Pair = tuple[Run, Run]
 
 
 def judge(runs: Sequence[Run]) -> Report:
-    """Accuracy is judged on the runs with the most answers, so that short ones may be there for generation alone."""
+    """Judges accuracy on the runs with the most answers, and generation on all runs."""
     if strange := [str(run.folder) for run in runs if not {"right", "right_before"} <= run.summary.keys()]:
         raise ValueError(f"no accuracy is in the summary of {', '.join(strange)}. Give folders of train.py's runs.")
     most = max(answers(run) for run in runs)
     long = [run for run in runs if answers(run) == most and run.config["steps_per_generation"] == 1]
     verdicts = [
-        *(found for same in by(long, *SIZE).values() for found in (*rises(same), *baselines(same))),
-        *(found for same in by(runs, *SIZE, "scale_rewards").values() for found in generation(same)),
+        *(verdict for same in by(long, *SIZE).values() for verdict in (*rises(same), *baselines(same))),
+        *(verdict for same in by(runs, *SIZE, "scale_rewards").values() for verdict in generation(same)),
     ]
     return Report(verdicts, {"figure": figure(long, runs)})
 
 
 def answers(run: Run) -> int:
-    """How many answers each process of a run learns from in all."""
+    """Returns the number of answers that each process of a run learns from."""
     prompts, generations, accumulated, steps = (run.config[name] for name in SIZE)
     return prompts * generations * accumulated * steps
 
 
 def rises(runs: Sequence[Run]) -> list[Verdict]:
-    """Whether GRPO as published learns: one verdict, or none without runs of it. The runs are of one size."""
+    """Judges whether GRPO as published raises accuracy; no verdict without its runs. The runs have one size."""
     known = by(runs, "scale_rewards").get("group", [])
     if not known:
         return []
@@ -59,7 +59,7 @@ def rises(runs: Sequence[Run]) -> list[Verdict]:
 
 
 def baselines(runs: Sequence[Run]) -> list[Verdict]:
-    """Whether each kind of advantage with the group's mean beats the reward itself. The runs are of one size."""
+    """Judges whether each advantage with the group's mean beats the reward itself. The runs have one size."""
     kinds, verdicts = by(runs, "scale_rewards"), []
     for kind in ("group", "batch", "none"):
         if not (pairs := paired(kinds.get(kind, []), kinds.get("raw", []))):
@@ -74,7 +74,7 @@ def baselines(runs: Sequence[Run]) -> list[Verdict]:
 
 
 def generation(runs: Sequence[Run]) -> list[Verdict]:
-    """What steps_per_generation saves: calls, and seconds. The runs differ in it and in their seed alone."""
+    """Judges how many calls and seconds steps_per_generation saves. The runs differ in it and in their seed alone."""
     kinds, verdicts = by(runs, "steps_per_generation"), []
     for factor in sorted(set(kinds) - {1}):
         if not (pairs := paired(kinds.get(1, []), kinds[factor])):
@@ -102,12 +102,12 @@ def generation(runs: Sequence[Run]) -> list[Verdict]:
 
 
 def per_step(run: Run) -> int:
-    """Answers of an optimizer step."""
+    """Returns the number of answers per optimizer step."""
     return answers(run) // run.config["max_steps"]
 
 
 def paired(ones: Sequence[Run], others: Sequence[Run]) -> list[Pair]:
-    """Runs of the same seed on either side."""
+    """Returns the pairs of runs with the same seed."""
     of_seed = {run.config["seed"]: run for run in others}
     return [(run, of_seed[run.config["seed"]]) for run in ones if run.config["seed"] in of_seed]
 
@@ -117,8 +117,8 @@ def _group_size(runs: Sequence[Run]) -> str:
 
 
 def figure(long: Sequence[Run], runs: Sequence[Run]) -> Figure:
-    """Accuracy in training, accuracy after it, and what a step's generation takes."""
-    drawn, (learning, after, cost) = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
+    """Plots accuracy in training, accuracy before and after it, and the seconds of generation per step."""
+    plot, (learning, after, cost) = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
     learning.set_title("right answers in training", fontsize=10)
     learning.set_xlabel("answers learnt from")
     after.set_title("right answers to sums never trained on", fontsize=10)
@@ -128,7 +128,7 @@ def figure(long: Sequence[Run], runs: Sequence[Run]) -> Figure:
         curves(learning, {_label(key): [_learning(run) for run in known] for key, known in _kinds(long).items()})
         _before_and_after(after, long)
     _seconds(cost, runs)
-    return drawn
+    return plot
 
 
 def _kinds(runs: Sequence[Run]) -> dict[tuple[str, int], list[Run]]:
@@ -145,7 +145,7 @@ def _learning(run: Run) -> tuple[list[float], list[float]]:
 
 
 def _before_and_after(axis: Axes, runs: Sequence[Run]) -> None:
-    """A line for each run, from before to after, in the colours of `curves`."""
+    """Plots a line from before to after for each run, in the colours of `curves`."""
     for i, known in enumerate(_kinds(runs).values()):
         for run in known:
             axis.plot(("before", "after"), (run.summary["right_before"], run.summary["right"]), f"C{i}o-", alpha=0.7)
@@ -153,7 +153,7 @@ def _before_and_after(axis: Axes, runs: Sequence[Run]) -> None:
 
 
 def _seconds(axis: Axes, runs: Sequence[Run]) -> None:
-    """A dot for each run that has a partner with another steps_per_generation, and what its factor would give."""
+    """Plots seconds per step over steps_per_generation, with a dashed line of exact proportionality."""
     for i, same in enumerate(by(runs, *SIZE, "scale_rewards").values()):
         kinds = by(same, "steps_per_generation")
         if len(kinds) < 2:
@@ -173,7 +173,7 @@ def _seconds(axis: Axes, runs: Sequence[Run]) -> None:
 
 
 def seconds_per_step(run: Run) -> float:
-    """Seconds of generation for each optimizer step."""
+    """Returns the seconds of generation per optimizer step."""
     return run.summary["generation_seconds"] / run.config["max_steps"]
 
 

@@ -35,12 +35,12 @@ class RunConfig:
 
 
 def question(first: int, second: int) -> str:
-    """A sum after three solved ones, which show the model the form of an answer."""
+    """Returns a prompt: three solved sums, which show the form of an answer, and the sum to solve."""
     return "".join(f"{a} + {b} = {a + b}\n" for a, b in SHOTS) + f"{first} + {second} ="
 
 
 def sums(run: RunConfig, *, seed: int) -> DatasetDict:
-    """Shuffled splits train and test, with the columns prompt and answer; no sum is in both, in either order."""
+    """Returns shuffled splits train and test of prompt and answer. No sum is in both, in either order."""
     numbers = range(1, run.largest + 1)
     solved = {frozenset(shot) for shot in SHOTS}
     pairs = [(a, b) for a in numbers for b in numbers if frozenset((a, b)) not in solved]
@@ -57,7 +57,7 @@ def sums(run: RunConfig, *, seed: int) -> DatasetDict:
 
 
 def right(completions: Sequence[str], answer: Sequence[int], **_: object) -> list[float]:
-    """1 where the first line of a completion is the answer and nothing else, 0 elsewhere."""
+    """Returns 1 where the first line of a completion is exactly the answer, else 0."""
     lines = [completion.partition("\n")[0].strip() for completion in completions]
     return [float(line == str(number)) for line, number in zip(lines, answer, strict=True)]
 
@@ -79,7 +79,7 @@ class Clock:
 
 
 def share_right(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> float:
-    """The share of right answers to the test sums; prints some of the answers."""
+    """Returns the share of right answers to the test sums, and prints some answers."""
     accuracy, args = trainer.evaluate()["eval_reward"], trainer.args
     shown, model = trainer.eval_dataset["prompt"][: run.samples], trainer.accelerator.unwrap_model(trainer.model)
     answers = texts(model, trainer.tokenizer, shown, max_new_tokens=args.max_completion_length, seed=args.seed)

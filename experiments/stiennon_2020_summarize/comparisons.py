@@ -1,4 +1,4 @@
-"""Posts with reference answers, comparisons of a model's own answers, and the labeller that stands in for people."""
+"""Posts with reference answers, comparisons of a model's answers, and the simulated labeller."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -13,21 +13,28 @@ from experiments.stiennon_2020_summarize.sft import documents
 from trimtab_lm.rewards.model import RewardModel
 
 Gold = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
-"""gold(prompts, answers) -> the true score of each answer: what a labeller would like."""
+"""gold(prompts, answers) -> the true score of each answer, by which the labeller compares."""
 
 
 def gold_score(name: str) -> Gold:
-    """vader: how positive the answer alone sounds. Else the hub id or folder of a reward model."""
+    """Returns the gold score: vader, the sentiment of the answer alone, or a reward model by its hub id or folder."""
     if name == "vader":
         return lambda prompts, answers: sentiment(answers)
     return RewardModel(name, device=PartialState().device)
 
 
 def review_starts(reviews: Iterable[str], *, words: int, prompt_words: int) -> Dataset:
-    """prompt: a review's first words; completion: how its writer went on, to the last sentence that ends in time.
+    """Splits the starts of reviews into a prompt, the first words, and a completion, up to the end of a sentence.
 
-    words: at most so many in both. Reviews are left out whose first sentence is longer, or which leave fewer words
-    for the completion than for the prompt.
+    Leaves out reviews whose first sentence is longer than `words`, or whose completion is shorter than the prompt.
+
+    Args:
+        reviews: Texts.
+        words: Largest number of words in prompt and completion together.
+        prompt_words: Words of the prompt.
+
+    Returns:
+        A dataset with the columns prompt and completion.
     """
     rows = []
     for review in reviews:
@@ -38,29 +45,43 @@ def review_starts(reviews: Iterable[str], *, words: int, prompt_words: int) -> D
 
 
 def splits(name: str, columns: Sequence[str]) -> tuple[Dataset, Dataset]:
-    """What to learn from, and what is held out: the splits train, and test or validation, of a data set.
+    """Loads the splits train, and test or validation, of a dataset.
 
-    name: hub id, folder of data files, or folder that `save_to_disk` wrote.
+    Args:
+        name: Hub id, folder of data files, or folder that `save_to_disk` wrote.
+        columns: The columns to keep.
+
+    Returns:
+        The training data and the held-out data.
+
+    Raises:
+        ValueError: A split or a column is missing.
     """
-    found = load_from_disk(name) if (Path(name) / "dataset_dict.json").exists() else load_dataset(name)
-    held_out = next((split for split in ("test", "validation") if split in found), None)
-    if not isinstance(found, DatasetDict) or "train" not in found or held_out is None:
+    dataset = load_from_disk(name) if (Path(name) / "dataset_dict.json").exists() else load_dataset(name)
+    held_out = next((split for split in ("test", "validation") if split in dataset), None)
+    if not isinstance(dataset, DatasetDict) or "train" not in dataset or held_out is None:
         raise ValueError(
-            f"{name} has the splits {sorted(found)}; train is needed, and test or validation. Rename its splits."
+            f"{name} has the splits {sorted(dataset)}; train is needed, and test or validation. Rename its splits."
         )
-    if missing := set(columns).difference(found["train"].column_names):
+    if missing := set(columns).difference(dataset["train"].column_names):
         raise ValueError(
-            f"{name} has the columns {found['train'].column_names} and lacks {sorted(missing)}; texts called "
+            f"{name} has the columns {dataset['train'].column_names} and lacks {sorted(missing)}; texts called "
             f"{', '.join(columns)} are needed. Rename its columns."
         )
-    return found["train"].select_columns(columns), found[held_out].select_columns(columns)
+    return dataset["train"].select_columns(columns), dataset[held_out].select_columns(columns)
 
 
 def preferred_first(first: float, second: float, *, temperature: float, rng: random.Random) -> bool:
-    """Whether the labeller prefers the first, with probability s((first - second) / temperature).
+    """Samples whether the labeller prefers the first of two answers (Bradley & Terry 1952).
 
-    s: the logistic function (Bradley & Terry 1952). At temperature 0 the higher score is preferred; a tie is a toss of
-    a coin.
+    The probability is s((first - second) / temperature), where s is the logistic function. At temperature 0 the
+    labeller prefers the higher score. Equal scores have probability 1/2.
+
+    Args:
+        first: The gold score of the first answer.
+        second: The gold score of the second answer.
+        temperature: In units of the gold score.
+        rng: The source of randomness.
     """
     if first == second:
         return rng.random() < 0.5
@@ -77,9 +98,17 @@ def compared(
     temperature: float,
     seed: int,
 ) -> Dataset:
-    """Columns prompt, chosen, rejected, and the gold score of both; without pairs of which nothing can be learnt.
+    """Labels pairs of answers; leaves out pairs with an empty answer and pairs of equal answers.
 
-    Left out are pairs with an empty answer, and pairs of the same answers. temperature: see `preferred_first`.
+    Args:
+        prompts: N texts.
+        pairs: Two answers to each prompt.
+        golds: The gold scores of each pair.
+        temperature: See `preferred_first`.
+        seed: Determines the labels.
+
+    Returns:
+        A dataset with the columns prompt, chosen, rejected, gold_chosen and gold_rejected.
     """
     rng = random.Random(seed)
     rows = []
@@ -100,11 +129,17 @@ def compared(
 
 
 def expected_best_of(ranked: Sequence[float], n: int) -> float:
-    """Mean over all draws of n of N samples of the value of the one ranked first among the n.
+    """Estimates the expected value of the best of n without bias (Nakano et al. 2021, arXiv:2112.09332).
 
-    ranked: [N], values of the samples, those that the proxy likes best first. The sample of rank r is the best of
-    C(N - r, n - 1) of the C(N, n) draws, r from 1 (the unbiased estimate of Nakano et al. 2021, arXiv:2112.09332).
-    n = 1 gives the mean.
+    This is the mean, over all subsets of n of the N samples, of the value of the subset's highest-ranked sample. The
+    sample of rank r, from 1, is the highest-ranked of C(N - r, n - 1) of the C(N, n) subsets. n = 1 gives the mean.
+
+    Args:
+        ranked: The values of the samples, [N], in the order of the proxy's scores, the highest first.
+        n: Samples per subset.
+
+    Raises:
+        ValueError: n is not between 1 and N.
     """
     total = len(ranked)
     if not 1 <= n <= total:

@@ -22,7 +22,7 @@ SFT, PPO, ACCURACY, BEST_OF = "gold_sft", "gold_ppo", "accuracy_", "gold_best_of
 
 
 def judge(runs: Sequence[Run]) -> Report:
-    """Gains in gold score over the fine-tuned policy of the same run, and accuracies on other comparisons."""
+    """Judges the gains in gold score over the fine-tuned policy of the same run, and the reward models' accuracies."""
     whole = [run for run in runs if SFT in run.summary and PPO in run.summary]
     if not whole:
         raise ValueError(
@@ -43,17 +43,17 @@ def judge(runs: Sequence[Run]) -> Report:
 
 
 def names(runs: Sequence[Run], prefix: str) -> list[str]:
-    """Numbers of summaries whose names are the prefix and a count, in the order of that."""
+    """Returns the names in the summaries that consist of the prefix and a count, sorted by the count."""
     return sorted({name for run in runs for name in run.summary if name.startswith(prefix)}, key=number)
 
 
 def number(name: str) -> int:
-    """The count at the end of a name."""
+    """Returns the count at the end of a name."""
     return int(name.rpartition("_")[2])
 
 
 def beats(runs: Sequence[Run], name: str, title: str) -> Verdict:
-    """More gold score than the fine-tuned policy, in each seed."""
+    """Judges whether a policy has a higher gold score than the fine-tuned one, in each seed."""
     gains = [run.summary[name] - run.summary[SFT] for run in runs]
     before = spread([run.summary[SFT] for run in runs])
     return Verdict(
@@ -62,7 +62,7 @@ def beats(runs: Sequence[Run], name: str, title: str) -> Verdict:
 
 
 def grows(runs: Sequence[Run]) -> Iterator[Verdict]:
-    """From the fewest comparisons to the most in each seed, and from each number to the next in the median."""
+    """Judges whether accuracy grows from fewest to most comparisons in each seed, and by each step in the median."""
     counts = names(runs, ACCURACY)
     runs = [run for run in runs if all(name in run.summary for name in counts)]
     if len(counts) < 2 or not runs:
@@ -78,8 +78,8 @@ def grows(runs: Sequence[Run]) -> Iterator[Verdict]:
 
 
 def figure(runs: Sequence[Run]) -> plt.Figure:
-    """Gold score against the KL to the fine-tuned policy, and accuracy against the number of comparisons."""
-    drawn, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    """Plots gold score over the KL to the fine-tuned policy, and accuracy over the number of comparisons."""
+    plot, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     ranks = [SFT, *names(runs, BEST_OF)]
     curves(left, {"best of n": [policies(run, [name for name in ranks if name in run.summary]) for run in runs]})
     for i, (coefficient, group) in enumerate(by(runs, "init_kl_coef").items(), start=1):
@@ -100,40 +100,40 @@ def figure(runs: Sequence[Run]) -> plt.Figure:
     counts = [number(name) for name in names(runs, ACCURACY)]
     right.set_xticks(counts, [str(count) for count in counts])
     right.set_xticks([], minor=True)
-    return drawn
+    return plot
 
 
 def policies(run: Run, ranks: Sequence[str]) -> Curve:
-    """KL and gold score of the fine-tuned policy and of best-of-n."""
+    """Returns KL and gold score of the fine-tuned policy and of best-of-n."""
     return [run.summary[name.replace("gold", "kl", 1)] for name in ranks], [run.summary[name] for name in ranks]
 
 
 def accuracies(run: Run) -> Curve:
-    """Number of comparisons, and accuracy of the reward model that learnt from them."""
+    """Returns the numbers of comparisons, and the accuracies of the reward models."""
     known = names([run], ACCURACY)
     return [float(number(name)) for name in known], [run.summary[name] for name in known]
 
 
 def training(runs: Sequence[Run]) -> plt.Figure:
-    """What PPO learns from and what it is meant to learn, over its steps."""
-    drawn, axes = plt.subplots(1, 3, figsize=(13, 3.4), layout="constrained")
+    """Plots PPO's reward, gold score and KL over its steps."""
+    plot, axes = plt.subplots(1, 3, figsize=(13, 3.4), layout="constrained")
     panels = {"ppo/mean_scores": "reward model's score", "ppo/gold": "gold score", "objective/kl": "KL (nats)"}
     for axis, (key, title) in zip(axes, panels.items(), strict=True):
         groups = by(runs, "init_kl_coef").items()
         curves(axis, {f"coefficient {value:g}": [steps(run, key) for run in group] for value, group in groups})
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("PPO step")
-    return drawn
+    return plot
 
 
 def steps(run: Run, key: str) -> Curve:
-    """A number over PPO's steps; of a step that was done twice, the later one."""
-    found = dict(zip(*run.curve("ppo/step", key), strict=True))
-    return sorted(found), [found[step] for step in sorted(found)]
+    """Returns a logged number over PPO's steps; where a resumed run repeated a step, its later value."""
+    values = dict(zip(*run.curve("ppo/step", key), strict=True))
+    return sorted(values), [values[step] for step in sorted(values)]
 
 
 def samples(folder: Path) -> dict[str, list[str]]:
-    """Prompts with what each policy made of them, where the run left any."""
+    """Reads a run's samples: prompts with the answer of each policy."""
     file = folder / SAMPLES
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 

@@ -18,7 +18,7 @@ PANELS = {"accuracy": ["accuracy", "eval_accuracy"], "loss": ["loss", "eval_loss
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What scores, and which pairs."""
+    """The model, and the pairs."""
 
     model: str = field(
         default="stories15m",
@@ -27,7 +27,7 @@ class RunConfig:
     data: str = field(
         default="imdb",
         metadata={
-            "help": "imdb: a liking review against a disliking one. gpt4 or claude: answers to instructions, as "
+            "help": "imdb: a positive review against a negative one. gpt4 or claude: answers to instructions, as "
             "these judged them for AlpacaEval (needs an instruct model and max_length)."
         },
     )
@@ -37,7 +37,7 @@ class RunConfig:
 
 
 def review_pairs(reviews: Iterable[dict[str, str | int]], words: int) -> Dataset:
-    """Reviews that like a film, in turn with those that do not: the end of each, where the verdict is."""
+    """Pairs positive reviews with negative ones; keeps the last words of each, where the verdict is."""
     sides: dict[int, list[str]] = {0: [], 1: []}
     for review in reviews:
         sides[int(review["label"])].append(" ".join(str(review["text"]).split()[-words:]))
@@ -57,7 +57,7 @@ def pairs(run: RunConfig) -> tuple[Dataset, Dataset]:
 
 
 def main(run: RunConfig, reward: RewardConfig) -> None:
-    """Train, and print how often the held-out pairs are ranked rightly, before and after."""
+    """Trains, and prints the accuracy on held-out pairs before and after."""
     history = begin(PAPER, run, reward)
     name = str(stories15m()) if run.model == "stories15m" else run.model
     train, test = pairs(run)

@@ -22,21 +22,21 @@ class RunConfig:
         default=None,
         metadata={
             "help": "Hub id or folder of posts and summaries: texts prompt and completion, splits train and "
-            "test (or validation). None: openings of film reviews, and how their writers went on."
+            "test (or validation). None: openings and continuations of film reviews."
         },
     )
     preferences: str | None = field(
         default=None,
         metadata={
             "help": "Hub id or folder of comparisons that people made: texts prompt, chosen and rejected, splits "
-            "train and test (or validation). None: the fine-tuned model's own answers, compared by gold."
+            "train and test (or validation). None: answers of the fine-tuned model, compared by gold."
         },
     )
     gold: str = field(
         default="vader",
         metadata={
-            "help": "Who compares and who judges at the end. vader: how positive an answer sounds; or the hub id "
-            "or folder of a reward model."
+            "help": "What compares answers, and judges them at the end. vader: the sentiment of an answer; or the "
+            "hub id or folder of a reward model."
         },
     )
     label_temperature: float = field(
@@ -49,10 +49,10 @@ class RunConfig:
     max_new_tokens: int = field(default=20, metadata={"help": "Tokens of an answer at most."})
     sft_steps: int = field(default=50, metadata={"help": "Optimizer steps of fine-tuning."})
     sft_batch_size: int = field(default=2, metadata={"help": "Rows of max_length tokens in each of them."})
-    sft_learning_rate: float = field(default=5e-4, metadata={"help": "Its highest learning rate, of a cosine."})
+    sft_learning_rate: float = field(default=5e-4, metadata={"help": "Peak learning rate of fine-tuning (cosine)."})
     comparisons: tuple[int, ...] = field(
         default=(40, 160, 640),
-        metadata={"help": "Comparisons that each reward model learns from; PPO has the one of the most."},
+        metadata={"help": "Comparisons per reward model; PPO uses the reward model of the most."},
     )
     eval_comparisons: int = field(default=192, metadata={"help": "Other comparisons, for the accuracy."})
     reward_epochs: float = field(default=1.0, metadata={"help": "Passes over the comparisons."})
@@ -71,8 +71,8 @@ class RunConfig:
             raise ValueError(f"best_of={self.best_of} has to be one number, 1 or more, or several.")
         if self.preferences is not None and self.gold == "vader":
             raise ValueError(
-                f"preferences={self.preferences!r} are people's, and gold='vader' would judge by something else at the "
-                "end. Set gold to the hub id or folder of a reward model of such preferences."
+                f"preferences={self.preferences!r} come from people, but gold='vader' judges by another score at "
+                "the end. Set gold to the hub id or folder of a reward model of such preferences."
             )
 
 

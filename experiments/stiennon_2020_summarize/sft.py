@@ -20,7 +20,7 @@ PANELS = {"loss (nats per token)": ["loss", "eval_loss"], "entropy (nats per tok
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What is fine-tuned, and on what."""
+    """The model and the texts."""
 
     model: str = field(
         default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
@@ -40,19 +40,19 @@ class RunConfig:
 
 
 def documents(text: str, words: int) -> Iterator[str]:
-    """Consecutive whole sentences of up to `words` words together; a longer sentence stands alone."""
+    """Yields consecutive whole sentences of at most `words` words together; a longer sentence is one document."""
     held: list[str] = []
     for sentence in re.split(r"(?<=[.!?])\s+", text.strip()):
         if held and len(" ".join([*held, sentence]).split()) > words:
             yield " ".join(held)
             held = []
         held.append(sentence)
-    if any(held):  # a few addresses of the data have no text
+    if any(held):  # a few addresses have no text
         yield " ".join(held)
 
 
 def speeches(addresses: Iterable[dict[str, str]], run: RunConfig) -> tuple[Dataset, Dataset]:
-    """Documents to learn from, and those of the presidents that are held out."""
+    """Returns the documents for training, and those of the held-out presidents."""
     parts: dict[bool, list[str]] = {False: [], True: []}
     for address in addresses:
         parts[address["president"] in run.held_out] += documents(address["text"], run.words)
@@ -60,7 +60,7 @@ def speeches(addresses: Iterable[dict[str, str]], run: RunConfig) -> tuple[Datas
 
 
 def main(run: RunConfig, sft: SFTConfig) -> None:
-    """Fine-tune, and print the loss on held-out text and continuations of it, before and after."""
+    """Fine-tunes, and prints held-out loss and continuations before and after."""
     history = begin(PAPER, run, sft)
     name = str(stories15m()) if run.model == "stories15m" else run.model
     if run.dataset is None:

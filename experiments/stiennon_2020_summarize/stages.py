@@ -1,4 +1,4 @@
-"""The stages of the pipeline, each of which leaves a folder: sft, comparisons, reward, ppo; then the evaluation."""
+"""The stages of the pipeline (sft, comparisons, reward, ppo), each of which writes a folder, and the evaluation."""
 
 import json
 import random
@@ -42,15 +42,15 @@ from trimtab_lm.reward import RewardConfig, RewardTrainer
 from trimtab_lm.rewards.model import RewardModel
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
-REFERENCES = 256  # human answers whose mean score becomes 0
-LOOKS = 4  # answers of PPO's policy to each prompt of the evaluation
+REFERENCES = 256  # human answers; the reward model's scores are shifted so that their mean is 0
+LOOKS = 4  # answers that PPO's policy samples for each prompt of the evaluation
 RESULT = "result.json"
 Proxy = Callable[[Sequence[str]], list[float]]
-"""proxy(texts of prompt and answer) -> the reward model's scores, 0 for human answers on average."""
+"""proxy(texts of prompt and answer) -> the reward model's scores."""
 
 
 class Record:
-    """history.jsonl and the tracker of the whole pipeline; each row that is logged is a step."""
+    """Writes rows to history.jsonl and to the tracker of the whole pipeline; each row is a step."""
 
     def __init__(self, folder: Path, tracker: Tracker, *, goes_on: bool):
         self.folder, self.tracker = folder, tracker
@@ -62,12 +62,12 @@ class Record:
         self.tracker.log(row, self.step)
 
     def table(self, name: str, columns: Mapping[str, Sequence[Any]]) -> None:
-        """columns: heading -> cells [N]."""
+        """Logs a table of samples: heading -> cells [N]."""
         self.tracker.table(name, list(columns), zip(*columns.values(), strict=True), self.step)
 
 
 class Logged(TrainerCallback):
-    """Passes what a stage's trainer logs on to the record, the stage's name before it."""
+    """Passes the logs of a stage's trainer to the record, with the stage's name before each key."""
 
     def __init__(self, record: Record, stage: str):
         self.record, self.stage = record, stage
@@ -78,7 +78,7 @@ class Logged(TrainerCallback):
 
 @dataclass(frozen=True)
 class Data:
-    """Columns prompt and completion: what is fine-tuned on, what comparisons and PPO begin with, what is held out."""
+    """Datasets with the columns prompt and completion: for SFT, for comparisons and PPO, and held out."""
 
     sft: Dataset
     policy: Dataset
@@ -86,11 +86,11 @@ class Data:
 
 
 def read_data(run: RunConfig, seed: int) -> Data:
-    """Texts whose halves are apart: the answers that are compared continue prompts that SFT has not seen."""
+    """Reads the texts and splits them, so that comparisons and PPO use prompts that SFT has not seen."""
     if run.dataset is None:
         reviews = imdb_reviews()
-        known = reviews.select(range(min(run.reviews, len(reviews))))["text"]
-        starts = review_starts(known, words=run.words, prompt_words=run.prompt_words)
+        texts = reviews.select(range(min(run.reviews, len(reviews))))["text"]
+        starts = review_starts(texts, words=run.words, prompt_words=run.prompt_words)
         parts = starts.train_test_split(test_size=0.1, shuffle=False)
         train, held_out = parts["train"], parts["test"]
     else:
@@ -100,7 +100,7 @@ def read_data(run: RunConfig, seed: int) -> Data:
 
 
 def fine_tune(name: str, run: RunConfig, data: Data, record: Record, *, seed: int, folder: Path) -> None:
-    """Stage 1: the human completions, by their likelihood."""
+    """Stage 1: trains on the human completions by maximum likelihood."""
     (args,) = from_recipe(
         sft_stage.RECIPE,
         SFTConfig,
@@ -129,18 +129,18 @@ def fine_tune(name: str, run: RunConfig, data: Data, record: Record, *, seed: in
 
 
 def compare(sft: Path, run: RunConfig, data: Data, gold: Gold, record: Record, *, seed: int, folder: Path) -> None:
-    """Stage 2: comparisons to learn from, with the labeller's noise, and others, as gold itself would have them."""
+    """Stage 2: collects training comparisons, with the labeller's noise, and test comparisons, without noise."""
     if run.preferences is not None:
         train, test = splits(run.preferences, ["prompt", "chosen", "rejected"])
         train = train.shuffle(seed=seed)
     else:
         model, tokenizer = load(sft)
         most = max(run.comparisons)
-        # A few more: pairs of which nothing can be learnt are left out.
+        # A few prompts more than needed: pairs of equal or empty answers are left out.
         prompts = data.policy["prompt"][: most + most // 8 + 8]
-        train = own_pairs(model, tokenizer, prompts, run, gold, run.label_temperature, seed)
+        train = sampled_pairs(model, tokenizer, prompts, run, gold, run.label_temperature, seed)
         others = data.held_out["prompt"][run.eval_prompts :][: run.eval_comparisons]
-        test = own_pairs(model, tokenizer, others, run, gold, 0.0, seed)
+        test = sampled_pairs(model, tokenizer, others, run, gold, 0.0, seed)
         test = test.filter(lambda row: row["gold_chosen"] != row["gold_rejected"])
         right = [
             row["gold_chosen"] > row["gold_rejected"] for row in train if row["gold_chosen"] != row["gold_rejected"]
@@ -148,15 +148,16 @@ def compare(sft: Path, run: RunConfig, data: Data, gold: Gold, record: Record, *
         record.log({"comparisons/agreement": fmean(right), "comparisons/told_apart": len(right) / len(train)})
     if len(train) < max(run.comparisons) or not len(test):
         raise ValueError(
-            f"comparisons={run.comparisons} and eval_comparisons={run.eval_comparisons} were asked, and there are "
-            f"{len(train)} to learn from and {len(test)} others. Lower them, or give more prompts (reviews, dataset)."
+            f"comparisons={run.comparisons} and eval_comparisons={run.eval_comparisons} need more "
+            f"comparisons than the {len(train)} for training and {len(test)} for evaluation that exist. Lower them, or "
+            "give more prompts (reviews, dataset)."
         )
     test = test.select(range(min(run.eval_comparisons, len(test))))
     record.table("comparisons", train.select(range(min(run.samples, len(train)))).to_dict())
     DatasetDict({"train": train, "test": test}).save_to_disk(folder)
 
 
-def own_pairs(
+def sampled_pairs(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
@@ -165,22 +166,24 @@ def own_pairs(
     temperature: float,
     seed: int,
 ) -> Dataset:
-    """Two answers of the model to each prompt, and which of them the labeller prefers."""
+    """Samples two answers of the model to each prompt, and lets the labeller choose between them."""
     twice = [*prompts, *prompts]
     _, answers = continued(model, tokenizer, twice, max_new_tokens=run.max_new_tokens, seed=seed)
     golds = list(gold(twice, answers))
-    pairs, scores = (list(zip(each[: len(prompts)], each[len(prompts) :], strict=True)) for each in (answers, golds))
+    count = len(prompts)
+    pairs, scores = (list(zip(cells[:count], cells[count:], strict=True)) for cells in (answers, golds))
     return compared(prompts, pairs, scores, temperature=temperature, seed=seed)
 
 
 def learn_rewards(
     sft: Path, pairs: Path, run: RunConfig, data: Data, record: Record, *, seed: int, folder: Path
 ) -> None:
-    """Stage 3: a reward model from the fine-tuned one for each number of comparisons; the last and largest is kept.
+    """Stage 3: trains a reward model for each number of comparisons; keeps the one of the largest number.
 
-    Its scores are then shifted so that human answers score 0 on average, as in the paper.
+    Each starts from the fine-tuned model. The scores of the kept one are shifted so that human answers score 0 on
+    average, as in the paper.
     """
-    known = load_from_disk(pairs)
+    comparisons = load_from_disk(pairs)
     accuracies = {}
     for count in sorted(run.comparisons):
         (args,) = from_recipe(
@@ -195,13 +198,13 @@ def learn_rewards(
             per_device_train_batch_size=run.reward_batch_size,
             per_device_eval_batch_size=run.reward_batch_size,
             learning_rate=run.reward_learning_rate,
-            warmup_steps=0.1,  # of the steps: the fewest comparisons are a handful of them
-            init_reward_head=False,  # transformers' own start is smaller: first scores near each other
+            warmup_steps=0.1,  # share of the steps: few comparisons make few steps
+            init_reward_head=False,  # transformers' initialization is smaller: scores start close together
             max_length=run.max_length,
         )
         tokenizer = AutoTokenizer.from_pretrained(sft)
-        train = known["train"].select_columns(["prompt", "chosen", "rejected"]).select(range(count))
-        test = known["test"].select_columns(["prompt", "chosen", "rejected"])
+        train = comparisons["train"].select_columns(["prompt", "chosen", "rejected"]).select(range(count))
+        test = comparisons["test"].select_columns(["prompt", "chosen", "rejected"])
         callbacks = [Logged(record, f"reward_{count}")]
         trainer = RewardTrainer(
             str(sft), args, train_dataset=train, eval_dataset=test, processing_class=tokenizer, callbacks=callbacks
@@ -213,13 +216,13 @@ def learn_rewards(
     tokenizer.save_pretrained(folder)
     references = data.policy.select(range(min(REFERENCES, len(data.policy))))
     texts = [row["prompt"] + row["completion"] for row in references]
-    found = {f"accuracy_{count}": accuracy for count, accuracy in accuracies.items()}
-    found["shift"] = fmean(raw_proxy(folder)(texts))
-    (folder / RESULT).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    result = {f"accuracy_{count}": accuracy for count, accuracy in accuracies.items()}
+    result["shift"] = fmean(raw_proxy(folder)(texts))
+    (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def raw_proxy(reward: Path) -> Proxy:
-    """Scores of texts by the reward model of a folder, read at the end token, as RewardTrainer has it."""
+    """Loads the reward model of a folder; it scores a text at its end token, as in RewardTrainer."""
     model = AutoModelForSequenceClassification.from_pretrained(reward)
     tokenizer = AutoTokenizer.from_pretrained(reward)
     scorer = RewardModel(model, tokenizer, batch_size=64, device=PartialState().device)
@@ -227,18 +230,18 @@ def raw_proxy(reward: Path) -> Proxy:
 
 
 def normalised_proxy(reward: Path) -> Proxy:
-    """The same, less the mean score of human answers."""
+    """Loads the reward model of a folder; subtracts the mean score of human answers from its scores."""
     raw, shift = raw_proxy(reward), reward_result(reward)["shift"]
     return lambda texts: [score - shift for score in raw(texts)]
 
 
 def reward_result(reward: Path) -> dict[str, float]:
-    """accuracy_<comparisons>, and the shift."""
+    """Reads accuracy_<comparisons> of each reward model, and the shift."""
     return json.loads((reward / RESULT).read_text(encoding="utf-8"))
 
 
 def load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Causal model, on the device and not in training, and tokenizer."""
+    """Loads a causal model in eval mode, on the device, and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder).to(PartialState().device).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -246,7 +249,7 @@ def load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
 def optimise(
     sft: Path, reward: Path, run: RunConfig, ppo: PPOConfig, data: Data, gold: Gold, record: Record, *, folder: Path
 ) -> None:
-    """Stage 4: PPO from the fine-tuned model against the reward model, which the value function starts from."""
+    """Stage 4: trains the fine-tuned model by PPO on the reward model, which also initializes the value function."""
     tokenizer = AutoTokenizer.from_pretrained(sft)
     proxy = normalised_proxy(reward)
     queries = data.policy["prompt"][:]
@@ -263,16 +266,16 @@ def optimise(
         value_model=AutoModelForSequenceClassification.from_pretrained(reward),
     )
     head = trainer.accelerator.unwrap_model(trainer.actor_critic).critic.v_head
-    torch.nn.init.constant_(head.summary.bias, -reward_result(reward)["shift"])  # values of normalised scores
+    torch.nn.init.constant_(head.summary.bias, -reward_result(reward)["shift"])  # values are of normalised scores
     checkpoints = folder.parent / "ppo-checkpoints"
-    if run.resume and (found := latest_checkpoint(checkpoints)):
-        trainer.load_checkpoint(found)
+    if run.resume and (latest := latest_checkpoint(checkpoints)):
+        trainer.load_checkpoint(latest)
     batches = chain.from_iterable(repeat(trainer.dataloader))
     for batch in islice(batches, ppo.steps - trainer.steps_done):
         queries = batch["input_ids"]
         settings = {"batch_size": ppo.batch_size, "max_new_tokens": run.max_new_tokens, "do_sample": True}
         responses = trainer.generate(queries, return_prompt=False, **settings)
-        # Whole texts: of an answer alone, some tokenizers lose the space before its first word.
+        # Decode prompt and answer together: some tokenizers drop the leading space of an answer alone.
         texts = tokenizer.batch_decode(
             [torch.cat(row) for row in zip(queries, responses, strict=True)], skip_special_tokens=True
         )
@@ -296,17 +299,17 @@ def optimise(
 def ranked_samples(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], proxy: Proxy, run: RunConfig, *, seed: int
 ) -> tuple[list[list[str]], list[list[float]]]:
-    """For each prompt the answers of max(best_of) draws, those first that the proxy likes best; and its scores."""
+    """Samples max(best_of) answers to each prompt; returns them by descending proxy score, with these scores."""
     scores: dict[str, float] = {}
 
-    def remembered(texts: Sequence[str]) -> list[float]:
-        found = proxy(texts)
-        scores.update(zip(texts, found, strict=True))
-        return found
+    def recorded(texts: Sequence[str]) -> list[float]:
+        new_scores = proxy(texts)
+        scores.update(zip(texts, new_scores, strict=True))
+        return new_scores
 
     most = max(run.best_of)
     sampler = BestOfNSampler(
-        model, tokenizer, remembered, lambda: run.max_new_tokens, sample_size=most, seed=seed, n_candidates=most
+        model, tokenizer, recorded, lambda: run.max_new_tokens, sample_size=most, seed=seed, n_candidates=most
     )
     texts = sampler.generate([torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts])
     answers = [[text.removeprefix(prompt) for text in row] for prompt, row in zip(prompts, texts, strict=True)]
@@ -316,35 +319,35 @@ def ranked_samples(
 def evaluate(
     sft: Path, reward: Path, ppo: Path, run: RunConfig, data: Data, gold: Gold, *, seed: int
 ) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    """Gold and proxy scores of held-out prompts by each policy, with their KL; and samples, heading -> cells."""
+    """Measures gold, proxy and KL of each policy on held-out prompts; also returns samples, heading -> cells."""
     proxy = normalised_proxy(reward)
     (before, tokenizer), (after, _) = load(sft), load(ppo)
     held_out = data.held_out.select(range(min(run.eval_prompts, len(data.held_out))))
     prompts, written = held_out["prompt"][:], held_out["completion"][:]
-    found = {name: value for name, value in reward_result(reward).items() if name.startswith("accuracy")}
-    found["gold_reference"] = fmean(gold(prompts, written))
+    summary = {name: value for name, value in reward_result(reward).items() if name.startswith("accuracy")}
+    summary["gold_reference"] = fmean(gold(prompts, written))
 
     ranked, proxies = ranked_samples(before, tokenizer, prompts, proxy, run, seed=seed)
     golds = [list(gold([prompt] * len(row), row)) for prompt, row in zip(prompts, ranked, strict=True)]
     for n in sorted({1, *run.best_of}):
         name = "sft" if n == 1 else f"best_of_{n}"
-        found[f"gold_{name}"] = fmean(expected_best_of(row, n) for row in golds)
-        found[f"proxy_{name}"] = fmean(expected_best_of(row, n) for row in proxies)
-        found[f"kl_{name}"] = log(n) - (n - 1) / n  # Stiennon et al. 2020, appendix G.3
+        summary[f"gold_{name}"] = fmean(expected_best_of(row, n) for row in golds)
+        summary[f"proxy_{name}"] = fmean(expected_best_of(row, n) for row in proxies)
+        summary[f"kl_{name}"] = log(n) - (n - 1) / n  # Stiennon et al. 2020, appendix G.3
 
-    asked = prompts * LOOKS
-    rows, answers = continued(after, tokenizer, asked, max_new_tokens=run.max_new_tokens, seed=seed)
-    ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in asked]
-    found["gold_ppo"] = fmean(gold(asked, answers))
-    found["proxy_ppo"] = fmean(proxy([prompt + answer for prompt, answer in zip(asked, answers, strict=True)]))
-    found["kl_ppo"] = kl_of_samples(after, before, ids, rows)
+    repeated = prompts * LOOKS
+    rows, answers = continued(after, tokenizer, repeated, max_new_tokens=run.max_new_tokens, seed=seed)
+    ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in repeated]
+    summary["gold_ppo"] = fmean(gold(repeated, answers))
+    summary["proxy_ppo"] = fmean(proxy([prompt + answer for prompt, answer in zip(repeated, answers, strict=True)]))
+    summary["kl_ppo"] = kl_of_samples(after, before, ids, rows)
 
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     samples = {
         "prompt": prompts,
         "its writer": written,
-        "fine-tuned": [drawn.choice(row) for row in ranked],
+        "fine-tuned": [rng.choice(row) for row in ranked],
         f"best of {max(run.best_of)}": [row[0] for row in ranked],
         "PPO": answers,
     }
-    return found, {heading: cells[: run.samples] for heading, cells in samples.items()}
+    return summary, {heading: cells[: run.samples] for heading, cells in samples.items()}

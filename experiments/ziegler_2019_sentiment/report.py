@@ -23,7 +23,7 @@ PANELS = {
 
 
 def judge(runs: Sequence[Run]) -> Report:
-    """Per target: the reward of held-out openings, and the KL of the last third of the steps."""
+    """Judges for each target the reward of held-out openings and the KL of the last third of the steps."""
     targets = by([run for run in runs if run.config["adap_kl_ctrl"]], "target")
     fixed = by([run for run in runs if not run.config["adap_kl_ctrl"]], "init_kl_coef")
     groups = {f"coefficient {value:g}": group for value, group in fixed.items()}
@@ -38,7 +38,7 @@ def judge(runs: Sequence[Run]) -> Report:
 
 
 def check_seeds(name: str, runs: Sequence[Run]) -> None:
-    """ValueError if a seed comes twice: the runs differ in more than target and seed."""
+    """Raises a ValueError if two runs have one seed, because they then differ in more than target and seed."""
     seeds = [run.config["seed"] for run in runs]
     if len(set(seeds)) < len(seeds):
         raise ValueError(
@@ -48,22 +48,22 @@ def check_seeds(name: str, runs: Sequence[Run]) -> None:
 
 
 def rises(runs: Sequence[Run], name: str) -> Verdict:
-    """Higher on held-out openings than before, in each seed."""
+    """Judges whether the reward of held-out openings is higher after training, in each seed."""
     before, after = ([run.summary[key] for run in runs] for key in ("reward_before", "reward"))
     passed = all(last > first for first, last in zip(before, after, strict=True))
     return Verdict(f"{name}: the reward rises", f"above {spread(before)}", spread(after), passed)
 
 
 def holds(target: float, runs: Sequence[Run]) -> Verdict:
-    """Within a factor of two of its target, in each seed."""
-    found = [run.summary["kl_held"] for run in runs]
+    """Judges whether the KL is within a factor of two of its target, in each seed."""
+    kls = [run.summary["kl_held"] for run in runs]
     expected = f"{target / 2:g} to {target * 2:g} nats"
-    passed = all(target / 2 <= kl <= target * 2 for kl in found)
-    return Verdict(f"target {target:g}: the KL is held", expected, f"{spread(found, '.2f')} nats", passed)
+    passed = all(target / 2 <= kl <= target * 2 for kl in kls)
+    return Verdict(f"target {target:g}: the KL is held", expected, f"{spread(kls, '.2f')} nats", passed)
 
 
 def more_buys_more(targets: Mapping[float, Sequence[Run]]) -> Iterator[Verdict]:
-    """Between neighbouring targets, paired by seed."""
+    """Judges whether the larger of two neighbouring targets gives more reward, paired by seed."""
     for (low, few), (high, many) in pairwise(targets.items()):
         lower = {run.config["seed"]: run.summary["reward"] for run in few}
         higher = {run.config["seed"]: run.summary["reward"] for run in many}
@@ -74,15 +74,15 @@ def more_buys_more(targets: Mapping[float, Sequence[Run]]) -> Iterator[Verdict]:
 
 
 def figure(groups: Mapping[str, Sequence[Run]], targets: Sequence[float]) -> plt.Figure:
-    """Reward, KL and its coefficient over the steps, the targets as dashed lines."""
-    drawn, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 3.6), layout="constrained")
+    """Plots reward, KL and its coefficient over the steps, with the targets as dashed lines."""
+    plot, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 3.6), layout="constrained")
     for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
         curves(axis, {name: [run.curve("step", key) for run in group] for name, group in groups.items()})
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("PPO step")
     for target in targets:
         axes[1].axhline(target, color="tab:gray", linestyle="--", linewidth=0.8)
-    return drawn
+    return plot
 
 
 if __name__ == "__main__":

@@ -90,9 +90,9 @@ def test_seeds_with_the_same_x_are_left_alone():
     [
         ([], "no seed"),
         ([([], [])], r"shape \(0,\)"),
-        ([([1, 2], [1])], r"\(2,\) came in with ys of shape \(1,\)"),
-        ([([1, 3, 2], [0, 0, 0])], "greater than the one before"),
-        ([([1, 1], [0, 0])], "greater than the one before"),
+        ([([1, 2], [1])], r"\(2,\) and ys of shape \(1,\)"),
+        ([([1, 3, 2], [0, 0, 0])], "strictly increasing"),
+        ([([1, 1], [0, 0])], "strictly increasing"),
         ([([1, float("nan")], [0, 0])], "finite"),
         ([([0, 1], [0, 0]), ([2, 3], [0, 0])], "0 to 1, 2 to 3"),
     ],
@@ -183,7 +183,7 @@ def test_a_grid_has_every_caption_below_its_picture(axis):
 
 
 def test_a_grid_wants_a_caption_for_each_picture(axis):
-    with pytest.raises(ValueError, match="2 pictures came in with 1 captions"):
+    with pytest.raises(ValueError, match="2 pictures and 1 captions"):
         image_grid(axis, torch.rand(2, 3, 8, 8), ["one"])
 
 
