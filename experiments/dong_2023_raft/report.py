@@ -31,7 +31,7 @@ def climb(run: Run) -> list[float]:
     rounds, rewards = run.curve("round", "eval_reward")
     if rounds != list(range(len(rounds))) or len(rounds) < 2:
         raise ValueError(
-            f"{run.folder} has evaluations at rounds {rounds}; one before the first and one after each are needed. "
+            f"{run.folder} has evaluations at rounds {rounds}; one before the first round and after each is needed. "
             "Run it again from the start."
         )
     return rewards
