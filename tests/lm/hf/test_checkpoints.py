@@ -47,12 +47,24 @@ def assert_weights(trainer: Any, weights: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(weight, weights[name]) for name, weight in trainer.model.state_dict().items())
 
 
+def file_of(part: str, trainer: str) -> str:
+    """The file of a checkpoint that holds a part: Trainer writes it, or accelerate for the loop of IterativeSFT."""
+    files = {"model": "model.safetensors", "state": "trainer_state.json"}
+    if trainer == "iterative_sft":
+        files |= {"optimizer": "optimizer.bin", "schedule": "custom_checkpoint_0.pkl"}
+        files |= {"random states": "random_states_0.pkl"}
+    else:
+        files |= {"optimizer": "optimizer.pt", "schedule": "scheduler.pt", "random states": "rng_state.pth"}
+    return files[part]
+
+
 # ------------------------------------------------------------------------------------------------ what is damaged
 
 
-@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
-def test_a_missing_file_is_named_and_the_last_complete_checkpoint_is_resumed(saved, file):
+@pytest.mark.parametrize("part", ["optimizer", "schedule", "random states", "state"])
+def test_a_missing_file_is_named_and_the_last_complete_checkpoint_is_resumed(saved, part):
     name, folder, weights = saved
+    file = file_of(part, name)
     broken = folder / f"checkpoint-{STEPS}"
     (broken / file).unlink()
     with pytest.raises(CheckpointError, match=rf"checkpoint-{STEPS}/{file}: missing"):
@@ -63,9 +75,10 @@ def test_a_missing_file_is_named_and_the_last_complete_checkpoint_is_resumed(sav
     assert_weights(trainer, weights)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
-def test_a_flipped_bit_is_an_error_that_names_the_file(saved, file):
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_flipped_bit_is_an_error_that_names_the_file(saved, part):
     name, folder, _ = saved
+    file = file_of(part, name)
     flip_a_byte(folder / f"checkpoint-{STEPS}" / file)
     for resume in (True, str(folder / f"checkpoint-{STEPS}")):
         with pytest.raises(CheckpointError, match=rf"checkpoint-{STEPS}/{file}: changed since it was saved"):
@@ -169,7 +182,7 @@ def make_with(name: str, folder: Path, data: Dataset) -> Any:
     trainer = make(name, folder)
     given = {"model": trainer.model, "args": trainer.args, "train_dataset": data, "processing_class": trainer.tokenizer}
     if name == "grpo":
-        given |= {"reward_funcs": trainer.rewards.functions[0], "train_dataset": data.select_columns("prompt")}
+        given |= {"reward_funcs": trainer.sampler.rewards.functions[0], "train_dataset": data.select_columns("prompt")}
     return type(trainer)(**given)
 
 
