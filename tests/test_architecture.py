@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -301,11 +302,21 @@ def help_of(words: list[str], folder: Path) -> str:
     return shown.stdout
 
 
+@pytest.mark.usefixtures("as_script")
 @pytest.mark.parametrize("paper", sorted(PAPERS))
-def test_an_experiment_run_as_a_module_shows_its_recipe_as_defaults(paper: str, tmp_path: Path):
-    shown = help_of(["-m", f"experiments.{paper}"], tmp_path)
-    assert shown.startswith(f"usage: python -m experiments.{paper} [--config FILE.yaml]")
-    assert f"default 'runs/{paper}'" in shown
+def test_the_help_of_an_experiment_shows_its_recipe_as_defaults(paper: str, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [paper, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(f"experiments.{paper}", run_name="__main__")
+    assert stopped.value.code == 0
+    assert f"default 'runs/{paper}'" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_is_run_as_a_module(tmp_path: Path):
+    shown = help_of(["-m", "experiments.ziegler_2019_sentiment"], tmp_path)
+    assert shown.startswith("usage: python -m experiments.ziegler_2019_sentiment [--config FILE.yaml]")
 
 
 def test_an_experiment_is_run_by_its_path_too(tmp_path: Path):
