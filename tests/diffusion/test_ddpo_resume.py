@@ -104,6 +104,7 @@ def test_one_checkpoint_stays(runs, folder):
     assert [path.name for path in (runs / folder / "checkpoints").glob("checkpoint-*")] == [f"checkpoint-{EPOCHS - 1}"]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_goes_on_and_so_does_the_tracker_under_its_id(runs):
     folder = runs / "tracked"
     run(f"{folder},full,wandb,end")

@@ -96,6 +96,7 @@ def test_the_table_has_every_paper_with_its_verdicts_and_figure(tree: Path, monk
         assert (home / paper / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_what_was_run_is_not_run_again(tree: Path, monkeypatch: pytest.MonkeyPatch):
     assert run(monkeypatch, "b_2020") == 0
     assert rows_of(tree / "experiments" / "README.md") == []  # the table is of all or none

@@ -83,6 +83,7 @@ def test_killed_at_every_file_operation_of_a_save(runs):
     assert [path.name for path in (runs / "saves").glob("checkpoint-*")] == [f"checkpoint-{STEPS - 1}"]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_goes_on_and_so_does_the_tracker_under_its_id(tmp_path, runs):
     dead = launch(f"{tmp_path},train,wandb,on_step:5")
     assert dead.returncode == -9, dead.stderr[-3000:]
