@@ -351,3 +351,17 @@ def test_the_built_in_pass_computes_no_logits(monkeypatch):
         trainer.step(*tiny.batch())
     assert len(asked) == 3
     assert not any(options["return_logits"] for options in asked)
+
+
+def test_a_variant_in_the_folder_of_the_trainer_gets_the_logits_that_its_loss_reads():
+    seen = []
+
+    class Variant(PPOTrainer):
+        def loss(self, old_logprobs, values, logits, *rest):
+            seen.append(logits is not None)
+            return super().loss(old_logprobs, values, logits, *rest)
+
+    Variant.loss.__module__ = f"{PPOTrainer.__module__.rpartition('.')[0]}.variant"
+    two_steps(Variant)
+    assert seen
+    assert all(seen)

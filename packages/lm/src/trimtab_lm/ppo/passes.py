@@ -28,14 +28,8 @@ class ForwardPasses:
     sampler: Sampler
 
     def _replaces(self, *names: str) -> bool:
-        """Whether a subclass, or an assignment to this trainer, replaces one of these methods.
-
-        What only a replaced method reads, such as logits, is computed for one alone.
-        """
-        return any(
-            name in vars(self) or getattr(type(self), name).__module__.rpartition(".")[0] != __package__
-            for name in names
-        )
+        """Whether somebody replaces one of PPOTrainer's methods; PPOTrainer knows."""
+        raise NotImplementedError
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
         """Padded inputs, as `batched_forward_pass` takes them; `step` needs none unless a subclass replaces either."""

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,17 +271,9 @@ class PPOTrainer(PolicyServices):
     # ---------------------------------------------------------------- updates
 
     def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> bool:
-        """One optimizer step over `rows`, minibatch by minibatch.
-
-        Args:
-            rollout: the batch.
-            rows: numbers of the step's rows.
-            recorded: the statistics of each minibatch of the PPO step, which this adds to.
-
-        Returns:
-            Whether the policy has moved too far to go on.
-        """
+        """One optimizer step over `rows`, whose statistics go to `recorded`; whether the policy has moved too far."""
         divergence, needs_logits = Mean(0.0, 0.0), self._replaces("loss", "train_minibatch")
+        is_replaced = self._replaces("train_minibatch")  # it may call model.train(), and take the step by itself
         tokens = float(sum_over_ranks(rollout.mask[rows].sum())) / self.accelerator.num_processes
         parts = rows[rollout.samples.lengths[rows].argsort(stable=True)].split(self.config.mini_batch_size)
         try:
@@ -292,9 +285,10 @@ class PPOTrainer(PolicyServices):
                     old = rollout.rows(part, new.mask)
                     if self.steps_done == 0 and not recorded:
                         check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
-                    moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
-                    divergence += moves["approxkl"]
-                    with without_dropout(self.actor_critic):  # a subclass may call model.train()
+                    if is_replaced:
+                        moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
+                        divergence += moves["approxkl"]
+                    with without_dropout(self.actor_critic) if is_replaced else nullcontext():
                         stats = token_means(self.train_minibatch(**old, **new.of_minibatch()), new.mask)
                     recorded.append(new.entropy_stats() | stats)
         except TrainingDivergedError:
@@ -302,7 +296,14 @@ class PPOTrainer(PolicyServices):
             raise
         if "policy/early_stopped" in recorded[-1]:
             return recorded[-1]["policy/early_stopped"].value > 0
-        return self.update.has_moved_too_far(divergence)  # a subclass's train_minibatch took the step by itself
+        return self.update.has_moved_too_far(divergence)
+
+    def _replaces(self, *names: str) -> bool:
+        """Whether a subclass, or an assignment to this trainer, replaces one of these methods.
+
+        What only a replaced method reads, such as logits, is computed for one alone.
+        """
+        return any(name in vars(self) or getattr(type(self), name) is not getattr(PPOTrainer, name) for name in names)
 
     def _moves(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Mean]:
         """How far the policy has moved since the rollout, on the tokens of a minibatch; all [b, R]."""
