@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab_common.config import setting
 from trimtab_lm.data.truncation import check_mode
-from trimtab_lm.hf.config import TrainerConfig, setting
+from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 from .loss import check_losses, mixed

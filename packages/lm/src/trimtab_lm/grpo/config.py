@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trimtab_lm.hf.config import TrainerConfig, setting
+from trimtab_common.config import setting
+from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.sampling.rollout import SamplingSettings
 

@@ -2,26 +2,18 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import datasets
 import torch
 from transformers import TrainingArguments
 
+from trimtab_common.config import setting
+
 # transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
 _FIELDS = TrainingArguments.__dataclass_fields__
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
-
-
-def setting(description: str, **default: Any) -> Any:
-    """A field of a config, with the line that `--help` shows.
-
-    Args:
-        description: what the field decides, with units.
-        default: `default=...` or `default_factory=...`, as for `dataclasses.field`.
-    """
-    return field(**default, metadata={"help": description})
 
 
 @dataclass

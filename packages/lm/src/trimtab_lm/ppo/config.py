@@ -2,17 +2,13 @@
 
 import math
 import warnings
-from dataclasses import FrozenInstanceError, dataclass, field, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 from typing import Any, Literal
 
-from trimtab_common.config import script_name
+from trimtab_common.config import script_name, setting
 from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.tracking import check_tracker_name
 from trimtab_lm.sampling.backends import BACKENDS
-
-
-def _help(text: str, **default: Any) -> Any:
-    return field(**default, metadata={"help": text})
 
 
 class _Computed(int):
@@ -35,102 +31,108 @@ class PPOConfig(_Taken):
     that, make a changed copy: `dataclasses.replace(trainer.config, learning_rate=1e-6)`.
     """
 
-    exp_name: str = _help("Name of the run in the tracker.", default_factory=script_name)
-    seed: int = _help("Seed of the shuffling and of the sampling in `generate`.", default=0)
-    log_with: str | None = _help("Tracker: wandb (offline without an account), tensorboard or none.", default=None)
-    task_name: str | None = _help("Task, as a tag of the run in the tracker.", default=None)
-    model_name: str | None = _help("Hub id or folder of the policy, loaded if the trainer is given none.", default=None)
-    query_dataset: str | None = _help(
+    exp_name: str = setting("Name of the run in the tracker.", default_factory=script_name)
+    seed: int = setting("Seed of the shuffling and of the sampling in `generate`.", default=0)
+    log_with: str | None = setting("Tracker: wandb (offline without an account), tensorboard or none.", default=None)
+    task_name: str | None = setting("Task, as a tag of the run in the tracker.", default=None)
+    model_name: str | None = setting(
+        "Hub id or folder of the policy, loaded if the trainer is given none.", default=None
+    )
+    query_dataset: str | None = setting(
         "Hub id, folder or data file of the queries, loaded if the trainer is given no dataset.", default=None
     )
-    reward_model: str | None = _help(
+    reward_model: str | None = setting(
         "Hub id or folder of a sequence classifier that scores in `train` if it is given no reward.",
         default=None,
     )
-    remove_unused_columns: bool = _help(
+    remove_unused_columns: bool = setting(
         "Drop dataset columns other than the model's inputs, query, response and label.", default=True
     )
-    tracker_kwargs: dict[str, Any] = _help("Arguments of wandb.init or SummaryWriter.", default_factory=dict)
-    accelerator_kwargs: dict[str, Any] = _help("Arguments of accelerate.Accelerator.", default_factory=dict)
-    project_kwargs: dict[str, Any] = _help(
+    tracker_kwargs: dict[str, Any] = setting("Arguments of wandb.init or SummaryWriter.", default_factory=dict)
+    accelerator_kwargs: dict[str, Any] = setting("Arguments of accelerate.Accelerator.", default_factory=dict)
+    project_kwargs: dict[str, Any] = setting(
         "Arguments of accelerate's ProjectConfiguration; the tracker writes into its logging_dir.",
         default_factory=dict,
     )
-    tracker_project_name: str = _help("Project in the tracker.", default="trl")
-    push_to_hub_if_best_kwargs: dict[str, Any] = _help(
+    tracker_project_name: str = setting("Project in the tracker.", default="trl")
+    push_to_hub_if_best_kwargs: dict[str, Any] = setting(
         "Arguments of push_to_hub (repo_id at least): push whenever the mean score is the best so far.",
         default_factory=dict,
     )
-    steps: int = _help("PPO steps of `train`.", default=20000)
-    learning_rate: float = _help("Learning rate of Adam.", default=1e-5)
-    adap_kl_ctrl: bool = _help(
+    steps: int = setting("PPO steps of `train`.", default=20000)
+    learning_rate: float = setting("Learning rate of Adam.", default=1e-5)
+    adap_kl_ctrl: bool = setting(
         "Adapt the KL coefficient to `target`; otherwise it stays at init_kl_coef.", default=True
     )
-    init_kl_coef: float | None = _help("KL coefficient at the start.", default=0.2)
-    kl_penalty: Literal["kl", "abs", "mse", "full", "k1", "k2", "k3"] = _help(
+    init_kl_coef: float | None = setting("KL coefficient at the start.", default=0.2)
+    kl_penalty: Literal["kl", "abs", "mse", "full", "k1", "k2", "k3"] = setting(
         "KL per token: kl = k1 (log-ratio), abs (its size), mse = k2 (half its square), k3, full (exact).",
         default="kl",
     )
-    target: float | None = _help("KL that the adaptive controller aims at, in nats per response.", default=6)
-    horizon: float | None = _help("Responses over which the adaptive controller corrects an error.", default=10000)
-    gamma: float = _help("Discount per token.", default=1)
-    lam: float = _help("Lambda of the generalised advantage estimate.", default=0.95)
-    cliprange: float = _help("Keep pi / pi_old within 1 +- this.", default=0.2)
-    cliprange_value: float = _help("Keep values within this of the rollout's values.", default=0.2)
-    vf_coef: float = _help("Weight of the value loss.", default=0.1)
-    batch_size: int = _help("Responses per step, on one process.", default=256)
-    forward_batch_size: int | None = _help("Deprecated name of mini_batch_size.", default=None)
-    mini_batch_size: int = _help("Responses per forward and backward pass.", default=1)
-    gradient_accumulation_steps: int = _help("Minibatches per optimizer step, weighed by tokens.", default=1)
-    world_size: int | None = _help("Number of processes; filled in by the trainer.", default=None)
-    ppo_epochs: int = _help("Passes over the batch in each step.", default=4)
-    max_grad_norm: float | None = _help("Clip the gradient's norm to this at every update.", default=None)
-    optimize_cuda_cache: bool | None = _help("Deprecated name of optimize_device_cache.", default=None)
-    optimize_device_cache: bool | None = _help(
+    target: float | None = setting("KL that the adaptive controller aims at, in nats per response.", default=6)
+    horizon: float | None = setting("Responses over which the adaptive controller corrects an error.", default=10000)
+    gamma: float = setting("Discount per token.", default=1)
+    lam: float = setting("Lambda of the generalised advantage estimate.", default=0.95)
+    cliprange: float = setting("Keep pi / pi_old within 1 +- this.", default=0.2)
+    cliprange_value: float = setting("Keep values within this of the rollout's values.", default=0.2)
+    vf_coef: float = setting("Weight of the value loss.", default=0.1)
+    batch_size: int = setting("Responses per step, on one process.", default=256)
+    forward_batch_size: int | None = setting("Deprecated name of mini_batch_size.", default=None)
+    mini_batch_size: int = setting("Responses per forward and backward pass.", default=1)
+    gradient_accumulation_steps: int = setting("Minibatches per optimizer step, weighed by tokens.", default=1)
+    world_size: int | None = setting("Number of processes; filled in by the trainer.", default=None)
+    ppo_epochs: int = setting("Passes over the batch in each step.", default=4)
+    max_grad_norm: float | None = setting("Clip the gradient's norm to this at every update.", default=None)
+    optimize_cuda_cache: bool | None = setting("Deprecated name of optimize_device_cache.", default=None)
+    optimize_device_cache: bool | None = setting(
         "Give unused accelerator memory back after each step: leaner beside other programs, slightly slower.",
         default=False,
     )
-    early_stopping: bool = _help(
+    early_stopping: bool = setting(
         "End a step's updates when the policy has moved by more than 1.5 target_kl.", default=False
     )
-    target_kl: float = _help("KL(old policy, policy) in nats per token, for early_stopping.", default=1)
-    compare_steps: int = _help(
+    target_kl: float = setting("KL(old policy, policy) in nats per token, for early_stopping.", default=1)
+    compare_steps: int = setting(
         "Steps between two looks for the best mean score, for push_to_hub_if_best_kwargs.", default=1
     )
-    ratio_threshold: float = _help("Leave a minibatch out of the update if its mean ratio is above this.", default=10.0)
-    use_score_scaling: bool = _help("Divide scores by their running standard deviation.", default=False)
-    use_score_norm: bool = _help("Also subtract their running mean (needs use_score_scaling).", default=False)
-    score_clip: float | None = _help("Clip scores to +- this, after scaling.", default=None)
-    whiten_rewards: bool = _help(
+    ratio_threshold: float = setting(
+        "Leave a minibatch out of the update if its mean ratio is above this.", default=10.0
+    )
+    use_score_scaling: bool = setting("Divide scores by their running standard deviation.", default=False)
+    use_score_norm: bool = setting("Also subtract their running mean (needs use_score_scaling).", default=False)
+    score_clip: float | None = setting("Clip scores to +- this, after scaling.", default=None)
+    whiten_rewards: bool = setting(
         "Scale rewards to variance 1 before the advantages; their mean is kept.", default=False
     )
-    is_encoder_decoder: bool | None = _help(
+    is_encoder_decoder: bool | None = setting(
         "Filled in by the trainer from the model; an error if it differs.", default=None
     )
-    is_peft_model: bool | None = _help("Filled in by the trainer from the model; an error if it differs.", default=None)
-    backward_batch_size: int | None = _help("Responses per optimizer step on one process; computed.", default=None)
-    global_backward_batch_size: int | None = _help("The same over all processes; computed.", default=None)
-    global_batch_size: int | None = _help("Responses per step over all processes; computed.", default=None)
-    total_ppo_epochs: int | None = _help("Deprecated: steps / batch_size, rounded up; computed.", default=None)
-    temperature: float | None = _help(
+    is_peft_model: bool | None = setting(
+        "Filled in by the trainer from the model; an error if it differs.", default=None
+    )
+    backward_batch_size: int | None = setting("Responses per optimizer step on one process; computed.", default=None)
+    global_backward_batch_size: int | None = setting("The same over all processes; computed.", default=None)
+    global_batch_size: int | None = setting("Responses per step over all processes; computed.", default=None)
+    total_ppo_epochs: int | None = setting("Deprecated: steps / batch_size, rounded up; computed.", default=None)
+    temperature: float | None = setting(
         "Temperature that the responses were sampled at. None: that of the last `generate`.", default=None
     )
-    missing_eos_penalty: float | None = _help(
+    missing_eos_penalty: float | None = setting(
         "Subtracted from the score of a response that does not end with an end token.", default=None
     )
-    output_dir: str | None = _help("Folder of checkpoints.", default=None)
-    save_steps: int | None = _help("`train` saves a checkpoint every so many steps (needs output_dir).", default=None)
-    save_total_limit: int | None = _help("Checkpoints kept; older ones are removed. None: all.", default=None)
-    resume_with_changes: bool = _help(
+    output_dir: str | None = setting("Folder of checkpoints.", default=None)
+    save_steps: int | None = setting("`train` saves a checkpoint every so many steps (needs output_dir).", default=None)
+    save_total_limit: int | None = setting("Checkpoints kept; older ones are removed. None: all.", default=None)
+    resume_with_changes: bool = setting(
         "Resume although settings or data differ from the checkpoint's, with a warning that lists them; else an error.",
         default=False,
     )
 
-    rollout_backend: Literal["transformers", "continuous_batching", "vllm"] = _help(
+    rollout_backend: Literal["transformers", "continuous_batching", "vllm"] = setting(
         "What samples in `train`: transformers (generate), continuous_batching (transformers' own engine) or vllm.",
         default="transformers",
     )
-    rollout_backend_kwargs: dict[str, Any] | None = _help(
+    rollout_backend_kwargs: dict[str, Any] | None = setting(
         "Settings of the sampler: arguments of ContinuousBatchingRollout or VLLMRollout.",
         default=None,
     )

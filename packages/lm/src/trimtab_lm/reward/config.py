@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trimtab_lm.hf.config import TrainerConfig, setting
+from trimtab_common.config import setting
+from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 TruncationMode = Literal["filter", "keep_start", "keep_end"]

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_common.config import setting
 from trimtab_lm.data.truncation import check_mode
-from trimtab_lm.hf.config import TrainerConfig, setting
+from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 DATASET_KWARGS = {"skip_prepare_dataset", "add_special_tokens", "append_concat_token"}
