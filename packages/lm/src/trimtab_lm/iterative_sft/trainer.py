@@ -374,14 +374,13 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
     def load_state(self, folder: Path) -> None:
         """Puts the run where `save_checkpoint` left it."""
-        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # accelerate holds the shards of the weights
+            self.accelerator.load_state(str(folder))
+        else:
             load_weights(self.model, folder)
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        without_weights = self.accelerator.register_load_state_pre_hook(
-            lambda models, _: None if sharded else models.clear()
-        )
-        self.accelerator.load_state(str(folder))
-        without_weights.remove()
+            without_weights = self.accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
+            self.accelerator.load_state(str(folder))
+            without_weights.remove()
         self.state = TrainerState.load_from_json(str(folder / STATE))
         self.progress = Progress(**json.loads((folder / PROGRESS).read_text()))
 

@@ -146,7 +146,7 @@ def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, datase
             name=config.exp_name,
             tags=[config.task_name] if config.task_name else [],
             folder=accelerator.logging_dir or ".",
-            init_kwargs=config.tracker_kwargs.get(config.log_with or "", config.tracker_kwargs),
+            init_kwargs=config.tracker_kwargs,
         ),
         accepts_changes=config.resume_with_changes,
         held=HELD,

@@ -14,6 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trimtab_common.seeding import load_rng_state, private_rng, rng_state, sampling_seed
 from trimtab_common.stats import world_size
+from trimtab_lm.models.interface import base_of
 from trimtab_lm.sampling.generate import eos_token_ids, learns_prompt
 from trimtab_lm.sampling.rollout import Notes, Rollout, SamplingSettings, require_version
 
@@ -111,7 +112,7 @@ class VLLMRollout:
         return self._vllm.SamplingParams(**chosen)
 
     def _build(self, model: Any) -> None:
-        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        base: Any = base_of(model)
         if learns_prompt(model) or base.config.is_encoder_decoder or getattr(base, "is_quantized", False):
             raise ValueError(
                 f"vLLM cannot sample from {type(base).__name__} as it is trained here: it takes causal models, neither "
@@ -165,7 +166,7 @@ def checkpoint_weights(model: PreTrainedModel | PeftModel) -> dict[str, Tensor]:
 
     What is merged is a copy; everything else is the policy's own tensors, and the policy is left as it was, bit by bit.
     """
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = base_of(model)
     weights = dict(merged_weights(base))
     for copied, original in base.all_tied_weights_keys.items():
         twin = weights.pop(copied, None)  # checkpoints hold tied weights once
