@@ -194,8 +194,10 @@ def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
             for log in trainer.state.log_history
         ],
         "weights": {name: weight.clone() for name, weight in weights.items()},
-        "local": sum(local_size(parameter) for parameter in trainer.model.parameters()),
-        "moments": sum(local_size(moment) for state in trainer.optimizer.state.values() for moment in state.values()),
+        "parameters": sum(local_size(parameter) for parameter in trainer.model.parameters()),
+        "moments": sum(
+            local_size(state[name]) for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+        ),
     }
 
 
