@@ -53,6 +53,10 @@ def llama() -> Any:
     return tiny.exact(tiny.llama())
 
 
+# What FSDP has of its own would recompute in backward too; here Trainer's argument goes through transformers' layers.
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+
+
 def with_lora(model: Any, modules: list[str]) -> Any:
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(r=2, target_modules=modules, init_lora_weights=False))
@@ -168,7 +172,26 @@ CASES: dict[str, Callable[..., Any]] = {
     "grpo": lambda *at, **more: grpo(llama(), *at, **more),
     "grpo adapters": lambda *at, **more: grpo(llama(), *at, peft_config=lora(), **more),
     "iterative sft": lambda *at, **more: iterative(gpt2(), *at, **more),
+    "sft checkpointed": lambda *at: sft(llama(), *at, **CHECKPOINTED),
+    "sft evaluated first": lambda *at: evaluated(sft(llama(), *at)),
+    "dpo precomputed": lambda folder, world_size: dpo(
+        llama(), folder, world_size, precompute_ref_log_probs=True, ref_log_probs_cache=f"{folder}/{world_size}"
+    ),
+    "dpo adapters precomputed": lambda folder, world_size: dpo(
+        llama(),
+        folder,
+        world_size,
+        peft_config=lora(),
+        precompute_ref_log_probs=True,
+        ref_log_probs_cache=f"{folder}/{world_size}",
+    ),
+    "iterative sft evaluated first": lambda *at: evaluated(iterative(gpt2(), *at)),
 }
+
+
+def evaluated(trainer: Any) -> Any:
+    trainer.evaluate()
+    return trainer
 
 
 def train(trainer: Any, *, resume: bool = False) -> None:
@@ -189,7 +212,7 @@ def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
     trainer = CASES[case](folder, world_size)
     train(trainer)
     trainer.evaluate()
-    timed = ("runtime", "per_second", "flos")
+    timed = ("time", "per_second", "flos")
     weights = trainer.accelerator.get_state_dict(trainer.model)
     return {
         "logs": [
