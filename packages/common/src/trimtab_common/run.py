@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from huggingface_hub import CommitInfo
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from trimtab_common.health import HealthMonitor, Vitals
@@ -40,12 +40,29 @@ class Stateful(Protocol):
         """Restores what `state_dict` returned."""
 
 
+class WeighingAccelerator(Accelerator):
+    """An accelerator whose `backward` weighs the loss by itself, for every engine.
+
+    accelerate divides a loss by `gradient_accumulation_steps`. Under DeepSpeed it does not: that engine reads the
+    number once, when it starts.
+
+    Attributes:
+        loss_divisor: what `backward` divides a loss by.
+    """
+
+    loss_divisor = 1.0
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Adds the gradient of `loss / loss_divisor`; see accelerate."""
+        super().backward(loss / self.loss_divisor, **kwargs)
+
+
 def create_accelerator(
     accelerator_kwargs: Mapping[str, Any],
     project_kwargs: Mapping[str, Any],
     *,
     mixed_precision: str | None = None,
-) -> Accelerator:
+) -> WeighingAccelerator:
     """The accelerator of a run, on the CPU where there is no GPU.
 
     Args:
@@ -59,7 +76,7 @@ def create_accelerator(
         "mixed_precision": mixed_precision,
         "project_config": ProjectConfiguration(**project_kwargs),
     }
-    return Accelerator(**{**defaults, **accelerator_kwargs})
+    return WeighingAccelerator(**{**defaults, **accelerator_kwargs})
 
 
 class Run:

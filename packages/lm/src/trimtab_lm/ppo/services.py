@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from datasets import Dataset
 from huggingface_hub import CommitInfo
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
 from trimtab_common.kl import FixedKLController
-from trimtab_common.run import Run
+from trimtab_common.run import Run, WeighingAccelerator
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
@@ -47,7 +46,7 @@ class PolicyServices(ForwardPasses):
     reference: Reference
     tokenizer: PreTrainedTokenizerBase
     is_encoder_decoder: bool
-    accelerator: Accelerator
+    accelerator: WeighingAccelerator
     optimizer: torch.optim.Optimizer
     kl_ctl: FixedKLController
     running: RunningMoments
@@ -163,7 +162,8 @@ class PolicyServices(ForwardPasses):
             if generate_ref_response:
                 models.append(self.reference.active())
             options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
-            with torch.no_grad(), without_dropout(self.model):
+            whole = self.scorer.whole(has_reference=generate_ref_response)
+            with torch.no_grad(), without_dropout(self.model), whole:
                 is_first = self.sampler.calls == 0
                 responses = self.sampler(models, queries, **options)  # refuses bad queries by name
                 if is_first:
