@@ -63,8 +63,8 @@ def forward_replaced(
 ) -> Iterator[list[Tensor]]:
     """Replaces a module's forward inside the block by one that returns further tensors beside the module's output.
 
-    The further tensors pass through the module's forward hooks. FSDP and DeepSpeed hook on all outputs of a call, and so
-    see the gradients that come back through any of them.
+    The further tensors pass through the module's forward hooks. Those of FSDP and DeepSpeed look at all outputs of a
+    call, and so see the gradients that come back through any of them.
 
     Args:
         module: takes one tensor and returns one, such as an LM head.

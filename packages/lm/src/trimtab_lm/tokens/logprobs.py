@@ -269,18 +269,20 @@ class LanguageHead:
         Returns:
             Scores that are differentiable in the model's weights, and what the heads read.
         """
-        run_head = self.head.forward
-        linear = self._linear_head
+        head = self.head
+        run_head = head.forward
 
         def score_chunk(hidden: Tensor, targets: Tensor) -> TokenScores:
             return score_logits(self._changed(run_head(hidden)), targets, temperature=temperature)
 
         def score_at_head(hidden: Tensor) -> TokenScores:
-            if linear is not None:
-                return score_linear(hidden, linear, targets, temperature=temperature)
+            if _is_linear(head, run_head) and not any(self._changes.values()):
+                return score_linear(hidden, cast(nn.Linear, head), targets, temperature=temperature)
             spans = _spans(len(targets), self.config.vocab_size)
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            parts = [checkpoint(score_chunk, hidden[span], targets[span], **options) for span in spans]
+            parts = [
+                checkpoint(score_chunk, hidden[span], targets[span], use_reentrant=False, preserve_rng_state=False)
+                for span in spans
+            ]
             return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
         read, scores = self._run(where, inputs, needs_state=needs_state, at_head=score_at_head)
@@ -339,17 +341,6 @@ class LanguageHead:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    @property
-    def _linear_head(self) -> nn.Linear | None:
-        """The LM head, where the logits are its weight times its input, plus a bias, and nothing else; else None."""
-        head = self.head
-        # A subclass of Linear or Parameter (quantized, LoRA) may compute something else. FSDP's computes the same.
-        is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        if not is_linear or type(head.weight) is not nn.Parameter:
-            return None
-        # accelerate's hook, which loads offloaded weights, is the instance's own forward and must run.
-        return head if self.separable and "forward" not in vars(head) and not any(self._changes.values()) else None
-
     @torch.no_grad()
     def _logits_agree(self) -> bool:
         """Whether `logits` gives the model's own logits, on three tokens."""
@@ -399,6 +390,14 @@ def exact_kl(
 
     spans = _spans(len(policy_inputs.hidden), vocab_size)
     return torch.cat([full(log_p(policy, policy_inputs, span), log_p(ref, ref_inputs, span)) for span in spans])
+
+
+def _is_linear(head: nn.Module, forward: Forward) -> bool:
+    """Whether `forward`, the head's own, is its weight times its input, plus a bias, and nothing else."""
+    # A subclass of Linear or Parameter (quantized, LoRA) computes something else, and so does accelerate's hook, which
+    # loads offloaded weights. The class that FSDP derives from Linear has the forward of Linear.
+    is_plain = inspect.ismethod(forward) and forward.__func__ is nn.Linear.forward
+    return is_plain and type(head.weight) is nn.Parameter
 
 
 def _chosen(states: Tensor, where: Tensor) -> Tensor:
