@@ -1,4 +1,4 @@
-"""Models whose weights several processes share."""
+"""Models whose weights are divided over processes (FSDP2): whole inside a block, or prepared for inference alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,39 +9,50 @@ from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
-    """Every process holds all weights inside the block. Collective.
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """Gathers all weights of a model once, on every process, until the end of the block. Collective.
+
+    For code that reads weights, and for generation: forward passes inside the block need no communication, so processes
+    may run different numbers of them. Blocks may nest. Changes of weights inside the block are lost. A model that is
+    not sharded stays as it is.
 
     Args:
-        model: the module that FSDP was applied to as a whole; any other module is left as it is.
+        model: the module that was sharded, which holds all others.
     """
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model._get_fsdp_state()._lazy_init()  # else the first part that is called would count as the whole
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = {
-        group: group.post_forward_mesh_info for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups
-    }
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.unshard()
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if shards:
+        shards[0]._get_fsdp_state()._lazy_init()  # of the outermost module, which its first forward pass does otherwise
+    states = dict.fromkeys(module._get_fsdp_state() for module in shards)
+    groups = [group for state in states for group in state._fsdp_param_groups if not group.is_unsharded]
+    after_forward = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None  # keeps the weights after a forward pass
+        group.unshard()
+        group.wait_for_unshard()
     try:
         yield
     finally:
-        for unit in units:
-            unit.reshard()
-        for group, mesh in groups.items():
+        for group, mesh in zip(groups, after_forward, strict=True):
             group.post_forward_mesh_info = mesh
+            group.reshard()
 
 
-def prepare_frozen(model: AnyModule, accelerator: Accelerator) -> AnyModule:
-    """Puts a model that does not train on the accelerator's device, and shards it where the accelerator does."""
+def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
+    """Puts a model that is not trained where it runs: on the accelerator's device, or sharded over the processes.
+
+    Args:
+        model: a reference or reward model; quantized and dispatched ones stay where they were loaded.
+        accelerator: that prepares the policy.
+    """
     if accelerator.is_fsdp2:
-        return fsdp2_prepare_model(accelerator, model)
-    accelerator.prepare_model(model, evaluation_mode=True)
-    return model
+        model = fsdp2_prepare_model(accelerator, model)
+        model.set_reshard_after_forward(
+            True, recurse=False
+        )  # else the outermost part stays whole until a backward pass
+        return model
+    is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
+    return model if is_fixed else model.to(accelerator.device)

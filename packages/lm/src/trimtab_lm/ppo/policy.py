@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.models.sharding import prepare_frozen, unsharded
+from trimtab_lm.models.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
@@ -185,7 +185,7 @@ class ActorCritic(nn.Module):
 
     @property
     def _no_split_modules(self) -> set[str]:
-        """Classes of modules that accelerate's FSDP shards as units. A unit has one dtype; the value head's is its own."""
+        """Classes of the modules that FSDP shards as units. A unit has one dtype, and the value head its own."""
         trunks = [base_of(self.pretrained_model)] + ([] if self.critic is None else [self.critic.trunk])
         units = {"ValueHead"}.union(*(trunk._no_split_modules or () for trunk in trunks))
         return units & {type(module).__name__ for module in self.modules()}
@@ -258,7 +258,7 @@ class Scorer:
         self.actor_critic, self.reference, self.accelerator = actor_critic, reference, accelerator
         self.bare: ActorCritic = accelerator.unwrap_model(actor_critic)
         self.padding = padding
-        self.ref_actor = self.bare if ref_model is None else prepare_frozen(ActorCritic(ref_model), accelerator)
+        self.ref_actor = self.bare if ref_model is None else prepared_for_inference(ActorCritic(ref_model), accelerator)
 
     def policy(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
         """[B, R] of the policy; every process takes part."""
@@ -314,5 +314,5 @@ class Scorer:
 
         Parts of the models may be called there, and processes may call them unequally often.
         """
-        with unsharded(self.bare), unsharded(self.ref_actor) if has_reference else nullcontext():
+        with whole_weights(self.bare), whole_weights(self.ref_actor) if has_reference else nullcontext():
             yield

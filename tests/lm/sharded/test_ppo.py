@@ -1,0 +1,44 @@
+"""PPO on two processes that share policy, critic, reference, gradients and moments is PPO on one."""
+
+from typing import Any
+
+import pytest
+from tests.lm.ppo.test_distributed import assert_same_steps
+from tests.lm.sharded.run_ppo import CASES, stepped
+from tests.processes import results_of_two
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of both processes of one launch."""
+    return results_of_two("tests.lm.sharded.run_ppo", tmp_path_factory.mktemp("two"), seconds=500)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_sharded_processes_are_one(two, case: str):
+    assert_same_steps(two[0][case], stepped(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_process_holds_a_part(two, case: str):
+    whole = stepped(case)
+    for kind in ("local", "moments", "reference"):
+        parts = [process[case][kind] for process in two]
+        assert sum(parts) == whole[kind]
+        assert max(parts) < 0.6 * whole[kind]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_processes_sample_unequally_often_what_one_process_samples(two, case: str):
+    alone = stepped(case)
+    assert two[0][case]["samples"] == two[1][case]["samples"] == alone["samples"]
+
+
+def test_updates_stop_early_in_the_case_of_that_name(two):
+    assert any(stats["ppo/policy/early_stopped"] > 0 for stats in two[0]["stopped early"]["stats"])
