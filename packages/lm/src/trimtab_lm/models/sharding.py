@@ -49,10 +49,8 @@ def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
         accelerator: that prepares the policy.
     """
     if accelerator.is_fsdp2:
-        model = fsdp2_prepare_model(accelerator, model)
-        model.set_reshard_after_forward(
-            True, recurse=False
-        )  # else the outermost part stays whole until a backward pass
-        return model
+        sharded = fsdp2_prepare_model(accelerator, model)
+        sharded.set_reshard_after_forward(True, recurse=False)  # else the outermost part stays whole after a call
+        return sharded
     is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
     return model if is_fixed else model.to(accelerator.device)

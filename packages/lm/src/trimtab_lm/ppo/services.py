@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from datasets import Dataset
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -329,23 +329,34 @@ class PolicyServices(ForwardPasses):
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the policy with its value head, the tokenizer and a model card into one folder.
 
+        Collective where the processes share the weights (FSDP, DeepSpeed): call it on each of them.
+
         Args:
             save_directory: the folder, which is created if need be.
             kwargs: of the model's `save_pretrained`.
         """
+        self._write_policy(str(save_directory), self._full_weights(), **kwargs)
+
+    def _full_weights(self) -> dict[str, Tensor] | None:
+        """The policy's weights, gathered on the main process; None where each process has them. Collective."""
+        if self.accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            return None
+        weights = self.accelerator.get_state_dict(self.actor_critic) or {}
+        policy = {name: weight for name, weight in weights.items() if name.startswith("policy.")}
+        return {name.removeprefix("policy."): weight for name, weight in policy.items()}
+
+    def _write_policy(
+        self, folder: str, weights: Mapping[str, Tensor] | None, repo_id: str | None = None, **kwargs: Any
+    ) -> None:
         if self.accelerator.is_main_process:
-            self.model.save_pretrained(save_directory, **kwargs)
-            self.tokenizer.save_pretrained(save_directory)
-            self.create_model_card(str(save_directory))
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
-        """Upload what `save_pretrained` writes; arguments as of the model's `push_to_hub`."""
-
-        def write(folder: str) -> None:
-            self.save_pretrained(folder)
+            self.model.save_pretrained(folder, **{"state_dict": weights, **kwargs})
+            self.tokenizer.save_pretrained(folder)
             self.create_model_card(folder, repo_id=repo_id)
 
-        return self.run.push(write, repo_id, **kwargs)
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
+        """Upload what `save_pretrained` writes; arguments as of the model's `push_to_hub`. Collective likewise."""
+        weights = self._full_weights()
+        return self.run.push(lambda folder: self._write_policy(folder, weights, repo_id), repo_id, **kwargs)
 
     def _push_if_best(self, mean_score: float) -> None:
         options = self.config.push_to_hub_if_best_kwargs
