@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
 from torch import nn
@@ -45,12 +46,17 @@ def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
     """Puts a model that is not trained where it runs: on the accelerator's device, or sharded over the processes.
 
     Args:
-        model: a reference or reward model; quantized and dispatched ones stay where they were loaded.
+        model: a reference or reward model.
         accelerator: that prepares the policy.
     """
     if accelerator.is_fsdp2:
         sharded = fsdp2_prepare_model(accelerator, model)
         sharded.set_reshard_after_forward(True, recurse=False)  # else the outermost part stays whole after a call
         return sharded
+    return placed(model, accelerator.device)
+
+
+def placed(model: Module, device: torch.device | str) -> Module:
+    """Returns the model on a device; quantized, dispatched and sharded ones stay where they are."""
     is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
-    return model if is_fixed else model.to(accelerator.device)
+    return model if is_fixed or isinstance(model, FSDPModule) else model.to(device)

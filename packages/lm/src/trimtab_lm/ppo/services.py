@@ -172,7 +172,8 @@ class PolicyServices(ForwardPasses):
         return tuple(answers) if generate_ref_response else answers[0]
 
     def _roll_out(self, rollout: RolloutBackend, queries: list[Tensor], *, return_prompt: bool) -> list[Tensor]:
-        responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
+        with self.scorer.whole(has_reference=False):
+            responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
         if self.is_encoder_decoder or not return_prompt:
             return responses
         return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
