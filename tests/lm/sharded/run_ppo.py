@@ -8,11 +8,12 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
+from _pytest.monkeypatch import MonkeyPatch
 from accelerate import FullyShardedDataParallelPlugin, PartialState
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from tests.lm.ppo.run_distributed import GLOBAL_BATCH, global_batch
@@ -44,6 +45,10 @@ def lora() -> Any:
         return tiny.with_value_head(get_peft_model(tiny.gpt2(dtype=torch.float64), adapters).double())
 
 
+def prompts() -> dict[str, Any]:
+    return {"dataset": Dataset.from_dict({"input_ids": [row.tolist() for row in tiny.rows(20, 2, 6)]})}
+
+
 @dataclass(frozen=True)
 class Case:
     """Minibatches of two rows on each of two processes, or of four on one; two of them make an optimizer step."""
@@ -53,8 +58,17 @@ class Case:
     has_masks: bool = False
     given: Callable[[], dict[str, Any]] = dict
     config: dict[str, Any] = field(default_factory=dict)
+    plugin: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)  # of the launcher, in place of a plugin
 
 
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
 SCALED = {"use_score_scaling": True, "use_score_norm": True, "whiten_rewards": True, "missing_eos_penalty": 0.5}
 CASES = {
     "plain": Case(config=SCALED),
@@ -70,6 +84,13 @@ CASES = {
     "forward of 2024, lora": Case(lora, trainer=ForwardOf2024),
     "minibatch of 2024": Case(trainer=MinibatchOf2024),
     "stopped early": Case(config={"early_stopping": True, "target_kl": 1e-5}),
+    "activation checkpointing": Case(llama, has_masks=True, plugin={"activation_checkpointing": True}),
+    "accelerate launch": Case(environment=LAUNCHED),
+}
+CONTINUOUS = "loop with continuous batching"
+LOOPS = {
+    "loop": Case(llama, given=prompts),
+    CONTINUOUS: Case(llama, given=prompts, config={"rollout_backend": "continuous_batching"}),
 }
 
 
@@ -79,19 +100,21 @@ def make(case: Case, world_size: int) -> PPOTrainer:
     if "value_model" not in given:  # else the trainer creates a value head
         # Unlike Adam, SGD shows a gradient of the wrong size, and does not magnify rounding where there is none.
         given["optimizer"] = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.5)
-    plugin = partial(FullyShardedDataParallelPlugin, fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    kwargs = {"fsdp_plugin": plugin(reshard_after_forward=True)} if world_size > 1 else {}
-    return tiny.ppo(
-        model,
-        case.trainer,
-        given=given,
-        batch_size=GLOBAL_BATCH // world_size,
-        mini_batch_size=4 // world_size,
-        gradient_accumulation_steps=2,
-        accelerator_kwargs=kwargs,
-        **{"ppo_epochs": 2, "ratio_threshold": 1e9, "max_grad_norm": 0.1, "init_kl_coef": 0.5, "target": 0.5}
-        | case.config,
-    )
+    plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
+    has_plugin = world_size > 1 and not case.environment
+    sizes = {
+        "batch_size": GLOBAL_BATCH // world_size,
+        "mini_batch_size": 4 // world_size,
+        "gradient_accumulation_steps": 2,
+        "accelerator_kwargs": {"fsdp_plugin": FullyShardedDataParallelPlugin(**plugin | case.plugin)}
+        if has_plugin
+        else {},
+    }
+    terms = {"ppo_epochs": 2, "ratio_threshold": 1e9, "max_grad_norm": 0.1, "init_kl_coef": 0.5, "target": 0.5}
+    with MonkeyPatch.context() as patch:
+        for name, value in case.environment.items() if world_size > 1 else ():
+            patch.setenv(name, value)
+        return tiny.ppo(model, case.trainer, given=given, **sizes | terms | case.config)
 
 
 def share(columns: dict[str, list[Any]], rank: int, world_size: int) -> dict[str, list[Any]]:
@@ -101,20 +124,38 @@ def share(columns: dict[str, list[Any]], rank: int, world_size: int) -> dict[str
 
 
 def stepped(name: str, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    """Statistics of three steps, with greedy samples of all queries before each, and the weights after them."""
-    trainer = make(CASES[name], world_size)
+    """Statistics of three steps, with greedy samples of a few queries before each, and the weights after them."""
+    case = CASES[name]
+    trainer = make(case, world_size)
     history, samples = [], []
     for step in range(STEPS):
-        columns = global_batch(step, has_masks=CASES[name].has_masks)
+        columns = global_batch(step, has_masks=case.has_masks)
         queries = columns["queries"][: 3 + rank]  # processes sample unequally often
         options = {"do_sample": False, "max_new_tokens": 5, "batch_size": 2, "generate_ref_response": True}
         samples.append([row.tolist() for rows in trainer.generate(queries, **options) for row in rows[:3]])
         history.append(trainer.step(**share(columns, rank, world_size)))
+    return {"stats": history, "samples": samples, **state_of(trainer)}
+
+
+def trained(name: str, world_size: int = 1) -> dict[str, Any]:
+    """Statistics of two steps of `train`, and the weights after them."""
+    history: list[Any] = []
+    trainer = make(LOOPS[name], world_size)
+    options = {"max_new_tokens": 5, "do_sample": name == CONTINUOUS}
+    trainer.train(
+        tiny.scorer(dtype=torch.float64),
+        generation_kwargs=options,
+        steps=2,
+        on_step=lambda step, stats, batch: history.append(stats),
+    )
+    return {"stats": history, **state_of(trainer)}
+
+
+def state_of(trainer: PPOTrainer) -> dict[str, Any]:
+    """The full weights, and how many elements of weights and moments this process holds."""
     weights = trainer.accelerator.get_state_dict(trainer.actor_critic)
-    moments = [moment for state in trainer.optimizer.state.values() for name, moment in state.items() if name != "step"]
+    moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
     return {
-        "stats": history,
-        "samples": samples,
         "weights": {name: weight.clone() for name, weight in weights.items()},
         "local": sum(map(local_size, trainer.actor_critic.parameters())),
         "moments": sum(map(local_size, moments)),
@@ -130,9 +171,8 @@ def main(folder: str, *cases: str) -> None:
     let_accelerate_shard_on_cpu()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     results = {}
-    for case in cases or CASES:
-        print(rank, case, flush=True)
-        results[case] = stepped(case, rank, world_size)
+    for case in cases or [*CASES, *LOOPS]:
+        results[case] = stepped(case, rank, world_size) if case in CASES else trained(case, world_size)
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 

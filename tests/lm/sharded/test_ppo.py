@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from tests.lm.ppo.test_distributed import assert_same_steps
-from tests.lm.sharded.run_ppo import CASES, stepped
+from tests.lm.sharded.run_ppo import CASES, CONTINUOUS, LOOPS, make, stepped, trained
 from tests.processes import results_of_two
 
 pytestmark = [
@@ -38,6 +38,19 @@ def test_each_process_holds_a_part(two, case: str):
 def test_processes_sample_unequally_often_what_one_process_samples(two, case: str):
     alone = stepped(case)
     assert two[0][case]["samples"] == two[1][case]["samples"] == alone["samples"]
+
+
+def test_train_with_greedy_samples_and_a_reward_model_on_the_side_is_that_of_one_process(two):
+    assert_same_steps(two[0]["loop"], trained("loop"))
+
+
+def test_continuous_batching_samples_from_a_sharded_policy_that_learns(two):
+    first, second = (process[CONTINUOUS] for process in two)
+    before = make(LOOPS[CONTINUOUS], 1).actor_critic.state_dict()
+    assert 1 <= first["stats"][-1]["tokens/responses_len_mean"] <= 5
+    assert first["stats"][0]["objective/kl"] == pytest.approx(0, abs=1e-9)  # the policy is its own reference
+    assert all(first["stats"][1][name] == second["stats"][1][name] for name in ("objective/kl", "ppo/loss/total"))
+    assert any(not torch.equal(weight, first["weights"][name]) for name, weight in before.items())
 
 
 def test_updates_stop_early_in_the_case_of_that_name(two):

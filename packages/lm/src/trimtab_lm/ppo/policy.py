@@ -186,9 +186,17 @@ class ActorCritic(nn.Module):
     @property
     def _no_split_modules(self) -> set[str]:
         """Classes of the modules that FSDP shards as units. A unit has one dtype, and the value head its own."""
-        trunks = [base_of(self.pretrained_model)] + ([] if self.critic is None else [self.critic.trunk])
-        units = {"ValueHead"}.union(*(trunk._no_split_modules or () for trunk in trunks))
+        units = {"ValueHead"}.union(*(trunk._no_split_modules or () for trunk in self._trunks))
         return units & {type(module).__name__ for module in self.modules()}
+
+    def tie_weights(self) -> None:
+        """Ties again what is tied in policy and critic; accelerate asks for it after it has replaced the weights."""
+        for trunk in self._trunks:
+            trunk.tie_weights()
+
+    @property
+    def _trunks(self) -> list[PreTrainedModel]:
+        return [base_of(self.pretrained_model)] + ([] if self.critic is None else [self.critic.trunk])
 
     def tokens(self, samples: Samples, padding: Padding) -> dict[str, dict[str, Tensor]]:
         """Samples as `forward` takes them, laid out for the policy and for the critic."""
