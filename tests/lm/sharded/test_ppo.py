@@ -1,8 +1,10 @@
 """PPO on two processes that share policy, critic, reference, gradients and moments is PPO on one."""
 
+from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from tests.lm.ppo.test_distributed import assert_same_steps
 from tests.lm.sharded.run_ppo import CASES, CONTINUOUS, LOOPS, make, stepped, trained
 from tests.processes import results_of_two
@@ -14,6 +16,12 @@ pytestmark = [
 ]
 
 
+@cache
+def alone(case: str) -> dict[str, Any]:
+    """The result of one process."""
+    return stepped(case)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of both processes of one launch."""
@@ -22,12 +30,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_sharded_processes_are_one(two, case: str):
-    assert_same_steps(two[0][case], stepped(case))
+    assert_same_steps(two[0][case], alone(case))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_process_holds_a_part(two, case: str):
-    whole = stepped(case)
+    whole = alone(case)
     for kind in ("local", "moments", "reference"):
         parts = [process[case][kind] for process in two]
         assert sum(parts) == whole[kind]
@@ -36,8 +44,8 @@ def test_each_process_holds_a_part(two, case: str):
 
 @pytest.mark.parametrize("case", CASES)
 def test_processes_sample_unequally_often_what_one_process_samples(two, case: str):
-    alone = stepped(case)
-    assert two[0][case]["samples"] == two[1][case]["samples"] == alone["samples"]
+    expected = alone(case)["samples"]
+    assert two[0][case]["samples"] == two[1][case]["samples"] == expected
 
 
 def test_train_with_greedy_samples_and_a_reward_model_on_the_side_is_that_of_one_process(two):
@@ -45,12 +53,13 @@ def test_train_with_greedy_samples_and_a_reward_model_on_the_side_is_that_of_one
 
 
 def test_continuous_batching_samples_from_a_sharded_policy_that_learns(two):
-    first, second = (process[CONTINUOUS] for process in two)
+    first, second = [process[CONTINUOUS] for process in two]
     before = make(LOOPS[CONTINUOUS], 1).actor_critic.state_dict()
     assert 1 <= first["stats"][-1]["tokens/responses_len_mean"] <= 5
     assert first["stats"][0]["objective/kl"] == pytest.approx(0, abs=1e-9)  # the policy is its own reference
     assert all(first["stats"][1][name] == second["stats"][1][name] for name in ("objective/kl", "ppo/loss/total"))
-    assert any(not torch.equal(weight, first["weights"][name]) for name, weight in before.items())
+    after = first["weights"]
+    assert any(not torch.equal(weight, after[name]) for name, weight in before.items())
 
 
 def test_updates_stop_early_in_the_case_of_that_name(two):
