@@ -1,16 +1,20 @@
-"""Models whose weights are divided over processes (FSDP2): whole inside a block, or prepared for inference alone."""
+"""Models whose weights are divided over processes (FSDP2): whole where code reads them, and prepared for inference."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import fsdp2_prepare_model
-from torch import nn
+from accelerate.utils import broadcast_object_list, fsdp2_prepare_model
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.integrations import is_fsdp_enabled
 
 Module = TypeVar("Module", bound=nn.Module)
+Answer = TypeVar("Answer")
 
 
 @contextmanager
@@ -40,6 +44,51 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
         for group, mesh in zip(groups, after_forward, strict=True):
             group.post_forward_mesh_info = mesh
             group.reshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the weights of other processes that a forward pass without gradients left: those of the head, for one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Returns a weight with the parts of all processes. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
+    """Lets saves inside the block write full weights, also where checkpoints are sharded."""
+    if not accelerator.is_fsdp2:
+        yield
+        return
+    plugin = accelerator.state.fsdp_plugin
+    kind = plugin.state_dict_type
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    try:
+        yield
+    finally:
+        plugin.set_state_dict_type(kind.name)
+
+
+def keep_output_precision(accelerator: Accelerator) -> None:
+    """Lets sharded models return float32 in mixed precision, before any is prepared.
+
+    accelerate's policy casts outputs to the computation's dtype. bfloat16 would round log-probabilities to two digits.
+    """
+    if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy) is not None:
+        accelerator.state.fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
+
+
+def answer_of_main_process(answer: Answer) -> Answer:
+    """Returns what the main process found out about a model's weights, if it alone has loaded them; else the answer.
+
+    With FSDP's `cpu_ram_efficient_loading`, from_pretrained leaves the weights of other processes at zero until the
+    model is sharded. Collective in that case.
+    """
+    return broadcast_object_list([answer])[0] if is_fsdp_enabled() else answer
 
 
 def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
