@@ -53,6 +53,12 @@ class Samples:
             **{f"other/{name}": Mean.of(values) for name, values in self.others.items()},
         }
 
+    def captioned(self, limit: int) -> tuple[list[Tensor], list[str]]:
+        """At most `limit` images of the last batch, each with its prompt and its reward."""
+        images, prompts, _, rewards, _ = self.batches[-1]
+        captions = [f"{prompt} | {reward:.3f}" for prompt, reward in zip(prompts, rewards.tolist(), strict=True)]
+        return list(images.clamp(0, 1))[:limit], captions[:limit]
+
 
 class Scored(NamedTuple):
     """A batch's rewards [b], the reward function's metadata, and rewards [b] that are not trained on, by name."""
