@@ -46,7 +46,7 @@ class DDPOConfig:
     resume_from: str | None = setting("Checkpoint to resume: its folder, its parent's, or latest.", default="")
     sample_num_steps: Count = setting("Denoising steps of a sample.", default=50)
     sample_eta: Positive = setting("Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", default=1.0)
-    sample_guidance_scale: float = setting("Scale of classifier-free guidance; 1 or less is none.", default=5.0)
+    sample_guidance_scale: float = setting("Scale of guidance, classifier-free unless embedded; 1: none.", default=5.0)
     sample_batch_size: Count = setting("Samples at a time.", default=1)
     sample_num_batches_per_epoch: Count = setting("Sampling batches of an epoch.", default=2)
     train_batch_size: Count = setting("(sample, step) pairs of a forward and backward pass.", default=1)

@@ -18,7 +18,7 @@ from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_st
 from trimtab_common.tracking import progress
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
-from trimtab_diffusion.rewards import jpeg_incompressibility
+from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
 
 from . import setup
 from .config import DDPOConfig
@@ -36,8 +36,8 @@ class DDPOTrainer(PipelineServices):
 
     Args:
         config: a copy of it is `trainer.config`.
-        reward_function: `(images [B, 3, H, W] within [0, 1], prompts, metadata) -> rewards [B]`, or a pair of rewards
-            and metadata for the hook.
+        reward_function: `(images, prompts, metadata) -> rewards [B]`, or a pair of rewards and metadata for the hook.
+            Images are [B, 3, H, W], videos [B, F, 3, H, W], float32 within [0, 1].
         prompt_function: `() -> (prompt, metadata)`. Python's, NumPy's and torch's generators are seeded around it, for
             each process and epoch by itself. Checkpoints keep its state if it has `state_dict` and `load_state_dict`.
         sd_pipeline: a DDPOStableDiffusionPipeline; or a diffusers pipeline, all of whose denoiser is then trained.
@@ -61,7 +61,7 @@ class DDPOTrainer(PipelineServices):
         if not isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline = DDPOStableDiffusionPipeline(sd_pipeline)
         self.sd_pipeline = sd_pipeline
-        others = {"jpeg_kb": jpeg_incompressibility} if other_rewards is None else other_rewards
+        others = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)} if other_rewards is None else other_rewards
         workers = config.max_workers if config.async_reward_computation else None
         self.rewards = Rewards(reward_function, others, workers=workers)
         self.accelerator = setup.accelerator_of(config)
