@@ -77,6 +77,8 @@ class DDPOConfig:
     train_clip_range_nats: Positive | None = setting("Clip range in nats of a step's joint probability.", default=None)
     train_warmup_steps: CountFromZero = setting("Updates over which the learning rate rises from 0.", default=0)
     train_gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", default=False)
+    train_compile: str | None = setting("Backend of torch.compile for the denoiser's blocks: inductor.", default=None)
+    train_channels_last: bool = setting("Convolutions of the denoiser read channels last.", default=False)
     init_kl_coef: NotNegative = setting("Coefficient of the KL penalty to the initial policy.", default=0)
     adap_kl_ctrl: bool = setting("Move the coefficient until the KL meets `target`.", default=False)
     target: Positive = setting("KL that the adaptive controller aims at, in nats per sample.", default=6)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from diffusers import ModelMixin
 from torch import nn
 
 from trimtab_common.config import to_flat_dict
@@ -26,7 +27,7 @@ from .objective import Reference
 WITHOUT_EFFECT = (
     *("exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq"),
     *("num_checkpoint_limit", "resume_*", "max_workers", "async_reward_computation", "train_gradient_checkpointing"),
-    "trajectory_on_cpu",
+    *("train_compile", "train_channels_last", "trajectory_on_cpu"),
 )
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
@@ -62,6 +63,10 @@ def place(config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator
     pipeline.set_progress_bar_config(disable=True)
     if config.train_gradient_checkpointing:
         denoiser.enable_gradient_checkpointing()
+    if config.train_channels_last:
+        to_channels_last(denoiser)
+    if config.train_compile:
+        compile_blocks(denoiser, config.train_compile)
     for part in pipeline.sd_pipeline.components.values():
         if not isinstance(part, nn.Module):
             continue
@@ -74,6 +79,38 @@ def place(config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator
                 weight.data = weight.data if weight.dtype == torch.float64 else weight.data.float()
             elif dtype != torch.float32:
                 weight.data = weight.data.to(dtype)
+
+
+def to_channels_last(denoiser: nn.Module) -> None:
+    """Stores the weights of convolutions with the channels last, which their outputs follow.
+
+    Raises:
+        ValueError: the denoiser has no convolution in two or three dimensions.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    kernels = [weight for weight in denoiser.parameters() if weight.dim() in formats]
+    if not kernels:
+        raise ValueError(
+            f"train_channels_last=True concerns convolutions, and {type(denoiser).__name__} has none. Set it to False."
+        )
+    for weight in kernels:
+        weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
+
+
+def compile_blocks(denoiser: ModelMixin, backend: str) -> None:
+    """Compiles the blocks that a denoiser repeats, each by itself: one compilation serves all of a kind.
+
+    Raises:
+        ValueError: diffusers names no such blocks.
+    """
+    names = denoiser._repeated_blocks or denoiser._no_split_modules or ()
+    blocks = [module for module in denoiser.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ValueError(
+            f"train_compile={backend!r} compiles repeated blocks: {type(denoiser).__name__} names none. Use None."
+        )
+    for block in blocks:
+        block.compile(backend=backend)
 
 
 def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
