@@ -95,7 +95,7 @@ class PPOTrainer(PolicyServices):
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
-        self.scorer = Scorer(self.actor_critic, self.reference, self.accelerator, padding)
+        self.scorer = Scorer(self.actor_critic, self.reference, self.ref_model, self.accelerator, padding)
         self.rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
         self.kl_ctl = kl_controller(config.init_kl_coef, target=config.kl_target, horizon=config.horizon)
         self.running = RunningMoments()
@@ -332,8 +332,7 @@ class PPOTrainer(PolicyServices):
         )
         moves = self._moves(logprobs, old_logprobs, advantages, mask)
         added = self.update.add(policy_loss + value_loss, moves, outputs=(logprobs, vpreds), step=self.steps_done)
-        stats = token_means(stats, mask) | added
-        return stats | self.update.take() if self.accelerator.sync_gradients else stats
+        return token_means(stats, mask) | added
 
     def loss(
         self,
