@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from diffusers import ModelMixin
 from torch import nn
 
 from trimtab_common.config import to_flat_dict
@@ -97,7 +96,7 @@ def to_channels_last(denoiser: nn.Module) -> None:
         weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
 
 
-def compile_blocks(denoiser: ModelMixin, backend: str) -> None:
+def compile_blocks(denoiser: Any, backend: str) -> None:
     """Compiles the blocks that a denoiser repeats, each by itself: one compilation serves all of a kind.
 
     Raises:
