@@ -280,7 +280,7 @@ def test_only_half_precision_latents_are_kept_per_step(guided: bool):
 def test_trajectories_say_what_they_are():
     _, _, guided = recorded("stable_diffusion", GUIDED)
     _, _, free = recorded("stable_diffusion", FREE)
-    assert (guided.guidance, free.guidance) == (5.0, None)
+    assert (guided.call.guidance, free.call.guidance) == (5.0, None)
     assert len(guided) == 2
     assert guided.dimensions == 4 * 8 * 8
     assert torch.equal(guided.times, guided.steps.timesteps)
@@ -328,7 +328,7 @@ def test_no_noise_is_refused(kind: str):
 def test_two_calls_of_the_denoiser_in_a_step_are_refused():
     pipeline, call = built("stable_diffusion_3")
     call |= {"skip_guidance_layers": [0], "num_inference_steps": 10}  # the second step calls it again
-    with untouched(pipeline), pytest.raises(ValueError, match="called its denoiser 2 times for one step"):
+    with untouched(pipeline), pytest.raises(ValueError, match="called its transformer 2 times for one step"):
         record(pipeline, eta=0.7, **call)
 
 

@@ -1,5 +1,6 @@
 """The pipelines that DDPOTrainer trains: any diffusers pipeline whose denoiser is called once a step."""
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,10 +25,10 @@ SCHEDULE = (*BETAS, "steps_offset", "prediction_type")
 
 @dataclass
 class DDPOPipelineOutput:
-    """The images of one call of a pipeline, and their steps.
+    """The images or videos of one call of a pipeline, and their steps.
 
     Args:
-        images: the pipeline's output, [B, 3, H, W] within [0, 1] for output_type="pt".
+        images: the pipeline's output; for output_type="pt" images [B, 3, H, W] or videos [B, F, 3, H, W] within [0, 1].
         latents: T + 1 tensors [B, ...], noise first.
         log_probs: T tensors [B], per dimension, in nats.
         trajectories: the same steps with everything that a replay needs.
@@ -59,8 +60,8 @@ class DDPOStableDiffusionPipeline:
     a warning, because it would pass black images to the reward.
 
     Args:
-        pipeline: Stable Diffusion 1.x or 2.x, SDXL, SD3-type flow matching, ControlNet, or another whose denoiser (unet
-            or transformer) is called once a step.
+        pipeline: Stable Diffusion 1.x to 3.x, SDXL, ControlNet, Flux, Qwen-Image, Wan, or another whose denoiser (unet
+            or transformer) is called once a step, or once with the prompt and then once without.
         use_lora: whether to train adapters instead of all weights: those that the denoiser has
             (`pipeline.load_lora_weights`), or new ones.
         lora_rank: of new adapters.
@@ -95,6 +96,12 @@ class DDPOStableDiffusionPipeline:
     def denoiser(self) -> Any:
         """The unet or transformer, which trains."""
         return getattr(self.sd_pipeline, self.name)
+
+    @property
+    def guidance_argument(self) -> str:
+        """The pipeline's argument for the scale of guidance: of its embedded guidance, or else classifier-free."""
+        takes_both = "true_cfg_scale" in inspect.signature(type(self.sd_pipeline).__call__).parameters
+        return "true_cfg_scale" if takes_both and not self.denoiser.config.guidance_embeds else "guidance_scale"
 
     @property
     def unet(self) -> Any:
@@ -135,7 +142,7 @@ class DDPOStableDiffusionPipeline:
         storage_device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> DDPOPipelineOutput:
-        """Samples images and records the steps: see `recorder.record`.
+        """Samples images or videos and records the steps: see `recorder.record`.
 
         Args:
             args: the prompt, or nothing.

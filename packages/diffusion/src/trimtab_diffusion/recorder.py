@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, cast
 
@@ -12,8 +13,11 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from trimtab_diffusion.recording import Arguments, Conditions, Path, Trajectories, guided, replaced
+from trimtab_diffusion.recording import Arguments, Call, Conditions, Path, Trajectories, replaced
 from trimtab_diffusion.steps import Steps, gaussian_sample
+
+POSITIONS = ("txt_ids", "img_ids")
+"""Arguments of denoisers that have a row per token and none per image."""
 
 
 def denoiser_name(pipeline: DiffusionPipeline) -> str:
@@ -43,7 +47,7 @@ def record(
     """Calls `pipeline(generator=generator, **call)` and records its steps.
 
     Args:
-        pipeline: its denoiser is called once a step, on the latents alone.
+        pipeline: its denoiser is called once a step, on the latents alone; or twice, with the prompt and then without.
         eta: scale of the steps' noise, as for `Steps`; not 0.
         generator: of the noise.
         storage_dtype: latents are rounded to it after each step. The pipeline continues from the rounded latents, so
@@ -52,7 +56,7 @@ def record(
         call: arguments of the pipeline.
 
     Returns:
-        The pipeline's images, and their trajectories.
+        The pipeline's images or videos, and their trajectories.
 
     Raises:
         ValueError: eta is 0, the denoiser is called in another way, or the pipeline combines guidance in an unknown
@@ -63,9 +67,9 @@ def record(
             "eta=0 makes every step deterministic, so that it has no log-probability. Use eta > 0 (DDIM: 1 is DDPM's "
             "noise; flow matching: 0.7 is usual), or call the diffusers pipeline itself to sample without recording."
         )
-    recorder = _Recorder(pipeline, eta, generator, storage_dtype, storage_device)
+    recorder = _Recorder(pipeline, eta, generator, storage_dtype, storage_device, call)
     with recorder.watching():
-        images = recorder.pipeline(generator=generator, **{**call, "return_dict": True}).images
+        images = recorder.pipeline(generator=generator, **{**call, "return_dict": True})[0]  # .images, or .frames
     return images, recorder.trajectories()
 
 
@@ -79,22 +83,23 @@ class _Recorder:
         generator: torch.Generator | None,
         storage_dtype: torch.dtype | None,
         storage_device: torch.device | str | None,
+        settings: Mapping[str, object],
     ):
         self.pipeline = cast(Any, pipeline)  # diffusers does not declare the parts of a pipeline
+        self.settings = settings
         self.eta, self.generator = eta, generator
         self.dtype, self.device = storage_dtype, storage_device
         self.denoiser: nn.Module = getattr(pipeline, denoiser_name(pipeline))
         self.signature = inspect.signature(type(self.denoiser).forward)
         self.calls: list[tuple[Arguments, Tensor]] = []  # arguments and outputs of the denoiser since the last step
-        self.inputs: list[Arguments] = []  # the denoiser's arguments other than latents and time, at each step
+        self.inputs: list[list[Arguments]] = []  # of each step and call, the arguments other than latents and time
         self.times: list[Tensor] = []
         self.latents: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.first: Tensor | None = None
         self.following = torch.empty(0)  # the latents after the last step
-        self.name = ""
         self.steps: Steps | None = None
-        self.guidance: float | None = None
+        self.call: Call | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -133,22 +138,23 @@ class _Recorder:
 
     def _take_step(self, model_output: Tensor, sample: Tensor, following: Tensor) -> Tensor:
         """Records a step, and returns the latents from which the pipeline continues."""
-        if len(self.calls) != 1:
+        copies = [len(next(iter(arguments.values()))) // len(sample) for arguments, _ in self.calls]
+        if copies not in ([1], [2], [1, 1]):
             raise ValueError(
-                f"{type(self.pipeline).__name__} called its denoiser {len(self.calls)} times for one step. DDPO can "
-                "replay one call, with the latents without and with the prompt in one batch. Switch off the others."
+                f"{type(self.pipeline).__name__} called its {denoiser_name(self.pipeline)} {len(self.calls)} times for "
+                "one step. DDPO can replay one call, or one with the prompt and one without. Switch off the others."
             )
-        arguments, output = self.calls.pop()
-        name = next(iter(arguments))
-        seen, time = arguments.pop(name), arguments.pop("timestep")
-        guidance = self._guidance(seen, sample, output, model_output)
-        if self.steps is None:
-            self.steps, self.first, self.name = Steps.of(self.pipeline.scheduler, self.eta), sample, name
-            self.guidance = guidance
-        elif guidance != self.guidance:
+        call = self._call(sample, model_output)
+        inputs, self.calls = [arguments for arguments, _ in self.calls], []
+        times = [arguments.pop("timestep") for arguments in inputs]
+        for arguments in inputs:
+            del arguments[call.name]
+        if self.steps is None or self.call is None:
+            self.steps, self.first, self.call = Steps.of(self.pipeline.scheduler, self.eta), sample, call
+        elif call != self.call or len(inputs) != len(self.inputs[-1]):
             raise ValueError(
-                f"{type(self.pipeline).__name__} changed its guidance from {self.guidance} to {guidance} between two "
-                "steps. DDPO replays all steps with one scale. Use no callback that changes it."
+                f"{type(self.pipeline).__name__} changed its guidance from {self.call.guidance} to {call.guidance} "
+                "between two steps. DDPO replays all steps with one scale. Use no callback that changes it."
             )
         elif not torch.equal(sample, self.following):
             raise ValueError(
@@ -168,47 +174,73 @@ class _Recorder:
             if random
             else torch.zeros(len(sample), device=sample.device)
         )
-        self.inputs.append(arguments)
-        self.times.append(torch.as_tensor(time).detach().cpu().reshape(-1)[0])
+        self.inputs.append(inputs)
+        self.times.append(torch.as_tensor(times[0]).detach().cpu().reshape(-1)[0])
         self.latents.append(stored.to(self.device))
         self.logprobs.append(logprob.detach())
         self.following = following
         return following
 
-    def _guidance(self, seen: Tensor, sample: Tensor, output: Tensor, model_output: Tensor) -> float | None:
-        """Returns the scale of guidance, None without; checks that the scheduler got the guided output."""
+    def _call(self, sample: Tensor, model_output: Tensor) -> Call:
+        """Returns how the denoiser was called for a step; checks that the scheduler got its guided output."""
+        name = next(iter(self.calls[0][0]))
+        seen = torch.cat([arguments[name] for arguments, _ in self.calls])
+        output = torch.cat([output for _, output in reversed(self.calls)])  # the call with the prompt comes first
         copies = len(seen) // len(sample)
-        if copies not in (1, 2) or not torch.equal(seen, torch.cat([sample] * copies)):
+        if not torch.equal(seen, torch.cat([sample] * copies).to(seen.dtype)):
             raise ValueError(
                 f"The denoiser of {type(self.pipeline).__name__} reads {list(seen.shape)}, the scheduler steps from "
                 f"{list(sample.shape)}. Use a denoiser that reads the latents alone, once or twice."
             )
-        scale = float(self.pipeline.guidance_scale) if copies == 2 else None
         if not bool(torch.isfinite(model_output).all()):
             raise ValueError(
                 "The denoiser's output is not finite. In half precision, try mixed_precision='bf16' or 'no'."
             )
-        if not torch.equal(guided(output, scale), model_output):
-            raise ValueError(
-                f"{type(self.pipeline).__name__} changes the denoiser's output by more than classifier-free guidance. "
-                "Set guidance_rescale=0 and switch off other guidance."
-            )
-        return scale
+        call = Call(name, self._scale() if copies == 2 else None, dtype=seen.dtype)
+        for each in (call, replace(call, keeps_norm=copies == 2)):
+            if torch.equal(each.guided(output), model_output):
+                return each
+        raise ValueError(
+            f"{type(self.pipeline).__name__} changes the denoiser's output by more than classifier-free guidance. "
+            "Set guidance_rescale=0 and switch off other guidance."
+        )
+
+    def _scale(self) -> float:
+        """The pipeline's scale of classifier-free guidance."""
+        parameters = inspect.signature(type(self.pipeline).__call__).parameters
+        if "true_cfg_scale" in parameters:  # its guidance_scale is embedded by the denoiser
+            return float(cast(float, self.settings.get("true_cfg_scale", parameters["true_cfg_scale"].default)))
+        return float(self.pipeline.guidance_scale)
 
     def trajectories(self) -> Trajectories:
         """Returns what was recorded; checks that the pipeline took all steps of its schedule."""
-        if self.steps is None or self.first is None or len(self.latents) != len(self.steps):
+        if self.steps is None or self.first is None or self.call is None or len(self.latents) != len(self.steps):
             raise ValueError(
                 f"{type(self.pipeline).__name__} took {len(self.latents)} of {len(self.pipeline.scheduler.timesteps)} "
                 "steps. DDPO needs a pipeline that calls its scheduler's step for each of its timesteps."
             )
-        count, copies = len(self.first), 1 if self.guidance is None else 2
+        calls = [self._conditions(inputs) for inputs in reversed(list(zip(*self.inputs, strict=True)))]
+        return Trajectories(
+            first=self.first.to(self.device),
+            latents=torch.stack(self.latents, 1),
+            logprobs=torch.stack(self.logprobs, 1).to(self.device),
+            conditions=Conditions.joined(calls, 1),
+            steps=self.steps,
+            times=torch.stack(self.times),
+            call=self.call,
+        )
+
+    def _conditions(self, inputs: Sequence[Arguments]) -> Conditions:
+        """Returns the arguments of one of the calls that a step makes, from those at every step."""
+        count = len(self.latents[0])
+        copies = 2 if self.call is not None and self.call.guidance is not None and len(self.inputs[0]) == 1 else 1
         rows: dict[Path, Tensor] = {}
         stepwise: dict[Path, Tensor] = {}
-        leaves = [dict(_leaves(inputs)) for inputs in self.inputs]
+        leaves = [dict(_leaves(arguments)) for arguments in inputs]
         for path, value in leaves[0].items():
             seen = [at_step[path] for at_step in leaves]
-            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count * copies:
+            has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == count * copies
+            if not has_rows or path[0] in POSITIONS:
                 if not all(_is_same(one, value) for one in seen):
                     raise ValueError(
                         f"{type(self.pipeline).__name__} changed the denoiser's {'.'.join(map(str, path))} between two "
@@ -220,17 +252,7 @@ class _Recorder:
                 rows[path] = _by_image(value, copies).to(self.device)
             else:
                 stepwise[path] = torch.stack([_by_image(one, copies) for one in seen], 1).to(self.device)
-        template = cast(Arguments, replaced(self.inputs[0], dict.fromkeys([*rows, *stepwise])))
-        return Trajectories(
-            first=self.first.to(self.device),
-            latents=torch.stack(self.latents, 1),
-            logprobs=torch.stack(self.logprobs, 1).to(self.device),
-            conditions=Conditions(template, rows, stepwise),
-            steps=self.steps,
-            times=torch.stack(self.times),
-            guidance=self.guidance,
-            name=self.name,
-        )
+        return Conditions(cast(Arguments, replaced(inputs[0], dict.fromkeys([*rows, *stepwise]))), rows, stepwise)
 
 
 def _is_same(one: object, other: object) -> bool:

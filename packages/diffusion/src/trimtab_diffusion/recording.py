@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from trimtab_diffusion.steps import Steps, along
 
@@ -17,6 +18,10 @@ Path: TypeAlias = tuple[object, ...]
 
 Arguments: TypeAlias = dict[str, Any]
 """Keyword arguments of a denoiser: tensors, numbers, and nested dicts, lists and tuples of them."""
+
+TEXT: Path = ("encoder_hidden_states",)
+MASKS: tuple[Path, ...] = (("encoder_hidden_states_mask",), ("encoder_attention_mask",))
+"""Where denoisers take the prompt's tokens [rows, tokens, width], and a mask [rows, tokens], 1 where a token counts."""
 
 
 @dataclass
@@ -54,6 +59,104 @@ class Conditions:
         """Returns all stored tensors with a row per image."""
         return [*self.rows.values(), *self.stepwise.values()]
 
+    @classmethod
+    def joined(cls, parts: Sequence[Conditions], dim: int) -> Conditions:
+        """Returns several conditions as one.
+
+        Args:
+            parts: of one pipeline with the same settings. Shorter texts are padded and masked.
+            dim: 0 joins images; 1 joins what a denoiser gets without the prompt and what it gets with it.
+
+        Raises:
+            ValueError: texts differ in length and the denoiser takes no mask, or the arguments differ.
+        """
+        parts = _of_one_length(parts)
+        if any(
+            part.rows.keys() != parts[0].rows.keys() or part.stepwise.keys() != parts[0].stepwise.keys()
+            for part in parts
+        ):
+            raise ValueError(
+                "The pipeline calls its denoiser with different arguments, which DDPO cannot put in one batch."
+            )
+        rows = {path: torch.cat([part.rows[path] for part in parts], dim) for path in parts[0].rows}
+        steps = parts[0].stepwise
+        stepwise = {path: torch.cat([part.stepwise[path] for part in parts], 2 * dim) for path in steps}
+        return cls(parts[0].template, rows, stepwise)
+
+
+def _of_one_length(parts: Sequence[Conditions]) -> Sequence[Conditions]:
+    """Pads the texts of conditions with zeros, and masks them, where the lengths or the masks differ."""
+    lengths = {part.rows[TEXT].shape[2] for part in parts if TEXT in part.rows}
+    mask = next((path for path in MASKS if path[0] in parts[0].template), None)
+    if len(lengths) < 2 and len({mask in part.rows for part in parts}) < 2:
+        return parts
+    if mask is None:
+        raise ValueError(
+            f"Prompts have {sorted(lengths)} tokens, and the denoiser takes no mask. Use a pipeline that pads all "
+            "prompts to one length."
+        )
+    padded = []
+    for part in parts:
+        text = part.rows[TEXT]
+        seen = part.rows.get(mask, torch.ones(text.shape[:3], dtype=torch.bool, device=text.device))
+        gap = max(lengths) - text.shape[2]
+        rows = part.rows | {TEXT: pad(text, (0, 0, 0, gap)), mask: pad(seen, (0, gap))}
+        padded.append(Conditions(part.template, rows, part.stepwise))
+    return padded
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a pipeline asks its denoiser about a batch of latents.
+
+    Args:
+        name: of the argument that takes the latents.
+        guidance: scale of classifier-free guidance, which is the paper's w + 1; None: no guidance.
+        keeps_norm: whether each token of the guided output gets the norm that it has with the prompt (Qwen-Image).
+        dtype: of the latents that the denoiser reads; None: as they are.
+    """
+
+    name: str
+    guidance: float | None = None
+    keeps_norm: bool = False
+    dtype: torch.dtype | None = None
+
+    def predict(self, denoiser: nn.Module, latents: Tensor, times: Tensor, conditions: Mapping[str, object]) -> Tensor:
+        """Returns the output of one call of a denoiser, with classifier-free guidance where there is a scale.
+
+        Args:
+            denoiser: the module.
+            latents: [n, ...].
+            times: [n], the timesteps.
+            conditions: the denoiser's other arguments, for n rows, with guidance for 2n.
+
+        Returns:
+            [n, ...].
+        """
+        copies = 1 if self.guidance is None else 2
+        inputs = {
+            self.name: torch.cat([latents if self.dtype is None else latents.to(self.dtype)] * copies),
+            "timestep": times.repeat(copies),
+        }
+        return self.guided(denoiser(**inputs, **conditions, return_dict=False)[0])
+
+    def guided(self, output: Tensor) -> Tensor:
+        """Combines outputs without and with the prompt (Ho & Salimans 2022, arXiv:2207.12598, Eq. 6).
+
+        Args:
+            output: [2n, ...], without the prompt and then with it; [n, ...] where there is no scale.
+
+        Returns:
+            [n, ...].
+        """
+        if self.guidance is None:
+            return output
+        without, with_prompt = output.chunk(2)
+        combined = without + self.guidance * (with_prompt - without)
+        if not self.keeps_norm:
+            return combined
+        return combined * (with_prompt.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+
 
 @dataclass
 class Trajectories:
@@ -66,8 +169,7 @@ class Trajectories:
         conditions: the denoiser's other arguments.
         steps: the schedule.
         times: [T], the denoiser's argument `timestep`.
-        guidance: the scale of classifier-free guidance; None without guidance.
-        name: of the denoiser's argument that takes the latents.
+        call: how the pipeline asked the denoiser.
     """
 
     first: Tensor
@@ -76,8 +178,7 @@ class Trajectories:
     conditions: Conditions
     steps: Steps
     times: Tensor
-    guidance: float | None
-    name: str
+    call: Call
 
     def __len__(self) -> int:
         return len(self.first)
@@ -96,15 +197,10 @@ class Trajectories:
     @classmethod
     def joined(cls, parts: Sequence[Trajectories]) -> Trajectories:
         """Returns the images of several calls of one pipeline with the same settings as one batch."""
-        start, conditions = parts[0], [part.conditions for part in parts]
-        joined = Conditions(
-            start.conditions.template,
-            {path: torch.cat([each.rows[path] for each in conditions]) for path in start.conditions.rows},
-            {path: torch.cat([each.stepwise[path] for each in conditions]) for path in start.conditions.stepwise},
-        )
+        joined = Conditions.joined([part.conditions for part in parts], 0)
         first, latents = torch.cat([part.first for part in parts]), torch.cat([part.latents for part in parts])
         logprobs = torch.cat([part.logprobs for part in parts])
-        return replace(start, first=first, latents=latents, logprobs=logprobs, conditions=joined)
+        return replace(parts[0], first=first, latents=latents, logprobs=logprobs, conditions=joined)
 
     def before(self, rows: Tensor, steps: Tensor, device: torch.device) -> Tensor:
         """Returns the latents [n, ...] before the steps `steps` [n] of the images `rows` [n]."""
@@ -133,52 +229,7 @@ class Trajectories:
             [n, ...].
         """
         arguments = self.conditions.select(rows, steps, latents.device)
-        return predict(
-            denoiser, latents, self.times[steps].to(latents.device), arguments, guidance=self.guidance, name=self.name
-        )
-
-
-def predict(
-    denoiser: nn.Module,
-    latents: Tensor,
-    times: Tensor,
-    conditions: Mapping[str, object],
-    *,
-    guidance: float | None,
-    name: str = "sample",
-) -> Tensor:
-    """Returns the output of one call of a denoiser, with classifier-free guidance where there is a scale.
-
-    Args:
-        denoiser: the module.
-        latents: [n, ...].
-        times: [n], the timesteps.
-        conditions: the denoiser's other arguments, for n rows, with guidance for 2n.
-        guidance: the scale, see `guided`.
-        name: of the argument that takes the latents.
-
-    Returns:
-        [n, ...].
-    """
-    copies = 1 if guidance is None else 2
-    inputs = {name: torch.cat([latents] * copies), "timestep": times.repeat(copies)}
-    return guided(denoiser(**inputs, **conditions, return_dict=False)[0], guidance)
-
-
-def guided(output: Tensor, guidance: float | None) -> Tensor:
-    """Combines outputs without and with the prompt (Ho & Salimans 2022, arXiv:2207.12598, Eq. 6).
-
-    Args:
-        output: [2n, ...], without the prompt and then with it; [n, ...] where there is no scale.
-        guidance: the scale, which is the paper's w + 1; None: no guidance.
-
-    Returns:
-        [n, ...].
-    """
-    if guidance is None:
-        return output
-    without, with_prompt = output.chunk(2)
-    return without + guidance * (with_prompt - without)
+        return self.call.predict(denoiser, latents, self.times[steps].to(latents.device), arguments)
 
 
 def _take(values: Tensor, rows: Tensor, steps: Tensor | None = None) -> Tensor:

@@ -3,7 +3,8 @@
 All reward functions take:
 
     images: [B, 3, H, W], float within [0, 1], or B images, each as `trimtab_common.tracking.to_pil` takes it. Other
-        shapes and values raise a ValueError. The reward is that of the 8-bit image, as it would be in a file.
+        shapes and values raise a ValueError; `mean_over_frames` takes videos. The reward is that of the 8-bit image,
+        as it would be in a file.
     prompts: B texts.
     metadata: B dictionaries.
 
@@ -15,7 +16,7 @@ model is.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -39,6 +40,9 @@ Images: TypeAlias = Tensor | Sequence[Picture]
 Metadata: TypeAlias = Sequence[Any]
 """What the prompt function returned with each prompt."""
 
+Reward: TypeAlias = Callable[[Images, Sequence[str], Metadata], Tensor]
+"""See the module."""
+
 
 def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
     """Returns the size of each image as a JPEG of quality 95 (Black et al. 2023, arXiv:2305.13301, section 5.1).
@@ -51,6 +55,24 @@ def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Met
         [B], in kB of 1000 bytes.
     """
     return torch.tensor([_jpeg_bytes(picture) / 1000 for _, pictures in _chunks(images, 1) for picture in pictures])
+
+
+def mean_over_frames(reward: Reward) -> Reward:
+    """Returns a reward of videos [B, F, 3, H, W]: the mean of a reward of images over the frames.
+
+    Args:
+        reward: `(images [n, 3, H, W], prompts, metadata) -> rewards [n]`. It gets images as they are.
+    """
+
+    def score(images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+        if not (isinstance(images, Tensor) and images.dim() == 5):
+            return reward(images, prompts, metadata)
+        count, frames = images.shape[:2]
+        texts = [prompt for prompt in prompts for _ in range(frames)]
+        facts = [fact for fact in metadata for _ in range(frames)]
+        return torch.as_tensor(reward(images.flatten(0, 1), texts, facts)).reshape(count, frames).float().mean(1)
+
+    return score
 
 
 def jpeg_compressibility(images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:

@@ -35,30 +35,18 @@ class DDPOConfig:
     log_with: str | None = setting("Tracker: wandb (offline without an account), tensorboard or none.", default=None)
     tracker_kwargs: dict[str, Any] = setting("Arguments of wandb.init or SummaryWriter.", default_factory=dict)
     accelerator_kwargs: dict[str, Any] = setting("Arguments of accelerate.Accelerator.", default_factory=dict)
-    project_kwargs: dict[str, Any] = setting(
-        "Arguments of accelerate's ProjectConfiguration: checkpoints go to project_dir/checkpoints (else "
-        "logdir/checkpoints), the tracker to logging_dir (else project_dir, else logdir); total_limit counts like "
-        "num_checkpoint_limit.",
-        default_factory=dict,
-    )
+    project_kwargs: dict[str, Any] = setting("Arguments of accelerate's ProjectConfiguration.", default_factory=dict)
     tracker_project_name: str = setting("Project in the tracker.", default="trl")
     logdir: str = setting("Folder of the tracker's files and of checkpoints.", default="logs")
     num_epochs: Count = setting("Epochs of `train`: each samples images and learns from them.", default=100)
     save_freq: Count = setting("`train` saves a checkpoint every so many epochs.", default=1)
     num_checkpoint_limit: Count = setting("Checkpoints kept; older ones are removed.", default=5)
-    mixed_precision: str | None = setting(
-        "fp16, bf16 or no: the frozen parts' dtype, and autocast of what trains, which stays float32. On a CPU fp16 "
-        "becomes no, with a warning. None: what accelerate launch says, else no.",
-        default="fp16",
-    )
+    mixed_precision: str | None = setting("fp16, bf16, no; None: what accelerate launch says.", default="fp16")
     allow_tf32: bool = setting("Let a GPU multiply float32 matrices in TF32.", default=True)
-    resume_from: str | None = setting(
-        "Checkpoint to go on from: its folder, one that holds several, or latest for the newest of this run's.",
-        default="",
-    )
+    resume_from: str | None = setting("Checkpoint to resume: its folder, its parent's, or latest.", default="")
     sample_num_steps: Count = setting("Denoising steps of a sample.", default=50)
     sample_eta: Positive = setting("Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", default=1.0)
-    sample_guidance_scale: float = setting("Scale of classifier-free guidance; 1 or less is none.", default=5.0)
+    sample_guidance_scale: float = setting("Scale of guidance, classifier-free unless embedded; 1: none.", default=5.0)
     sample_batch_size: Count = setting("Samples at a time.", default=1)
     sample_num_batches_per_epoch: Count = setting("Sampling batches of an epoch.", default=2)
     train_batch_size: Count = setting("(sample, step) pairs of a forward and backward pass.", default=1)
@@ -68,99 +56,43 @@ class DDPOConfig:
     train_adam_beta2: Decay = setting("AdamW's beta 2.", default=0.999)
     train_adam_weight_decay: NotNegative = setting("AdamW's weight decay.", default=1e-4)
     train_adam_epsilon: Positive = setting("AdamW's epsilon.", default=1e-8)
-    train_gradient_accumulation_steps: Count = setting(
-        "An optimizer step learns from train_batch_size times this many samples, all their trained steps included.",
-        default=1,
-    )
+    train_gradient_accumulation_steps: Count = setting("An update's samples / train_batch_size.", default=1)
     train_max_grad_norm: Positive = setting("Clip the gradient's norm to this at every update.", default=1.0)
     train_num_inner_epochs: Count = setting("Passes over an epoch's samples.", default=1)
     train_cfg: bool = setting("Train with guidance, with which images are sampled.", default=True)
     train_adv_clip_max: Positive = setting("Clip advantages to +- this.", default=5)
-    train_clip_range: Positive = setting(
-        "Keep the ratio of probabilities per dimension within 1 +- this; times the dimensions it is in nats.",
-        default=1e-4,
-    )
-    train_timestep_fraction: Share = setting(
-        "Share of a sample's steps, drawn at random, that is trained on.", default=1.0
-    )
-    per_prompt_stat_tracking: bool = setting(
-        "Advantages against earlier rewards of the same prompt, not against the epoch's.", default=False
-    )
-    per_prompt_stat_tracking_buffer_size: Count = setting("Rewards that are remembered of each prompt.", default=16)
-    per_prompt_stat_tracking_min_count: Count = setting(
-        "Rewards that a prompt needs; with fewer, advantages are against the epoch's.", default=16
-    )
-    async_reward_computation: bool = setting(
-        "Compute rewards in threads while the next batch is sampled.", default=False
-    )
+    train_clip_range: Positive = setting("Clip the ratio per dimension of the latents to 1 +- this.", default=1e-4)
+    train_timestep_fraction: Share = setting("Share of a sample's steps, at random, that trains.", default=1.0)
+    per_prompt_stat_tracking: bool = setting("Advantages relative to the prompt's earlier rewards.", default=False)
+    per_prompt_stat_tracking_buffer_size: Count = setting("Rewards stored of each prompt.", default=16)
+    per_prompt_stat_tracking_min_count: Count = setting("Rewards that a prompt needs; else the epoch's.", default=16)
+    async_reward_computation: bool = setting("Compute rewards in threads during sampling.", default=False)
     max_workers: Count = setting("Threads of async_reward_computation.", default=2)
-    negative_prompts: str | None = setting("What guidance leads away from, for every sample.", default="")
+    negative_prompts: str | None = setting("The prompt that guidance leads away from.", default="")
 
-    estimator: str = setting(
-        "is: clipped importance sampling; sf: score function, one update per epoch; rwr, rwr_sparse: reward-weighted "
-        "regression.",
-        default="is",
-    )
-    group_size: Count = setting(
-        "Samples of each prompt that is drawn; above 1, advantages are against the samples of the group (GRPO).",
-        default=1,
-    )
-    rwr_beta: NotNegative = setting(
-        "rwr: inverse temperature of its weights; 0 trains on all samples alike.", default=0.2
-    )
-    rwr_top: Share = setting("rwr_sparse: share of the samples, the best, that is trained on.", default=0.1)
-    train_clip_range_nats: Positive | None = setting(
-        "The clip range as nats of a step's joint probability, whatever the latents' size; in place of "
-        "train_clip_range.",
-        default=None,
-    )
-    train_warmup_steps: CountFromZero = setting(
-        "Updates over which the learning rate rises from 0: Adam's first steps leave any trust region.",
-        default=0,
-    )
-    train_gradient_checkpointing: bool = setting(
-        "Compute activations again in the backward pass: less memory, a third more time.", default=False
-    )
-    init_kl_coef: NotNegative = setting(
-        "Coefficient of the KL penalty to the model without its adapters, or, trained whole, as it was; 0: none.",
-        default=0,
-    )
+    estimator: str = setting("is: importance sampling; sf: score function; rwr, rwr_sparse: regression.", default="is")
+    group_size: Count = setting("Samples per drawn prompt; above 1, advantages are relative to them.", default=1)
+    rwr_beta: NotNegative = setting("rwr: inverse temperature of the weights; 0: equal weights.", default=0.2)
+    rwr_top: Share = setting("rwr_sparse: share of the samples, the best, that trains.", default=0.1)
+    train_clip_range_nats: Positive | None = setting("Clip range in nats of a step's joint probability.", default=None)
+    train_warmup_steps: CountFromZero = setting("Updates over which the learning rate rises from 0.", default=0)
+    train_gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", default=False)
+    train_compile: str | None = setting("Backend of torch.compile for the denoiser's blocks: inductor.", default=None)
+    train_channels_last: bool = setting("Convolutions of the denoiser read channels last.", default=False)
+    init_kl_coef: NotNegative = setting("Coefficient of the KL penalty to the initial policy.", default=0)
     adap_kl_ctrl: bool = setting("Move the coefficient until the KL meets `target`.", default=False)
     target: Positive = setting("KL that the adaptive controller aims at, in nats per sample.", default=6)
     horizon: Positive = setting("Samples over which the adaptive controller corrects an error.", default=10000)
-    trajectory_dtype: str | None = setting(
-        "float32, float16 or bfloat16: latents are rounded to it while sampling; None: they are not rounded.",
-        default=None,
-    )
+    trajectory_dtype: str | None = setting("Round latents to float32, float16 or bfloat16.", default=None)
     trajectory_on_cpu: bool = setting("Keep trajectories in the host's memory.", default=False)
-    resume_with_changes: bool = setting(
-        "Resume although settings differ from the checkpoint's, with a warning that lists them; else an error.",
-        default=False,
-    )
+    resume_with_changes: bool = setting("Resume with other settings, with a warning.", default=False)
 
     def __post_init__(self) -> None:
         check_tracker_name(self.log_with)
         check_ranges(self)
         self._check_choices()
-        if self.trained_steps < 1:
-            raise ValueError(
-                f"train_timestep_fraction={self.train_timestep_fraction} of sample_num_steps={self.sample_num_steps} "
-                f"is less than one step: nothing would train. Use at least {1 / self.sample_num_steps:.3g}."
-            )
         self._check_sizes()
-        if self.is_guided and not self.train_cfg:
-            raise ValueError(
-                f"sample_guidance_scale={self.sample_guidance_scale} with train_cfg=False would sample from one policy "
-                "and train another. Set train_cfg=True, or sample_guidance_scale=1."
-            )
-        if self.estimator == "sf" and self.updates_per_epoch > 1:
-            raise ValueError(
-                f"estimator='sf' is right only for the policy that sampled, and this makes "
-                f"{self.updates_per_epoch} updates per epoch. Set train_batch_size * train_gradient_accumulation_steps "
-                f"= {self.samples_per_epoch} and train_num_inner_epochs=1, or estimator='is'."
-            )
-        if self.group_size > 1 and self.per_prompt_stat_tracking:
-            raise ValueError("group_size above 1 and per_prompt_stat_tracking are two measures of a reward: use one.")
+        self._check_objective()
 
     @property
     def samples_per_epoch(self) -> int:
@@ -203,12 +135,6 @@ class DDPOConfig:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(str, known))}.")
-        if self.init_kl_coef and self.is_regression:
-            raise ValueError(
-                "init_kl_coef penalises a policy's steps, and reward-weighted regression has none. Set it to 0."
-            )
-        if self.adap_kl_ctrl and not self.init_kl_coef:
-            raise ValueError("adap_kl_ctrl multiplies the coefficient, and init_kl_coef=0 stays 0: start above it.")
         if "gradient_accumulation_steps" in self.accelerator_kwargs:
             raise ValueError(
                 "accelerator_kwargs with gradient_accumulation_steps would divide the loss a second time. "
@@ -217,22 +143,50 @@ class DDPOConfig:
 
     def _check_sizes(self) -> None:
         if self.samples_per_epoch % self.samples_per_update:
-            fitting = [n for n in range(1, self.samples_per_epoch + 1) if self.samples_per_epoch % n == 0]
             raise ValueError(
                 f"sample_batch_size {self.sample_batch_size} x sample_num_batches_per_epoch "
                 f"{self.sample_num_batches_per_epoch} = {self.samples_per_epoch} samples do not split into updates of "
                 f"train_batch_size {self.train_batch_size} x train_gradient_accumulation_steps "
                 f"{self.train_gradient_accumulation_steps} = {self.samples_per_update}. Make that product one of "
-                f"{', '.join(map(str, fitting))}."
+                f"{_divisors(self.samples_per_epoch)}."
+            )
+        if self.sample_batch_size % self.group_size:
+            raise ValueError(
+                f"group_size={self.group_size} does not divide sample_batch_size={self.sample_batch_size}: a group "
+                f"would be cut. Use one of {_divisors(self.sample_batch_size)}, or another sample_batch_size."
+            )
+        if self.trained_steps < 1:
+            raise ValueError(
+                f"train_timestep_fraction={self.train_timestep_fraction} of sample_num_steps={self.sample_num_steps} "
+                f"is less than one step: nothing would train. Use at least {1 / self.sample_num_steps:.3g}."
             )
         if self.per_prompt_stat_tracking_min_count > self.per_prompt_stat_tracking_buffer_size:
             raise ValueError(
                 f"per_prompt_stat_tracking_min_count={self.per_prompt_stat_tracking_min_count} rewards never fit into "
                 f"a buffer of {self.per_prompt_stat_tracking_buffer_size}: make the buffer larger."
             )
-        if self.sample_batch_size % self.group_size:
-            fitting = [n for n in range(1, self.sample_batch_size + 1) if self.sample_batch_size % n == 0]
+
+    def _check_objective(self) -> None:
+        if self.is_guided and not self.train_cfg:
             raise ValueError(
-                f"group_size={self.group_size} does not divide sample_batch_size={self.sample_batch_size}: a group "
-                f"would be cut. Use one of {', '.join(map(str, fitting))}, or another sample_batch_size."
+                f"sample_guidance_scale={self.sample_guidance_scale} with train_cfg=False would sample from one policy "
+                "and train another. Set train_cfg=True, or sample_guidance_scale=1."
             )
+        if self.estimator == "sf" and self.updates_per_epoch > 1:
+            raise ValueError(
+                f"estimator='sf' is right only for the policy that sampled, and this makes "
+                f"{self.updates_per_epoch} updates per epoch. Set train_batch_size * train_gradient_accumulation_steps "
+                f"= {self.samples_per_epoch} and train_num_inner_epochs=1, or estimator='is'."
+            )
+        if self.group_size > 1 and self.per_prompt_stat_tracking:
+            raise ValueError("group_size above 1 and per_prompt_stat_tracking are two measures of a reward: use one.")
+        if self.init_kl_coef and self.is_regression:
+            raise ValueError(
+                "init_kl_coef penalises a policy's steps; reward-weighted regression has none. Set it to 0."
+            )
+        if self.adap_kl_ctrl and not self.init_kl_coef:
+            raise ValueError("adap_kl_ctrl multiplies the coefficient, and init_kl_coef=0 stays 0: start above it.")
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)

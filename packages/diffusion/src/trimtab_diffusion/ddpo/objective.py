@@ -1,17 +1,20 @@
-"""What an update minimises: the formulas of `loss`, on steps that are replayed."""
+"""What an update minimises, as the config chooses it: the formulas of `loss`, on steps that are replayed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
+from trimtab_common.advantages import group_whitened
 from trimtab_common.stats import Mean
 from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
+from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 
-from .loss import denoising_loss, score_function_loss
+from .config import DDPOConfig
+from .loss import denoising_loss, rwr_weights, score_function_loss, sparse_weights
 from .replay import Replay
 
 Stats = dict[str, Mean]
@@ -19,13 +22,42 @@ Reference = Callable[[], AbstractContextManager[nn.Module]]
 """A context that gives the denoiser as it was before training."""
 
 
+def advantages_of(
+    prompts: Sequence[str], rewards: Tensor, *, config: DDPOConfig, prompt_stats: PerPromptStatTracker | None
+) -> Tensor:
+    """How much better than expected the samples of all processes are; for RWR their weights.
+
+    The expectation is that of the prompt's earlier rewards (Black et al. 2023, section 4.2), of the group of one draw
+    of the prompt (GRPO), or of the epoch. Deviations are the population's.
+
+    Args:
+        prompts: B texts.
+        rewards: [B], float64.
+        config: its estimator, group size and clip range of advantages.
+        prompt_stats: earlier rewards of each prompt, which get these; None: not used.
+
+    Returns:
+        [B].
+    """
+    if config.estimator == "rwr":
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
+        return rwr_weights(rewards, torch.tensor([numbers[prompt] for prompt in prompts]), beta=config.rwr_beta)
+    if config.estimator == "rwr_sparse":
+        return sparse_weights(rewards, top=config.rwr_top)
+    if prompt_stats is not None:
+        advantages = prompt_stats.update(prompts, rewards)
+    else:
+        size = config.group_size if config.group_size > 1 else len(rewards)
+        advantages = group_whitened(rewards, torch.arange(len(rewards)) // size, correction=0)
+    return advantages.clamp(-config.train_adv_clip_max, config.train_adv_clip_max)
+
+
 def policy_loss(
     denoiser: nn.Module,
     replay: Replay,
     advantages: Tensor,
     *,
-    estimator: str,
-    clip: float,
+    config: DDPOConfig,
     reference: Reference | None,
     kl_coef: float,
 ) -> tuple[Tensor, Stats]:
@@ -35,8 +67,7 @@ def policy_loss(
         denoiser: the policy.
         replay: n steps.
         advantages: [n].
-        estimator: "sf", the score function, or "is", importance sampling.
-        clip: ratios per dimension are clipped to 1 +- this.
+        config: its estimator, "sf" or "is", and its clip range.
         reference: what the penalty is against; None for no penalty.
         kl_coef: the penalty's coefficient.
 
@@ -45,8 +76,8 @@ def policy_loss(
     """
     mean, std = replay.gaussian(denoiser)
     logprobs = gaussian_logprob(replay.next_latents, mean, std)
-    log_ratio = logprobs - replay.logprobs
-    if estimator == "sf":
+    log_ratio, clip = logprobs - replay.logprobs, config.clip_range(replay.dimensions)
+    if config.estimator == "sf":
         loss = score_function_loss(logprobs, advantages).mean()
     else:
         loss = clipped_surrogate(log_ratio, advantages, clip_low=clip, clip_high=clip).mean()

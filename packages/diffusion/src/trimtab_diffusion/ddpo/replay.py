@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
-from trimtab_diffusion.recording import Trajectories, predict
+from trimtab_diffusion.recording import Call, Trajectories
 from trimtab_diffusion.steps import Steps
 
 from .config import DDPOConfig
@@ -31,8 +31,7 @@ class Replay:
         conditions: the denoiser's other arguments by name, their tensors [n, ...], or with guidance [2n, ...], those
             without a prompt first.
         steps: the schedule.
-        guidance: scale of classifier-free guidance; None without.
-        input_name: the denoiser's argument that takes latents.
+        call: how the denoiser is asked.
     """
 
     latents: Tensor
@@ -42,8 +41,7 @@ class Replay:
     times: Tensor
     conditions: Mapping[str, Any]
     steps: Steps
-    guidance: float | None
-    input_name: str
+    call: Call
 
     @classmethod
     def of(cls, trajectories: Trajectories, rows: Tensor, steps: Tensor, device: torch.device) -> Replay:
@@ -56,8 +54,7 @@ class Replay:
             trajectories.times[steps],
             trajectories.conditions.select(rows, steps, device),
             trajectories.steps,
-            trajectories.guidance,
-            trajectories.name,
+            trajectories.call,
         )
 
     @classmethod
@@ -85,12 +82,10 @@ class Replay:
         conditions = embeds if isinstance(embeds, Mapping) else {"encoder_hidden_states": embeds}
         states = conditions.get("encoder_hidden_states")
         is_guided = states is not None and len(states) == 2 * len(latents)
-        guidance = config.sample_guidance_scale if is_guided else None
-        _, input_name, *_ = inspect.signature(type(pipeline.denoiser).forward).parameters
+        _, name, *_ = inspect.signature(type(pipeline.denoiser).forward).parameters
         index = steps.index_of(timesteps)
-        return cls(
-            latents, next_latents, logprobs, index, timesteps, conditions, steps, guidance, input_name=input_name
-        )
+        call = Call(name, config.sample_guidance_scale if is_guided else None)
+        return cls(latents, next_latents, logprobs, index, timesteps, conditions, steps, call)
 
     @property
     def timesteps(self) -> Tensor:
@@ -105,7 +100,7 @@ class Replay:
     def predict(self, denoiser: nn.Module, latents: Tensor) -> Tensor:
         """The denoiser's output for `latents` [n, ...] at these steps, guided as the samples were; [n, ...]."""
         times = self.times.to(latents.device)
-        return predict(denoiser, latents, times, self.conditions, guidance=self.guidance, name=self.input_name)
+        return self.call.predict(denoiser, latents, times, self.conditions)
 
     def gaussian(self, denoiser: nn.Module) -> tuple[Tensor, Tensor]:
         """Mean [n, ...] and deviation [n] of the latents after each step, under a denoiser."""

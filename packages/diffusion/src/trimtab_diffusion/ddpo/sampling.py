@@ -27,7 +27,7 @@ class PromptFunction(Protocol):
 
 @dataclass
 class Samples:
-    """What one process sampled in an epoch: B images.
+    """What one process sampled in an epoch: B images or videos.
 
     Args:
         trajectories: how they came about.
@@ -52,6 +52,14 @@ class Samples:
             "memory/trajectories_mb": self.trajectories.nbytes / 1e6,
             **{f"other/{name}": Mean.of(values) for name, values in self.others.items()},
         }
+
+    def captioned(self, limit: int) -> tuple[list[Tensor], list[str]]:
+        """At most `limit` images of the last batch, each with its prompt and its reward; a video's frames in a row."""
+        images, prompts, _, rewards, _ = self.batches[-1]
+        if images.dim() == 5:
+            images = images.permute(0, 2, 3, 1, 4).flatten(3)  # [B, 3, H, F W]
+        captions = [f"{prompt} | {reward:.3f}" for prompt, reward in zip(prompts, rewards.tolist(), strict=True)]
+        return list(images.clamp(0, 1))[:limit], captions[:limit]
 
 
 class Scored(NamedTuple):
@@ -124,7 +132,7 @@ def sample_and_score(
     config: DDPOConfig,
     generator: torch.Generator,
 ) -> Samples:
-    """Samples an image for each prompt, records how, and scores it.
+    """Samples an image or a video for each prompt, records how, and scores it.
 
     Args:
         pipeline: draws `config.sample_batch_size` images at a time.
@@ -136,14 +144,15 @@ def sample_and_score(
     trajectories, pending, batches = [], [], []
     for start in range(0, len(drawn), config.sample_batch_size):
         prompts, metadata = zip(*drawn[start : start + config.sample_batch_size], strict=True)
-        guidance = {"negative_prompt": [config.negative_prompts or ""] * len(prompts)} if config.is_guided else {}
+        guidance: dict[str, Any] = {pipeline.guidance_argument: config.sample_guidance_scale}
+        if config.is_guided:
+            guidance["negative_prompt"] = [config.negative_prompts or ""] * len(prompts)
         output = pipeline(
             prompt=list(prompts),
             eta=config.sample_eta,
             generator=generator,
             output_type="pt",
             num_inference_steps=config.sample_num_steps,
-            guidance_scale=config.sample_guidance_scale,
             storage_dtype=getattr(torch, config.trajectory_dtype) if config.trajectory_dtype else None,
             storage_device="cpu" if config.trajectory_on_cpu else None,
             **guidance,

@@ -3,7 +3,7 @@
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,10 +14,9 @@ from torch import nn
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
-from trimtab_common.hub import write_model_card
 from trimtab_common.run import Run, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings
-from trimtab_common.tracking import Tracker, start_tracking
+from trimtab_common.tracking import start_tracking
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 
@@ -27,20 +26,11 @@ from .objective import Reference
 WITHOUT_EFFECT = (
     *("exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq"),
     *("num_checkpoint_limit", "resume_*", "max_workers", "async_reward_computation", "train_gradient_checkpointing"),
-    "trajectory_on_cpu",
+    *("train_compile", "train_channels_last", "trajectory_on_cpu"),
 )
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
 """Fields of DDPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
-USAGE = {
-    True: """from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("{base}")
-pipeline.load_lora_weights("{{repo_id}}")""",
-    False: """from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("{{repo_id}}")""",
-}
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -66,10 +56,16 @@ def accelerator_of(config: DDPOConfig) -> Accelerator:
     return create_accelerator(config.accelerator_kwargs, config.project_kwargs, mixed_precision=precision)
 
 
-def place(pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> None:
-    """Move a pipeline to the accelerator: frozen weights in its precision, those that train in float32 at least."""
-    dtype = DTYPES[accelerator.mixed_precision]
-    denoiser = pipeline.denoiser
+def place(config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> None:
+    """Moves a pipeline to the accelerator: frozen weights in its precision, those that train in float32 at least."""
+    dtype, denoiser = DTYPES[accelerator.mixed_precision], pipeline.denoiser
+    pipeline.set_progress_bar_config(disable=True)
+    if config.train_gradient_checkpointing:
+        denoiser.enable_gradient_checkpointing()
+    if config.train_channels_last:
+        to_channels_last(denoiser)
+    if config.train_compile:
+        compile_blocks(denoiser, config.train_compile)
     for part in pipeline.sd_pipeline.components.values():
         if not isinstance(part, nn.Module):
             continue
@@ -82,6 +78,38 @@ def place(pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> No
                 weight.data = weight.data if weight.dtype == torch.float64 else weight.data.float()
             elif dtype != torch.float32:
                 weight.data = weight.data.to(dtype)
+
+
+def to_channels_last(denoiser: nn.Module) -> None:
+    """Stores the weights of convolutions with the channels last, which their outputs follow.
+
+    Raises:
+        ValueError: the denoiser has no convolution in two or three dimensions.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    kernels = [weight for weight in denoiser.parameters() if weight.dim() in formats]
+    if not kernels:
+        raise ValueError(
+            f"train_channels_last=True concerns convolutions, and {type(denoiser).__name__} has none. Set it to False."
+        )
+    for weight in kernels:
+        weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
+
+
+def compile_blocks(denoiser: Any, backend: str) -> None:
+    """Compiles the blocks that a denoiser repeats, each by itself: one compilation serves all of a kind.
+
+    Raises:
+        ValueError: diffusers names no such blocks.
+    """
+    names = denoiser._repeated_blocks or denoiser._no_split_modules or ()
+    blocks = [module for module in denoiser.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ValueError(
+            f"train_compile={backend!r} compiles repeated blocks: {type(denoiser).__name__} names none. Use None."
+        )
+    for block in blocks:
+        block.compile(backend=backend)
 
 
 def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
@@ -152,48 +180,3 @@ def run_of(config: DDPOConfig, accelerator: Accelerator, model: nn.Module) -> Ru
         accepts_changes=config.resume_with_changes,
         held=HELD,
     )
-
-
-def write_card(
-    path: str,
-    pipeline: DDPOStableDiffusionPipeline,
-    config: DDPOConfig,
-    *,
-    name: str,
-    trainer: str,
-    repo_id: str | None,
-) -> None:
-    """Writes the model card of a trained pipeline; see `trimtab_common.hub.write_model_card`."""
-    base = getattr(pipeline.sd_pipeline.config, "_name_or_path", None) or None
-    write_model_card(
-        path,
-        name=name,
-        trainer=trainer,
-        paper="Black et al. 2023, arXiv:2305.13301",
-        usage=USAGE[pipeline.use_lora].format(base=base or "<the base pipeline>"),
-        library="diffusers",
-        base_model=base,
-        settings=to_flat_dict(config),
-        repo_id=repo_id,
-        tags=["text-to-image", "lora"] if pipeline.use_lora else ["text-to-image"],
-    )
-
-
-class HookTracker:
-    """The tracker as `image_samples_hook` knows it from accelerate."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-
-    def log(self, values: Mapping[str, Any], step: int, **_: Any) -> None:
-        """Logs numbers."""
-        self.tracker.log(values, step)
-
-    def log_images(self, values: Mapping[str, Any], step: int, **_: Any) -> None:
-        """Logs images by caption: one [3, H, W], or a batch [n, 3, H, W] or a list, which share the caption."""
-        images = [(image, caption) for caption, value in values.items() for image in _images(value)]
-        self.tracker.images("hook", [image for image, _ in images], [caption for _, caption in images], step)
-
-
-def _images(value: Any) -> list[Any]:
-    return list(value) if getattr(value, "ndim", None) == 4 or isinstance(value, list | tuple) else [value]

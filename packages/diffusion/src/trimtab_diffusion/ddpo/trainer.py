@@ -4,50 +4,46 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from huggingface_hub import CommitInfo
 from torch import Tensor
 
-from trimtab_common.advantages import group_whitened
 from trimtab_common.health import TrainingDivergedError, Vitals
 from trimtab_common.kl import kl_controller
 from trimtab_common.run import Stateful
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
-from trimtab_common.tracking import Tracker, progress
+from trimtab_common.tracking import progress
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
-from trimtab_diffusion.rewards import jpeg_incompressibility
+from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
 
 from . import setup
 from .config import DDPOConfig
-from .loss import rwr_weights, sparse_weights
-from .objective import Stats, policy_loss, regression_loss
+from .objective import Stats, advantages_of, policy_loss, regression_loss
 from .replay import Replay, draw_pairs
 from .sampling import PromptFunction, RewardFunction, Rewards, Samples, draw_prompts, sample_and_score
 from .selfcheck import check_first
+from .services import HookTracker, PipelineServices
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
 
 
-class DDPOTrainer:
+class DDPOTrainer(PipelineServices):
     """Samples images, scores them, and makes the denoising steps that led to the better ones more probable.
 
     Args:
         config: a copy of it is `trainer.config`.
-        reward_function: `(images [B, 3, H, W] within [0, 1], prompts, metadata) -> rewards [B]`, or a pair of rewards
-            and metadata for the hook.
+        reward_function: `(images, prompts, metadata) -> rewards [B]`, or a pair of rewards and metadata for the hook.
+            Images are [B, 3, H, W], videos [B, F, 3, H, W], float32 within [0, 1].
         prompt_function: `() -> (prompt, metadata)`. Python's, NumPy's and torch's generators are seeded around it, for
             each process and epoch by itself. Checkpoints keep its state if it has `state_dict` and `load_state_dict`.
         sd_pipeline: a DDPOStableDiffusionPipeline; or a diffusers pipeline, all of whose denoiser is then trained.
         image_samples_hook: called after each epoch's sampling with its batches [images, prompts, metadata, rewards,
             reward metadata], the global step, and a tracker with `log_images` and `log`.
-        other_rewards: rewards by name that are logged and not trained on, against over-optimisation; by default the
-            images' size in kB as JPEG.
+        other_rewards: rewards by name that are logged, not trained on; by default the images' size in kB as JPEG.
     """
 
     def __init__(
@@ -56,7 +52,7 @@ class DDPOTrainer:
         reward_function: RewardFunction,
         prompt_function: PromptFunction,
         sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
-        image_samples_hook: Callable[[list[list[Any]], int, setup.HookTracker], object] | None = None,
+        image_samples_hook: Callable[[list[list[Any]], int, HookTracker], object] | None = None,
         *,
         other_rewards: Mapping[str, RewardFunction] | None = None,
     ) -> None:
@@ -65,14 +61,11 @@ class DDPOTrainer:
         if not isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline = DDPOStableDiffusionPipeline(sd_pipeline)
         self.sd_pipeline = sd_pipeline
-        others = {"jpeg_kb": jpeg_incompressibility} if other_rewards is None else other_rewards
+        others = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)} if other_rewards is None else other_rewards
         workers = config.max_workers if config.async_reward_computation else None
         self.rewards = Rewards(reward_function, others, workers=workers)
         self.accelerator = setup.accelerator_of(config)
-        setup.place(sd_pipeline, self.accelerator)
-        if config.train_gradient_checkpointing:
-            sd_pipeline.denoiser.enable_gradient_checkpointing()
-        sd_pipeline.set_progress_bar_config(disable=True)
+        setup.place(config, sd_pipeline, self.accelerator)
         self.reference = setup.reference_of(config, sd_pipeline, self.accelerator)
         optimizer = setup.optimizer_of(config, sd_pipeline.denoiser)
         self.model, self.optimizer = self.accelerator.prepare(sd_pipeline.denoiser, optimizer)
@@ -84,8 +77,9 @@ class DDPOTrainer:
         self.first_epoch = self.global_step = self.queries = 0
         self.last_stats: dict[str, float] = {}
         self.run = setup.run_of(config, self.accelerator, self.model)
-        self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "prompt_stats")
-        self.run.keep(self, "first_epoch", "global_step", "queries")
+        self.run.keep(
+            self, "optimizer", "lr_scheduler", "kl_ctl", "prompt_stats", "first_epoch", "global_step", "queries"
+        )
         self.run.keep(self.accelerator, "scaler")
         if isinstance(prompt_function, Stateful):
             self.run.keep_per_rank("prompt_function", prompt_function)
@@ -135,7 +129,7 @@ class DDPOTrainer:
         if global_step == 0:
             stats.append(check_first(samples.trajectories, self.model, self.config, self.accelerator))
         if self.image_samples_callback is not None:
-            self.image_samples_callback(samples.batches, global_step, setup.HookTracker(self.tracker))
+            self.image_samples_callback(samples.batches, global_step, HookTracker(self.tracker))
         for inner_epoch in range(self.config.train_num_inner_epochs):
             generator = self._generator(TRAIN, epoch * self.config.train_num_inner_epochs + inner_epoch)
             order = torch.randperm(len(advantages), generator=generator)
@@ -158,9 +152,6 @@ class DDPOTrainer:
     def advantages(self, prompts: list[str], rewards: Tensor) -> Tensor:
         """How much better than expected each of this process's samples is; for RWR its weight. Collective.
 
-        The expectation is taken over all processes: of the prompt's earlier rewards (section 4.2), of the group of one
-        draw of the prompt (GRPO), or of the epoch. Deviations are the population's (Black et al. 2023).
-
         Args:
             prompts: B texts.
             rewards: [B].
@@ -168,24 +159,14 @@ class DDPOTrainer:
         Returns:
             [B], float32.
         """
-        config, rank = self.config, self.accelerator.process_index
         gathered = gather_over_ranks((prompts, rewards))
-        all_prompts = [prompt for part, _ in gathered for prompt in part]
-        all_rewards = torch.cat([part for _, part in gathered]).double()
-        if config.estimator == "rwr":
-            numbers = {prompt: number for number, prompt in enumerate(all_prompts)}
-            groups = torch.tensor([numbers[prompt] for prompt in all_prompts])
-            advantages = rwr_weights(all_rewards, groups, beta=config.rwr_beta)
-        elif config.estimator == "rwr_sparse":
-            advantages = sparse_weights(all_rewards, top=config.rwr_top)
-        elif self.prompt_stats is not None:
-            advantages = self.prompt_stats.update(all_prompts, all_rewards)
-        else:
-            size = config.group_size if config.group_size > 1 else len(all_rewards)
-            advantages = group_whitened(all_rewards, torch.arange(len(all_rewards)) // size, correction=0)
-        if not config.is_regression:
-            advantages = advantages.clamp(-config.train_adv_clip_max, config.train_adv_clip_max)
-        return advantages.split([len(part) for part, _ in gathered])[rank].float()
+        advantages = advantages_of(
+            [prompt for part, _ in gathered for prompt in part],
+            torch.cat([part for _, part in gathered]).double(),
+            config=self.config,
+            prompt_stats=self.prompt_stats,
+        )
+        return advantages.split([len(part) for part, _ in gathered])[self.accelerator.process_index].float()
 
     def _update(
         self, trajectories: Trajectories, advantages: Tensor, rows: Tensor, generator: torch.Generator
@@ -223,28 +204,21 @@ class DDPOTrainer:
     def _loss(
         self, trajectories: Trajectories, advantages: Tensor, rows: Tensor, steps: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Stats]:
-        """The loss of pairs of samples `rows` [n] and steps `steps` [n], a mean over them, with its statistics."""
+        """The mean loss of pairs of samples `rows` [n] and steps `steps` [n], with its statistics."""
         weights = advantages[rows].to(self.accelerator.device)
         if self.config.is_regression:
             return regression_loss(self.model, trajectories, rows, steps, weights, generator)
         replay = Replay.of(trajectories, rows, steps, weights.device)
-        if type(self).calculate_loss is not DDPOTrainer.calculate_loss:  # a subclass has a loss of its own
-            loss, approx_kl, clipped = self.calculate_loss(
-                replay.latents, replay.timesteps, replay.next_latents, replay.logprobs, weights, replay.conditions
-            )
-            return loss, {"loss": Mean.of(loss), "approx_kl": Mean.of(approx_kl), "clipfrac": Mean.of(clipped)}
-        return self._policy_loss(replay, weights)
+        if type(self).calculate_loss is DDPOTrainer.calculate_loss:
+            return self._policy_loss(replay, weights)
+        loss, approx_kl, clipped = self.calculate_loss(
+            replay.latents, replay.timesteps, replay.next_latents, replay.logprobs, weights, replay.conditions
+        )
+        return loss, {"loss": Mean.of(loss), "approx_kl": Mean.of(approx_kl), "clipfrac": Mean.of(clipped)}
 
     def _policy_loss(self, replay: Replay, advantages: Tensor) -> tuple[Tensor, Stats]:
-        return policy_loss(
-            self.model,
-            replay,
-            advantages,
-            estimator=self.config.estimator,
-            clip=self.config.clip_range(replay.dimensions),
-            reference=self.reference,
-            kl_coef=self.kl_ctl.value,
-        )
+        reference, kl_coef = self.reference, self.kl_ctl.value
+        return policy_loss(self.model, replay, advantages, config=self.config, reference=reference, kl_coef=kl_coef)
 
     def calculate_loss(
         self,
@@ -280,7 +254,7 @@ class DDPOTrainer:
         loss, stats = self._policy_loss(replay, advantages)
         # Tensors on the device: a number would make every micro-batch wait for it.
         approx_kl, clipped = (
-            torch.as_tensor(stats[name].total / stats[name].weight) for name in ("approx_kl", "clipfrac")
+            torch.as_tensor(stats[key].total / stats[key].weight) for key in ("approx_kl", "clipfrac")
         )
         return loss, approx_kl, clipped
 
@@ -313,56 +287,4 @@ class DDPOTrainer:
         )
         health = self.run.check_health(vitals, self.last_stats, when=f"epoch {epoch}")
         self.tracker.log({**gathered, **health}, self.global_step)
-        images, prompts, _, rewards, _ = samples.batches[-1]
-        captions = [f"{prompt} | {reward:.3f}" for prompt, reward in zip(prompts, rewards.tolist(), strict=True)]
-        self.tracker.images("pictures", list(images.clamp(0, 1))[:16], captions[:16], self.global_step)
-
-    @property
-    def tracker(self) -> Tracker:
-        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
-        return self.run.tracker
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the tracker's run; None until it starts."""
-        return self.run.tracker_id
-
-    # ------------------------------------------------------------------ saving
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Where checkpoints go."""
-        return Path(self.config.project_kwargs.get("project_dir") or self.config.logdir) / "checkpoints"
-
-    def save_checkpoint(self) -> Path:
-        """Writes everything that the next epoch depends on, atomically, as checkpoint-<epochs>. Collective."""
-        keep = self.config.project_kwargs.get("total_limit") or self.config.num_checkpoint_limit
-        return self.run.save(self.checkpoint_folder, self.first_epoch, keep=keep)
-
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Writes the adapters, for `load_lora_weights`, or the pipeline, for `from_pretrained`; with a model card."""
-        if self.accelerator.is_main_process:
-            self.sd_pipeline.save_pretrained(save_directory)
-            self.create_model_card(str(save_directory))
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
-        """Uploads what `save_pretrained` writes; kwargs as of huggingface_hub.upload_folder, and `private`."""
-
-        def write(folder: str) -> None:
-            self.save_pretrained(folder)
-            self.create_model_card(folder, repo_id=repo_id)
-
-        return self.run.push(write, repo_id, **kwargs)
-
-    def create_model_card(
-        self, path: str, model_name: str | None = "TRL DDPO Model", *, repo_id: str | None = None
-    ) -> None:
-        """Writes a model card (README.md) into the folder `path`.
-
-        Args:
-            path: created where it does not exist.
-            model_name: the card's title.
-            repo_id: what the model is loaded by; by default the folder's name.
-        """
-        name, trainer = model_name or "Model", type(self).__name__
-        setup.write_card(path, self.sd_pipeline, self.config, name=name, trainer=trainer, repo_id=repo_id)
+        self.tracker.images("pictures", *samples.captioned(16), self.global_step)
