@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trimtab_common.kl import LOG_RATIO_CLAMP
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import distortions, sampling_config
+from trimtab_lm.tokens.positions import Positions
 
 
 class Rollout(NamedTuple):
@@ -32,7 +33,7 @@ class RolloutBackend(Protocol):
     settings: "SamplingSettings"
 
     def sync(self, model: Model, version: int) -> None:
-        """Sample from the weights of a model from this call on.
+        """Sample from the weights of a model from this call on. Collective.
 
         It is called before every rollout; nothing happens where `version` is held already.
 
@@ -70,6 +71,25 @@ def require_version(held: int | None, wanted: int) -> None:
             f"A rollout of the weights of version {wanted} was asked for, but the sampler holds "
             f"{'none' if held is None else f'version {held}'}. Call sync(model, {wanted}) before generate."
         )
+
+
+def check_room(
+    positions: Positions, prompts: Sequence[Tensor], settings: "SamplingSettings", *, remedy: str = ""
+) -> None:
+    """The check of rollouts by an engine: a causal model has room for the longest prompt and its completion.
+
+    Args:
+        positions: of the model, or of the engine that runs it.
+        prompts: rows of token ids.
+        settings: with the length limit of completions.
+        remedy: what else would help, such as "raise the engine's max_model_len".
+
+    Raises:
+        ValueError: they have no room.
+    """
+    ways = f"Lower max_completion_length, shorten the prompts{', or ' + remedy if remedy else ''}."
+    longest = max(map(len, prompts), default=0)
+    positions.check_sample(longest, settings.max_completion_length, is_encoder_decoder=False, remedy=ways)
 
 
 @dataclass(frozen=True)
