@@ -8,7 +8,7 @@ from trimtab_lm.data.truncation import check_mode
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
-from .loss import check_losses, mixed
+from .variants import check_losses, mixed
 
 
 @dataclass
