@@ -200,7 +200,9 @@ def test_kto_measures_each_answer_against_the_others():
     s = [1 / (1 + math.exp(-BETA * x)) for x in (1.0 - 2, 3.0 - 2, 2 + 4.0, 2 - 8.0)]
     assert variants.kto_pair(pairs, beta=BETA).tolist() == pytest.approx([1 - (s[0] + s[2]) / 2, 1 - (s[1] + s[3]) / 2])
     below = pairs_of(-2.0, -6.0)  # a KL is never negative
-    assert variants.kto_pair(below, beta=BETA).item() == pytest.approx(1 - (1 / (1 + math.e) + 1 / (1 + math.exp(-3))) / 2)
+    assert variants.kto_pair(below, beta=BETA).item() == pytest.approx(
+        1 - (1 / (1 + math.e) + 1 / (1 + math.exp(-3))) / 2
+    )
 
 
 def test_no_gradient_flows_through_the_kl_of_kto():
