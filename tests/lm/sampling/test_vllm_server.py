@@ -1,23 +1,16 @@
 """vLLM's own server samples from the policy as it is: run by `make test-vllm`."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import urllib3
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from tests.lm.sampling import wide
+from tests.lm.sampling.conftest import Server
 
+from trimtab_lm.sampling import vllm_server
 from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
 from trimtab_lm.sampling.vllm_server import VLLMServerError, VLLMServerRollout
 
@@ -25,59 +18,6 @@ pytest.importorskip("vllm", reason="vLLM's server is not installed here: make te
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 LIMIT = 8
-
-
-class Server:
-    """vLLM's OpenAI-type server in a process of its own, as `vllm serve` runs it.
-
-    It is started by its module: the wheel for the CPU has no metadata for the command.
-    """
-
-    def __init__(self, model: str, folder: Path, *options: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.address, self.log = f"http://127.0.0.1:{port}", folder / f"{port}.log"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", *options]
-        variables = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
-
-    def wait(self) -> None:
-        for _ in range(500):
-            try:
-                if urllib3.request("GET", self.address + "/health", retries=False).status == 200:
-                    return
-            except urllib3.exceptions.HTTPError:
-                time.sleep(1)
-            if self.process.poll() is not None:
-                break
-        raise AssertionError(self.log.read_text()[-3000:])
-
-    def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-FOR_ROLLOUTS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """Two servers of one untied and one of a tied policy."""
-    root = tmp_path_factory.mktemp("servers")
-    plain, tied = wide.saved(root / "plain", seed=1), wide.saved(root / "tied", seed=1, tie_word_embeddings=True)
-    started = [Server(model, root, *FOR_ROLLOUTS) for model in (plain, plain)]
-    started.append(Server(tied, root, "--enable-scale-out"))
-    try:
-        for server in started:
-            server.wait()
-        yield started
-    finally:
-        for server in started:
-            if server.process.poll() is None:
-                server.kill()
 
 
 def sampler(servers: list[Server], temperature: float = 0.8, settings: Any = None, **options: Any) -> VLLMServerRollout:
@@ -118,6 +58,19 @@ def test_greedy_completions_are_the_policys_after_a_change_of_its_weights(server
     rollouts.sync(policy, 1)
     answers = rollouts.generate(wide.PROMPTS, num_generations=1, version=1, seed=0).completions
     assert [row.tolist() for row in answers] == wide.greedy(policy, LIMIT) != before
+
+
+@torch.no_grad()
+def test_a_tied_head_gets_its_weight(servers: list[Server], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vllm_server, "LOGPROBS_MODE", "raw_logprobs")  # at temperature 1 they are the same
+    policy, rollouts = wide.llama(seed=3, tie_word_embeddings=True), sampler(servers[2:], temperature=1.0)
+    for version in range(2):
+        rollouts.sync(policy, version)
+        ratios = wide.ratios(
+            policy, rollouts.generate(wide.PROMPTS, num_generations=4, version=version, seed=0), 4, 1.0
+        )
+        torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=0, atol=1e-3)
+        policy.lm_head.weight.add_(0.05 * torch.randn_like(policy.lm_head.weight))
 
 
 def test_one_seed_gives_one_rollout_however_many_servers_share_it(servers: list[Server]):

@@ -172,10 +172,17 @@ class PolicyServices(ForwardPasses):
         return tuple(answers) if generate_ref_response else answers[0]
 
     def _roll_out(self, rollout: RolloutBackend, queries: list[Tensor], *, return_prompt: bool) -> list[Tensor]:
-        responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
+        responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries).completions
         if self.is_encoder_decoder or not return_prompt:
             return responses
         return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
+
+    def _sample(self, queries: list[Tensor], options: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Responses, and the log-probabilities that the sampler gave their tokens where it tells them."""
+        if self.rollout is None or options:  # which `generate` refuses beside a rollout
+            return self.generate(queries, return_prompt=False, **options), None
+        sampled = self.sampler.from_backend(self.rollout, self.model.pretrained_model, queries)
+        return sampled.completions, sampled.logprobs
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         model = self.model.pretrained_model

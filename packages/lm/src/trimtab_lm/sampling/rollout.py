@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from trimtab_common.kl import LOG_RATIO_CLAMP
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import distortions, sampling_config
 from trimtab_lm.tokens.positions import Positions
@@ -183,24 +181,3 @@ class Notes:
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The tokenizer's padding token, or its end token; masks and lengths tell padding, so either does."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
-class Mismatch(NamedTuple):
-    """How far a sampler's probabilities are from the trainer's, on the sampled tokens."""
-
-    difference: Tensor  # [N], |log pi_trainer - log pi_sampler|, nats
-    sequence_ratio: Tensor  # [B], pi_trainer / pi_sampler of each whole completion
-
-
-def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor) -> Mismatch:
-    """The differences that sampling with other kernels, precision or weights makes; 0 and 1 where there is none.
-
-    logprobs, sampler_logprobs: [N], nats, of the tokens of B completions one after the other, at one temperature;
-    lengths: [B], tokens of each, N in all. The ratio is exp of the summed difference, clamped to +-20 before: the
-    importance weight of a completion (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training").
-    """
-    gap = logprobs - sampler_logprobs
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=gap.device), lengths)
-    log_ratio = torch.zeros(len(lengths), dtype=gap.dtype, device=gap.device).index_add_(0, rows, gap)
-    return Mismatch(gap.abs(), log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp())

@@ -148,8 +148,8 @@ class VLLMServerRollout:
         if sampled_by != {self._label(version)}:
             raise StaleWeightsError(
                 f"The vLLM server {server} sampled with the weights {sorted(sampled_by)}, not with version {version} "
-                "of this run: it was started again since it got them, or another run sends its weights there. Give each "
-                "run its servers, and resume this one from its checkpoint."
+                "of this run: it was started again since it got them, or another run sends its weights there. Give "
+                "each run its servers, and resume this one from its checkpoint."
             )
 
     def _label(self, version: int) -> str:
@@ -186,7 +186,7 @@ class VLLMServerRollout:
                 )
             inspection = self._ask(server, "/collective_rpc", {"method": "get_model_inspection"})["results"][0]
             check_served(inspection, policy, where=f"The vLLM server {server} serves {config['model']}, which")
-            return int(config["max_model_len"]), str(info["device_config"]["device_type"])
+            return int(config["max_model_len"]), str(info["device_config"]["device"])
 
         lengths, devices = zip(*self._all(check), strict=True)
         self.positions, self.devices = self.positions._replace(decoder=min(lengths)), set(devices)
@@ -223,6 +223,6 @@ class VLLMServerRollout:
             raise VLLMServerError(
                 f"The vLLM server {server} failed at {path.partition('?')[0]} ({response.status}): {text[:500]} "
                 "Its log says more. Out of memory: lower its --gpu-memory-utilization, --max-num-seqs or "
-                "--max-model-len. Weights that it cannot read: set weights_folder to a folder that it shares with this process."
+                "--max-model-len. Weights that it cannot read: set weights_folder to a folder that all share."
             )
         return response.json() if response.data else {}
