@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,13 @@ class Rollout:
     non_score_rewards: Tensor
     advantages: Tensor
     returns: Tensor
-    mismatch: Mapping[str, Mean | Tensor] = field(default_factory=dict)  # of sampler and trainer, statistics
+    mismatch: Mapping[str, Mean | Tensor]  # of sampler and trainer, statistics
 
     @classmethod
     def of(cls, samples: Samples, scores: Tensor, old: Compared, **columns: Tensor) -> "Rollout":
         """The samples as policy and reference see them, with further columns [B, R], set to 0 outside the mask."""
         at_tokens = {name: torch.where(old.mask.bool(), column, 0.0) for name, column in columns.items()}
-        return cls(samples, old.mask, scores, old.logprobs, old.ref_logprobs, old.entropy, **at_tokens)
+        return cls(samples, old.mask, scores, old.logprobs, old.ref_logprobs, old.entropy, mismatch={}, **at_tokens)
 
     def corrected(self, sampler_logprobs: Sequence[Tensor] | None, *, cap: float | None) -> "Rollout":
         """The rollout with advantages for the sampler's probabilities, and their mismatch; see `mismatch.corrected`.
