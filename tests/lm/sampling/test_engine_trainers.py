@@ -12,6 +12,7 @@ from tests.lm import tiny
 from tests.lm.grpo.run_distributed import trainer as grpo
 from tests.lm.sampling import wide
 from tests.lm.sampling.conftest import Server
+from tests.processes import launch
 
 from trimtab_lm import BestOfNSampler
 from trimtab_lm.sampling.backends import make_backend
@@ -75,6 +76,14 @@ def test_ppo_stays_on_policy(folder: str, backend: dict[str, Any], sampling: dic
     assert tiny.moved(before, trainer.model)
     responses = trainer.generate(wide.PROMPTS, return_prompt=False)
     assert all(0 < len(row) <= 6 for row in responses)
+
+
+def test_two_processes_train_on_the_samples_of_one_server(folder: str, servers: list[Server], tmp_path: Path):
+    """The first process sends the weights, and both sample from them."""
+    launch("tests.lm.sampling.run_engine", str(tmp_path), folder, servers[0].address, processes=2, seconds=600)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert_on_policy(first["logs"])
+    torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
 
 
 def test_best_of_n_keeps_the_best_of_the_engines_samples(folder: str, backend: dict[str, Any]):
