@@ -91,6 +91,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
+        self._prepare_reference()
         self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
         rewards = RewardSet(
             reward_funcs, args.reward_weights, reward_processing_classes, names=args.reward_names, device=args.device
@@ -114,9 +115,19 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """The model with its adapters, and with a forward that scores tokens; its reference is the model as it is."""
         model = with_adapters(model, self.peft_config, self.config)
         if self.config.beta:
-            self.reference = reference_of(model, self.config.device)
+            self.reference = reference_of(model)
         score_tokens_in_forward(model)  # not before: a reference copied from this would run the policy
         return model
+
+    def call_model_init(self, trial: Trial = None) -> Model:
+        """A new model from `model_init`, and its reference."""
+        model = super().call_model_init(trial)
+        self._prepare_reference()
+        return model
+
+    def _prepare_reference(self) -> None:
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator)
 
     # Data -------------------------------------------------------------------------------------------------------------
 
@@ -292,14 +303,14 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """Begin a run, or take one up, with the rollout that its checkpoint was in. Collective."""
         checkpoint = super().open_run(resume_from_checkpoint, trial)
         if checkpoint is not None:
-            self.progress.load(checkpoint, self.args.process_index)
+            self.progress.load(checkpoint, self.args.process_index, self.args.world_size)
         return checkpoint
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; into a checkpoint the rollout that is in use too, of each process its own."""
         super().save_model(output_dir, _internal_call)
         if output_dir is not None and _internal_call and not self.args.save_only_model:
-            self.progress.save(output_dir, self.args.process_index)
+            self.progress.save(output_dir, self.args.process_index, self.args.world_size)
 
     def _seed(self, draw: int) -> int:
         return sampling_seed(self.args.seed, rank=self.args.process_index, draw=draw)

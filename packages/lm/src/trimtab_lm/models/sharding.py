@@ -1,47 +1,109 @@
-"""Models whose weights several processes share."""
+"""Models whose weights are divided over processes (FSDP2): whole where code reads them, and prepared for inference."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import fsdp2_prepare_model
-from torch import nn
+from accelerate.utils import broadcast_object_list, fsdp2_prepare_model
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.integrations import is_fsdp_enabled
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
+Answer = TypeVar("Answer")
 
 
 @contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
-    """Every process holds all weights inside the block. Collective.
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """Gathers all weights of a model once, on every process, until the end of the block. Collective.
+
+    For code that reads weights, and for generation: forward passes inside the block need no communication, so processes
+    may run different numbers of them. Blocks may nest. Changes of weights inside the block are lost. A model that is
+    not sharded stays as it is.
 
     Args:
-        model: the module that FSDP was applied to as a whole; any other module is left as it is.
+        model: the module that was sharded, which holds all others.
     """
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model._get_fsdp_state()._lazy_init()  # else the first part that is called would count as the whole
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = {
-        group: group.post_forward_mesh_info for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups
-    }
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.unshard()
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if shards:
+        shards[0]._get_fsdp_state()._lazy_init()  # of the outermost module, which its first forward pass does otherwise
+    states = dict.fromkeys(module._get_fsdp_state() for module in shards)
+    groups = [group for state in states for group in state._fsdp_param_groups if not group.is_unsharded]
+    after_forward = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None  # keeps the weights after a forward pass
+        group.unshard()
+        group.wait_for_unshard()
     try:
         yield
     finally:
-        for unit in units:
-            unit.reshard()
-        for group, mesh in groups.items():
+        for group, mesh in zip(groups, after_forward, strict=True):
             group.post_forward_mesh_info = mesh
+            group.reshard()
 
 
-def prepare_frozen(model: AnyModule, accelerator: Accelerator) -> AnyModule:
-    """Puts a model that does not train on the accelerator's device, and shards it where the accelerator does."""
+def reshard(model: nn.Module) -> None:
+    """Frees the weights of other processes that a forward pass without gradients left: those of the head, for one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Returns a weight with the parts of all processes. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
+    """Lets saves inside the block write full weights, also where checkpoints are sharded."""
+    if not accelerator.is_fsdp2:
+        yield
+        return
+    plugin = accelerator.state.fsdp_plugin
+    kind = plugin.state_dict_type
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    try:
+        yield
+    finally:
+        plugin.set_state_dict_type(kind.name)
+
+
+def keep_output_precision(accelerator: Accelerator) -> None:
+    """Lets sharded models return float32 in mixed precision, before any is prepared.
+
+    accelerate's policy casts outputs to the computation's dtype. bfloat16 would round log-probabilities to two digits.
+    """
+    if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy) is not None:
+        accelerator.state.fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
+
+
+def answer_of_main_process(answer: Answer) -> Answer:
+    """Returns what the main process found out about a model's weights, if it alone has loaded them; else the answer.
+
+    With FSDP's `cpu_ram_efficient_loading`, from_pretrained leaves the weights of other processes at zero until the
+    model is sharded. Collective in that case.
+    """
+    return broadcast_object_list([answer])[0] if is_fsdp_enabled() else answer
+
+
+def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
+    """Puts a model that is not trained where it runs: on the accelerator's device, or sharded over the processes.
+
+    Args:
+        model: a reference or reward model.
+        accelerator: that prepares the policy.
+    """
     if accelerator.is_fsdp2:
         return fsdp2_prepare_model(accelerator, model)
-    accelerator.prepare_model(model, evaluation_mode=True)
-    return model
+    return placed(model, accelerator.device)
+
+
+def placed(model: Module, device: torch.device | str) -> Module:
+    """Returns the model on a device; quantized, dispatched and sharded ones stay where they are."""
+    is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
+    return model if is_fixed or isinstance(model, FSDPModule) else model.to(device)
