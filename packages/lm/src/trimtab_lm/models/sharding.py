@@ -99,7 +99,9 @@ def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
         accelerator: that prepares the policy.
     """
     if accelerator.is_fsdp2:
-        return fsdp2_prepare_model(accelerator, model)
+        sharded = fsdp2_prepare_model(accelerator, model)
+        sharded.set_reshard_after_forward(True, recurse=False)  # else the outermost part stays whole after a call
+        return sharded
     return placed(model, accelerator.device)
 
 

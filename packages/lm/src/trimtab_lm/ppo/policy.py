@@ -9,12 +9,13 @@ from accelerate import Accelerator
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.models.sharding import prepare_frozen, unsharded
+from trimtab_lm.models.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
@@ -185,10 +186,18 @@ class ActorCritic(nn.Module):
 
     @property
     def _no_split_modules(self) -> set[str]:
-        """Classes of modules that accelerate's FSDP shards as units. A unit has one dtype; the value head's is its own."""
-        trunks = [base_of(self.pretrained_model)] + ([] if self.critic is None else [self.critic.trunk])
-        units = {"ValueHead"}.union(*(trunk._no_split_modules or () for trunk in trunks))
+        """Classes of the modules that FSDP shards as units. A unit has one dtype, and the value head its own."""
+        units = {"ValueHead"}.union(*(trunk._no_split_modules or () for trunk in self._trunks))
         return units & {type(module).__name__ for module in self.modules()}
+
+    def tie_weights(self) -> None:
+        """Ties again what is tied in policy and critic; accelerate asks for it after it has replaced the weights."""
+        for trunk in self._trunks:
+            trunk.tie_weights()
+
+    @property
+    def _trunks(self) -> list[PreTrainedModel]:
+        return [base_of(self.pretrained_model)] + ([] if self.critic is None else [self.critic.trunk])
 
     def tokens(self, samples: Samples, padding: Padding) -> dict[str, dict[str, Tensor]]:
         """Samples as `forward` takes them, laid out for the policy and for the critic."""
@@ -235,6 +244,16 @@ class ActorCritic(nn.Module):
         return logits, loss, values, *cache
 
 
+def keep_value_dtype(actor: ActorCritic) -> None:
+    """Lets sharded value heads compute in their weights' dtype, whatever the precision of the policy's shards."""
+    for head in actor.modules():
+        if isinstance(head, ValueHead) and isinstance(head, FSDPModule):
+            state = head._get_fsdp_state()
+            state._mp_policy = MixedPrecisionPolicy()
+            for group in state._fsdp_param_groups:
+                group.mp_policy = state._mp_policy
+
+
 class Scorer:
     """Scores samples under the policy and under its reference, token by token at the same temperature.
 
@@ -258,7 +277,8 @@ class Scorer:
         self.actor_critic, self.reference, self.accelerator = actor_critic, reference, accelerator
         self.bare: ActorCritic = accelerator.unwrap_model(actor_critic)
         self.padding = padding
-        self.ref_actor = self.bare if ref_model is None else prepare_frozen(ActorCritic(ref_model), accelerator)
+        keep_value_dtype(self.bare)
+        self.ref_actor = self.bare if ref_model is None else prepared_for_inference(ActorCritic(ref_model), accelerator)
 
     def policy(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
         """[B, R] of the policy; every process takes part."""
@@ -314,5 +334,5 @@ class Scorer:
 
         Parts of the models may be called there, and processes may call them unequally often.
         """
-        with unsharded(self.bare), unsharded(self.ref_actor) if has_reference else nullcontext():
+        with whole_weights(self.bare), whole_weights(self.ref_actor) if has_reference else nullcontext():
             yield

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from datasets import Dataset
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import eos_token_ids, response_texts, sampling_config
+from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -172,7 +173,7 @@ class PolicyServices(ForwardPasses):
         return tuple(answers) if generate_ref_response else answers[0]
 
     def _roll_out(self, rollout: RolloutBackend, queries: list[Tensor], *, return_prompt: bool) -> list[Tensor]:
-        responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries).completions
+        responses = self._from_backend(rollout, queries).completions
         if self.is_encoder_decoder or not return_prompt:
             return responses
         return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
@@ -181,8 +182,12 @@ class PolicyServices(ForwardPasses):
         """Responses, and the log-probabilities that the sampler gave their tokens where it tells them."""
         if self.rollout is None or options:  # which `generate` refuses beside a rollout
             return self.generate(queries, return_prompt=False, **options), None
-        sampled = self.sampler.from_backend(self.rollout, self.model.pretrained_model, queries)
+        sampled = self._from_backend(self.rollout, queries)
         return sampled.completions, sampled.logprobs
+
+    def _from_backend(self, rollout: RolloutBackend, queries: list[Tensor]) -> Sampled:
+        with self.scorer.whole(has_reference=False):
+            return self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         model = self.model.pretrained_model
@@ -336,23 +341,34 @@ class PolicyServices(ForwardPasses):
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the policy with its value head, the tokenizer and a model card into one folder.
 
+        Collective where the processes share the weights (FSDP, DeepSpeed): call it on each of them.
+
         Args:
             save_directory: the folder, which is created if need be.
             kwargs: of the model's `save_pretrained`.
         """
+        self._write_policy(str(save_directory), self._full_weights(), **kwargs)
+
+    def _full_weights(self) -> dict[str, Tensor] | None:
+        """The policy's weights, gathered on the main process; None where each process has them. Collective."""
+        if self.accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            return None
+        weights = self.accelerator.get_state_dict(self.actor_critic) or {}
+        policy = {name: weight for name, weight in weights.items() if name.startswith("policy.")}
+        return {name.removeprefix("policy."): weight for name, weight in policy.items()}
+
+    def _write_policy(
+        self, folder: str, weights: Mapping[str, Tensor] | None, repo_id: str | None = None, **kwargs: Any
+    ) -> None:
         if self.accelerator.is_main_process:
-            self.model.save_pretrained(save_directory, **kwargs)
-            self.tokenizer.save_pretrained(save_directory)
-            self.create_model_card(str(save_directory))
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
-        """Upload what `save_pretrained` writes; arguments as of the model's `push_to_hub`."""
-
-        def write(folder: str) -> None:
-            self.save_pretrained(folder)
+            self.model.save_pretrained(folder, **{"state_dict": weights, **kwargs})
+            self.tokenizer.save_pretrained(folder)
             self.create_model_card(folder, repo_id=repo_id)
 
-        return self.run.push(write, repo_id, **kwargs)
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
+        """Upload what `save_pretrained` writes; arguments as of the model's `push_to_hub`. Collective likewise."""
+        weights = self._full_weights()
+        return self.run.push(lambda folder: self._write_policy(folder, weights, repo_id), repo_id, **kwargs)
 
     def _push_if_best(self, mean_score: float) -> None:
         options = self.config.push_to_hub_if_best_kwargs

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from trimtab_common.seeding import load_rng_state, private_rng, rng_state, sampling_seed
 from trimtab_common.stats import world_size
 from trimtab_lm.models.interface import Model, base_of, decoder_config
+from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.sampling.generate import eos_token_ids, learns_prompt
 from trimtab_lm.sampling.rollout import Notes, Rollout, SamplingSettings, check_room, require_version
 from trimtab_lm.sampling.weights import checkpoint_weights
@@ -82,8 +83,9 @@ class VLLMRollout:
         if self._is_asleep:
             self.engine.wake_up(tags=["weights"])
         device = self.engine.llm_engine.vllm_config.device_config.device_type
-        weights = checkpoint_weights(model, repeat_ties=device == PACKS_HEADS)
-        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        with whole_weights(model):
+            weights = checkpoint_weights(model, repeat_ties=device == PACKS_HEADS)
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         if self._is_asleep:
             self.engine.wake_up(tags=["kv_cache"])
             self._is_asleep = False

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_lm.models.interface import Model
+from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import (
     Notes,
@@ -45,6 +46,11 @@ T = TypeVar("T")
 
 class VLLMServerError(RuntimeError):
     """A server is gone, or cannot do what a rollout needs."""
+
+
+def rank() -> int:
+    """This process's number among those that train together."""
+    return torch.distributed.get_rank() if world_size() > 1 else 0
 
 
 def everywhere(call: Callable[[], None]) -> None:
@@ -115,9 +121,11 @@ class VLLMServerRollout:
             return
         if not self.run:
             everywhere(lambda: self._connect(engine_policy(model)))
-            self.run = gather_over_ranks(uuid.uuid4().hex)[0]
-        weights = checkpoint_weights(model, repeat_ties=PACKS_HEADS in self.devices)
-        everywhere(lambda: self._send(weights, version))  # the other processes wait for the first one, which sends
+        # A meeting of all processes: none still samples from the old weights.
+        self.run = gather_over_ranks(self.run or uuid.uuid4().hex)[0]
+        with whole_weights(model):
+            weights = checkpoint_weights(model, repeat_ties=PACKS_HEADS in self.devices)
+            everywhere(lambda: self._send(weights, version))  # the others wait for the first process, which sends
         self.version = version
 
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
@@ -125,7 +133,7 @@ class VLLMServerRollout:
         check_room(self.positions, prompts, self.settings, remedy="start the servers with a larger --max-model-len")
 
         def choices(number: int) -> list[dict[str, Any]]:
-            server = self.servers[number % len(self.servers)]
+            server = self.servers[(number + rank()) % len(self.servers)]
             params = sampling_params(self.settings, self.eos_ids, n=num_generations, seed=seed, number=number)
             body = {"token_ids": prompts[number].tolist(), "sampling_params": params}
             answer = self._ask(server, "/inference/v1/generate", body)["choices"]
@@ -157,7 +165,7 @@ class VLLMServerRollout:
 
     def _send(self, weights: dict[str, Tensor], version: int) -> None:
         """Give every server the weights of a version; only the first process does."""
-        if world_size() > 1 and torch.distributed.get_rank():
+        if rank():
             return
         with tempfile.TemporaryDirectory(prefix="trimtab-weights-", dir=self.weights_folder) as folder:
             # A copy of each: a checkpoint must not hold two views of one tensor.

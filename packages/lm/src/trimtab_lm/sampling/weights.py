@@ -6,7 +6,6 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from trimtab_lm.models.interface import Model, base_of
@@ -16,11 +15,10 @@ from trimtab_lm.models.interface import Model, base_of
 def checkpoint_weights(model: Model, *, repeat_ties: bool = False) -> dict[str, Tensor]:
     """The policy's weights under the names that `save_pretrained` gives them, adapters merged in.
 
-    Merged weights are copies, and so are sharded ones, which are gathered; every process of a sharded model must call
-    this. All others are the policy's own tensors. The policy does not change, bit by bit.
+    Merged weights are copies, all others are the policy's own tensors. The policy does not change, bit by bit.
 
     Args:
-        model: the policy, not wrapped.
+        model: the policy, not wrapped, with whole weights (`models.sharding.whole_weights`).
         repeat_ties: give weights that the model ties under each of their names; a checkpoint has them once.
 
     Raises:
@@ -49,7 +47,7 @@ def merged_weights(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, T
         yield from ((prefix + name, weight) for name, weight in merged_layer(module).items())
         return
     for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, whole(parameter)
+        yield prefix + name, parameter.detach()
     for name, child in module.named_children():
         yield from merged_weights(child, f"{prefix}{name}.")
 
@@ -63,16 +61,11 @@ def merged_layer(layer: BaseTunerLayer) -> dict[str, Tensor]:
     """Copies of the weights of an adapted layer with its adapters in them, once."""
     inner = layer.get_base_layer()
     if layer.merged or layer.disable_adapters:
-        return {name: whole(parameter).clone() for name, parameter in inner.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
     original = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
     layer.merge()
-    merged = {name: whole(parameter).clone() for name, parameter in inner.named_parameters()}
+    merged = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
     layer.unmerge()
     for name, parameter in inner.named_parameters():
         parameter.data.copy_(original[name])  # unmerging subtracts, which rounds
     return merged
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """A parameter without its graph; a sharded one gathered, which is collective."""
-    return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
