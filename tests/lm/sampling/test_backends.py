@@ -15,7 +15,7 @@ from trimtab_lm.sampling.backends import (
     ContinuousBatchingRollout,
     TransformersRollout,
 )
-from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError, sampler_mismatch
+from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
 
 PROMPTS = tiny.rows(5, 1, 9)
 
@@ -219,6 +219,15 @@ def test_continuous_batching_gives_the_models_tokens_and_probabilities(build: Ca
         torch.testing.assert_close(logprobs, tiny.taken_of(model, PROMPTS[i // 2], row, 0.7), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", [plain, continuous])
+def test_a_prompt_without_room_for_its_completion_is_refused_before_it_is_sampled(backend: Callable):
+    model = tiny.gpt2()
+    message = r"prompt of 60 tokens with 5 new ones is too long: 65 tokens, .* 64 positions\. Lower max"
+    with pytest.raises(ValueError, match=message):
+        sample(backend(5), model, tiny.rows(1, 60, 60))
+    assert all(len(row) <= 4 for row in sample(backend(4), model, tiny.rows(1, 60, 60)).completions)
+
+
 def test_continuous_batching_refuses_what_it_would_ignore():
     for name, value in {"min_p": 0.1, "repetition_penalty": 1.2}.items():
         with pytest.raises(ValueError, match=f"would ignore: {name}={value}"):
@@ -245,12 +254,3 @@ def test_a_failure_of_continuous_batching_is_raised_and_the_attention_put_back()
     with pytest.raises((ValueError, RuntimeError), match=r"(page_size|Block size) must be at least"):
         sample(sampler, model)
     assert model.config._attn_implementation == "eager"
-
-
-def test_the_mismatch_of_a_sampler_by_hand():
-    trainer, sampler = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -2.0])
-    difference, ratio = sampler_mismatch(trainer, sampler, lengths=torch.tensor([2, 1]))
-    torch.testing.assert_close(difference, torch.tensor([0.5, 0.0, 1.0]))
-    torch.testing.assert_close(ratio, torch.tensor([0.5, -1.0]).exp())
-    far = sampler_mismatch(torch.zeros(2), torch.full((2,), -500.0), lengths=torch.tensor([2, 0]))
-    torch.testing.assert_close(far.sequence_ratio, torch.tensor([20.0, 0.0]).exp())

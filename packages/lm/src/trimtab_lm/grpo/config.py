@@ -6,12 +6,11 @@ from typing import Any, Literal
 from trimtab_common.config import Count, NotNegative, Positive, setting
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
+from trimtab_lm.sampling.backends import BACKENDS
 from trimtab_lm.sampling.rollout import SamplingSettings
 
 from .loss import LOG_RATIOS, SCALES
 from .weights import NORMALIZATIONS
-
-BACKENDS = ("transformers", "continuous_batching", "vllm")
 
 
 @dataclass
@@ -46,12 +45,14 @@ class GRPOConfig(TrainerConfig):
         "Further settings in the sampler's own terms: those of GenerationConfig or vllm.SamplingParams.", default=None
     )
     rollout_backend: str = setting(
-        "What samples: transformers (generate), continuous_batching (transformers' own engine) or vllm.",
+        "What samples: transformers (generate), continuous_batching (transformers' own engine), vllm (its engine in "
+        "this process) or vllm_server.",
         default="transformers",
     )
     use_vllm: bool = setting("The same as rollout_backend='vllm'.", default=False)
     rollout_backend_kwargs: dict[str, object] | None = setting(
-        "Settings of the sampler: arguments of TransformersRollout, ContinuousBatchingRollout or VLLMRollout.",
+        "Settings of the sampler: arguments of TransformersRollout, ContinuousBatchingRollout, VLLMRollout or "
+        "VLLMServerRollout, such as {'servers': ['http://node:8000']}.",
         default=None,
     )
 
@@ -67,6 +68,11 @@ class GRPOConfig(TrainerConfig):
         "Bounds the ratio where the advantage is negative, above 1 + epsilon_high.", default=None
     )
     importance_sampling_level: str = setting("token, or sequence: one ratio per completion (GSPO).", default="token")
+    importance_sampling_cap: Positive | None = setting(
+        "Weigh the loss of each token by pi / pi_sampler, at most this, where sampler and trainer differ: truncated "
+        "importance sampling, 2 in its paper. None: no weights.",
+        default=None,
+    )
     loss_type: str = setting(
         "What a token weighs. dapo: the same over the whole step. grpo: the same within its completion, and each "
         "completion the same. bnpo: the same within its process. dr_grpo: 1 / max_completion_length.",
@@ -94,7 +100,7 @@ class GRPOConfig(TrainerConfig):
         super().__post_init__()
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
-        if self.use_vllm and self.rollout_backend != "continuous_batching":
+        if self.use_vllm and self.rollout_backend == "transformers":
             self.rollout_backend = "vllm"
         self.sampling()
         self._check_choices()
@@ -127,7 +133,7 @@ class GRPOConfig(TrainerConfig):
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown. Use one of {', '.join(choices)}.")
-        if self.use_vllm and self.rollout_backend != "vllm":
+        if self.use_vllm and self.rollout_backend not in ("vllm", "vllm_server"):
             raise ValueError(f"use_vllm=True and rollout_backend={self.rollout_backend!r}: leave one of them out.")
         if self.train_sampling_strategy not in ("random", "sequential"):
             raise ValueError(

@@ -16,7 +16,7 @@ from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.rewards.functions import Scored, reward_stats
-from trimtab_lm.sampling.rollout import sampler_mismatch
+from trimtab_lm.sampling.mismatch import with_largest
 
 from .batches import Group
 from .rollout import SampledGroups
@@ -80,18 +80,9 @@ def policy_stats(
     return result if kl is None else result | {"kl": Mean.of(kl)}
 
 
-def mismatch_stats(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor) -> dict[str, Mean]:
-    """How far the sampler's probabilities are from the trainer's: see `sampler_mismatch`, whose arguments these are."""
-    found = sampler_mismatch(logprobs, sampler_logprobs, lengths=lengths)
-    return {
-        "sampling/logp_difference/mean": Mean.of(found.difference),
-        "sampling/importance_ratio/mean": Mean.of(found.sequence_ratio, lengths > 0),
-    }
-
-
 def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
     """Gathered statistics as numbers, the least and greatest length among them; means of nothing (NaN) are left out."""
-    numbers = {name: value for name, value in stats.items() if name != LENGTHS}
+    numbers = {name: value for name, value in with_largest(stats).items() if name != LENGTHS}
     if (lengths := stats.get(LENGTHS)) is not None:
         numbers |= {"completions/min_length": lengths.min(), "completions/max_length": lengths.max()}
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}

@@ -24,6 +24,7 @@ from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Tokenizers
+from trimtab_lm.sampling.mismatch import corrected
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import score_tokens_in_forward
@@ -36,7 +37,7 @@ from .rollout import GroupSampler
 from .saving import Progress
 from .selfcheck import check_start, tolerance
 from .setup import layout_of, make_backend, reference_of
-from .statistics import SampleTable, mismatch_stats, numbers_of, policy_stats, rollout_stats, warn_of_alerts
+from .statistics import SampleTable, numbers_of, policy_stats, rollout_stats, warn_of_alerts
 from .weights import Window, token_weights
 
 EVALUATION = 2**31  # draws of evaluation begin here: steps of training, which number its draws, never get so far
@@ -215,6 +216,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         old = logprobs.detach() if old is None else old
         advantages = torch.cat([group.advantages for group in groups]).to(logprobs)[sequence]
 
+        sampled, cap = column(groups, "sampler", logprobs.device), args.importance_sampling_cap
+        advantages, mismatch = corrected(advantages, old, sampled, lengths=lengths, cap=cap)
         log_ratio = LOG_RATIOS[args.importance_sampling_level](logprobs, old, sequence, lengths)
         losses, kl = policy_losses(log_ratio, advantages, **args.clip), None
         if ref is not None:
@@ -224,9 +227,9 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         weights = token_weights(args.loss_type, sequence, lengths, window=items, max_completion_length=limit)
         loss = (weights * losses).sum()
 
-        stats = policy_stats(log_ratio, advantages, **args.clip, kl=kl) | {"entropy": Mean.of(scores.entropy)}
-        if (sampled := column(groups, "sampler", logprobs.device)) is not None:
-            stats |= mismatch_stats(old, sampled, lengths=lengths)
+        stats = (
+            policy_stats(log_ratio, advantages, **args.clip, kl=kl) | mismatch | {"entropy": Mean.of(scores.entropy)}
+        )
         if not model.training:
             weight = items.tokens if args.loss_type in ("bnpo", "dapo") else items.sequences
             stats["loss"] = Mean(loss.detach() * weight, weight)

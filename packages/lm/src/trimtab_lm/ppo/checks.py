@@ -83,6 +83,18 @@ def check_step(
     return samples, _finite_scores(scores).to(device)
 
 
+def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
+    """ValueError unless there is a finite log-probability for each token of each response."""
+    shapes, needed = [tuple(row.shape) for row in sampler_logprobs], [tuple(row.shape) for row in responses]
+    if shapes != needed:
+        raise ValueError(
+            f"sampler_logprobs has the shapes {shapes}, the responses have {needed}: give a log-probability for each "
+            "response token."
+        )
+    if not all(bool(row.isfinite().all()) for row in sampler_logprobs):
+        raise ValueError("sampler_logprobs holds a number that is not finite. Nothing was trained; check the sampler.")
+
+
 def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], columns: Sequence[str]) -> None:
     """ValueError unless the batch has the columns that shall be logged, with a row for each reward."""
     missing = [name for name in columns if name not in batch]

@@ -130,12 +130,19 @@ class PPOConfig(_Taken):
         default=False,
     )
 
-    rollout_backend: Literal["transformers", "continuous_batching", "vllm"] = setting(
-        "What samples in `train`: transformers (generate), continuous_batching (transformers' own engine) or vllm.",
+    rollout_backend: Literal["transformers", "continuous_batching", "vllm", "vllm_server"] = setting(
+        "What samples in `train`: transformers (generate), continuous_batching (transformers' own engine), vllm (its "
+        "engine in this process) or vllm_server.",
         default="transformers",
     )
     rollout_backend_kwargs: dict[str, Any] | None = setting(
-        "Settings of the sampler: arguments of ContinuousBatchingRollout or VLLMRollout.",
+        "Settings of the sampler: arguments of ContinuousBatchingRollout, VLLMRollout or VLLMServerRollout, such as "
+        "{'servers': ['http://node:8000']}.",
+        default=None,
+    )
+    importance_sampling_cap: Positive | None = setting(
+        "Weigh the policy loss of each token by pi / pi_sampler, at most this, where sampler and trainer differ: "
+        "truncated importance sampling, 2 in its paper. None: no weights.",
         default=None,
     )
 

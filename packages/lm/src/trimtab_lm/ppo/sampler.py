@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
-from trimtab_lm.sampling.rollout import Notes, RolloutBackend
+from trimtab_lm.sampling.rollout import Notes, Rollout, RolloutBackend
 
 from .config import PPOConfig
 
@@ -85,7 +85,7 @@ class Sampler:
                 answers.append(generate(model, queries, config, eos_ids=self.eos_ids, **rest))
         return answers
 
-    def from_backend(self, backend: RolloutBackend, model: Model, queries: Sequence[Tensor]) -> list[Tensor]:
+    def from_backend(self, backend: RolloutBackend, model: Model, queries: Sequence[Tensor]) -> Rollout:
         """One response to each 1-D query from a backend, by the model's weights as they are.
 
         Every call counts as a change of the weights, because nobody tells whether there was one.
@@ -95,7 +95,7 @@ class Sampler:
         self.eos_ids = eos_token_ids(model, self.eos_token_id)
         seed = self._next_seed()
         backend.sync(model, self.calls)
-        return backend.generate(queries, num_generations=1, version=self.calls, seed=seed).completions
+        return backend.generate(queries, num_generations=1, version=self.calls, seed=seed)
 
     def _next_seed(self) -> int:
         self.calls += 1

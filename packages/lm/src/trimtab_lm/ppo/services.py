@@ -25,6 +25,7 @@ from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import eos_token_ids, response_texts, sampling_config
+from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -172,11 +173,21 @@ class PolicyServices(ForwardPasses):
         return tuple(answers) if generate_ref_response else answers[0]
 
     def _roll_out(self, rollout: RolloutBackend, queries: list[Tensor], *, return_prompt: bool) -> list[Tensor]:
-        with self.scorer.whole(has_reference=False):
-            responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
+        responses = self._from_backend(rollout, queries).completions
         if self.is_encoder_decoder or not return_prompt:
             return responses
         return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
+
+    def _sample(self, queries: list[Tensor], options: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Responses, and the log-probabilities that the sampler gave their tokens where it tells them."""
+        if self.rollout is None or options:  # which `generate` refuses beside a rollout
+            return self.generate(queries, return_prompt=False, **options), None
+        sampled = self._from_backend(self.rollout, queries)
+        return sampled.completions, sampled.logprobs
+
+    def _from_backend(self, rollout: RolloutBackend, queries: list[Tensor]) -> Sampled:
+        with self.scorer.whole(has_reference=False):
+            return self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         model = self.model.pretrained_model

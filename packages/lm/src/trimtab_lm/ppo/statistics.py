@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,10 @@ from trimtab_common.health import Vitals
 from trimtab_common.kl import k3
 from trimtab_common.masking import explained_variance
 from trimtab_common.stats import Deviation, Mean, Variance, gather_stats, merge_stats
+from trimtab_lm.sampling.generate import pad
+from trimtab_lm.sampling.mismatch import corrected, with_largest
 
+from .checks import check_fits
 from .policy import Compared
 from .samples import Samples, carry, check_same_tokens
 
@@ -33,12 +36,33 @@ class Rollout:
     non_score_rewards: Tensor
     advantages: Tensor
     returns: Tensor
+    mismatch: Mapping[str, Mean | Tensor]  # of sampler and trainer, statistics
 
     @classmethod
     def of(cls, samples: Samples, scores: Tensor, old: Compared, **columns: Tensor) -> "Rollout":
         """The samples as policy and reference see them, with further columns [B, R], set to 0 outside the mask."""
         at_tokens = {name: torch.where(old.mask.bool(), column, 0.0) for name, column in columns.items()}
-        return cls(samples, old.mask, scores, old.logprobs, old.ref_logprobs, old.entropy, **at_tokens)
+        return cls(samples, old.mask, scores, old.logprobs, old.ref_logprobs, old.entropy, mismatch={}, **at_tokens)
+
+    def corrected(self, sampler_logprobs: Sequence[Tensor] | None, *, cap: float | None) -> "Rollout":
+        """The rollout with advantages for the sampler's probabilities, and their mismatch; see `mismatch.corrected`.
+
+        Args:
+            sampler_logprobs: for each response its tokens', as they were sampled; None if nobody knows them.
+            cap: the largest weight of an advantage; None: no correction.
+
+        Raises:
+            ValueError: there is a cap and nothing to correct by, or the numbers do not fit the responses.
+        """
+        mask, sampled = self.mask.bool(), None
+        if sampler_logprobs is not None:
+            check_fits(sampler_logprobs, self.samples.responses)
+            padded = pad([row.to(self.logprobs) for row in sampler_logprobs], 0)[0]
+            sampled = carry(padded, self.samples.mask, self.mask)[mask]
+        advantages, mismatch = corrected(
+            self.advantages[mask], self.logprobs[mask], sampled, lengths=self.mask.sum(1), cap=cap
+        )
+        return replace(self, advantages=self.advantages.masked_scatter(mask, advantages), mismatch=mismatch)
 
     def rows(self, index: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """What a minibatch learns from, [b, W]: columns of the chosen rows, in the places of the same tokens in `mask`.
@@ -85,8 +109,10 @@ def training_stats(rollout: Rollout, recorded: Sequence[Mapping[str, Any]]) -> d
             "returns/var": Variance.of(rollout.returns, mask),
             "val/mean": Mean.of(rollout.values, mask),
             "val/var": Variance.of(rollout.values, mask),
+            **rollout.mismatch,
         }
     )
+    numbers = with_largest(numbers)
     stats = {name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}
     return {**stats, "policy/advantages": rollout.advantages[mask.bool()][None]}
 

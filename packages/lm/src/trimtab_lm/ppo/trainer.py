@@ -150,10 +150,10 @@ class PPOTrainer(PolicyServices):
         batches = endless(self.dataloader)
         for _ in progress(range(self.steps_done, total), "PPO steps"):
             batch = next(batches)
-            responses = self.generate(batch["input_ids"], return_prompt=False, **options)
+            responses, sampler_logprobs = self._sample(batch["input_ids"], options)
             scored = rewards(*self._completions(batch, responses))
             scores = scored.rewards.tolist()
-            stats = self.step(batch["input_ids"], responses, scores)
+            stats = self.step(batch["input_ids"], responses, scores, sampler_logprobs=sampler_logprobs)
             if len(rewards.names) > 1:
                 stats |= self.gather_stats(function_stats(rewards.names, scored))
             logs = self.log_stats(stats, batch, scores)
@@ -170,6 +170,8 @@ class PPOTrainer(PolicyServices):
         responses: list[Tensor],
         scores: list[Any],
         response_masks: list[Tensor] | None = None,
+        *,
+        sampler_logprobs: list[Tensor] | None = None,
     ) -> dict[str, Any]:
         """One PPO iteration over this process's batch.
 
@@ -178,6 +180,8 @@ class PPOTrainer(PolicyServices):
             responses: `batch_size` rows of token ids, 1-D.
             scores: a number for each response.
             response_masks: for each response token 1, or 0 where the policy did not write it (the output of a tool).
+            sampler_logprobs: the log-probability of each response token as it was sampled, in nats, where the sampler
+                tells it: for statistics, and for `config.importance_sampling_cap`.
 
         Returns:
             The statistics, equal on all processes.
@@ -197,6 +201,7 @@ class PPOTrainer(PolicyServices):
         recorded: list[dict[str, Any]] = []
         with without_dropout(self.actor_critic):
             rollout = self._evaluate(samples, raw_scores, clock)
+            rollout = rollout.corrected(sampler_logprobs, cap=config.importance_sampling_cap)
             for rows in rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done):
                 if self._update(rollout, rows, recorded):
                     break

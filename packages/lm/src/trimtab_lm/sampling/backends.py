@@ -17,15 +17,18 @@ from trimtab_lm.sampling.rollout import (
     Rollout,
     RolloutBackend,
     SamplingSettings,
+    check_room,
     padding_id,
     require_version,
 )
 from trimtab_lm.sampling.vllm import VLLMRollout
+from trimtab_lm.sampling.vllm_server import VLLMServerRollout
 from trimtab_lm.tokens.dropout import without_dropout
+from trimtab_lm.tokens.positions import Positions
 
 # transformers 5.18 renamed the field of ContinuousBatchingConfig.
 PAGE_SIZE = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
-BACKENDS = ("transformers", "continuous_batching", "vllm")
+BACKENDS = ("transformers", "continuous_batching", "vllm", "vllm_server")
 
 
 def make_backend(
@@ -42,7 +45,7 @@ def make_backend(
         name: one of `BACKENDS`.
         settings: how completions are drawn.
         tokenizer: the policy's.
-        options: further arguments of TransformersRollout, ContinuousBatchingRollout or VLLMRollout.
+        options: further arguments of TransformersRollout, ContinuousBatchingRollout, VLLMRollout or VLLMServerRollout.
         batch_size: completions that transformers' generate samples at a time, unless `options` say otherwise.
 
     Raises:
@@ -53,6 +56,8 @@ def make_backend(
         return ContinuousBatchingRollout(settings, tokenizer, **options)
     if name == "vllm":
         return VLLMRollout(settings, tokenizer, **options)
+    if name == "vllm_server":
+        return VLLMServerRollout(settings, tokenizer, **options)
     known = list(inspect.signature(TransformersRollout).parameters)[2:]
     if unknown := sorted(set(options) - set(known)):
         raise TypeError(f"rollout_backend_kwargs sets {unknown}; transformers' generate takes {known} here.")
@@ -138,6 +143,7 @@ class ContinuousBatchingRollout:
     @torch.no_grad()
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
         require_version(self.version, version)
+        check_room(Positions.of(self.model), prompts, self.settings)
         config = self._config(num_generations)
         eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
         config.eos_token_id = eos_ids or -1

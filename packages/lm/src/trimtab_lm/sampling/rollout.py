@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from trimtab_common.kl import LOG_RATIO_CLAMP
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import distortions, sampling_config
+from trimtab_lm.tokens.positions import Positions
 
 
 class Rollout(NamedTuple):
@@ -32,7 +31,7 @@ class RolloutBackend(Protocol):
     settings: "SamplingSettings"
 
     def sync(self, model: Model, version: int) -> None:
-        """Sample from the weights of a model from this call on.
+        """Sample from the weights of a model from this call on. Collective.
 
         It is called before every rollout; nothing happens where `version` is held already.
 
@@ -70,6 +69,25 @@ def require_version(held: int | None, wanted: int) -> None:
             f"A rollout of the weights of version {wanted} was asked for, but the sampler holds "
             f"{'none' if held is None else f'version {held}'}. Call sync(model, {wanted}) before generate."
         )
+
+
+def check_room(
+    positions: Positions, prompts: Sequence[Tensor], settings: "SamplingSettings", *, remedy: str = ""
+) -> None:
+    """The check of rollouts by an engine: a causal model has room for the longest prompt and its completion.
+
+    Args:
+        positions: of the model, or of the engine that runs it.
+        prompts: rows of token ids.
+        settings: with the length limit of completions.
+        remedy: what else would help, such as "raise the engine's max_model_len".
+
+    Raises:
+        ValueError: they have no room.
+    """
+    ways = f"Lower max_completion_length, shorten the prompts{', or ' + remedy if remedy else ''}."
+    longest = max(map(len, prompts), default=0)
+    positions.check_sample(longest, settings.max_completion_length, is_encoder_decoder=False, remedy=ways)
 
 
 @dataclass(frozen=True)
@@ -163,24 +181,3 @@ class Notes:
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The tokenizer's padding token, or its end token; masks and lengths tell padding, so either does."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
-class Mismatch(NamedTuple):
-    """How far a sampler's probabilities are from the trainer's, on the sampled tokens."""
-
-    difference: Tensor  # [N], |log pi_trainer - log pi_sampler|, nats
-    sequence_ratio: Tensor  # [B], pi_trainer / pi_sampler of each whole completion
-
-
-def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor) -> Mismatch:
-    """The differences that sampling with other kernels, precision or weights makes; 0 and 1 where there is none.
-
-    logprobs, sampler_logprobs: [N], nats, of the tokens of B completions one after the other, at one temperature;
-    lengths: [B], tokens of each, N in all. The ratio is exp of the summed difference, clamped to +-20 before: the
-    importance weight of a completion (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training").
-    """
-    gap = logprobs - sampler_logprobs
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=gap.device), lengths)
-    log_ratio = torch.zeros(len(lengths), dtype=gap.dtype, device=gap.device).index_add_(0, rows, gap)
-    return Mismatch(gap.abs(), log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp())

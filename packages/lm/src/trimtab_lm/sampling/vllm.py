@@ -1,35 +1,56 @@
 """Rollouts by a vLLM engine inside the training process, on the same device (extra `vllm`)."""
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+import re
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
-from torch import Tensor, nn
+from packaging.version import Version
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 
 from trimtab_common.seeding import load_rng_state, private_rng, rng_state, sampling_seed
 from trimtab_common.stats import world_size
-from trimtab_lm.models.interface import base_of
+from trimtab_lm.models.interface import Model, base_of, decoder_config
+from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.sampling.generate import eos_token_ids, learns_prompt
-from trimtab_lm.sampling.rollout import Notes, Rollout, SamplingSettings, require_version
+from trimtab_lm.sampling.rollout import Notes, Rollout, SamplingSettings, check_room, require_version
+from trimtab_lm.sampling.weights import checkpoint_weights
+from trimtab_lm.tokens.positions import Positions
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+OLDEST_VLLM = "0.32"
+"""The first release whose workers reload weights after they have processed them, and tell which sampled a token."""
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probabilities of the distribution that is sampled: at its temperature."""
+
+PACKS_HEADS = "cpu"
+"""The device on which vLLM packs a tied head for itself, so that it must be sent its weight under its own name."""
 
 
 class VLLMRollout:
     """Samples by vLLM, one engine per process, which gets the policy's weights before each rollout that needs them.
 
-    model: hub id or folder that the engine is built from: the architecture of the policy; default the policy's own
-    `name_or_path`, at the first `sync`. gpu_memory_utilization: share of the device's memory that the engine may take.
-    enable_sleep_mode: give that memory back between rollouts; the weights are then sent again before each, as sleeping
-    drops them. engine_options: further arguments of `vllm.LLM`.
+    The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0 is set in its environment): its workers reload
+    the policy's tensors, under the names that a checkpoint has, by vLLM's own `reload_weights`. Adapters are merged
+    into what is sent and never into the policy.
 
-    The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0 is set in its environment): weights reach it as
-    tensors, through `LLM.apply_model`, under the names that a checkpoint has; adapters are merged into what is sent and
-    never into the policy. Raises ImportError without vllm.
+    Args:
+        settings: how completions are drawn.
+        tokenizer: the policy's.
+        model: hub id or folder that the engine is built from, of the policy's architecture and sizes; None: the
+            policy's own `name_or_path`, at the first `sync`.
+        gpu_memory_utilization: share of the device's memory that the engine may take.
+        enable_sleep_mode: give that memory back between rollouts. Sleeping drops the weights, so that they are sent
+            again before each rollout.
+        engine_options: further arguments of `vllm.LLM`.
+
+    Raises:
+        ImportError: vLLM is missing, or older than `OLDEST_VLLM`.
     """
 
     def __init__(
@@ -42,15 +63,11 @@ class VLLMRollout:
         enable_sleep_mode: bool = False,
         **engine_options: Any,
     ):
-        try:
-            import vllm
-        except ImportError as error:
-            raise ImportError("Rollouts by vLLM need vllm: pip install 'trimtab-lm[vllm]'.") from error
-        self._vllm: Any = vllm
+        self._vllm = installed_vllm()
         self.settings, self.tokenizer, self.name = settings, tokenizer, model
         self.enable_sleep_mode = enable_sleep_mode
         self.engine_options = {"gpu_memory_utilization": gpu_memory_utilization, **engine_options}
-        self.engine: Any = None
+        self.engine: LLM | None = None
         self.eos_ids: list[int] = []
         self.version: int | None = None
         self._device = torch.device("cpu")
@@ -58,15 +75,17 @@ class VLLMRollout:
         Notes()(sampling_of(settings))
 
     @torch.no_grad()
-    def sync(self, model: Any, version: int) -> None:
+    def sync(self, model: Model, version: int) -> None:
         if self.version == version:
             return
         if self.engine is None:
-            self._build(model)
+            self.engine = self._build(model)
         if self._is_asleep:
             self.engine.wake_up(tags=["weights"])
-        weights = checkpoint_weights(model)
-        self.engine.apply_model(lambda engine_model: load(engine_model, weights))
+        device = self.engine.llm_engine.vllm_config.device_config.device_type
+        with whole_weights(model):
+            weights = checkpoint_weights(model, repeat_ties=device == PACKS_HEADS)
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         if self._is_asleep:
             self.engine.wake_up(tags=["kv_cache"])
             self._is_asleep = False
@@ -75,49 +94,34 @@ class VLLMRollout:
 
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
         require_version(self.version, version)
-        params = [self._params(num_generations, sampling_seed(seed, rank=0, draw=i)) for i in range(len(prompts))]
+        assert self.engine is not None  # a version is held
+        positions = Positions("vLLM's engine", None, self.engine.llm_engine.model_config.max_model_len)
+        check_room(positions, prompts, self.settings, remedy="raise the engine's max_model_len")
+        params = [
+            self._vllm.SamplingParams(
+                **sampling_params(self.settings, self.eos_ids, n=num_generations, seed=seed, number=i)
+            )
+            for i in range(len(prompts))
+        ]
         inputs = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
         with private_rng(seed, self._device):
             requests = self.engine.generate(inputs, params, use_tqdm=False)
         if self.enable_sleep_mode:
             self.engine.sleep(level=2)  # frees the cache, and the weights without a copy: they are sent again anyway
             self._is_asleep, self.version = True, None
-        rollout = Rollout([], [], [])
+        rollout = Rollout([], [], logprobs := [])
         for prompt, request in zip(prompts, requests, strict=True):
             for output in sorted(request.outputs, key=lambda output: output.index):
                 ids = list(output.token_ids)
-                logprobs = [at[token].logprob for at, token in zip(output.logprobs, ids, strict=True)]
+                taken = [at[token].logprob for at, token in zip(output.logprobs, ids, strict=True)]
                 rollout.completions.append(torch.tensor(ids, dtype=torch.long, device=prompt.device))
                 rollout.ended.append(output.finish_reason == "stop")
-                rollout.logprobs.append(torch.tensor(logprobs, device=prompt.device))  # type: ignore[union-attr]
+                logprobs.append(torch.tensor(taken, device=prompt.device))
         return rollout
 
-    def _params(self, num_generations: int, seed: int) -> Any:
-        settings = self.settings
-        chosen = {
-            "n": num_generations,
-            "max_tokens": settings.max_completion_length,
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k,
-            "min_p": settings.min_p or 0.0,
-            "repetition_penalty": settings.repetition_penalty,
-            "seed": seed % 2**31,  # the engine adds the number of the generation
-            "logprobs": 0,  # of the sampled token alone
-            "stop_token_ids": self.eos_ids,
-            "ignore_eos": True,  # ours end a completion, which the engine's own need not be
-            "detokenize": "stop" in settings.generation_kwargs,
-            **settings.generation_kwargs,
-        }
-        return self._vllm.SamplingParams(**chosen)
-
-    def _build(self, model: Any) -> None:
-        base: Any = base_of(model)
-        if learns_prompt(model) or base.config.is_encoder_decoder or getattr(base, "is_quantized", False):
-            raise ValueError(
-                f"vLLM cannot sample from {type(base).__name__} as it is trained here: it takes causal models, neither "
-                "quantized nor with learned prompts. Sample with transformers' generate instead."
-            )
+    def _build(self, model: Model) -> "LLM":
+        """An engine of the policy's architecture, which is checked; its weights are those of the name."""
+        base = engine_policy(model)
         name = self.name or base.name_or_path
         if not name:
             raise ValueError(
@@ -128,17 +132,71 @@ class VLLMRollout:
         options = {
             "model": name,
             "dtype": base.dtype,
-            "logprobs_mode": "processed_logprobs",  # those of the distribution that is sampled, at its temperature
+            "logprobs_mode": LOGPROBS_MODE,
             "enable_sleep_mode": self.enable_sleep_mode,
             # Started by torchrun or accelerate: the engine joins the process group there is, with one worker each.
             **({"distributed_executor_backend": "external_launcher"} if world_size() > 1 else {}),
             **self.engine_options,
         }
         state = rng_state()
-        self.engine = self._vllm.LLM(**options)
-        load_rng_state(state)  # the engine seeds the global generators
+        try:
+            engine = self._vllm.LLM(**options)
+        except (RuntimeError, ValueError) as error:  # vLLM raises either where the cache or the model has no room
+            if "memory" not in str(error):
+                raise
+            raise RuntimeError(
+                f"vLLM {self._vllm.__version__} has too little memory for {name}: {str(error).splitlines()[0]} Change "
+                f"gpu_memory_utilization (it is {self.engine_options['gpu_memory_utilization']}), or lower "
+                "max_model_len or max_num_seqs, in rollout_backend_kwargs."
+            ) from error
+        finally:
+            load_rng_state(state)  # the engine seeds the global generators
+        check_served(engine.collective_rpc("get_model_inspection")[0], base, where=f"The engine of {name}")
         self.eos_ids = eos_token_ids(base, self.tokenizer.eos_token_id)
         self._device = base.device
+        return engine
+
+
+def installed_vllm() -> ModuleType:
+    """vLLM's package.
+
+    Raises:
+        ImportError: vLLM is missing, or older than `OLDEST_VLLM`.
+    """
+    try:
+        import vllm
+    except ImportError as error:
+        raise ImportError(
+            f"Rollouts by vLLM need vllm {OLDEST_VLLM} or newer, and none is installed: pip install "
+            "'trimtab-lm[vllm]', or choose another rollout_backend."
+        ) from error
+    if Version(vllm.__version__) < Version(OLDEST_VLLM):
+        raise ImportError(
+            f"Rollouts by vLLM need vllm {OLDEST_VLLM} or newer, and {vllm.__version__} is installed: upgrade it, or "
+            "choose another rollout_backend."
+        )
+    return vllm
+
+
+def sampling_params(
+    settings: SamplingSettings, eos_ids: Sequence[int], *, n: int, seed: int, number: int
+) -> dict[str, Any]:
+    """Arguments of `vllm.SamplingParams` for the prompt of a number, whose generations have seeds of their own."""
+    return {
+        "n": n,
+        "max_tokens": settings.max_completion_length,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p or 0.0,
+        "repetition_penalty": settings.repetition_penalty,
+        "seed": sampling_seed(seed, rank=0, draw=number) % 2**31,  # vLLM adds the number of the generation
+        "logprobs": 0,  # of the sampled token alone
+        "stop_token_ids": list(eos_ids),
+        "ignore_eos": True,  # ours end a completion, which the engine's own need not be
+        "detokenize": "stop" in settings.generation_kwargs,
+        **settings.generation_kwargs,
+    }
 
 
 def sampling_of(settings: SamplingSettings) -> GenerationConfig:
@@ -150,65 +208,43 @@ def sampling_of(settings: SamplingSettings) -> GenerationConfig:
     return GenerationConfig(do_sample=True, **values, bad_words_ids=bad_words and [[0]], min_new_tokens=min_tokens)
 
 
-def load(engine_model: Any, weights: dict[str, Tensor]) -> None:
-    """Put checkpoint weights into the engine's model; RuntimeError if they leave some of its weights out."""
-    loaded = engine_model.load_weights(weights.items())
-    missing = {name for name, _ in engine_model.named_parameters()} - set(loaded) if loaded is not None else set()
-    if missing:
-        raise RuntimeError(
-            f"{len(missing)} weights of the engine were not among the policy's ({sorted(missing)[:3]}, ...): it would "
-            "sample from a mixture of both. Give the policy's own folder as model=, or another backend."
-        )
+def engine_policy(model: Model) -> PreTrainedModel:
+    """The transformers model that vLLM is to sample from.
 
-
-def checkpoint_weights(model: PreTrainedModel | PeftModel) -> dict[str, Tensor]:
-    """The policy's weights under the names that `save_pretrained` gives them, adapters merged in.
-
-    What is merged is a copy; everything else is the policy's own tensors, and the policy is left as it was, bit by bit.
+    Raises:
+        ValueError: vLLM cannot run it as it is trained here.
     """
-    base: Any = base_of(model)
-    weights = dict(merged_weights(base))
-    for copied, original in base.all_tied_weights_keys.items():
-        twin = weights.pop(copied, None)  # checkpoints hold tied weights once
-        if twin is not None and not torch.equal(twin, weights[original]):
-            raise ValueError(
-                f"The model ties {copied} to {original}, but the adapter changes one of them alone: an engine ties "
-                "them again and would sample from another policy. Take it out of the adapter's target_modules and "
-                "modules_to_save, or untie them (tie_word_embeddings=False)."
-            )
-    return dict(revert_weight_conversion(base, weights))
+    base = base_of(model)
+    if learns_prompt(model) or base.config.is_encoder_decoder or "quantization_config" in base.config.to_dict():
+        raise ValueError(
+            f"vLLM cannot sample from {type(base).__name__} as it is trained here: it takes causal models, neither "
+            "quantized nor with learned prompts. Sample with transformers' generate instead."
+        )
+    return base
 
 
-def merged_weights(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Names, free of PEFT's own parts, and weights of all parameters below a module, adapters merged in."""
-    if isinstance(module, ModulesToSaveWrapper):
-        module = active_copy(module)
-    elif isinstance(module, AuxiliaryTrainingWrapper):
-        module = module.token_adapter  # trainable tokens: an adapter layer in turn
-    if isinstance(module, BaseTunerLayer):
-        yield from merged_layer(module, prefix)
-        return
-    for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, parameter.detach()
-    for name, child in module.named_children():
-        yield from merged_weights(child, f"{prefix}{name}.")
+def check_served(inspection: str, policy: PreTrainedModel, *, where: str) -> None:
+    """Checks that an engine runs a model of the policy's sizes: an engine that loads other weights ends.
 
+    Args:
+        inspection: the text of vLLM's `get_model_inspection`.
+        policy: the policy.
+        where: the subject of the message.
 
-def active_copy(wrapper: ModulesToSaveWrapper) -> nn.Module:
-    """The copy of a module that is trained and used in its place."""
-    return wrapper.original_module if wrapper.disable_adapters else wrapper.modules_to_save[wrapper.active_adapters[0]]
-
-
-def merged_layer(layer: BaseTunerLayer, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The weights of an adapted layer with its adapters in them, once."""
-    inner = layer.get_base_layer()
-    original = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
-    if layer.merged or layer.disable_adapters:
-        yield from ((prefix + name, value) for name, value in original.items())
-        return
-    layer.merge()
-    merged = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
-    layer.unmerge()
-    for name, parameter in inner.named_parameters():
-        parameter.data.copy_(original[name])  # unmerging subtracts, which rounds
-    yield from ((prefix + name, value) for name, value in merged.items())
+    Raises:
+        ValueError: a size differs.
+    """
+    config = decoder_config(policy)
+    served = {
+        "vocabulary": re.findall(r"org_vocab_size=(\d+)", inspection),
+        "hidden size": re.findall(r"(?:embedding_dim|hidden_size|in_features)=(\d+)", inspection),
+        "layers": [str(max(map(int, re.findall(r"\((?:\d+-)?(\d+)\): ", inspection)), default=-1) + 1)],
+    }
+    needed = dict(zip(served, (config.vocab_size, config.hidden_size, config.num_hidden_layers), strict=True))
+    differing = [name for name, size in needed.items() if str(size) not in served[name]]
+    if differing:
+        lines = [f"{name} {'/'.join(dict.fromkeys(served[name]))}, not {needed[name]}" for name in differing]
+        raise ValueError(
+            f"{where} is another model than the policy {policy.name_or_path!r}: {'; '.join(lines)}. Build the engine "
+            "from the policy's own name or folder (model of VLLMRollout, --model of a server)."
+        )

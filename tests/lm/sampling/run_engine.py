@@ -1,0 +1,27 @@
+"""Two processes train GRPO on the samples of one vLLM server: run by test_engine_trainers."""
+
+import sys
+
+import torch
+from tests.lm.grpo.run_distributed import trainer
+from tests.lm.sampling import wide
+from tests.processes import let_accelerate_shard_on_cpu
+
+SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+
+
+def main(folder: str, policy: str, server: str, is_sharded: str) -> None:
+    settings = {"max_steps": 3, "importance_sampling_cap": 2.0, "learning_rate": 1e-3}
+    if is_sharded == "True":
+        let_accelerate_shard_on_cpu()
+        settings |= SHARDED
+    backend = {"rollout_backend": "vllm_server", "rollout_backend_kwargs": {"servers": [server]}}
+    grpo = trainer(f"{folder}/run", wide.loaded(policy), rollout=None, **settings, **backend)
+    grpo.train()
+    logs = [entry for entry in grpo.state.log_history if "loss" in entry]
+    torch.save(logs, f"{folder}/{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

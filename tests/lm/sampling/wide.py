@@ -1,0 +1,46 @@
+"""What the tests of vLLM share: its attention takes heads of 64, which the tiny models do not have."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.lm import tiny
+from transformers import LlamaForCausalLM
+
+LENGTH = 64
+PROMPTS = tiny.rows(3, 2, 6)
+SIZES = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 2, "initializer_range": 0.1}
+
+
+def llama(seed: int = 0, **settings: Any) -> Any:
+    return tiny.llama(seed, **{**SIZES, "max_position_embeddings": LENGTH, **settings}).eval()
+
+
+def saved(folder: Path, **settings: Any) -> str:
+    """A folder with a policy and its tokenizer, for an engine."""
+    llama(**settings).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def loaded(folder: str) -> Any:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def ratios(model: Any, rollout: Any, generations: int, temperature: float) -> torch.Tensor:
+    """pi_trainer / pi_sampler of every sampled token."""
+    gaps = []
+    for i, (row, logprobs) in enumerate(zip(rollout.completions, rollout.logprobs, strict=True)):
+        gaps.append(tiny.taken_of(model, PROMPTS[i // generations], row, temperature) - logprobs)
+    return torch.cat(gaps).exp()
+
+
+def greedy(model: Any, limit: int) -> list[list[int]]:
+    """The likeliest completions of the prompts, by plain forward passes."""
+    answers = []
+    for prompt in PROMPTS:
+        row = prompt
+        while len(row) < len(prompt) + limit and (len(row) == len(prompt) or int(row[-1]) != tiny.EOS):
+            row = torch.cat([row, model(input_ids=row[None]).logits[0, -1].argmax()[None]])
+        answers.append(row[len(prompt) :].tolist())
+    return answers
