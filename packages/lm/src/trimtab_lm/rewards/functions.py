@@ -134,7 +134,7 @@ class RewardSet:
             raise ValueError(f"{len(completions)} completions, but the ids of {len(completion_ids)}.")
         arguments |= {"completions": list(completions), "completion_ids": list(completion_ids)}
         calls = [
-            functools.partial(function, **accepted(function, name, arguments))
+            functools.partial(function, **accepted(function, f"The reward function {name!r}", arguments))
             for function, name in zip(self.functions, self.names, strict=True)
         ]
         results = self._run(calls)
@@ -283,7 +283,7 @@ def by_keyword(function: RewardFunction) -> RewardFunction:
         prompts: Sequence[str], completions: Sequence[str], completion_ids: object, **columns: object
     ) -> Scores | Awaitable[Scores]:
         call = functools.partial(function, prompts, completions)
-        scores = call(**accepted(call, name_of(function), columns))
+        scores = call(**accepted(call, f"The reward function {name_of(function)!r}", columns))
         return scores if inspect.isawaitable(scores) else list(scores)
 
     reward.__name__ = name_of(function)
@@ -305,20 +305,20 @@ def name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def is_async(function: RewardFunction) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Whether calling it gives something to await."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def accepted(function: RewardFunction, name: str, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Those arguments that a function's signature takes."""
+def accepted(function: Callable[..., object], what: str, arguments: Mapping[str, object]) -> dict[str, object]:
+    """Those arguments that a function's signature takes. what: the function, as messages begin."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(arguments)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     if missing := [argument for argument in needed if argument not in arguments]:
         raise TypeError(
-            f"The reward function {name!r} needs {missing}; there are {sorted(arguments)} (the dataset's columns among "
+            f"{what} needs {missing}; there are {sorted(arguments)} (the dataset's columns among "
             "them). Rename its arguments, give them defaults, or add the columns to the dataset."
         )
     taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -14,12 +14,29 @@ from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import distortions, sampling_config
 
 
+class Episodes(NamedTuple):
+    """What a completion has besides its tokens where it is a conversation with an environment.
+
+    Attributes:
+        masks: for each completion, 1-D, 1 where the policy wrote the token and 0 where the environment did.
+        rewards: for each completion, 1-D, a turn's reward at the last token of the turn, 0 elsewhere.
+        turns: of the policy, in each completion.
+        errors: that the environment reported, in each completion.
+    """
+
+    masks: list[Tensor]
+    rewards: list[Tensor]
+    turns: list[int]
+    errors: list[int]
+
+
 class Rollout(NamedTuple):
     """Completions in the order of their prompts, the generations of a prompt side by side."""
 
     completions: list[Tensor]  # 1-D ids, with the end token where there is one
     ended: list[bool]  # by itself; otherwise it was cut at the length limit
     logprobs: list[Tensor] | None = None  # 1-D, nats, of these tokens as they were sampled, where the sampler tells
+    episodes: Episodes | None = None  # where completions are conversations; the policy wrote all of any other one
 
 
 class RolloutBackend(Protocol):
