@@ -61,9 +61,8 @@ def _between_answers(
     render = renderer(tokenizer, tools, chat_template_kwargs)
     begun = [{"role": "user", "content": "."}, {"role": "assistant", "content": answer}]
     until = render(begun)
-    stop = re.search(rf"(?:{stop_strings(tokenizer)})(\s*)$", until)
-    if stop is not None:
-        until = until[: stop.start(1) if is_closed else stop.start()]
+    end = cast(re.Match[str], re.search(rf"(?:{stop_strings(tokenizer)})?(\s*)$", until))  # matches the empty end too
+    until = until[: end.start(1) if is_closed else end.start()]
     whole = render([*begun, *messages], add_generation_prompt=True)
     if not whole.startswith(until):
         kept = common_length(until, whole)
