@@ -1,7 +1,7 @@
 """What the policy reads between two turns is what its chat template writes there."""
 
 import pytest
-from tests.lm.data.test_tokenization import CHATML, LLAMA3, MISTRAL, PLAIN, THINKING, byte_level
+from tests.lm.data.test_tokenization import CHATML, LLAMA3, MISTRAL, PLAIN, THINKING, byte_level, sentencepiece
 
 from trimtab_lm.environments.observations import observation_ids
 
@@ -47,7 +47,8 @@ def test_token_ids_are_read_as_they_are():
 
 
 def test_the_beginning_of_a_sequence_is_not_written_into_its_middle():
-    tokenizer = byte_level(LLAMA3)
+    tokenizer = sentencepiece(LLAMA3)
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     assert tokenizer.bos_token_id not in read(tokenizer, RESULT, "Hm.<|eot_id|>")
 
 
