@@ -35,11 +35,11 @@ def test_two_turns_worked_by_hand():
     talk = episodes_of(rollout(script, Partner), [tensor_of("x")], generations=2)
     assert equal(talk.completions, [tensor_of("abab.c."), tensor_of("d.")])
     assert talk.ended == [True, True]
-    masks, rewards, turns, errors = talk.episodes
+    masks, rewards, numbers = talk.episodes
     assert equal(masks, [torch.tensor([1, 1, 0, 0, 0, 1, 1]), torch.tensor([1, 1])])
     assert equal(rewards, [torch.tensor([0.0, 2, 0, 0, 0, 0, 2]), torch.tensor([0.0, 2])])
     assert equal(talk.logprobs, [torch.tensor([-1.0, -2, 0, 0, 0, -1, -2]), torch.tensor([-1.0, -2])])
-    assert (turns, errors) == ([2, 1], [0, 0])
+    assert numbers == {"turns": [2, 1], "errors": [0, 0], "cut": [0, 0]}
 
 
 def test_a_one_turn_environment_samples_what_its_backend_samples():
@@ -107,7 +107,7 @@ def test_a_turn_begins_only_where_it_has_room(options, turns):
     script = Script({"x" + "abcdabcd." * k: ["abcd"] for k in range(3)})
     talk = episodes_of(rollout(script, **options), [tensor_of("x")])
     assert tiny.tokenizer().decode(talk.completions[0]) == "abcdabcd." * (turns - 1) + "abcd"
-    assert talk.episodes.turns == [turns]
+    assert talk.episodes.numbers["turns"] == [turns]
     assert talk.ended == [False]
 
 
@@ -115,7 +115,7 @@ def test_an_episode_stays_within_the_positions_of_the_model():
     """Of GPT-2's 64 positions, a prompt of 51 leaves the 13 of two turns and an observation; one of 52 does not."""
     for prompt, turns in (("x" * 51, 2), ("x" * 52, 1)):
         script = Script({prompt: ["abcd"], f"{prompt}abcdabcd.": ["abcd"]})
-        assert episodes_of(rollout(script), [tensor_of(prompt)]).episodes.turns == [turns]
+        assert episodes_of(rollout(script), [tensor_of(prompt)]).episodes.numbers["turns"] == [turns]
     with pytest.raises(ValueError, match="64 positions"):
         episodes_of(rollout(sampler()), [tensor_of("x" * 61)])
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from trimtab_lm.rewards.functions import EventLoop, accepted, is_async
+from trimtab_lm.rewards.calls import EventLoop, accepted, is_async
 
 from .protocol import Environment, Reply, checked, error_text
 

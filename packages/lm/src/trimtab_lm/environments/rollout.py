@@ -178,8 +178,11 @@ class EnvironmentRollout:
             Episodes(
                 masks=[torch.tensor(episode.mask, device=device) for episode in episodes],
                 rewards=[torch.tensor(episode.rewards, device=device) for episode in episodes],
-                turns=[episode.turns for episode in episodes],
-                errors=[episode.errors for episode in episodes],
+                numbers={
+                    "turns": [float(episode.turns) for episode in episodes],
+                    "errors": [float(episode.errors) for episode in episodes],
+                    "cut": [float(not episode.ended) for episode in episodes],
+                },
             ),
         )
 
@@ -225,6 +228,11 @@ class EnvironmentRollout:
             episode.is_over = len(episode.ids) + len(observation) + self.settings.max_completion_length > episode.limit
             if not episode.is_over:
                 episode.read(observation)
+
+
+def environment(environment_rewards: Sequence[float]) -> Sequence[float]:
+    """The reward function that stands for the environment: the sum of its rewards in each completion."""
+    return environment_rewards
 
 
 def roll_out(

@@ -22,15 +22,17 @@ from trimtab_common.run import Run
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
+from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import eos_token_ids, response_texts, sampling_config
-from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
+from trimtab_lm.sampling.rollout import Episodes, RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
 
 from .checks import check_logged
 from .passes import ForwardPasses
+from .sampler import rows_of
 from .selfcheck import check_sampler
 from .statistics import Clock, Rollout, as_numbers, one_dimensional, rollout_stats
 
@@ -151,6 +153,11 @@ class PolicyServices(ForwardPasses):
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
         if length_sampler is not None:
             generation_kwargs["max_new_tokens"] = length_sampler()
+        if isinstance(self.rollout, EnvironmentRollout):
+            raise ValueError(
+                "generate returns responses without their masks, so that the environment's tokens would be trained on. "
+                "Call train, or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
+            )
         if self.rollout is not None:
             if generation_kwargs or generate_ref_response:
                 raise ValueError(
@@ -172,10 +179,19 @@ class PolicyServices(ForwardPasses):
         return tuple(answers) if generate_ref_response else answers[0]
 
     def _roll_out(self, rollout: RolloutBackend, queries: list[Tensor], *, return_prompt: bool) -> list[Tensor]:
-        responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
+        rows = rows_of({"input_ids": queries})
+        responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries, rows).completions
         if self.is_encoder_decoder or not return_prompt:
             return responses
         return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
+
+    def _respond(self, batch: dict[str, Any], options: dict[str, Any]) -> tuple[list[Tensor], Episodes | None]:
+        """Responses to a batch, and what environments say of them; these get the columns of the batch."""
+        queries = batch["input_ids"]
+        if not isinstance(self.rollout, EnvironmentRollout):
+            return self.generate(queries, return_prompt=False, **options), None
+        rollout = self.sampler.from_backend(self.rollout, self.model.pretrained_model, queries, rows_of(batch))
+        return rollout.completions, rollout.episodes
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         model = self.model.pretrained_model

@@ -1,7 +1,8 @@
 """The arguments of a PPOTrainer, checked and completed."""
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,16 +13,18 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
-from trimtab_common.kl import AdaptiveKLController, FixedKLController
 from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
 from trimtab_common.tracking import start_tracking
+from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
 )
+from trimtab_lm.rewards.functions import RewardSet, rewards_of
+from trimtab_lm.sampling.rollout import RolloutBackend
 
 from .config import PPOConfig
 
@@ -124,12 +127,6 @@ def optimizer_of(config: PPOConfig, optimizer: torch.optim.Optimizer | None, mod
     return optimizer
 
 
-def kl_controller(config: PPOConfig) -> FixedKLController:
-    """The controller of the KL coefficient that the config asks for."""
-    start, target, horizon = (cast(float, x) for x in (config.init_kl_coef, config.target, config.horizon))
-    return AdaptiveKLController(start, target, horizon) if config.adap_kl_ctrl else FixedKLController(start)
-
-
 def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, dataset: object) -> Run:
     """The run that the config asks for, with a record of its settings and data under a new id. Collective."""
     data = rows_fingerprint(dataset) if isinstance(dataset, Dataset) else None
@@ -137,7 +134,7 @@ def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, datase
         accelerator,
         model,
         RunRecord.new(result_settings(config, without=WITHOUT_EFFECT), data=data),
-        health=HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None),
+        health=HealthMonitor(kl_target=config.kl_target),
         start_tracker=partial(
             start_tracking,
             config.log_with,
@@ -151,3 +148,32 @@ def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, datase
         accepts_changes=config.resume_with_changes,
         held=HELD,
     )
+
+
+def rewards_of_run(
+    reward: Any,
+    weights: Sequence[float] | None,
+    config: PPOConfig,
+    rollout: RolloutBackend | None,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> RewardSet:
+    """What scores the responses of a run; nothing where none is named and an environment gives the rewards.
+
+    Args:
+        reward: see `PPOTrainer.train`; None: `config.reward_model`.
+        weights: one per reward; None: 1.
+        config: of the trainer.
+        rollout: samples the responses.
+        tokenizer: of the policy.
+        device: for reward models.
+    """
+    reward = config.reward_model if reward is None else reward
+    if reward is None and not isinstance(rollout, EnvironmentRollout):
+        raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
+    return rewards_of(nothing if reward is None else reward, weights, tokenizer=tokenizer, device=device)
+
+
+def nothing(completions: Sequence[str]) -> list[float]:
+    """The scores of responses that an environment alone rewards."""
+    return [0.0] * len(completions)

@@ -1,6 +1,5 @@
 """PPO for language models (Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347)."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,8 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_common.health import TrainingDivergedError
-from trimtab_common.kl import SAMPLED_KL, full
+from trimtab_common.kl import SAMPLED_KL, full, kl_controller
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.run import create_accelerator
 from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
@@ -23,7 +21,7 @@ from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
 from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.rewards.functions import function_stats, rewards_of
+from trimtab_lm.rewards.functions import function_stats
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -33,10 +31,10 @@ from .loss import policy_log_ratio, ppo_loss
 from .policy import ActorCritic, Scorer
 from .returns import gae, per_token_rewards
 from .sampler import Sampler
-from .samples import Padding, Samples, in_minibatches, token_entropy
+from .samples import Padding, Samples, carry, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
-from .setup import filled, kl_controller, optimizer_of, policy_of, reference_of, run_of, tokenizer_of
+from .setup import filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
 from .statistics import Clock, Rollout, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
@@ -99,7 +97,8 @@ class PPOTrainer(PolicyServices):
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
         self.scorer = Scorer(self.actor_critic, self.reference, self.accelerator, padding)
         self.rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
-        self.kl_ctl, self.running = kl_controller(config), RunningMoments()
+        self.kl_ctl = kl_controller(config.init_kl_coef, target=config.kl_target, horizon=config.horizon)
+        self.running = RunningMoments()
         self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
         self.rollout = rollout
         self.steps_done, self.best_score = 0, float("-inf")
@@ -128,7 +127,8 @@ class PPOTrainer(PolicyServices):
         Args:
             reward: what scores the responses, one or a list: functions, plain or async, as of `RewardSet` or
                 `reward(queries, responses, **columns) -> scores`, with texts and the batch's other columns; sequence
-                classifiers, a module with the policy's tokenizer. None: `config.reward_model`.
+                classifiers, a module with the policy's tokenizer. None: `config.reward_model`, or nothing beside the
+                rewards of an `EnvironmentRollout`, which come turn by turn.
             generation_kwargs: arguments of `generate`; by default the whole batch is sampled at once.
             steps: PPO steps in all; default: the config's.
             resume_from: a checkpoint's folder, or "latest" for the newest in `output_dir`, if there is one.
@@ -140,19 +140,23 @@ class PPOTrainer(PolicyServices):
         """
         if self.dataloader is None:
             raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
-        if (reward := self.config.reward_model if reward is None else reward) is None:
-            raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
-        rewards = rewards_of(reward, reward_weights, tokenizer=self.tokenizer, device=self.current_device)
+        rewards = rewards_of_run(reward, reward_weights, self.config, self.rollout, self.tokenizer, self.current_device)
         self._resume(resume_from)
         options = self._sampling_options(generation_kwargs or {})
         total, history = steps or self.config.steps, []
         batches = endless(self.dataloader)
         for _ in progress(range(self.steps_done, total), "PPO steps"):
             batch = next(batches)
-            responses = self.generate(batch["input_ids"], return_prompt=False, **options)
+            responses, episodes = self._respond(batch, options)
             scored = rewards(*self._completions(batch, responses))
             scores = scored.rewards.tolist()
-            stats = self.step(batch["input_ids"], responses, scores)
+            if episodes is None:
+                stats = self.step(batch["input_ids"], responses, scores)
+            else:
+                turns = {"response_masks": episodes.masks, "response_rewards": episodes.rewards}
+                stats = self.step(batch["input_ids"], responses, scores, **turns)
+                stats |= self.gather_stats(episodes.stats())
+                scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
             if len(rewards.names) > 1:
                 stats |= self.gather_stats(function_stats(rewards.names, scored))
             logs = self.log_stats(stats, batch, scores)
@@ -169,6 +173,8 @@ class PPOTrainer(PolicyServices):
         responses: list[Tensor],
         scores: list[Any],
         response_masks: list[Tensor] | None = None,
+        *,
+        response_rewards: list[Tensor] | None = None,
     ) -> dict[str, Any]:
         """One PPO iteration over this process's batch.
 
@@ -177,6 +183,8 @@ class PPOTrainer(PolicyServices):
             responses: `batch_size` rows of token ids, 1-D.
             scores: a number for each response.
             response_masks: for each response token 1, or 0 where the policy did not write it (the output of a tool).
+            response_rewards: for each response token the reward that an environment gave at it, beside the score at the
+                last token; None: none.
 
         Returns:
             The statistics, equal on all processes.
@@ -187,6 +195,7 @@ class PPOTrainer(PolicyServices):
             responses,
             scores,
             response_masks,
+            response_rewards,
             batch_size=config.batch_size,
             model=self.model,
             decoder_start=self.decoder_start,
@@ -224,11 +233,13 @@ class PPOTrainer(PolicyServices):
             scores = self._shaped(raw_scores, samples.responses)
             known = {} if old.kl is None else {"kl": old.kl}
             rewards, non_score_rewards, *rest = self.compute_rewards(scores, *old.compared, old.mask, **known)
+            rewards = rewards + carry(samples.rewards, samples.mask, old.mask)
             kl = rest[0] if rest else self._kl_penalty(*old.compared)
             clock.lap("compute_rewards")
             values, advantages, returns = self.compute_advantages(old.values, rewards, old.mask)
             clock.lap("compute_advantages")
         columns = {"values": values, "kl": kl, "non_score_rewards": non_score_rewards}
+        raw_scores = raw_scores + samples.rewards.sum(1)
         rollout = Rollout.of(samples, raw_scores, old, **columns, advantages=advantages, returns=returns)
         if self.steps_done == 0:
             check_reference(rollout, most=self.rounding)
@@ -276,24 +287,20 @@ class PPOTrainer(PolicyServices):
         is_replaced = self._replaces("train_minibatch")  # it may call model.train(), and take the step by itself
         tokens = float(sum_over_ranks(rollout.mask[rows].sum())) / self.accelerator.num_processes
         parts = rows[rollout.samples.lengths[rows].argsort(stable=True)].split(self.config.mini_batch_size)
-        try:
-            for number, part in enumerate(parts, start=1):
-                # The gradient is that of all tokens of the step at once, averaged over processes.
-                share = float(rollout.mask[part].sum()) / tokens
-                with self.update.minibatch(share=share, is_last=number == len(parts)):
-                    new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
-                    old = rollout.rows(part, new.mask)
-                    if self.steps_done == 0 and not recorded:
-                        check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
-                    if is_replaced:
-                        moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
-                        divergence += moves["approxkl"]
-                    with without_dropout(self.actor_critic) if is_replaced else nullcontext():
-                        stats = token_means(self.train_minibatch(**old, **new.of_minibatch()), new.mask)
-                    recorded.append(new.entropy_stats() | stats)
-        except TrainingDivergedError:
-            self.update.drop()
-            raise
+        for number, part in enumerate(parts, start=1):
+            # The gradient is that of all tokens of the step at once, averaged over processes.
+            share = float(rollout.mask[part].sum()) / tokens
+            with self.update.minibatch(share=share, is_last=number == len(parts)):
+                new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
+                old = rollout.rows(part, new.mask)
+                if self.steps_done == 0 and not recorded:
+                    check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
+                if is_replaced:
+                    moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
+                    divergence += moves["approxkl"]
+                with without_dropout(self.actor_critic) if is_replaced else nullcontext():
+                    stats = token_means(self.train_minibatch(**old, **new.of_minibatch()), new.mask)
+                recorded.append(new.entropy_stats() | stats)
         if "policy/early_stopped" in recorded[-1]:
             return recorded[-1]["policy/early_stopped"].value > 0
         return self.update.has_moved_too_far(divergence)
@@ -332,28 +339,12 @@ class PPOTrainer(PolicyServices):
         Raises:
             TrainingDivergedError: the loss or the gradient is not finite; the weights are untouched.
         """
-        moves = self._moves(logprobs, old_logprobs, advantages, mask)
         policy_loss, value_loss, stats = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
         )
-        stats = token_means(stats, mask)
-        loss, ratio = policy_loss + value_loss, moves["ratio"].value
-        is_skipped = ratio > self.config.ratio_threshold
-        if is_skipped:
-            warnings.warn(
-                f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={self.config.ratio_threshold}: it is "
-                "left out of the update. Lower learning_rate or ppo_epochs if this repeats.",
-                stacklevel=2,
-            )
-            loss = 0.0 * (logprobs.sum() + vpreds.sum())
-        elif not torch.isfinite(loss):
-            self.update.drop()
-            raise TrainingDivergedError(
-                f"The loss of step {self.steps_done} is {loss.item()}. No update was made. Lower learning_rate "
-                f"({self.config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
-            )
-        self.update.add(loss, divergence=moves["approxkl"], is_kept=not is_skipped)
-        stats["policy/skipped"] = Mean(float(is_skipped), 1.0)
+        moves = self._moves(logprobs, old_logprobs, advantages, mask)
+        added = self.update.add(policy_loss + value_loss, moves, outputs=(logprobs, vpreds), step=self.steps_done)
+        stats = token_means(stats, mask) | added
         return stats | self.update.take() if self.accelerator.sync_gradients else stats
 
     def loss(

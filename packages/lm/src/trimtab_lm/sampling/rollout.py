@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trimtab_common.kl import LOG_RATIO_CLAMP
+from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import distortions, sampling_config
 
@@ -20,14 +21,16 @@ class Episodes(NamedTuple):
     Attributes:
         masks: for each completion, 1-D, 1 where the policy wrote the token and 0 where the environment did.
         rewards: for each completion, 1-D, a turn's reward at the last token of the turn, 0 elsewhere.
-        turns: of the policy, in each completion.
-        errors: that the environment reported, in each completion.
+        numbers: for the statistics, by name: a number for each completion.
     """
 
     masks: list[Tensor]
     rewards: list[Tensor]
-    turns: list[int]
-    errors: list[int]
+    numbers: dict[str, list[float]]
+
+    def stats(self, count: int | None = None) -> dict[str, Mean]:
+        """The means of `numbers` over the first `count` completions, for `gather_stats`."""
+        return {f"environment/{name}": Mean.of(torch.tensor(row[:count])) for name, row in self.numbers.items()}
 
 
 class Rollout(NamedTuple):
