@@ -18,6 +18,7 @@ LAST_WORDS = {
     "ppo": rf"step 2: score {NUMBER}, KL {NUMBER} nats",
     "ppo_train": rf"step 2: score {NUMBER}, KL {NUMBER} nats",
     "iterative_sft": rf"round 2: sentiment {NUMBER}, loss {NUMBER}",
+    "tool_use": rf"accuracy on 64 held-out products: {NUMBER} -> {NUMBER}",
     "ddpo": rf"epoch 2: \d+ updates, reward {NUMBER} kB",
 }
 OUTSIDE = {

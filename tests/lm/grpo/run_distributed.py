@@ -14,8 +14,9 @@ from datasets import Dataset
 from tests.lm import tiny
 from torch import Tensor
 
+from trimtab_lm.environments import EnvironmentRollout, Reply
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
-from trimtab_lm.sampling.rollout import Rollout, require_version
+from trimtab_lm.sampling.rollout import Rollout, SamplingSettings, require_version
 
 GLOBAL_BATCH = 8
 TEXTS = ["hi", "abc", "the cat", "dog.", "a b", "zzz", "go on", "m", "ten", "nine", "x y z", "quick"]
@@ -25,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "scale_rewards": "batch", "beta": 0.2},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "importance_sampling_level": "sequence"},
     "masked": {"mask_truncated_completions": True, "steps_per_generation": 2},
+    "environment": {"loss_type": "grpo", "beta": 0.2, "mask_truncated_completions": True},
 }
 STEPS = 4
 
@@ -33,7 +35,7 @@ class Scripted:
     """Answers that are fixed by the prompt; the first always ends by itself, others may be cut at the limit."""
 
     def __init__(self, limit: int = 6):
-        self.limit = limit
+        self.limit, self.settings = limit, SamplingSettings(limit)
         self.calls: list[int] = []  # prompts of each
         self.versions: list[int] = []
         self.version: int | None = None
@@ -54,6 +56,16 @@ class Scripted:
                 ended.append(length <= self.limit)
                 completions.append(torch.cat([tokens[:-1], torch.tensor([tiny.EOS])]) if ended[-1] else tokens[:-1])
         return Rollout(completions, ended)
+
+
+class Impatient:
+    """Repeats what it hears until it hears a vowel; episodes have one to four turns."""
+
+    def reset(self) -> None:
+        """Nothing to do."""
+
+    def step(self, text: str, ids: list[int]) -> Reply:
+        return Reply(f"{text}.", reward=0.1 * len(ids), done=any(vowel in text for vowel in "aeiou"))
 
 
 class Fixed(Scripted):
@@ -118,6 +130,8 @@ def trainer(folder: str, model: Any = None, reward: Any = vowels, **settings: An
 
 def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
     """A few steps of a case: the weights, the logs and the metrics of an evaluation on an odd number of prompts."""
+    backend = Scripted()
+    talk = EnvironmentRollout(backend, Impatient, tiny.tokenizer(), max_completion_length=50, max_turns=4)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = trainer(
@@ -128,6 +142,7 @@ def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
             per_device_eval_batch_size=2,
             eval_dataset=prompts(5),
             average_tokens_across_devices=True,
+            rollout=talk if name == "environment" else backend,
             **CASES[name],
         )
         made.train()
@@ -138,7 +153,7 @@ def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
         "weights": {key: value.clone() for key, value in made.model.state_dict().items()},
         "logs": logs,
         "metrics": {key: value for key, value in metrics.items() if not any(word in key for word in timed)},
-        "calls": made.backend.calls,
+        "calls": backend.calls,
     }
 
 

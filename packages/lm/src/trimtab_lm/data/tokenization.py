@@ -72,7 +72,7 @@ def encode_prompt(
     An EOS that the tokenizer adds is removed. A conversation ends in the header of the next answer.
     """
     if not isinstance(prompt, str):
-        text = _renderer(tokenizer, tools, chat_template_kwargs)(prompt, add_generation_prompt=True)
+        text = renderer(tokenizer, tools, chat_template_kwargs)(prompt, add_generation_prompt=True)
         return {"input_ids": list(tokenizer(text, add_special_tokens=False)["input_ids"])}
     ids = list(tokenizer(prompt)["input_ids"])
     is_added = bool(ids) and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token)
@@ -135,7 +135,7 @@ def encode_messages(
     Raises:
         ValueError: no token would count, or an answer cannot be located in the template's text.
     """
-    render = _renderer(tokenizer, tools, chat_template_kwargs)
+    render = renderer(tokenizer, tools, chat_template_kwargs)
     settings = dict(chat_template_kwargs or {})
     if not assistant_only:
         ids = list(tokenizer(render(messages), add_special_tokens=False)["input_ids"])
@@ -146,7 +146,7 @@ def encode_messages(
         ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
         _count_stops(ids, mask, stop_token_ids(tokenizer))
     else:
-        text, stops = render(messages), _stop_strings(tokenizer)
+        text, stops = render(messages), stop_strings(tokenizer)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         spans = [_answer_span(render, messages, i, text, stops) for i in answers]
         ids, mask = _encode_spans(tokenizer, text, spans, add_special_tokens=False)
@@ -274,7 +274,7 @@ def _join(
             f"The prompt is a {type(prompt).__name__} and the completion a {type(completion).__name__}. Make both "
             "texts, or both lists of {'role', 'content'} messages."
         )
-    render = _renderer(tokenizer, tools, chat_template_kwargs)
+    render = renderer(tokenizer, tools, chat_template_kwargs)
     text = render([*prompt, *completion])
     border = _prompt_end(render, prompt, text) if prompt else 0
     if border is None:
@@ -292,7 +292,7 @@ def _is_filled(message: Row) -> bool:
     return bool(message.get("content") or message.get("tool_calls"))
 
 
-def _renderer(
+def renderer(
     tokenizer: PreTrainedTokenizerBase,
     tools: Tools | None,
     chat_template_kwargs: TemplateSettings | None,
@@ -344,7 +344,7 @@ def _probe(render: Render, messages: Conversation, i: int, text: str, mark: Call
     return where
 
 
-def _stop_strings(tokenizer: PreTrainedTokenizerBase) -> str:
+def stop_strings(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns a regular expression that matches the tokens that can end an answer."""
     return "|".join(re.escape(token) for token in tokenizer.convert_ids_to_tokens(sorted(stop_token_ids(tokenizer))))
 

@@ -153,8 +153,8 @@ class Group:
     """A prompt and its G completions, as they are learnt from.
 
     prompt, completions: token ids. is_counted: [G], whether a completion is learnt from. advantages: [G]. logprobs:
-    columns of the N tokens of the completions that count, [N] each: `old` (of the policy that sampled them), `ref`,
-    `sampler`; on the CPU.
+    columns of the N tokens that count, [N] each: `old` (of the policy that sampled them), `ref`, `sampler`; on the CPU.
+    masks: for each completion, 1 where the policy wrote the token; None: it wrote all of them.
     """
 
     prompt: list[int]
@@ -162,6 +162,18 @@ class Group:
     is_counted: list[bool]
     advantages: Tensor
     logprobs: dict[str, Tensor] = field(default_factory=dict)
+    masks: list[list[int]] | None = None
+
+    @property
+    def written(self) -> list[list[int]]:
+        """For each completion, 1 where the policy wrote the token."""
+        return [[1] * len(ids) for ids in self.completions] if self.masks is None else self.masks
+
+    @property
+    def counts(self) -> list[list[int]]:
+        """For each completion, 1 where a token is learnt from."""
+        pairs = zip(self.written, self.is_counted, strict=True)
+        return [mask if counted else [0] * len(mask) for mask, counted in pairs]
 
     @property
     def num_sequences(self) -> int:
@@ -169,7 +181,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(ids) for ids, counted in zip(self.completions, self.is_counted, strict=True) if counted)
+        return sum(map(sum, self.counts))
 
     def leave_out(self) -> None:
         """Learn from none of the completions."""
@@ -178,12 +190,11 @@ class Group:
 
     def tokens(self) -> TokenGroup:
         """A completion that does not count is a branch of one token, which does not count either."""
-        chosen = list(zip(self.completions, self.is_counted, strict=True))
-        return TokenGroup(
-            self.prompt,
-            [ids if counted else ids[:1] for ids, counted in chosen],
-            [[1] * len(ids) if counted else [0] for ids, counted in chosen],
+        kept = [None if counted else 1 for counted in self.is_counted]
+        branches, counts = (
+            [row[:end] for row, end in zip(rows, kept, strict=True)] for rows in (self.completions, self.counts)
         )
+        return TokenGroup(self.prompt, branches, counts)
 
 
 def as_groups(prompts: Sequence[Tensor], rollout: Rollout, *, is_counted: Tensor, advantages: Tensor) -> list[Group]:
@@ -192,13 +203,13 @@ def as_groups(prompts: Sequence[Tensor], rollout: Rollout, *, is_counted: Tensor
     groups = []
     for i, prompt in enumerate(prompts):
         own = slice(i * size, (i + 1) * size)
-        counted = is_counted[i].tolist()
-        logprobs = {}
-        if rollout.logprobs is not None:
-            kept = [row for row, one in zip(rollout.logprobs[own], counted, strict=True) if one]
-            logprobs["sampler"] = torch.cat([torch.zeros(0), *kept])
         completions = [ids.tolist() for ids in rollout.completions[own]]
-        groups.append(Group(prompt.tolist(), completions, counted, advantages[i].clone(), logprobs))
+        masks = None if rollout.episodes is None else [mask.tolist() for mask in rollout.episodes.masks[own]]
+        group = Group(prompt.tolist(), completions, is_counted[i].tolist(), advantages[i].clone(), masks=masks)
+        if rollout.logprobs is not None:
+            counts = torch.tensor([one for row in group.counts for one in row], dtype=torch.bool)
+            group.logprobs["sampler"] = torch.cat(rollout.logprobs[own])[counts]
+        groups.append(group)
     return groups
 
 

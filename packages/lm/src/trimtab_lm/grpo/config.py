@@ -84,7 +84,9 @@ class GRPOConfig(TrainerConfig):
         "raw: rewards as they are, without the group's mean taken off (REINFORCE). True is group, False is none.",
         default="group",
     )
-    reward_weights: list[float] | None = setting("Weight of each reward function. None: 1.", default=None)
+    reward_weights: list[float] | None = setting(
+        "Weight of each reward function, and after them of the environment. None: 1.", default=None
+    )
     reward_names: list[str] | None = setting("Names of the reward functions in logs. None: their own.", default=None)
     mask_truncated_completions: bool = setting(
         "Leave completions without an end out of the loss, and of the mean and deviation of their group.", default=False

@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import private_rngs
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
+from trimtab_lm.environments.rollout import roll_out
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.rewards.functions import RewardSet, Scored, as_completions
 from trimtab_lm.sampling.generate import response_texts
-from trimtab_lm.sampling.rollout import RolloutBackend
+from trimtab_lm.sampling.rollout import Episodes, Rollout, RolloutBackend
 from trimtab_lm.tokens.positions import Positions
 
 from .batches import Group, as_groups, everyones_advantages
@@ -30,6 +31,7 @@ class SampledGroups(NamedTuple):
         texts: P x G completions as texts, those of a prompt side by side.
         ended: P x G, whether a completion ended by itself.
         scored: the rewards of the P x G completions.
+        episodes: what environments say of the P x G completions; None without environments.
     """
 
     groups: list[Group]
@@ -37,6 +39,7 @@ class SampledGroups(NamedTuple):
     texts: list[str]
     ended: list[bool]
     scored: Scored
+    episodes: Episodes | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ class GroupSampler:
     def sample(
         self, backend: RolloutBackend, model: Model, rows: Sequence[Row], *, version: int, seed: int
     ) -> SampledGroups:
-        """Groups for rows of the dataset. With scale_rewards="batch" collective: every process calls it as often.
+        """Groups for rows of the dataset. Collective with scale_rewards="batch" and with environments: every process
+        calls it as often.
 
         Args:
             backend: samples the completions.
@@ -117,7 +121,8 @@ class GroupSampler:
         repeated = [prompt for prompt in prompts for _ in range(args.num_generations)]
         with private_rngs(seed):
             backend.sync(model, version)
-            rollout = backend.generate(prompts, num_generations=args.num_generations, version=version, seed=seed)
+            options = {"num_generations": args.num_generations, "version": version, "seed": seed}
+            rollout = roll_out(backend, prompts, rows, **options)
             remedy = "Let the rollout sample fewer tokens, or lower max_prompt_length."
             for prompt, ids in zip(repeated, rollout.completions, strict=True):
                 lengths = len(prompt), len(ids)
@@ -125,16 +130,18 @@ class GroupSampler:
             texts = response_texts(
                 self.tokenizer, repeated, rollout.completions, is_encoder_decoder=self.is_encoder_decoder
             )
-            scored = self._score(rows, texts, [ids.tolist() for ids in rollout.completions])
+            scored = self._score(rows, texts, rollout)
         shape = (len(rows), args.num_generations)
         counted = torch.tensor(rollout.ended).view(shape) | (not args.mask_truncated_completions)
         scale, rank = str(args.scale_rewards), args.process_index
         advantages = everyones_advantages(scored.rewards.view(shape), counted, scale=scale, rank=rank)
         groups = as_groups(prompts, rollout, is_counted=counted, advantages=advantages)
         read = self.tokenizer.batch_decode([prompt.tolist() for prompt in prompts])
-        return SampledGroups(groups, read, texts, rollout.ended, scored)
+        return SampledGroups(groups, read, texts, rollout.ended, scored, rollout.episodes)
 
-    def _score(self, rows: Sequence[Row], texts: Sequence[str], completions: Sequence[list[int]]) -> Scored:
+    def _score(self, rows: Sequence[Row], texts: Sequence[str], rollout: Rollout) -> Scored:
         prompts = [row["prompt"] for row in rows]
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", PROMPT_IDS)}
-        return self.rewards(prompts, as_completions(prompts, texts), completions, columns)
+        completions, ids = as_completions(prompts, texts), [row.tolist() for row in rollout.completions]
+        totals = None if rollout.episodes is None else [float(row.sum()) for row in rollout.episodes.rewards]
+        return self.rewards(prompts, completions, ids, columns, environment_rewards=totals)

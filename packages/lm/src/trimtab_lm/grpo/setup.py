@@ -1,13 +1,15 @@
-"""What a GRPOTrainer is made of: its sampler, its layout and its reference."""
+"""What a GRPOTrainer is made of: its sampler, its rewards, its layout and its reference."""
 
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.tokenization import require_eos
+from trimtab_lm.environments.rollout import EnvironmentRollout, environment
 from trimtab_lm.hf.types import Batch
 from trimtab_lm.models.interface import Model, decoder_start_of
 from trimtab_lm.models.reference import Reference
+from trimtab_lm.rewards.functions import Rewards, RewardSet, Tokenizers
 from trimtab_lm.sampling.backends import make_backend as backend_of
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
@@ -25,6 +27,24 @@ def make_backend(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         config.rollout_backend_kwargs,
         batch_size=config.per_device_train_batch_size * config.num_generations,
     )
+
+
+def rewards_of(
+    reward_funcs: Rewards | None, config: GRPOConfig, tokenizers: Tokenizers, backend: RolloutBackend
+) -> RewardSet:
+    """The reward functions and, after them, the environment that the backend samples with.
+
+    Args:
+        reward_funcs: see `RewardSet`; with an environment, None leaves them out.
+        config: of the trainer.
+        tokenizers: of reward models.
+        backend: samples the completions.
+    """
+    if isinstance(backend, EnvironmentRollout):
+        functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        reward_funcs = [*(function for function in functions if function is not None), environment]
+        tokenizers = [*tokenizers, None] if isinstance(tokenizers, list | tuple) else tokenizers
+    return RewardSet(reward_funcs, config.reward_weights, tokenizers, names=config.reward_names, device=config.device)
 
 
 def layout_of(model: Model, tokenizer: PreTrainedTokenizerBase) -> partial[Batch]:

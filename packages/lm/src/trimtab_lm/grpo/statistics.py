@@ -27,19 +27,21 @@ LENGTHS = "completions/lengths"
 def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Sequence[str]) -> Mapping[str, object]:
     """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of some groups.
 
-    `completions/clipped_ratio` is the share that was cut at the length limit.
+    `completions/clipped_ratio` is the share that was cut at the length limit. Lengths count what the policy wrote.
 
     Args:
         groups: the first ones of the rollout.
         sampled: the whole rollout.
         names: of the reward functions.
     """
-    lengths = torch.tensor([len(ids) for group in groups for ids in group.completions], dtype=torch.float32)
+    lengths = torch.tensor([sum(mask) for group in groups for mask in group.written], dtype=torch.float32)
     if not len(lengths):
         return {}
     size, ended = len(groups[0].completions), torch.tensor(sampled.ended[: len(lengths)])
     scored = Scored(*(column[: len(lengths)] for column in sampled.scored))
+    environment = {} if sampled.episodes is None else sampled.episodes.stats(len(lengths))
     return reward_stats(names, scored, num_generations=size) | {
+        **environment,
         "completions/mean_length": Mean.of(lengths),
         "completions/mean_terminated_length": Mean.of(lengths, ended),
         "completions/clipped_ratio": Mean.of(1 - ended.float()),

@@ -23,7 +23,7 @@ from trimtab_lm.hf.types import Batch, DataSource, EvalSource, Optimizers, Predi
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.rewards.functions import Rewards, RewardSet, Tokenizers
+from trimtab_lm.rewards.functions import Rewards, Tokenizers
 from trimtab_lm.sampling.mismatch import corrected
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
@@ -36,7 +36,7 @@ from .loss import LOG_RATIOS, corrected_k3, policy_losses
 from .rollout import GroupSampler
 from .saving import Progress
 from .selfcheck import check_start, tolerance
-from .setup import layout_of, make_backend, reference_of
+from .setup import layout_of, make_backend, reference_of, rewards_of
 from .statistics import SampleTable, numbers_of, policy_stats, rollout_stats, warn_of_alerts
 from .weights import Window, token_weights
 
@@ -55,14 +55,16 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
             reference is the model as it is now: with its adapters off where it has some, else a frozen copy.
         reward_funcs: callables, plain or async, and reward models, one or several: see `RewardSet`. They are given
             `prompts`, `completions`, `completion_ids` and the dataset's other columns. Random numbers that they draw
-            from the global generators are fixed by (seed, rank, step), and those of training are not moved.
+            from the global generators are fixed by (seed, rank, step), and those of training are not moved. They may be
+            left out where `rollout` has environments, whose reward is one more, called `environment`.
         args: the config; None for the defaults.
         train_dataset, eval_dataset: a `prompt` column, of texts or conversations, and any others; eval_dataset may be a
             dict of several.
         processing_class: the tokenizer; None loads the one beside the model.
         reward_processing_classes: tokenizers of the reward models.
         peft_config: adapters to add.
-        rollout: samples the completions, instead of the backend that the config names.
+        rollout: samples the completions, instead of the backend that the config names; an `EnvironmentRollout` samples
+            conversations.
     """
 
     search_objective = "eval_reward"
@@ -93,9 +95,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         args = self.config
         self._prepare_reference()
         self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
-        rewards = RewardSet(
-            reward_funcs, args.reward_weights, reward_processing_classes, names=args.reward_names, device=args.device
-        )
+        rewards = rewards_of(reward_funcs, args, reward_processing_classes, self.backend)
         has_own_limit = rollout is not None
         self.sampler = GroupSampler.of(self.model, args, self.tokenizer, rewards, has_own_limit=has_own_limit)
         self.lay_out = layout_of(self.model, self.tokenizer)

@@ -18,6 +18,7 @@ def check_step(
     responses: Sequence[Tensor],
     scores: Sequence[Tensor | float],
     response_masks: Sequence[Tensor] | None,
+    response_rewards: Sequence[Tensor] | None,
     *,
     batch_size: int,
     model: PreTrainedModelWrapper,
@@ -32,6 +33,7 @@ def check_step(
         responses: `batch_size` rows of token ids.
         scores: a number for each response.
         response_masks: for each response token 1, or 0 where the policy did not write it; None: all are the policy's.
+        response_rewards: for each response token, the reward that an environment gave at it; None: none.
         batch_size: responses of this process.
         model: the policy.
         decoder_start: what an encoder-decoder policy reads first, which is taken off the responses; else None.
@@ -50,6 +52,7 @@ def check_step(
         ("responses", responses),
         ("scores", scores),
         ("response_masks", response_masks),
+        ("response_rewards", response_rewards),
     ):
         if column is None:
             continue
@@ -68,6 +71,8 @@ def check_step(
         _check_no_prompt(queries, responses)
     if response_masks is not None:
         _check_masks(response_masks, responses)
+    if response_rewards is not None:
+        _check_rewards(response_rewards, response_masks or [torch.ones_like(row) for row in responses])
     tokens = [mask.sum() for mask in response_masks] if response_masks else [len(row) for row in responses]
     if float(sum_over_ranks(torch.tensor([float(sum(tokens))], device=device))) < 2:
         raise ValueError(
@@ -78,6 +83,7 @@ def check_step(
         [row.to(device) for row in queries],
         [row.to(device) for row in responses],
         None if response_masks is None else [mask.to(device) for mask in response_masks],
+        response_rewards=None if response_rewards is None else [row.to(device) for row in response_rewards],
     )
     samples = samples if decoder_start is None else samples.without_start(decoder_start)
     return samples, _finite_scores(scores).to(device)
@@ -172,6 +178,20 @@ def _check_masks(response_masks: Sequence[Tensor], responses: Sequence[Tensor]) 
             )
         if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
             raise ValueError(f"response_masks[{i}] must hold 1 (counts) and 0 (does not), and a 1 at least.")
+
+
+def _check_rewards(response_rewards: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    for i, (rewards, mask) in enumerate(zip(response_rewards, masks, strict=True)):
+        if rewards.shape != mask.shape:
+            raise ValueError(
+                f"response_rewards[{i}] has shape {list(rewards.shape)}, its response has {list(mask.shape)}: give a "
+                "number for each response token, 0 where there is no reward."
+            )
+        if not bool(rewards.isfinite().all()) or bool(rewards[mask == 0].any()):
+            raise ValueError(
+                f"response_rewards[{i}] must be finite, and 0 at tokens that response_masks leaves out: the reward of "
+                "a turn is at its last token."
+            )
 
 
 def _finite_scores(scores: Sequence[Tensor | float]) -> Tensor:

@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
+from trimtab_lm.data.formats import Row
+from trimtab_lm.environments.rollout import roll_out
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
 from trimtab_lm.sampling.rollout import Notes, Rollout, RolloutBackend
@@ -85,8 +87,10 @@ class Sampler:
                 answers.append(generate(model, queries, config, eos_ids=self.eos_ids, **rest))
         return answers
 
-    def from_backend(self, backend: RolloutBackend, model: Model, queries: Sequence[Tensor]) -> Rollout:
-        """One response to each 1-D query from a backend, by the model's weights as they are.
+    def from_backend(
+        self, backend: RolloutBackend, model: Model, queries: Sequence[Tensor], rows: Sequence[Row]
+    ) -> Rollout:
+        """One response to each 1-D query from a backend, by the model's weights as they are; see `roll_out`.
 
         Every call counts as a change of the weights, because nobody tells whether there was one.
         """
@@ -95,7 +99,7 @@ class Sampler:
         self.eos_ids = eos_token_ids(model, self.eos_token_id)
         seed = self._next_seed()
         backend.sync(model, self.calls)
-        return backend.generate(queries, num_generations=1, version=self.calls, seed=seed)
+        return roll_out(backend, queries, rows, num_generations=1, version=self.calls, seed=seed)
 
     def _next_seed(self) -> int:
         self.calls += 1
@@ -114,6 +118,26 @@ class Sampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.calls, self.temperature = state["calls"], state["temperature"]
+
+
+def rows_of(batch: Mapping[str, Sequence[object]]) -> list[Row]:
+    """The rows of a batch, as an environment gets them: without `input_ids`, and with the `query` as `prompt`.
+
+    Args:
+        batch: columns, `input_ids` among them.
+    """
+    columns = {"prompt" if name == "query" else name: batch[name] for name in batch if name != "input_ids"}
+    return [{name: column[i] for name, column in columns.items()} for i in range(len(batch["input_ids"]))]
+
+
+def told_by(sampled: Rollout | None) -> dict[str, list[Tensor]]:
+    """What a backend's rollout tells of its responses, as arguments of `step`."""
+    if sampled is None:
+        return {}
+    told = {} if sampled.logprobs is None else {"sampler_logprobs": sampled.logprobs}
+    if sampled.episodes is not None:
+        told |= {"response_masks": sampled.episodes.masks, "response_rewards": sampled.episodes.rewards}
+    return told
 
 
 def _check(queries: Sequence[Tensor]) -> None:

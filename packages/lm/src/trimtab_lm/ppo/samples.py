@@ -49,12 +49,14 @@ class Samples:
         responses: B rows of token ids.
         response_masks: for each response, 1 where a token counts; None: all tokens count.
         model_inputs: inputs [B, T] that are padded on either side, for models to read instead of a layout of ours.
+        response_rewards: for each response, what an environment gave at each token; None: nothing.
     """
 
     queries: list[Tensor]
     responses: list[Tensor]
     response_masks: list[Tensor] | None = None
     model_inputs: dict[str, Tensor] | None = None
+    response_rewards: list[Tensor] | None = None
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -67,6 +69,12 @@ class Samples:
         """[B, R], 1 where a response token counts."""
         masks = self.response_masks or [torch.ones_like(response) for response in self.responses]
         return pad([mask.long() for mask in masks], 0)[0]
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        """[B, R], float32, what an environment gave at each token; 0 without one."""
+        rewards = self.response_rewards or [torch.zeros_like(response) for response in self.responses]
+        return pad([row.float() for row in rewards], 0)[0]
 
     @cached_property
     def rows_of_query(self) -> list[list[int]]:
@@ -129,22 +137,24 @@ class Samples:
     def without_start(self, start: int) -> "Samples":
         """The same without the decoder start token that `model.generate` returns in front of a response."""
         leads = [int(len(row) > 1 and int(row[0]) == start) for row in self.responses]
-        masks = self.response_masks
+        masks, rewards = self.response_masks, self.response_rewards
         return replace(
             self,
             responses=[row[lead:] for row, lead in zip(self.responses, leads, strict=True)],
             response_masks=masks and [mask[lead:] for mask, lead in zip(masks, leads, strict=True)],
+            response_rewards=rewards and [row[lead:] for row, lead in zip(rewards, leads, strict=True)],
         )
 
     def rows(self, index: Tensor) -> "Samples":
         """The chosen rows. Padded inputs keep all columns."""
         chosen = index.tolist()
-        masks, inputs = self.response_masks, self.model_inputs
+        masks, rewards, inputs = self.response_masks, self.response_rewards, self.model_inputs
         return replace(
             self,
             queries=[self.queries[i] for i in chosen],
             responses=[self.responses[i] for i in chosen],
             response_masks=None if masks is None else [masks[i] for i in chosen],
+            response_rewards=None if rewards is None else [rewards[i] for i in chosen],
             model_inputs=inputs and {name: value[index.to(value.device)] for name, value in inputs.items()},
         )
 

@@ -20,7 +20,9 @@ from trimtab_common.kl import FixedKLController
 from trimtab_common.run import Run, WeighingAccelerator
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
+from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
+from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend
@@ -31,6 +33,7 @@ from trimtab_lm.tokens.dropout import without_dropout
 
 from .checks import check_logged
 from .passes import ForwardPasses
+from .sampler import rows_of
 from .selfcheck import check_sampler
 from .statistics import Clock, Rollout, as_numbers, one_dimensional, rollout_stats
 
@@ -151,6 +154,11 @@ class PolicyServices(ForwardPasses):
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
         if length_sampler is not None:
             generation_kwargs["max_new_tokens"] = length_sampler()
+        if isinstance(self.rollout, EnvironmentRollout):
+            raise ValueError(
+                "generate returns responses without their masks, so that the environment's tokens would be trained on. "
+                "Call train, or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
+            )
         if self.rollout is not None:
             if generation_kwargs or generate_ref_response:
                 raise ValueError(
@@ -173,21 +181,25 @@ class PolicyServices(ForwardPasses):
         return tuple(answers) if generate_ref_response else answers[0]
 
     def _roll_out(self, rollout: RolloutBackend, queries: list[Tensor], *, return_prompt: bool) -> list[Tensor]:
-        responses = self._from_backend(rollout, queries).completions
+        responses = self._from_backend(rollout, queries, rows_of({"input_ids": queries})).completions
         if self.is_encoder_decoder or not return_prompt:
             return responses
         return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
 
-    def _sample(self, queries: list[Tensor], options: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Responses, and the log-probabilities that the sampler gave their tokens where it tells them."""
+    def _sample(self, batch: dict[str, Any], options: Mapping[str, Any]) -> tuple[list[Tensor], Sampled | None]:
+        """Responses to a batch, and the rollout that they come from, if a backend samples.
+
+        Environments get the columns of the batch.
+        """
+        queries = batch["input_ids"]
         if self.rollout is None or options:  # which `generate` refuses beside a rollout
             return self.generate(queries, return_prompt=False, **options), None
-        sampled = self._from_backend(self.rollout, queries)
-        return sampled.completions, sampled.logprobs
+        sampled = self._from_backend(self.rollout, queries, rows_of(batch))
+        return sampled.completions, sampled
 
-    def _from_backend(self, rollout: RolloutBackend, queries: list[Tensor]) -> Sampled:
+    def _from_backend(self, rollout: RolloutBackend, queries: list[Tensor], rows: Sequence[Row]) -> Sampled:
         with self.scorer.whole(has_reference=False):
-            return self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
+            return self.sampler.from_backend(rollout, self.model.pretrained_model, queries, rows)
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         model = self.model.pretrained_model

@@ -1,5 +1,6 @@
 """The arguments of a PPOTrainer, checked and completed."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,15 @@ from trimtab_common.health import HealthMonitor
 from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
 from trimtab_common.tracking import start_tracking
+from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
 )
+from trimtab_lm.rewards.functions import RewardSet, rewards_of
+from trimtab_lm.sampling.rollout import RolloutBackend
 
 from .config import PPOConfig
 
@@ -144,3 +148,32 @@ def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, datase
         accepts_changes=config.resume_with_changes,
         held=HELD,
     )
+
+
+def rewards_of_run(
+    reward: Any,
+    weights: Sequence[float] | None,
+    config: PPOConfig,
+    rollout: RolloutBackend | None,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> RewardSet:
+    """What scores the responses of a run; nothing where none is named and an environment gives the rewards.
+
+    Args:
+        reward: see `PPOTrainer.train`; None: `config.reward_model`.
+        weights: one per reward; None: 1.
+        config: of the trainer.
+        rollout: samples the responses.
+        tokenizer: of the policy.
+        device: for reward models.
+    """
+    reward = config.reward_model if reward is None else reward
+    if reward is None and not isinstance(rollout, EnvironmentRollout):
+        raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
+    return rewards_of(nothing if reward is None else reward, weights, tokenizer=tokenizer, device=device)
+
+
+def nothing(completions: Sequence[str]) -> list[float]:
+    """The scores of responses that an environment alone rewards."""
+    return [0.0] * len(completions)

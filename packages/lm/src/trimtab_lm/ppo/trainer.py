@@ -22,7 +22,7 @@ from trimtab_lm.data.prompts import endless
 from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.sharding import keep_output_precision
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.rewards.functions import function_stats, rewards_of
+from trimtab_lm.rewards.functions import function_stats
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -31,11 +31,11 @@ from .config import PPOConfig
 from .loss import policy_log_ratio, ppo_loss
 from .policy import ActorCritic, Scorer
 from .returns import gae, per_token_rewards
-from .sampler import Sampler
-from .samples import Padding, Samples, in_minibatches, token_entropy
+from .sampler import Sampler, told_by
+from .samples import Padding, Samples, carry, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
-from .setup import filled, optimizer_of, policy_of, reference_of, run_of, tokenizer_of
+from .setup import filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
 from .statistics import Clock, Rollout, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
@@ -129,7 +129,8 @@ class PPOTrainer(PolicyServices):
         Args:
             reward: what scores the responses, one or a list: functions, plain or async, as of `RewardSet` or
                 `reward(queries, responses, **columns) -> scores`, with texts and the batch's other columns; sequence
-                classifiers, a module with the policy's tokenizer. None: `config.reward_model`.
+                classifiers, a module with the policy's tokenizer. None: `config.reward_model`, or nothing beside the
+                rewards of an `EnvironmentRollout`, which come turn by turn.
             generation_kwargs: arguments of `generate`; by default the whole batch is sampled at once.
             steps: PPO steps in all; default: the config's.
             resume_from: a checkpoint's folder, or "latest" for the newest in `output_dir`, if there is one.
@@ -141,19 +142,21 @@ class PPOTrainer(PolicyServices):
         """
         if self.dataloader is None:
             raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
-        if (reward := self.config.reward_model if reward is None else reward) is None:
-            raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
-        rewards = rewards_of(reward, reward_weights, tokenizer=self.tokenizer, device=self.current_device)
+        rewards = rewards_of_run(reward, reward_weights, self.config, self.rollout, self.tokenizer, self.current_device)
         self._resume(resume_from)
         options = self._sampling_options(generation_kwargs or {})
         total, history = steps or self.config.steps, []
         batches = endless(self.dataloader)
         for _ in progress(range(self.steps_done, total), "PPO steps"):
             batch = next(batches)
-            responses, sampler_logprobs = self._sample(batch["input_ids"], options)
+            responses, sampled = self._sample(batch, options)
             scored = rewards(*self._completions(batch, responses))
             scores = scored.rewards.tolist()
-            stats = self.step(batch["input_ids"], responses, scores, sampler_logprobs=sampler_logprobs)
+            stats = self.step(batch["input_ids"], responses, scores, **told_by(sampled))
+            if sampled is not None and sampled.episodes is not None:
+                stats |= self.gather_stats(sampled.episodes.stats())
+                gained = sampled.episodes.rewards
+                scores = [score + float(row.sum()) for score, row in zip(scores, gained, strict=True)]
             if len(rewards.names) > 1:
                 stats |= self.gather_stats(function_stats(rewards.names, scored))
             logs = self.log_stats(stats, batch, scores)
@@ -172,6 +175,7 @@ class PPOTrainer(PolicyServices):
         response_masks: list[Tensor] | None = None,
         *,
         sampler_logprobs: list[Tensor] | None = None,
+        response_rewards: list[Tensor] | None = None,
     ) -> dict[str, Any]:
         """One PPO iteration over this process's batch.
 
@@ -182,6 +186,8 @@ class PPOTrainer(PolicyServices):
             response_masks: for each response token 1, or 0 where the policy did not write it (the output of a tool).
             sampler_logprobs: the log-probability of each response token as it was sampled, in nats, where the sampler
                 tells it: for statistics, and for `config.importance_sampling_cap`.
+            response_rewards: for each response token the reward that an environment gave at it, beside the score at the
+                last token; None: none.
 
         Returns:
             The statistics, equal on all processes.
@@ -192,6 +198,7 @@ class PPOTrainer(PolicyServices):
             responses,
             scores,
             response_masks,
+            response_rewards,
             batch_size=config.batch_size,
             model=self.model,
             decoder_start=self.decoder_start,
@@ -230,11 +237,13 @@ class PPOTrainer(PolicyServices):
             scores = self._shaped(raw_scores, samples.responses)
             known = {} if old.kl is None else {"kl": old.kl}
             rewards, non_score_rewards, *rest = self.compute_rewards(scores, *old.compared, old.mask, **known)
+            rewards = rewards + carry(samples.rewards, samples.mask, old.mask)
             kl = rest[0] if rest else self._kl_penalty(*old.compared)
             clock.lap("compute_rewards")
             values, advantages, returns = self.compute_advantages(old.values, rewards, old.mask)
             clock.lap("compute_advantages")
         columns = {"values": values, "kl": kl, "non_score_rewards": non_score_rewards}
+        raw_scores = raw_scores + samples.rewards.sum(1)
         rollout = Rollout.of(samples, raw_scores, old, **columns, advantages=advantages, returns=returns)
         if self.steps_done == 0:
             check_reference(rollout, most=self.rounding)

@@ -1,4 +1,4 @@
-"""A call of a reward function: its arguments, its name in errors, its result as numbers, and a loop for async ones."""
+"""A call of a reward function or environment: arguments, names in errors, results, and a loop for async ones."""
 
 import asyncio
 import inspect
@@ -22,12 +22,12 @@ def is_async(function: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def accepted(function: Callable[..., object], name: str, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Select the arguments that the signature of a reward function takes.
+def accepted(function: Callable[..., object], what: str, arguments: Mapping[str, object]) -> dict[str, object]:
+    """Select the arguments that the signature of a function takes.
 
     Args:
-        function: the reward function.
-        name: of the function, for the error.
+        function: will be called with them.
+        what: the function, as the error begins.
         arguments: all that there are, by name.
 
     Returns:
@@ -42,7 +42,7 @@ def accepted(function: Callable[..., object], name: str, arguments: Mapping[str,
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     if missing := [argument for argument in needed if argument not in arguments]:
         raise TypeError(
-            f"The reward function {name!r} needs {missing}; there are {sorted(arguments)} (the dataset's columns among "
+            f"{what} needs {missing}; there are {sorted(arguments)} (the dataset's columns among "
             "them). Rename its arguments, give them defaults, or add the columns to the dataset."
         )
     taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -104,7 +104,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="reward functions", daemon=True).start()
+        threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
         self._loop = loop
         weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
 

@@ -30,7 +30,7 @@ Rewards: TypeAlias = Reward | list[Reward] | tuple[Reward, ...]
 """One reward, or several in a list or tuple."""
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 """The tokenizer of all reward models, or one per reward."""
-CALL_ARGUMENTS = {"prompts", "completions", "completion_ids"}
+CALL_ARGUMENTS = {"prompts", "completions", "completion_ids", "environment_rewards"}
 """Arguments of a reward function besides the dataset's columns."""
 
 
@@ -114,6 +114,8 @@ class RewardSet:
         completions: Sequence[Text],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[object]] | None = None,
+        *,
+        environment_rewards: Sequence[float] | None = None,
     ) -> Scored:
         """Score B completions of P prompts, in the order of the prompts, those of a prompt side by side.
 
@@ -122,6 +124,8 @@ class RewardSet:
             completions: B of them, B a multiple of P; see `as_completions`.
             completion_ids: the token ids of the B completions.
             columns: the dataset's other columns, P entries each.
+            environment_rewards: the sum of an environment's rewards in each of the B completions, for functions that
+                take it; None where there is no environment.
 
         Raises:
             TypeError, ValueError: a function returns something else than one finite number or None per completion, or
@@ -147,8 +151,10 @@ class RewardSet:
         if len(completion_ids) != len(completions):
             raise ValueError(f"{len(completions)} completions, but the ids of {len(completion_ids)}.")
         arguments |= {"completions": list(completions), "completion_ids": list(completion_ids)}
+        if environment_rewards is not None:
+            arguments["environment_rewards"] = list(environment_rewards)
         calls = [
-            functools.partial(function, **accepted(function, name, arguments))
+            functools.partial(function, **accepted(function, f"The reward function {name!r}", arguments))
             for function, name in zip(self.functions, self.names, strict=True)
         ]
         results = self._run(calls)
@@ -285,7 +291,7 @@ def by_keyword(function: RewardFunction) -> RewardFunction:
         prompts: Sequence[str], completions: Sequence[str], completion_ids: object, **columns: object
     ) -> Scores | Awaitable[Scores]:
         call = functools.partial(function, prompts, completions)
-        scores = call(**accepted(call, name_of(function), columns))
+        scores = call(**accepted(call, f"The reward function {name_of(function)!r}", columns))
         return scores if inspect.isawaitable(scores) else list(scores)
 
     reward.__name__ = name_of(function)

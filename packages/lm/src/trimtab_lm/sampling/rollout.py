@@ -5,12 +5,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import distortions, sampling_config
 from trimtab_lm.tokens.positions import Positions
+
+
+class Episodes(NamedTuple):
+    """What a completion has besides its tokens where it is a conversation with an environment.
+
+    Attributes:
+        masks: for each completion, 1-D, 1 where the policy wrote the token and 0 where the environment did.
+        rewards: for each completion, 1-D, a turn's reward at the last token of the turn, 0 elsewhere.
+        numbers: for the statistics, by name: a number for each completion.
+    """
+
+    masks: list[Tensor]
+    rewards: list[Tensor]
+    numbers: dict[str, list[float]]
+
+    def stats(self, count: int | None = None) -> dict[str, Mean]:
+        """The means of `numbers` over the first `count` completions, for `gather_stats`."""
+        return {f"environment/{name}": Mean.of(torch.tensor(row[:count])) for name, row in self.numbers.items()}
 
 
 class Rollout(NamedTuple):
@@ -19,6 +39,7 @@ class Rollout(NamedTuple):
     completions: list[Tensor]  # 1-D ids, with the end token where there is one
     ended: list[bool]  # by itself; otherwise it was cut at the length limit
     logprobs: list[Tensor] | None = None  # 1-D, nats, of these tokens as they were sampled, where the sampler tells
+    episodes: Episodes | None = None  # where completions are conversations; the policy wrote all of any other one
 
 
 class RolloutBackend(Protocol):
