@@ -7,7 +7,7 @@ from transformers import HfArgumentParser
 
 from trimtab_common.config import parse_config
 from trimtab_lm.dpo import DPOConfig
-from trimtab_lm.dpo.loss import LOSSES
+from trimtab_lm.dpo.variants import LOSSES
 
 
 def config(**settings):
@@ -27,13 +27,13 @@ def config(**settings):
         ({"label_smoothing": 0.1, "loss_type": "hinge"}, "has no meaning for hinge"),
         ({"beta": 0.0}, "positive beta"),
         ({"truncation_mode": "keep_middle"}, "Use 'keep_start' or 'keep_end'"),
-        ({"max_length": 1}, "max_length=1 is too small"),
-        ({"max_prompt_length": 0}, "max_prompt_length=0 is too small"),
-        ({"max_target_length": 0}, "max_target_length=0 is too small"),
+        ({"max_length": 1}, "max_length=1 leaves no room"),
+        ({"max_prompt_length": 0}, "max_prompt_length=0 must be a whole number of at least 1"),
+        ({"max_target_length": 0}, "max_target_length=0 must be a whole number of at least 1"),
         ({"max_length": 8, "max_prompt_length": 8}, "leaves nothing of max_length=8"),
         ({"label_pad_token_id": 0}, "Use a negative number"),
-        ({"padding_value": -1}, "padding_value=-1 is too small"),
-        ({"dataset_num_proc": 0}, "dataset_num_proc=0 is too small"),
+        ({"padding_value": -1}, "padding_value=-1 must be a whole number, 0 or above"),
+        ({"dataset_num_proc": 0}, "dataset_num_proc=0 must be a whole number of at least 1"),
         ({"reference_free": True, "precompute_ref_log_probs": True}, "has no reference"),
         ({"reference_free": True, "ref_adapter_name": "a"}, "has no reference"),
         ({"reference_free": True, "ref_model_init_kwargs": {"a": 1}}, "has no reference"),
@@ -42,8 +42,8 @@ def config(**settings):
         ({"generation_kwargs": {"top_k": 1}}, "set generate_during_eval=True"),
         ({"include_for_metrics": ["inputs"]}, "several pairs share a row"),
         ({"label_smoothing_factor": 0.1}, "smooths token labels"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 is too small"),
-        ({"num_eval_samples": 0}, "num_eval_samples=0 is too small"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number of at least 1"),
+        ({"num_eval_samples": 0}, "num_eval_samples=0 must be a whole number of at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_config_is_made(settings, says):

@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from trimtab_lm.dpo import loss as dpo
-from trimtab_lm.dpo.loss import COUPLED, LOSSES, PairLogprobs, check_losses, implicit_rewards, mixed
+from trimtab_lm.dpo import variants
+from trimtab_lm.dpo.loss import PairLogprobs, implicit_rewards, sigmoid
+from trimtab_lm.dpo.variants import COUPLED, LOSSES, check_losses, mixed
 
 BETA = 0.5
 LOG = math.log
@@ -144,18 +145,18 @@ def test_the_label_flipped_is_the_margin_negated(label_smoothing):
     flipped = PairLogprobs(
         pairs.rejected, pairs.chosen, pairs.ref_rejected, pairs.ref_chosen, pairs.rejected_length, pairs.chosen_length
     )
-    half = dpo.sigmoid(pairs, beta=0.1, label_smoothing=0.5)
-    torch.testing.assert_close(half, dpo.sigmoid(flipped, beta=0.1, label_smoothing=0.5))
+    half = sigmoid(pairs, beta=0.1, label_smoothing=0.5)
+    torch.testing.assert_close(half, sigmoid(flipped, beta=0.1, label_smoothing=0.5))
     torch.testing.assert_close(
-        dpo.sigmoid(flipped, beta=0.1, label_smoothing=label_smoothing),
-        dpo.sigmoid(pairs, beta=0.1, label_smoothing=1 - label_smoothing),
+        sigmoid(flipped, beta=0.1, label_smoothing=label_smoothing),
+        sigmoid(pairs, beta=0.1, label_smoothing=1 - label_smoothing),
     )
-    difference = dpo.sigmoid(flipped, beta=0.1) - dpo.sigmoid(pairs, beta=0.1)
+    difference = sigmoid(flipped, beta=0.1) - sigmoid(pairs, beta=0.1)
     torch.testing.assert_close(difference, 0.1 * pairs.margin)  # -log s(-x) + log s(x) = x
 
-    noisy = [dpo.robust(x, beta=0.1, label_smoothing=label_smoothing) for x in (pairs, flipped)]
+    noisy = [variants.robust(x, beta=0.1, label_smoothing=label_smoothing) for x in (pairs, flipped)]
     unbiased = (1 - label_smoothing) * noisy[0] + label_smoothing * noisy[1]
-    torch.testing.assert_close(unbiased, dpo.sigmoid(pairs, beta=0.1))
+    torch.testing.assert_close(unbiased, sigmoid(pairs, beta=0.1))
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "robust", "kto_pair", "nca_pair", "apo_zero", "apo_down", "discopop"])
@@ -184,22 +185,24 @@ def test_least_where_the_paper_says(name, a, b, value):
 
 
 def test_hinge_by_hand():
-    assert dpo.hinge(pairs_of([0.5, -1.0], [0.0, 1.0]), beta=BETA).tolist() == [0.75, 2.0]
+    assert variants.hinge(pairs_of([0.5, -1.0], [0.0, 1.0]), beta=BETA).tolist() == [0.75, 2.0]
 
 
 def test_ipo_is_about_log_probs_per_token():
     numbers = {"beta": 0.1}
     short, long = pairs_of(6.0, 3.0, lengths=(2, 3)), pairs_of(60.0, 30.0, lengths=(20, 30))
-    assert dpo.ipo(short, **numbers).item() == pytest.approx((3 - 1 - 5) ** 2)
-    torch.testing.assert_close(dpo.ipo(short, **numbers), dpo.ipo(long, **numbers))
+    assert variants.ipo(short, **numbers).item() == pytest.approx((3 - 1 - 5) ** 2)
+    torch.testing.assert_close(variants.ipo(short, **numbers), variants.ipo(long, **numbers))
 
 
 def test_kto_measures_each_answer_against_the_others():
     pairs = pairs_of([1.0, 3.0], [-4.0, 8.0])  # KL estimates 2 of both
     s = [1 / (1 + math.exp(-BETA * x)) for x in (1.0 - 2, 3.0 - 2, 2 + 4.0, 2 - 8.0)]
-    assert dpo.kto_pair(pairs, beta=BETA).tolist() == pytest.approx([1 - (s[0] + s[2]) / 2, 1 - (s[1] + s[3]) / 2])
+    assert variants.kto_pair(pairs, beta=BETA).tolist() == pytest.approx([1 - (s[0] + s[2]) / 2, 1 - (s[1] + s[3]) / 2])
     below = pairs_of(-2.0, -6.0)  # a KL is never negative
-    assert dpo.kto_pair(below, beta=BETA).item() == pytest.approx(1 - (1 / (1 + math.e) + 1 / (1 + math.exp(-3))) / 2)
+    assert variants.kto_pair(below, beta=BETA).item() == pytest.approx(
+        1 - (1 / (1 + math.e) + 1 / (1 + math.exp(-3))) / 2
+    )
 
 
 def test_no_gradient_flows_through_the_kl_of_kto():
@@ -213,27 +216,27 @@ def test_aot_compares_quantiles():
     x = torch.tensor
     pairs = PairLogprobs(x([-1.0, -2.0]), x([-6.0, -3.0]), x([-3.0, -2.0]), x([-5.0, -6.0]), x([1, 1]), x([1, 1]))
     expected = torch.nn.functional.softplus(x([0.5, -0.5]))
-    torch.testing.assert_close(dpo.aot(pairs, beta=BETA), expected)
+    torch.testing.assert_close(variants.aot(pairs, beta=BETA), expected)
     # log-ratios of the chosen answers 2, 0, of the rejected -1, 3: 0 meets -1, and 2 meets 3
-    torch.testing.assert_close(dpo.aot_pair(pairs, beta=BETA), torch.nn.functional.softplus(x([-0.5, 0.5])))
+    torch.testing.assert_close(variants.aot_pair(pairs, beta=BETA), torch.nn.functional.softplus(x([-0.5, 0.5])))
 
 
 def test_aot_of_unpaired_answers_needs_no_pairing():
     pairs, order = random_pairs(6), [3, 0, 5, 1, 4, 2]
     other = replace(pairs, rejected=pairs.rejected[order], ref_rejected=pairs.ref_rejected[order])
-    torch.testing.assert_close(dpo.aot_pair(other, beta=0.1), dpo.aot_pair(pairs, beta=0.1))
-    assert not torch.allclose(dpo.aot(other, beta=0.1), dpo.aot(pairs, beta=0.1))
+    torch.testing.assert_close(variants.aot_pair(other, beta=0.1), variants.aot_pair(pairs, beta=0.1))
+    assert not torch.allclose(variants.aot(other, beta=0.1), variants.aot(pairs, beta=0.1))
 
 
 def test_exo_without_smoothing_has_that_of_its_default():
     pairs = random_pairs(4)
     torch.testing.assert_close(
-        dpo.exo_pair(pairs, beta=0.1), dpo.exo_pair(pairs, beta=0.1, label_smoothing=1e-3), rtol=0, atol=0
+        variants.exo_pair(pairs, beta=0.1), variants.exo_pair(pairs, beta=0.1, label_smoothing=1e-3), rtol=0, atol=0
     )
 
 
 def test_robust_without_noise_is_dpo():
-    torch.testing.assert_close(dpo.robust(random_pairs(4), beta=0.1), dpo.sigmoid(random_pairs(4), beta=0.1))
+    torch.testing.assert_close(variants.robust(random_pairs(4), beta=0.1), sigmoid(random_pairs(4), beta=0.1))
 
 
 def test_implicit_rewards_and_the_free_reference():
@@ -248,7 +251,7 @@ def test_a_mix_is_a_weighted_sum():
     pairs = pairs_of([0.0, 4.0], [0.0, 0.0])
     mix = mixed(["hinge", "apo_zero"], [2.0, 0.5])(pairs, beta=BETA)
     assert mix.tolist() == pytest.approx([2.5, 0.5 / (1 + math.exp(2)) + 0.25])
-    torch.testing.assert_close(mixed("sigmoid")(pairs, beta=BETA), dpo.sigmoid(pairs, beta=BETA))
+    torch.testing.assert_close(mixed("sigmoid")(pairs, beta=BETA), sigmoid(pairs, beta=BETA))
     smoothed = mixed(["sigmoid", "aot_pair"])(pairs_of(2.0, 0.0), beta=BETA, label_smoothing=0.5)
     assert smoothed.item() == pytest.approx(LOG(1 + math.e) + LOG(1 + 1 / math.e))
 

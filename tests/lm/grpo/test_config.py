@@ -61,7 +61,7 @@ def test_use_vllm_is_a_backend():
         ({"num_generations": 1}, "num_generations=1: a completion is measured against the others"),
         ({"num_iterations": 0}, "num_iterations=0"),
         ({"steps_per_generation": 0}, "steps_per_generation=0"),
-        ({"max_prompt_length": 0}, "None for no limit"),
+        ({"max_prompt_length": 0}, "max_prompt_length=0 must be a whole number of at least 1"),
         ({"max_completion_length": 0}, "max_completion_length=0"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"beta": -0.1}, "beta=-0.1"),

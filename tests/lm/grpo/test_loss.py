@@ -8,16 +8,14 @@ import torch
 from trimtab_common.kl import k3
 from trimtab_lm.grpo.loss import (
     LOG_RATIOS,
-    NORMALIZATIONS,
-    Window,
     advantages,
     corrected_k3,
     policy_losses,
-    policy_stats,
     sequence_log_ratio,
     token_log_ratio,
-    token_weights,
 )
+from trimtab_lm.grpo.statistics import policy_stats
+from trimtab_lm.grpo.weights import NORMALIZATIONS, Window, token_weights
 
 EPSILONS = {"epsilon_low": 0.2, "epsilon_high": 0.3}
 LENGTHS = [3, 1, 4, 2, 2]  # tokens of five completions

@@ -62,6 +62,15 @@ def test_the_logs_say_what_happened(make):
     assert abs(metrics["eval_loss"]) > 1e-3
 
 
+def test_a_second_training_logs_nothing_of_the_first(make):
+    first_run = [True]
+    made = make(reward=lambda completions, **_: [float(not first_run)] * len(completions), max_steps=3, logging_steps=2)
+    made.train()
+    first_run.clear()
+    made.train()
+    assert [entry["reward"] for entry in made.state.log_history if "reward" in entry] == [1.0]
+
+
 def test_tokens_are_counted_over_prompts_and_completions(make):
     made = make(rollout=Fixed([True] * 3), max_steps=2)
     made.train()

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab_common.config import setting
+from trimtab_common.config import Count, CountFromZero, setting
 from trimtab_lm.data.truncation import check_mode
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
-from .loss import check_losses, mixed
+from .variants import check_losses, mixed
 
 
 @dataclass
@@ -45,22 +45,24 @@ class DPOConfig(TrainerConfig):
         "first, though not below half of max_length, then the answers. None: no limit.",
         default=None,
     )
-    max_prompt_length: int | None = setting(
+    max_prompt_length: Count | None = setting(
         "Prompt, cut before anything else. None: no limit of its own.", default=None
     )
-    max_target_length: int | None = setting("Answers. None: no limit of their own.", default=None)
+    max_target_length: Count | None = setting("Answers. None: no limit of their own.", default=None)
     truncation_mode: str = setting(
         "What is kept of a prompt or an answer that is too long: keep_end (and the prompt's BOS) or keep_start (and "
         "the answer's EOS).",
         default="keep_end",
     )
     label_pad_token_id: int = setting("Marks, in the labels, what does not count. Negative.", default=-100)
-    padding_value: int | None = setting("Token that pads. None: the tokenizer's pad token, else its EOS.", default=None)
+    padding_value: CountFromZero | None = setting(
+        "Token that pads. None: the tokenizer's pad token, else its EOS.", default=None
+    )
     is_encoder_decoder: bool | None = setting(
         "What kind of model it is; only needed to be certain: training stops if the model is of the other kind.",
         default=None,
     )
-    dataset_num_proc: int | None = setting("Processes that tokenize the data sets.", default=None)
+    dataset_num_proc: Count | None = setting("Processes that tokenize the data sets.", default=None)
 
     precompute_ref_log_probs: bool = setting(
         "Take the reference's log-probabilities once, when the trainer is made, for the training set and all "
@@ -71,9 +73,6 @@ class DPOConfig(TrainerConfig):
         "Folder of precomputed log-probabilities, found again by the content of reference and data set. None: "
         "output_dir/_ref_log_probs.",
         default=None,
-    )
-    model_init_kwargs: dict[str, object] | None = setting(
-        "Arguments of from_pretrained, if the model is given by its name.", default=None
     )
     ref_model_init_kwargs: dict[str, object] | None = setting(
         "Arguments of from_pretrained, if the reference model is given by its name.", default=None
@@ -89,8 +88,8 @@ class DPOConfig(TrainerConfig):
         "At each evaluation sample answers of policy and reference to some prompts, into a table of the trackers.",
         default=False,
     )
-    num_eval_samples: int = setting("Prompts of that table.", default=8)
-    max_new_tokens: int = setting(
+    num_eval_samples: Count = setting("Prompts of that table.", default=8)
+    max_new_tokens: Count = setting(
         "Longest answer in that table; less where the model has fewer positions.", default=128
     )
     generation_kwargs: dict[str, object] | None = setting(
@@ -117,12 +116,8 @@ class DPOConfig(TrainerConfig):
         return Path(self.ref_log_probs_cache or Path(str(self.output_dir)) / "_ref_log_probs")
 
     def _check_numbers(self) -> None:
-        positive = ("max_prompt_length", "max_target_length", "dataset_num_proc", "num_eval_samples", "max_new_tokens")
-        least = {"max_length": 2, "padding_value": 0} | dict.fromkeys(positive, 1)
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise ValueError(f"{name}={value} is too small: {minimum} is the least.")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length} leaves no room for a prompt and an answer. Use at least 2.")
         if self.max_length is not None and (self.max_prompt_length or 0) >= self.max_length:
             raise ValueError(
                 f"max_prompt_length={self.max_prompt_length} leaves nothing of max_length={self.max_length} to an "

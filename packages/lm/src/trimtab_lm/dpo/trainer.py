@@ -21,18 +21,19 @@ from trimtab_lm.tokens.positions import Positions
 from .collator import REFERENCE_COLUMNS, PreferencePairCollator
 from .config import DPOConfig
 from .data import PairTokenizer, tokenize_pairs
-from .loss import PairLogprobs, implicit_rewards, mixed
+from .loss import PairLogprobs, implicit_rewards
 from .methods import DPOMethods
 from .pairs import PairScores, count_pairs, pair_statistics, tokens_to_score
 from .precompute import ReferenceCache
 from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of, placed
+from .variants import mixed
 
 
 class DPOTrainer(DPOMethods):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and the losses of its family.
 
-    The loss is the mean over the pairs of the optimizer step, of all processes. Losses of `loss.COUPLED` compare the
-    pairs of a micro-batch with each other, so that for them per_device_train_batch_size matters.
+    The loss is the mean over the pairs of the optimizer step, of all processes. Losses of `variants.COUPLED` compare
+    the pairs of a micro-batch with each other, so that for them per_device_train_batch_size matters.
 
     Logs rewards/{chosen,rejected,accuracies,margins} (a tie is no success), logps/{chosen,rejected} (summed over
     tokens) and entropy/{chosen,rejected} (nats per token). Arguments of TRL 0.7 to 0.11 are taken with a FutureWarning.

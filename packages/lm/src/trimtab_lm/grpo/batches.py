@@ -18,7 +18,8 @@ from trimtab_lm.sampling.rollout import Rollout
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 
 from .config import GRPOConfig
-from .loss import Window, advantages
+from .loss import advantages
+from .weights import Window
 
 # Prompts -------------------------------------------------------------------------------------------------------------
 
@@ -90,18 +91,18 @@ class PromptLoader(DataLoader[Row]):
         )
 
     @classmethod
-    def of_process(cls, rows: Dataset, config: GRPOConfig, *, batch_size: int) -> "PromptLoader":
+    def of_process(cls, rows: Dataset, config: GRPOConfig, *, prompts_per_step: int) -> "PromptLoader":
         """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch.
 
         Args:
             rows: of the training set.
             config: of the trainer.
-            batch_size: prompts of a micro-batch on this process.
+            prompts_per_step: of an optimizer step, on this process.
         """
         micro_batches = config.gradient_accumulation_steps * config.steps_per_generation
         batches = PromptBatches(
             len(rows),
-            prompts_per_step=batch_size * config.gradient_accumulation_steps,
+            prompts_per_step=prompts_per_step,
             steps=config.steps_per_generation,
             repeats=micro_batches * config.num_iterations,
             seed=config.seed if config.data_seed is None else config.data_seed,
@@ -170,6 +171,11 @@ class Group:
     def num_tokens(self) -> int:
         return sum(len(ids) for ids, counted in zip(self.completions, self.is_counted, strict=True) if counted)
 
+    def leave_out(self) -> None:
+        """Learn from none of the completions."""
+        self.is_counted = [False] * len(self.completions)
+        self.logprobs = {name: values[:0] for name, values in self.logprobs.items()}
+
     def tokens(self) -> TokenGroup:
         """A completion that does not count is a branch of one token, which does not count either."""
         chosen = list(zip(self.completions, self.is_counted, strict=True))
@@ -233,6 +239,12 @@ def column(groups: Sequence[Group], name: str, device: torch.device) -> Tensor |
     if name not in groups[0].logprobs:
         return None
     return torch.cat([group.logprobs[name] for group in groups]).to(device)
+
+
+def add_column(groups: Sequence[Group], name: str, logprobs: Tensor) -> None:
+    """Give each group its part of the log-probabilities [N] of the tokens of a micro-batch."""
+    for group, part in zip(groups, logprobs.cpu().split([group.num_tokens for group in groups]), strict=True):
+        group.logprobs[name] = part.clone()
 
 
 class RolloutBuffer:

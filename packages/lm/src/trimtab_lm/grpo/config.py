@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trimtab_common.config import setting
+from trimtab_common.config import Count, NotNegative, Positive, setting
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.sampling.rollout import SamplingSettings
 
-from .loss import LOG_RATIOS, NORMALIZATIONS, SCALES
+from .loss import LOG_RATIOS, SCALES
+from .weights import NORMALIZATIONS
 
 BACKENDS = ("transformers", "continuous_batching", "vllm")
 
@@ -28,19 +29,16 @@ class GRPOConfig(TrainerConfig):
     remove_unused_columns: bool = setting("Always False in effect: reward functions read the columns.", default=False)
 
     num_generations: int = setting("Completions of each prompt, which are compared with one another.", default=8)
-    max_completion_length: int = setting("Tokens of a completion at most.", default=256)
-    max_prompt_length: int | None = setting(
-        "Longest prompt, in tokens. Longer prompts lose their beginning, with a warning. None: no limit.",
-        default=None,
+    max_completion_length: Count = setting("Tokens of a completion at most.", default=256)
+    max_prompt_length: Count | None = setting(
+        "Longest prompt, in tokens. Longer prompts lose their beginning, with a warning. None: no limit.", default=None
     )
     shuffle_dataset: bool = setting("Take the prompts in a new order in every epoch.", default=True)
-    steps_per_generation: int = setting("Optimizer steps that one call of generation provides for.", default=1)
-    num_iterations: int = setting("Passes over each rollout, the mu of Algorithm 1.", default=1)
+    steps_per_generation: Count = setting("Optimizer steps that one call of generation provides for.", default=1)
+    num_iterations: Count = setting("Passes over each rollout, the mu of Algorithm 1.", default=1)
 
     temperature: float = setting("Divides the logits, in sampling and in log-probabilities alike.", default=1.0)
-    top_p: float = setting(
-        "Sample from the likeliest tokens that hold this much probability. 1: from all.", default=1.0
-    )
+    top_p: float = setting("Sample from the likeliest tokens of this total probability. 1: from all.", default=1.0)
     top_k: int = setting("Sample from so many of the likeliest tokens. 0: from all.", default=0)
     min_p: float | None = setting("Never sample tokens less likely than this times the likeliest.", default=None)
     repetition_penalty: float = setting("Divides the logits of tokens that were seen. 1: off.", default=1.0)
@@ -57,20 +55,18 @@ class GRPOConfig(TrainerConfig):
         default=None,
     )
 
-    beta: float = setting("Weight of the KL to the reference. At 0 there is no reference in memory.", default=0.0)
+    beta: NotNegative = setting("Weight of the KL to the reference. At 0 there is no reference in memory.", default=0.0)
     use_bias_correction_kl: bool = setting(
         "Multiply the KL estimate k3 by the ratio: its gradient is then the KL's own (arXiv:2512.02556, Eq. 7). "
         "False is the penalty of the GRPO paper.",
         default=True,
     )
-    epsilon: float = setting("The ratio is clipped below 1 - epsilon, and above 1 + epsilon_high.", default=0.2)
-    epsilon_high: float | None = setting("None: as epsilon. DAPO takes 0.28.", default=None)
+    epsilon: Positive = setting("The ratio is clipped below 1 - epsilon, and above 1 + epsilon_high.", default=0.2)
+    epsilon_high: Positive | None = setting("None: as epsilon. DAPO takes 0.28.", default=None)
     delta: float | None = setting(
         "Bounds the ratio where the advantage is negative, above 1 + epsilon_high.", default=None
     )
-    importance_sampling_level: str = setting(
-        "token: a ratio per token. sequence: one per completion, GSPO.", default="token"
-    )
+    importance_sampling_level: str = setting("token, or sequence: one ratio per completion (GSPO).", default="token")
     loss_type: str = setting(
         "What a token weighs. dapo: the same over the whole step. grpo: the same within its completion, and each "
         "completion the same. bnpo: the same within its process. dr_grpo: 1 / max_completion_length.",
@@ -83,19 +79,14 @@ class GRPOConfig(TrainerConfig):
         default="group",
     )
     reward_weights: list[float] | None = setting("Weight of each reward function. None: 1.", default=None)
-    reward_names: list[str] | None = setting(
-        "Names of the reward functions in the logs. None: their own.", default=None
-    )
+    reward_names: list[str] | None = setting("Names of the reward functions in logs. None: their own.", default=None)
     mask_truncated_completions: bool = setting(
         "Leave completions without an end out of the loss, and of the mean and deviation of their group.", default=False
     )
     disable_dropout: bool = setting("Train without dropout, as completions are sampled.", default=True)
 
-    model_init_kwargs: dict[str, object] | None = setting(
-        "Arguments of from_pretrained, for a model given by name.", default=None
-    )
     chat_template_kwargs: dict[str, object] | None = setting("Arguments of the chat template.", default=None)
-    dataset_num_proc: int | None = setting("Processes that tokenize the prompts.", default=None)
+    dataset_num_proc: Count | None = setting("Processes that tokenize the prompts.", default=None)
     log_completions: bool = setting("Print some completions at every log.", default=False)
     num_completions_to_print: int | None = setting("How many of them. None: all of the last rollout.", default=None)
 
@@ -156,16 +147,7 @@ class GRPOConfig(TrainerConfig):
                 f"num_generations={self.num_generations}: a completion is measured against the others of its prompt, "
                 "so that there must be 2 or more."
             )
-        for name in ("steps_per_generation", "num_iterations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: it is 1 or more.")
-        if self.max_prompt_length is not None and self.max_prompt_length < 1:
-            raise ValueError(f"max_prompt_length={self.max_prompt_length}: it is 1 or more, or None for no limit.")
-        if self.beta < 0:
-            raise ValueError(f"beta={self.beta} would pay for leaving the reference. Set it to 0 or more.")
-        low, high = self.clip["epsilon_low"], self.clip["epsilon_high"]
-        if low <= 0 or high <= 0:
-            raise ValueError(f"epsilon={low} and epsilon_high={high}: both are above 0, or nothing could be learnt.")
+        high = self.clip["epsilon_high"]
         if self.delta is not None and self.delta <= 1 + high:
             raise ValueError(
                 f"delta={self.delta} is not above 1 + epsilon_high = {1 + high:g}, where it would cut what the clip "

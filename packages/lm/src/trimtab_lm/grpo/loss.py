@@ -4,19 +4,17 @@ A micro-batch is N completion tokens that count, of S completions: `logprobs` an
 the number of the completion that a token belongs to, 0 to S - 1; `tokens_per_sequence` is [S]. No completion is split
 between micro-batches. One that is masked for being truncated has no tokens among the N.
 
-The loss of a step is the sum of `weights * losses` over all tokens of its window: all micro-batches, all processes.
+The loss of a step is the sum of `weights * losses` over all tokens of its window, with the weights of `weights.py`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trimtab_common.advantages import batch_scaled, group_centred, group_whitened
 from trimtab_common.kl import LOG_RATIO_CLAMP, k3
-from trimtab_common.stats import Mean
-from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
+from trimtab_common.surrogate import clipped_surrogate
 
 SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group": group_whitened,
@@ -92,97 +90,3 @@ def corrected_k3(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -
     """
     ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     return ratio * k3(logprobs, ref_logprobs)
-
-
-@dataclass(frozen=True)
-class Window:
-    """What one optimizer step learns from; completions that are masked count nowhere.
-
-    sequences, tokens: completions and their tokens, over all micro-batches and processes. rank_tokens: tokens of all
-    micro-batches of this process. ranks: number of processes.
-    """
-
-    sequences: int
-    tokens: int
-    rank_tokens: int
-    ranks: int = 1
-
-
-def _per_sequence(lengths: Tensor, window: Window, max_completion_length: int) -> Tensor:
-    return 1 / (lengths * window.sequences)
-
-
-def _per_rank_token(lengths: Tensor, window: Window, max_completion_length: int) -> Tensor:
-    return torch.ones_like(lengths) / (window.rank_tokens * window.ranks)
-
-
-def _per_constant(lengths: Tensor, window: Window, max_completion_length: int) -> Tensor:
-    return torch.ones_like(lengths) / (window.sequences * max_completion_length)
-
-
-def _per_token(lengths: Tensor, window: Window, max_completion_length: int) -> Tensor:
-    return torch.ones_like(lengths) / window.tokens
-
-
-NORMALIZATIONS: dict[str, Callable[[Tensor, Window, int], Tensor]] = {
-    "grpo": _per_sequence,
-    "bnpo": _per_rank_token,
-    "dr_grpo": _per_constant,
-    "dapo": _per_token,
-}
-"""The weight of a token of each completion, [S], by `loss_type`; infinite only where there is no token to weigh."""
-
-
-def token_weights(
-    loss_type: str, sequence: Tensor, tokens_per_sequence: Tensor, *, window: Window, max_completion_length: int
-) -> Tensor:
-    """Weights [N], float32, with which the tokens' losses, summed over the window, are the loss of the step.
-
-    - "grpo": mean over the tokens of each completion, then over completions (Shao et al. 2024, arXiv:2402.03300,
-      Eq. 3).
-    - "dapo": mean over all tokens of the window, of all processes (Yu et al. 2025, arXiv:2503.14476, Eq. 8).
-    - "bnpo": mean over the tokens of each process, then over processes: the mean over the local batch, whose tokens
-      weigh more where they are fewer. The local batch is all that a process learns from in the step, not one
-      micro-batch, so that accumulation changes nothing; with one process it is "dapo".
-    - "dr_grpo": sum over completions x max_completion_length, a constant (Liu et al. 2025, arXiv:2503.20783).
-
-    Whatever the split into micro-batches, the sum is the same. Where gradients are averaged over processes, as DDP and
-    FSDP do, multiply it by `window.ranks`.
-    """
-    if loss_type not in NORMALIZATIONS:
-        raise ValueError(f"loss_type={loss_type!r}: choose from {', '.join(NORMALIZATIONS)}.")
-    lengths = tokens_per_sequence.float()
-    return NORMALIZATIONS[loss_type](lengths, window, max_completion_length)[sequence]
-
-
-@torch.no_grad()
-def policy_stats(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    *,
-    epsilon_low: float,
-    epsilon_high: float,
-    delta: float | None = None,
-    kl: Tensor | None = None,
-) -> dict[str, Mean]:
-    """Means over the tokens of what an update does to them; all [N], as for `policy_losses`.
-
-    `ratio`: mean of r. `approxkl`: mean of log(r)^2 / 2. `clip_ratio/low_mean` and `/high_mean`: share of tokens whose
-    gradient is stopped below 1 - epsilon_low or above 1 + epsilon_high; `/region_mean`: either.
-    `clip_ratio/dual_mean`: share stopped at `delta`, if there is one. `kl`: mean of the penalty `kl`, [N], in nats per
-    token, if there is one.
-    """
-    ones = torch.ones_like(log_ratio)
-    stats = surrogate_stats(log_ratio, advantages, ones, clip_low=epsilon_low, clip_high=epsilon_high)
-    ratio = log_ratio.exp()
-    low, high = (advantages < 0) & (ratio < 1 - epsilon_low), (advantages > 0) & (ratio > 1 + epsilon_high)
-    result = {
-        "ratio": stats["ratio"],
-        "approxkl": stats["approxkl"],
-        "clip_ratio/low_mean": Mean.of(low.to(ratio.dtype)),
-        "clip_ratio/high_mean": Mean.of(high.to(ratio.dtype)),
-        "clip_ratio/region_mean": stats["clipfrac"],
-    }
-    if delta is not None:
-        result["clip_ratio/dual_mean"] = Mean.of(((advantages < 0) & (ratio > delta)).to(ratio.dtype))
-    return result if kl is None else result | {"kl": Mean.of(kl)}

@@ -1,30 +1,51 @@
-"""The rollout that is in use, in a checkpoint: a file per process beside those of transformers' Trainer."""
+"""What a run of GRPO has beside its weights, in a checkpoint: a file per process beside those of Trainer."""
 
 import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trimtab_common.health import HealthMonitor
 
-def save_state(folder: str, rank: int, state: dict[str, object]) -> None:
-    """Write tensors, numbers, strings, and lists and dicts of them."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    torch.save(state, _file(folder, rank))
+from .batches import RolloutBuffer
 
 
-def load_state(folder: str, rank: int) -> dict[str, Any] | None:
-    """What `save_state` wrote; None, with a warning, where it wrote nothing for this process."""
-    file = _file(folder, rank)
-    if not file.exists():
-        warnings.warn(
-            f"There is no {file.name} in {folder}: training goes on with a new rollout, and not to the bit as it would "
-            "have. Resume with as many processes as before, from a checkpoint of save_only_model=False.",
-            stacklevel=3,
-        )
-        return None
-    state: dict[str, Any] = torch.load(file, weights_only=True)
-    return state
+@dataclass
+class Progress:
+    """How far a process has come in a run.
+
+    Attributes:
+        buffer: the rollout that is in use.
+        health: the alerts so far.
+        num_tokens: sampled and read, by all processes.
+    """
+
+    buffer: RolloutBuffer
+    health: HealthMonitor = field(default_factory=HealthMonitor)
+    num_tokens: int = 0
+
+    def save(self, folder: str, rank: int) -> None:
+        """Write the file of a process."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        state = {"buffer": self.buffer.state_dict(), "health": self.health.state_dict(), "num_tokens": self.num_tokens}
+        torch.save(state, _file(folder, rank))
+
+    def load(self, folder: str, rank: int) -> None:
+        """Take up what `save` wrote; warn, and begin with a new rollout, where it wrote nothing for this process."""
+        file = _file(folder, rank)
+        if not file.exists():
+            warnings.warn(
+                f"There is no {file.name} in {folder}: training goes on with a new rollout, and not to the bit as it "
+                "would have. Resume with as many processes as before, from a checkpoint of save_only_model=False.",
+                stacklevel=3,
+            )
+            return
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+        self.buffer.load_state_dict(state["buffer"])
+        self.health.load_state_dict(state["health"])
+        self.num_tokens = state["num_tokens"]
 
 
 def _file(folder: str, rank: int) -> Path:

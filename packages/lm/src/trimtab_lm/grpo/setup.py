@@ -1,14 +1,19 @@
-"""What a GRPOTrainer is made of: its sampler and its reference."""
+"""What a GRPOTrainer is made of: its sampler, its layout and its reference."""
+
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.models.interface import Model
+from trimtab_lm.data.tokenization import require_eos
+from trimtab_lm.hf.types import Batch
+from trimtab_lm.models.interface import Model, decoder_start_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend as backend_of
 from trimtab_lm.sampling.rollout import RolloutBackend
-from trimtab_lm.tokens.forward import score_tokens_in_forward
+from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 
+from .batches import micro_batch
 from .config import GRPOConfig
 
 
@@ -20,6 +25,17 @@ def make_backend(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         tokenizer,
         config.rollout_backend_kwargs,
         batch_size=config.per_device_train_batch_size * config.num_generations,
+    )
+
+
+def layout_of(model: Model, tokenizer: PreTrainedTokenizerBase) -> partial[Batch]:
+    """What makes a micro-batch of groups, in the layout that suits the model."""
+    eos, pad = require_eos(tokenizer), tokenizer.pad_token_id
+    return partial(
+        micro_batch,
+        layout=best_layout(model, share_prefix=True),
+        pad_token_id=eos if pad is None else pad,  # padding is masked by its place, so it may be EOS
+        decoder_start_token_id=decoder_start_of(model),
     )
 
 

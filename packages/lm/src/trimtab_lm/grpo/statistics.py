@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from trimtab_common.health import HealthMonitor, Vitals
 from trimtab_common.stats import Mean
+from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.rewards.functions import Scored, reward_stats
@@ -44,6 +45,39 @@ def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Seq
         "completions/clipped_ratio": Mean.of(1 - ended.float()),
         LENGTHS: lengths,
     }
+
+
+@torch.no_grad()
+def policy_stats(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    delta: float | None = None,
+    kl: Tensor | None = None,
+) -> dict[str, Mean]:
+    """Means over the tokens of what an update does to them; all [N], as for `policy_losses`.
+
+    `ratio`: mean of r. `approxkl`: mean of log(r)^2 / 2. `clip_ratio/low_mean` and `/high_mean`: share of tokens whose
+    gradient is stopped below 1 - epsilon_low or above 1 + epsilon_high; `/region_mean`: either.
+    `clip_ratio/dual_mean`: share stopped at `delta`, if there is one. `kl`: mean of the penalty `kl`, [N], in nats per
+    token, if there is one.
+    """
+    ones = torch.ones_like(log_ratio)
+    stats = surrogate_stats(log_ratio, advantages, ones, clip_low=epsilon_low, clip_high=epsilon_high)
+    ratio = log_ratio.exp()
+    low, high = (advantages < 0) & (ratio < 1 - epsilon_low), (advantages > 0) & (ratio > 1 + epsilon_high)
+    result = {
+        "ratio": stats["ratio"],
+        "approxkl": stats["approxkl"],
+        "clip_ratio/low_mean": Mean.of(low.to(ratio.dtype)),
+        "clip_ratio/high_mean": Mean.of(high.to(ratio.dtype)),
+        "clip_ratio/region_mean": stats["clipfrac"],
+    }
+    if delta is not None:
+        result["clip_ratio/dual_mean"] = Mean.of(((advantages < 0) & (ratio > delta)).to(ratio.dtype))
+    return result if kl is None else result | {"kl": Mean.of(kl)}
 
 
 def mismatch_stats(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor) -> dict[str, Mean]:

@@ -1,7 +1,6 @@
 """GRPO on transformers.Trainer."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,32 +13,31 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from trimtab_common.health import HealthMonitor
 from trimtab_common.kl import k3
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
-from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
 from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.hf.types import Batch, DataSource, EvalSource, Optimizers, Prediction, Trial, Use
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
-from trimtab_lm.models.interface import Model, Processor, decoder_start_of
+from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Tokenizers
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.forward import score_tokens_in_forward
 from trimtab_lm.tokens.layout import token_columns
 
-from .batches import Group, PromptLoader, RolloutBuffer, as_list, column, micro_batch, window_of
+from .batches import Group, PromptLoader, RolloutBuffer, add_column, as_list, column, window_of
 from .config import GRPOConfig
-from .loss import LOG_RATIOS, Window, corrected_k3, policy_losses, policy_stats, token_weights
+from .loss import LOG_RATIOS, corrected_k3, policy_losses
 from .rollout import GroupSampler
-from .saving import load_state, save_state
+from .saving import Progress
 from .selfcheck import check_start, tolerance
-from .setup import make_backend, reference_of
-from .statistics import SampleTable, mismatch_stats, numbers_of, rollout_stats, warn_of_alerts
+from .setup import layout_of, make_backend, reference_of
+from .statistics import SampleTable, mismatch_stats, numbers_of, policy_stats, rollout_stats, warn_of_alerts
+from .weights import Window, token_weights
 
 EVALUATION = 2**31  # draws of evaluation begin here: steps of training, which number its draws, never get so far
 IS_START = "is_start"
@@ -98,13 +96,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         )
         has_own_limit = rollout is not None
         self.sampler = GroupSampler.of(self.model, args, self.tokenizer, rewards, has_own_limit=has_own_limit)
-        eos, pad = require_eos(self.tokenizer), self.tokenizer.pad_token_id
-        self.lay_out = partial(
-            micro_batch,
-            layout=best_layout(self.model, share_prefix=True),
-            pad_token_id=eos if pad is None else pad,  # padding is masked by its place, so it may be EOS
-            decoder_start_token_id=decoder_start_of(self.model),
-        )
+        self.lay_out = layout_of(self.model, self.tokenizer)
         self.version = 0  # of the weights, as backends count it
         self._evaluated = 0
         self._begin()
@@ -112,12 +104,10 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
 
     def _begin(self) -> None:
         args = self.config
-        self.buffer = RolloutBuffer(
-            micro_batches=args.gradient_accumulation_steps * args.steps_per_generation, passes=args.num_iterations
-        )
+        micro_batches = args.gradient_accumulation_steps * args.steps_per_generation
+        self.progress = Progress(RolloutBuffer(micro_batches=micro_batches, passes=args.num_iterations))
         printed = args.num_completions_to_print if args.log_completions else 0
-        self.samples, self.health = SampleTable(self.sampler.rewards.names, printed=printed), HealthMonitor()
-        self.num_tokens = 0  # sampled and read, by all processes
+        self.samples = SampleTable(self.sampler.rewards.names, printed=printed)
 
     def prepare_model(self, model: Model) -> Model:
         """The model with its adapters, and with a forward that scores tokens; its reference is the model as it is."""
@@ -137,8 +127,9 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch."""
         if self.train_dataset is None:
             raise ValueError("GRPOTrainer: training requires a train_dataset.")
-        rows = cast(Dataset, self.train_dataset)
-        return PromptLoader.of_process(rows, self.config, batch_size=self._train_batch_size)
+        rows, args = cast(Dataset, self.train_dataset), self.config
+        prompts_per_step = self.get_total_train_batch_size(args) // args.world_size
+        return PromptLoader.of_process(rows, args, prompts_per_step=prompts_per_step)
 
     # Algorithm 1 of the paper -----------------------------------------------------------------------------------------
 
@@ -149,11 +140,12 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         be known before its first micro-batch.
         """
         laid_out: list[Batch] = []
+        buffer = self.progress.buffer
         for rows in batches:
-            if self.buffer.is_used_up or len(self.buffer.groups) != len(rows):
+            if buffer.is_used_up or len(buffer.groups) != len(rows):
                 self._roll_out_for_training(rows)
             is_start = self.state.global_step == 0 and not laid_out
-            laid_out.append({**self.lay_out(self.buffer.next()), IS_START: is_start})
+            laid_out.append({**self.lay_out(buffer.next()), IS_START: is_start})
         return laid_out
 
     def _roll_out_for_training(self, rows: Sequence[Row]) -> None:
@@ -162,13 +154,13 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         groups = self.roll_out(rows, draw=draw, training=True)
         # As long as the policy has not moved since it sampled, its own log-probabilities are the old ones.
         is_moving = args.steps_per_generation * args.num_iterations > 1
-        for part in self.buffer.slices(groups):
+        for part in self.progress.buffer.slices(groups):
             if is_moving:
                 self._attach("old", part, self.model_wrapped)
             self._attach_reference(part)
-        self.buffer.fill(groups, seed=self._seed(draw))
+        self.progress.buffer.fill(groups, seed=self._seed(draw))
         local_count = sum(len(group.prompt) + len(ids) for group in groups for ids in group.completions)
-        self.num_tokens += sum(gather_over_ranks(local_count))
+        self.progress.num_tokens += sum(gather_over_ranks(local_count))
 
     def roll_out(self, rows: Sequence[Row], *, draw: int, training: bool, count: int | None = None) -> list[Group]:
         """A group of completions for each row, with its advantages; statistics are recorded of the first `count`.
@@ -187,9 +179,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """Give each group the log-probabilities that `model` gives its tokens."""
         batch = send_to_device(self.lay_out(groups), self.config.device)
         with without_dropout(model), self.accelerator.autocast():
-            logprobs = model(tokens=token_columns(batch), temperature=self.config.temperature).logprobs.cpu()
-        for group, part in zip(groups, logprobs.split([group.num_tokens for group in groups]), strict=True):
-            group.logprobs[name] = part.clone()
+            logprobs = model(tokens=token_columns(batch), temperature=self.config.temperature).logprobs
+        add_column(groups, name, logprobs)
 
     def _attach_reference(self, groups: Sequence[Group]) -> None:
         if self.reference is not None:
@@ -246,12 +237,10 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
     ) -> Prediction:
         """Completions of a batch of prompts, their rewards, and the loss on them."""
         real = self.real_rows()
-        real = len(inputs) if real is None else real
         groups = self.roll_out(inputs, draw=EVALUATION + self._evaluated, training=False, count=real)
         self._evaluated += 1
-        for repeated in groups[real:]:
-            repeated.is_counted = [False] * len(repeated.completions)
-            repeated.logprobs = {name: values[:0] for name, values in repeated.logprobs.items()}
+        for repeated in [] if real is None else groups[real:]:
+            repeated.leave_out()
         self._attach_reference(groups)
         batch = send_to_device(self.lay_out(groups), self.config.device)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -273,7 +262,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         numbers = numbers_of(self.recorder.flush(training=training))
         if not training:
             return numbers
-        return numbers | {"num_tokens": self.num_tokens} | warn_of_alerts(self.health, numbers)
+        return numbers | {"num_tokens": self.progress.num_tokens} | warn_of_alerts(self.progress.health, numbers)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last log of training, and a table of completions."""
@@ -299,20 +288,15 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
     def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
         """Begin a run, or take one up, with the rollout that its checkpoint was in. Collective."""
         checkpoint = super().open_run(resume_from_checkpoint, trial)
-        state = None if checkpoint is None else load_state(checkpoint, self.args.process_index)
-        if state is not None:
-            self.buffer.load_state_dict(state["buffer"])
-            self.health.load_state_dict(state["health"])
-            self.num_tokens = state["num_tokens"]
+        if checkpoint is not None:
+            self.progress.load(checkpoint, self.args.process_index)
         return checkpoint
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; into a checkpoint the rollout that is in use too, of each process its own."""
         super().save_model(output_dir, _internal_call)
         if output_dir is not None and _internal_call and not self.args.save_only_model:
-            buffer, health = self.buffer.state_dict(), self.health.state_dict()
-            state = {"buffer": buffer, "health": health, "num_tokens": self.num_tokens}
-            save_state(output_dir, self.args.process_index, state)
+            self.progress.save(output_dir, self.args.process_index)
 
     def _seed(self, draw: int) -> int:
         return sampling_seed(self.args.seed, rank=self.args.process_index, draw=draw)

@@ -363,6 +363,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
             CheckpointError: the checkpoint is damaged or of another run; or a new run would save beside the
                 checkpoints of another.
         """
+        self.recorder = Recorder()
         checkpoint = self.open_run(resume_from_checkpoint, trial)
         return super().train(checkpoint, trial, ignore_keys_for_eval)
 

@@ -9,7 +9,7 @@ import datasets
 import torch
 from transformers import TrainingArguments
 
-from trimtab_common.config import setting
+from trimtab_common.config import check_ranges, setting
 
 # transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
 _FIELDS = TrainingArguments.__dataclass_fields__
@@ -26,6 +26,13 @@ class TrainerConfig(TrainingArguments):
         default=False,
         kw_only=True,
     )
+    model_init_kwargs: dict[str, object] | None = setting(
+        "Arguments of from_pretrained, for a model given by name.", default=None, kw_only=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self)
 
     def refuse_label_smoothing(self, trainer: str) -> None:
         """Check that nobody asks for transformers' label smoothing where the loss has no token labels.

@@ -1,7 +1,6 @@
 """Configuration of fine-tuning in steps."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from trimtab_common.config import setting
 from trimtab_lm.data.truncation import check_mode
@@ -18,9 +17,6 @@ class IterativeSFTConfig(TrainerConfig):
     rate's schedule is.
     """
 
-    model_init_kwargs: dict[str, Any] | None = setting(
-        "Arguments of from_pretrained, for a model given by name.", default=None
-    )
     max_length: int | None = setting("Tokens of a row; longer ones are cut. None: no limit.", default=None)
     truncation_mode: str = setting(
         "Which part of a row that is too long stays: keep_end or keep_start.", default="keep_end"

@@ -48,9 +48,6 @@ class RewardConfig(TrainerConfig):
         "wandb and tensorboard. 0: none.",
         default=16,
     )
-    model_init_kwargs: dict[str, object] | None = setting(
-        "Arguments of from_pretrained, if the model is given by its name.", default=None
-    )
     dataset_num_proc: int | None = setting("Processes that tokenize the dataset.", default=None)
 
     # Documented defaults that are not those of transformers 5.

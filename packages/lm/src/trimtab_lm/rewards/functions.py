@@ -1,17 +1,11 @@
 """Scores of completions: weighted reward functions, plain or async, and reward models, under one call convention."""
 
-import asyncio
 import functools
 import inspect
-import math
-import numbers
-import threading
-import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import PurePath
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trimtab_common.stats import Deviation, Mean, Variance
 from trimtab_lm.data.formats import Text
 from trimtab_lm.models.interface import Model
+from trimtab_lm.rewards.calls import EventLoop, accepted, blaming, checked, is_async
 from trimtab_lm.rewards.model import RewardModel
 
 Scores: TypeAlias = Sequence[float | None] | Tensor | npt.NDArray[np.float64]
@@ -35,36 +30,49 @@ Rewards: TypeAlias = Reward | list[Reward] | tuple[Reward, ...]
 """One reward, or several in a list or tuple."""
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 """The tokenizer of all reward models, or one per reward."""
-T = TypeVar("T")
 CALL_ARGUMENTS = {"prompts", "completions", "completion_ids"}
-"""What a reward function is given besides the dataset's columns."""
+"""Arguments of a reward function besides the dataset's columns."""
 
 
 class Scored(NamedTuple):
-    """What a `RewardSet` says of B completions."""
+    """The scores that a `RewardSet` gives B completions.
 
-    scores: Tensor  # [B, F], float32, CPU; NaN where a function abstains
-    rewards: Tensor  # [B], the weighted sum of those that do not
+    Attributes:
+        scores: [B, F] of F functions, float32, on the CPU; NaN where a function abstains.
+        rewards: [B], the weighted sum of the scores that are not NaN.
+    """
+
+    scores: Tensor
+    rewards: Tensor
 
 
 class RewardSet:
     """Weighted rewards of completions.
 
-    functions: one, or several, of
+    A reward is a function or a model:
 
     - a callable, plain or `async def`, `f(prompts, completions, completion_ids, **columns) -> list of numbers`, all by
-      keyword and one entry per completion. It is given only what its signature takes, `**kwargs` takes everything. An
-      entry of None means that the function has nothing to say of that completion. Prompts and completions come in the
+      keyword and one entry per completion. It receives only what its signature takes; `**kwargs` takes everything. An
+      entry of None means that the function does not apply to that completion. Prompts and completions have the
       dataset's format: strings, or lists of messages.
     - a sequence classifier, as a hub id, a folder, a module or a `RewardModel`. It reads prompt + completion, by its
       own chat template where they are conversations.
 
-    weights: one per function, default 1. processing_classes: the tokenizers of reward models (one, or one per function
-    with None for callables); those given by name bring their own. names: under which functions are logged, default
-    their own. device: where reward models are put; None leaves modules where they are.
+    Async functions run together, on one event loop that lives as long as this object, so that a client of one call may
+    be used in the next. Plain functions run meanwhile, in order, in the caller's thread.
 
-    Async functions run together, on one event loop that lives as long as this object, so that clients made in one call
-    may be used in the next; plain functions run meanwhile, in order, in the caller's thread.
+    Args:
+        functions: one reward, or several.
+        weights: one per function; None: 1.
+        processing_classes: tokenizers of reward models: one, or one per function with None for callables. Models that
+            are given by name bring their own.
+        names: of the functions in the logs; None: their own.
+        device: for reward models; None leaves modules where they are.
+        batch_size: texts that a reward model reads at a time.
+
+    Raises:
+        ValueError: there is no function, a list has another length, or two functions have one name.
+        TypeError: a function is neither callable nor a model.
     """
 
     def __init__(
@@ -107,11 +115,17 @@ class RewardSet:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[object]] | None = None,
     ) -> Scored:
-        """The scores of completions that stand in the order of their prompts, those of a prompt side by side.
+        """Score B completions of P prompts, in the order of the prompts, those of a prompt side by side.
 
-        prompts, and each of the dataset's columns: P entries. completions (see `as_completions`), completion_ids: B
-        entries, B a multiple of P. Raises ValueError or TypeError, with the function's name, for anything that is not
-        one finite number or None per completion, and where every function abstains.
+        Args:
+            prompts: P texts or conversations.
+            completions: B of them, B a multiple of P; see `as_completions`.
+            completion_ids: the token ids of the B completions.
+            columns: the dataset's other columns, P entries each.
+
+        Raises:
+            TypeError, ValueError: a function returns something else than one finite number or None per completion, or
+                all functions return None for a completion; the text names the function.
         """
         if not completions:
             return Scored(torch.zeros(0, len(self.functions)), torch.zeros(0))
@@ -172,40 +186,18 @@ class RewardSet:
         return results
 
 
-class EventLoop:
-    """An asyncio loop in a thread of its own: works where a loop runs already (notebooks), and outlives a call."""
-
-    def __init__(self) -> None:
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="reward functions", daemon=True).start()
-        self._loop = loop
-        weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
-
-    def submit(self, awaitable: Awaitable[T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(_await(awaitable), self._loop)
-
-
-async def _await(awaitable: Awaitable[T]) -> T:
-    return await awaitable
-
-
-@contextmanager
-def blaming(name: str) -> Iterator[None]:
-    """Adds the reward function's name to what is raised inside the block."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"Raised in the reward function {name!r}.")
-        raise
-
-
 class ModelReward:
-    """A reward model under the call convention of reward functions."""
+    """A reward model under the call convention of reward functions.
+
+    Args:
+        model: scores texts.
+    """
 
     def __init__(self, model: RewardModel):
         self.model = model
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """The score of each prompt with its completion: texts, or conversations by the model's chat template."""
         if isinstance(prompts[0], str):
             return self.model(prompts, completions)
         texts = [self._conversation([*prompt, *answer]) for prompt, answer in zip(prompts, completions, strict=True)]
@@ -223,7 +215,17 @@ class ModelReward:
 def as_function(
     function: object, tokenizer: PreTrainedTokenizerBase | None, *, device: torch.device | str | None, batch_size: int
 ) -> RewardFunction:
-    """A reward function or model as a function that takes keywords."""
+    """A reward function or model as a function that takes keywords.
+
+    Args:
+        function: see `RewardSet`.
+        tokenizer: of a reward model; None for one that is given by name.
+        device: for a reward model; None leaves a module where it is.
+        batch_size: texts that a reward model reads at a time.
+
+    Raises:
+        TypeError: it is neither callable nor a model.
+    """
     if isinstance(function, RewardModel):
         return ModelReward(function)
     if isinstance(function, str | PreTrainedModel | PeftModel):
@@ -277,7 +279,7 @@ def takes_queries(function: object) -> TypeGuard[RewardFunction]:
 
 
 def by_keyword(function: RewardFunction) -> RewardFunction:
-    """A function of PPO's documented form as one of the form that `RewardSet` calls."""
+    """Adapt a function of PPO's documented form (see `takes_queries`) to the form that `RewardSet` calls."""
 
     def reward(
         prompts: Sequence[str], completions: Sequence[str], completion_ids: object, **columns: object
@@ -291,7 +293,7 @@ def by_keyword(function: RewardFunction) -> RewardFunction:
 
 
 def name_of(function: object) -> str:
-    """What a reward function is called in the logs: its own name, or the last part of its model's."""
+    """The name of a reward function in the logs: its own, or the last part of its model's."""
     if isinstance(function, str):
         return PurePath(function).name
     if isinstance(function, RewardModel):
@@ -305,69 +307,31 @@ def name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def is_async(function: RewardFunction) -> bool:
-    """Whether calling it gives something to await."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def accepted(function: RewardFunction, name: str, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Those arguments that a function's signature takes."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(arguments)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-    if missing := [argument for argument in needed if argument not in arguments]:
-        raise TypeError(
-            f"The reward function {name!r} needs {missing}; there are {sorted(arguments)} (the dataset's columns among "
-            "them). Rename its arguments, give them defaults, or add the columns to the dataset."
-        )
-    taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return {argument: value for argument, value in arguments.items() if argument in taken}
-
-
-def checked(result: object, name: str, count: int) -> list[float]:
-    """What a function returned as numbers, NaN where it returned None; see `RewardSet.__call__` for the errors."""
-    values = result.tolist() if isinstance(result, Tensor | np.ndarray) else result
-    if not isinstance(values, list | tuple):
-        raise TypeError(
-            f"The reward function {name!r} returned a {type(result).__name__}: a list of {count} numbers is needed, "
-            "one per completion (None where it does not apply)."
-        )
-    if len(values) != count:
-        raise ValueError(
-            f"The reward function {name!r} returned {len(values)} scores for {count} completions: one for each is "
-            "needed, None where it does not apply."
-        )
-    return [_number(value, name, i) for i, value in enumerate(values)]
-
-
-def _number(value: object, name: str, i: int) -> float:
-    if value is None:
-        return math.nan
-    if isinstance(value, Tensor | np.generic | np.ndarray) and math.prod(value.shape) == 1:
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"The reward function {name!r} returned {value!r} ({type(value).__name__}) for completion {i}: a number is "
-            "needed, or None where it does not apply."
-        )
-    if not math.isfinite(value):
-        raise ValueError(
-            f"The reward function {name!r} returned {value} for completion {i}: scores are finite. Return None where "
-            "it does not apply."
-        )
-    return float(value)
-
-
 def as_completions(prompts: Sequence[Text], texts: Sequence[str]) -> list[Text]:
-    """Sampled texts in the format of their prompts: strings, or one assistant message each. P prompts, P * G texts."""
+    """Sampled texts in the format of their prompts.
+
+    Args:
+        prompts: P texts or conversations.
+        texts: P * G completions.
+
+    Returns:
+        P * G strings, or conversations of one assistant message.
+    """
     if prompts and not isinstance(prompts[0], str):
         return [[{"role": "assistant", "content": text}] for text in texts]
     return list(texts)
 
 
 def function_stats(names: Sequence[str], scored: Scored) -> dict[str, Mean | Variance]:
-    """`rewards/{name}/mean` and `/std` (of the population) of each function over the completions it applies to."""
+    """Mean and deviation of the scores of each function, over the completions that it applies to.
+
+    Args:
+        names: of the F functions.
+        scored: B completions.
+
+    Returns:
+        `rewards/{name}/mean` and `rewards/{name}/std` (of the population) of each function.
+    """
     stats: dict[str, Mean | Variance] = {}
     for name, column in zip(names, scored.scores.T, strict=True):
         applies = ~column.isnan()
@@ -377,11 +341,17 @@ def function_stats(names: Sequence[str], scored: Scored) -> dict[str, Mean | Var
 
 
 def reward_stats(names: Sequence[str], scored: Scored, *, num_generations: int) -> dict[str, Mean | Variance]:
-    """Statistics of B = P * num_generations scored completions, groups side by side, for `gather_stats`.
+    """Statistics of scored completions, for `gather_stats`.
 
-    Those of `function_stats`; `reward`; `reward_std`, the mean over groups of the deviation inside a group (the
-    sample's, n - 1), which advantages are divided by; and `frac_reward_zero_std`, the share of groups whose rewards are
-    all equal, from which nothing is learnt.
+    Args:
+        names: of the F functions.
+        scored: B = P * num_generations completions, groups side by side.
+        num_generations: completions of a group.
+
+    Returns:
+        Those of `function_stats`; `reward`; `reward_std`, the mean over groups of the deviation inside a group (the
+        sample's, n - 1), which advantages are divided by; and `frac_reward_zero_std`, the share of groups whose rewards
+        are all equal, from which nothing is learnt.
     """
     groups = scored.rewards.view(-1, num_generations)
     return {

@@ -14,8 +14,16 @@ from trimtab_lm.tokens.positions import Positions
 class RewardModel:
     """A sequence classifier as a reward function: the score of query + response, one float per response.
 
-    model: hub id, folder or module; with several labels, `label` says which one's logit is the score. tokenizer: the
-    model's own, loaded beside it if it is given by name. Texts longer than `max_length` tokens lose their beginning.
+    Args:
+        model: hub id, folder or module. It is frozen and put into evaluation mode.
+        tokenizer: the model's own; None loads the one beside a model that is given by name.
+        label: the label whose logit is the score, of a model with several.
+        max_length: in tokens; longer texts lose their beginning. None: the positions of the model.
+        batch_size: texts of a forward pass.
+        device: for the model.
+
+    Raises:
+        ValueError: a module without a tokenizer, or a model of several labels without `label`.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, queries: Sequence[str], responses: Sequence[str], **_: object) -> list[float]:
+        """The score of each query with its response, in their order."""
         texts = [query + response for query, response in zip(queries, responses, strict=True)]
         rows = [
             torch.tensor(ids[-self.max_length :] if self.max_length else ids)

@@ -50,9 +50,6 @@ class SFTConfig(TrainerConfig):
         "them already. append_concat_token: False for constant_length without EOS between texts.",
         default=None,
     )
-    model_init_kwargs: dict[str, object] | None = setting(
-        "Arguments of from_pretrained, for a model given by name.", default=None
-    )
     chat_template_kwargs: dict[str, object] | None = setting("Arguments of the chat template.", default=None)
 
     def __post_init__(self) -> None:
