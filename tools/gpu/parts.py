@@ -33,7 +33,7 @@ from trimtab_lm import (
     SFTTrainer,
 )
 
-from .models import Size, llama, preferences, prompts, scorer, stable_diffusion, token_rows, tokenizer
+from .models import STORIES, Size, llama, preferences, prompts, scorer, stable_diffusion, token_rows, tokenizer
 
 Figures = dict[str, float]
 
@@ -150,10 +150,12 @@ def grpo(size: Size, model: Any = None, words: Any = None, **config: Any) -> Fig
 
 
 def smollm2(size: Size) -> Figures:
-    """GRPO of SmolLM2-135M-Instruct, whose texts are English."""
-    folder = smollm2_135m_instruct()
+    """GRPO of SmolLM2-135M-Instruct, whose texts are English; at the smallest size of the examples' model."""
+    folder = STORIES if size.is_small else smollm2_135m_instruct()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(size.device)
-    return grpo(size, model, AutoTokenizer.from_pretrained(folder))
+    words = AutoTokenizer.from_pretrained(folder)
+    words.pad_token = words.pad_token or words.eos_token
+    return grpo(size, model, words)
 
 
 def ppo(size: Size, separate_critic: bool = False) -> Figures:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from tests.lm import tiny
 from transformers import FalconH1Config, FalconH1ForCausalLM, MistralConfig, MistralForCausalLM
@@ -217,6 +219,17 @@ def test_continuous_batching_gives_the_models_tokens_and_probabilities(build: Ca
     rollout = sample(continuous(4, 0.7), model, generations=2)
     for i, (row, logprobs) in enumerate(zip(rollout.completions, rollout.logprobs, strict=True)):
         torch.testing.assert_close(logprobs, tiny.taken_of(model, PROMPTS[i // 2], row, 0.7), rtol=1e-4, atol=1e-5)
+
+
+def test_continuous_batching_of_a_model_prepared_for_mixed_precision_samples_in_its_weights_dtype():
+    plain_model, prepared = tiny.llama(), tiny.llama()
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(prepared)
+    forward = prepared.forward
+    expected = sample(continuous(top_k=1), plain_model).completions
+    completions = sample(continuous(top_k=1), prepared).completions
+    assert [ids.tolist() for ids in completions] == [ids.tolist() for ids in expected]
+    assert prepared.forward == forward
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_continuous_batching_refuses_what_it_would_ignore():
