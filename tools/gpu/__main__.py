@@ -48,7 +48,11 @@ def main() -> int:
     for name in options.parts or PARTS:
         if not options.parts and record.get(name, {}).get("commit") == commit:
             continue
-        record[name] = {"commit": commit, "day": str(date.today()), **attempt(name, Size(options.device, options.small))}
+        record[name] = {
+            "commit": commit,
+            "day": str(date.today()),
+            **attempt(name, Size(options.device, options.small)),
+        }
         print(f"{name}: {record[name]['result']} ({record[name].get('seconds', 0):.0f} s)", flush=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(record, indent=1) + "\n")
