@@ -15,7 +15,7 @@ REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.t
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-vllm check format sizes bench clean
+.PHONY: help setup demo reproduce test test-lowest test-sharded test-vllm test-deepspeed check format sizes bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -63,6 +63,9 @@ ifeq ($(BENCH),)
 else
 	$(PY) tools/bench/$(BENCH).py $(ARGS)
 endif
+
+gpu: $(STAMP) ## run what needs a GPU, in parts of less than eight minutes, and write docs/gpu.md
+	$(PY) -m tools.gpu $(ARGS)
 
 clean: ## remove caches and build leftovers; keeps environments, runs and W&B folders
 	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist

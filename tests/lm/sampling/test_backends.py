@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from tests.lm import tiny
 from transformers import FalconH1Config, FalconH1ForCausalLM, MistralConfig, MistralForCausalLM
@@ -226,6 +228,17 @@ def test_a_prompt_without_room_for_its_completion_is_refused_before_it_is_sample
     with pytest.raises(ValueError, match=message):
         sample(backend(5), model, tiny.rows(1, 60, 60))
     assert all(len(row) <= 4 for row in sample(backend(4), model, tiny.rows(1, 60, 60)).completions)
+
+
+def test_continuous_batching_of_a_model_prepared_for_mixed_precision_samples_in_its_weights_dtype():
+    plain_model, prepared = tiny.llama(), tiny.llama()
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(prepared)
+    forward = prepared.forward
+    expected = sample(continuous(top_k=1), plain_model).completions
+    completions = sample(continuous(top_k=1), prepared).completions
+    assert [ids.tolist() for ids in completions] == [ids.tolist() for ids in expected]
+    assert prepared.forward == forward
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_continuous_batching_refuses_what_it_would_ignore():

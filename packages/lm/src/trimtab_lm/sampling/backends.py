@@ -1,7 +1,8 @@
 """Samplers that are the trained model itself, and the choice of a backend by name."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,6 +112,23 @@ class TransformersRollout:
         return Rollout(completions, ended)
 
 
+@contextmanager
+def without_autocast(model: Any) -> Iterator[None]:
+    """Runs a model in the dtype of its weights, although accelerate prepared it for mixed precision.
+
+    transformers' paged cache has the dtype of the weights: it cannot hold the keys and values of autocast.
+    """
+    forward = vars(model).get("_original_forward")
+    if forward is None:
+        yield
+        return
+    wrapped, model.forward = model.forward, forward
+    try:
+        yield
+    finally:
+        model.forward = wrapped
+
+
 class ContinuousBatchingRollout:
     """Samples by transformers' continuous batching: a completion that ends makes room for the next one.
 
@@ -148,7 +166,8 @@ class ContinuousBatchingRollout:
         eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
         config.eos_token_id = eos_ids or -1
         attention = self.model.config._attn_implementation
-        with whole_weights(self.model), without_dropout(self.model), private_rng(seed, self.model.device):
+        rng = private_rng(seed, self.model.device)
+        with whole_weights(self.model), without_dropout(self.model), without_autocast(self.model), rng:
             try:
                 outputs = self._run([prompt.tolist() for prompt in prompts], config, seed)
             finally:
