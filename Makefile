@@ -18,7 +18,7 @@ SOURCES := $(wildcard packages experiments examples tests tools)
 .PHONY: help setup demo reproduce test test-lowest test-sharded test-vllm test-deepspeed check format sizes bench gpu clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce and test), JOBS=$(JOBS) (for test),"
 	@echo "             BENCH=name (for bench)"
@@ -41,6 +41,9 @@ test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions 
 
 test-vllm: $(VLLM)/.installed ## sample with vLLM's engine, in the process and as a server on the CPU, in .venv-vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(ARGS) tests/lm
+
+test-sharded: $(STAMP) ## train on two processes that share each model (FSDP2 over gloo), and compare with one
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow tests/lm/sharded $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check $(SOURCES)
