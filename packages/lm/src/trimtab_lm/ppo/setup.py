@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import PeftType
 from torch import nn
@@ -17,7 +16,6 @@ from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
 from trimtab_common.tracking import start_tracking
 from trimtab_lm.models.reference import Reference, create_reference_model
-from trimtab_lm.models.sharding import keep_output_precision
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
@@ -123,25 +121,6 @@ def optimizer_of(config: PPOConfig, optimizer: torch.optim.Optimizer | None, mod
             "parameters of the model and of value_model, or freeze what shall not be trained (requires_grad_(False))."
         )
     return optimizer
-
-
-def prepared(
-    accelerator: Accelerator, config: PPOConfig, actor_critic: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Policy and optimizer as the accelerator's engine runs them. Collective.
-
-    DeepSpeed is told what it asks for: minibatches, of which `Update` says which is the last of a step, and the norm at
-    which it clips by itself.
-    """
-    keep_output_precision(accelerator)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        accelerator.state.deepspeed_plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": config.mini_batch_size,
-            "train_batch_size": config.mini_batch_size * accelerator.num_processes,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": config.max_grad_norm or 0.0,
-        }
-    return accelerator.prepare(actor_critic, optimizer)
 
 
 def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, dataset: object) -> Run:

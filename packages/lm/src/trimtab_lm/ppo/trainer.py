@@ -20,6 +20,7 @@ from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
 from trimtab_lm.models.interface import decoder_start_of
+from trimtab_lm.models.sharding import keep_output_precision
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.rewards.functions import function_stats, rewards_of
 from trimtab_lm.sampling.rollout import RolloutBackend
@@ -34,7 +35,7 @@ from .sampler import Sampler
 from .samples import Padding, Samples, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
-from .setup import filled, optimizer_of, policy_of, prepared, reference_of, run_of, tokenizer_of
+from .setup import filled, optimizer_of, policy_of, reference_of, run_of, tokenizer_of
 from .statistics import Clock, Rollout, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
@@ -92,7 +93,8 @@ class PPOTrainer(PolicyServices):
         self.config = filled(config, model, self.accelerator.num_processes)
         self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
-        self.actor_critic, self.optimizer = prepared(self.accelerator, self.config, actor_critic, optimizer)
+        keep_output_precision(self.accelerator)
+        self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
         self.scorer = Scorer(self.actor_critic, self.reference, self.ref_model, self.accelerator, padding)

@@ -117,7 +117,7 @@ class Update:
 
     def _take(self) -> dict[str, Mean]:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or float("inf"))
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)  # DeepSpeed's is a number
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             self.drop()
             raise TrainingDivergedError(
