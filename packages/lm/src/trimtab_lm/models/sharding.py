@@ -77,9 +77,6 @@ def full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
 def prepare_sharding(model: Model, accelerator: Accelerator) -> None:
     """Checks that the accelerator can shard the model, if it is to, and keeps the precision of what the model returns.
 
-    In mixed precision accelerate casts outputs to the computation's dtype, and bfloat16 rounds log-probabilities to two
-    digits. Scores stay in float32 here.
-
     Raises:
         ValueError: other modules than the input embeddings and the LM head share a weight, as those of T5 and BART.
     """
@@ -97,9 +94,16 @@ def prepare_sharding(model: Model, accelerator: Accelerator) -> None:
                 f"FSDP2 cannot shard {type(model).__name__}: {names} share one weight, and accelerate puts only the "
                 "input embeddings and the LM head into one group. Train it with DDP or DeepSpeed."
             )
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+    keep_output_precision(accelerator)
+
+
+def keep_output_precision(accelerator: Accelerator) -> None:
+    """Lets models that the accelerator shards afterwards return float32 in mixed precision.
+
+    accelerate casts outputs to the computation's dtype, and bfloat16 rounds log-probabilities to two digits.
+    """
+    if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy) is not None:
+        accelerator.state.fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
