@@ -22,6 +22,7 @@ from tests.lm.sharded.run_trainers import local_size
 from tests.processes import let_accelerate_shard_on_cpu
 
 from trimtab_lm import PPOTrainer
+from trimtab_lm.ppo.samples import Samples
 
 STEPS = 3
 
@@ -87,28 +88,27 @@ CASES = {
     "activation checkpointing": Case(llama, has_masks=True, plugin={"activation_checkpointing": True}),
     "accelerate launch": Case(environment=LAUNCHED),
 }
-CONTINUOUS = "loop with continuous batching"
+BFLOAT16, REFUSED, CONTINUOUS = "bfloat16", "version 1", "loop with continuous batching"
 LOOPS = {
     "loop": Case(llama, given=prompts),
     CONTINUOUS: Case(llama, given=prompts, config={"rollout_backend": "continuous_batching"}),
 }
 
 
-def make(case: Case, world_size: int) -> PPOTrainer:
+def make(case: Case, world_size: int, **accelerator_kwargs: Any) -> PPOTrainer:
     """A trainer of this process's share, sharded where there are several processes."""
     model, given = case.model(), case.given()
     if "value_model" not in given:  # else the trainer creates a value head
         # Unlike Adam, SGD shows a gradient of the wrong size, and does not magnify rounding where there is none.
         given["optimizer"] = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.5)
-    plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
-    has_plugin = world_size > 1 and not case.environment
+    if world_size > 1 and not case.environment:
+        plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
+        accelerator_kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin(**plugin | case.plugin)
     sizes = {
         "batch_size": GLOBAL_BATCH // world_size,
         "mini_batch_size": 4 // world_size,
         "gradient_accumulation_steps": 2,
-        "accelerator_kwargs": {"fsdp_plugin": FullyShardedDataParallelPlugin(**plugin | case.plugin)}
-        if has_plugin
-        else {},
+        "accelerator_kwargs": accelerator_kwargs,
     }
     terms = {"ppo_epochs": 2, "ratio_threshold": 1e9, "max_grad_norm": 0.1, "init_kl_coef": 0.5, "target": 0.5}
     with MonkeyPatch.context() as patch:
@@ -164,15 +164,40 @@ def state_of(trainer: PPOTrainer) -> dict[str, Any]:
     }
 
 
+def in_bfloat16(rank: int, world_size: int) -> dict[str, Any]:
+    """Numbers of a step in which a policy with weights in float32 computes in bfloat16."""
+    trainer = make(Case(tiny.policy), world_size, mixed_precision="bf16")
+    stats = trainer.step(**share(global_batch(0, has_masks=False), rank, world_size))
+    outputs = trainer.scorer.policy(Samples(tiny.rows(2, 3, 5), tiny.rows(2, 4, 6)), temperature=1.0)
+    dtypes = sorted({str(weight.dtype) for weight in trainer.actor_critic.state_dict().values()})
+    numbers = {"values": outputs.values.detach(), "logprobs": outputs.logprobs.detach()}
+    return {"loss": stats["ppo/loss/total"], "dtypes": dtypes, **numbers}
+
+
+def refused(world_size: int) -> dict[str, Any]:
+    """What version 1 of FSDP is told."""
+    try:
+        make(Case(plugin={"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD"}), world_size)
+    except ValueError as error:
+        return {"message": str(error)}
+    return {}
+
+
+def session(case: str, rank: int, world_size: int) -> dict[str, Any]:
+    if case == BFLOAT16:
+        return in_bfloat16(rank, world_size)
+    if case == REFUSED:
+        return refused(world_size)
+    return stepped(case, rank, world_size) if case in CASES else trained(case, world_size)
+
+
 def main(folder: str, *cases: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     PartialState(cpu=True)
     let_accelerate_shard_on_cpu()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results = {}
-    for case in cases or [*CASES, *LOOPS]:
-        results[case] = stepped(case, rank, world_size) if case in CASES else trained(case, world_size)
+    results = {case: session(case, rank, world_size) for case in cases or [*CASES, *LOOPS, BFLOAT16, REFUSED]}
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -1,12 +1,13 @@
 """PPO on two processes that share policy, critic, reference, gradients and moments is PPO on one."""
 
+import math
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from tests.lm.ppo.test_distributed import assert_same_steps
-from tests.lm.sharded.run_ppo import CASES, CONTINUOUS, LOOPS, make, stepped, trained
+from tests.lm.sharded.run_ppo import BFLOAT16, CASES, CONTINUOUS, LOOPS, REFUSED, make, stepped, trained
 from tests.processes import results_of_two
 
 pytestmark = [
@@ -60,6 +61,20 @@ def test_continuous_batching_samples_from_a_sharded_policy_that_learns(two):
     assert all(first["stats"][1][name] == second["stats"][1][name] for name in ("objective/kl", "ppo/loss/total"))
     after = first["weights"]
     assert any(not torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_values_and_log_probabilities_keep_the_digits_that_bfloat16_lacks(two):
+    for process in two:
+        result = process[BFLOAT16]
+        assert result["dtypes"] == ["torch.float32"]
+        assert math.isfinite(result["loss"])
+        for name in ("values", "logprobs"):
+            numbers = result[name][result[name] != 0]
+            assert (numbers != numbers.bfloat16()).float().mean() > 0.9, name
+
+
+def test_version_1_of_fsdp_is_refused(two):
+    assert "Set fsdp_version: 2" in two[0][REFUSED]["message"]
 
 
 def test_updates_stop_early_in_the_case_of_that_name(two):

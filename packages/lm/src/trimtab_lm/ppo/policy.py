@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from trimtab_common.stats import Mean
@@ -18,7 +19,8 @@ from trimtab_lm.models.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
-from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl, positioned
+from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl
+from trimtab_lm.tokens.positions import positioned
 
 from .samples import Layouts, Padding, Samples
 
@@ -243,6 +245,16 @@ class ActorCritic(nn.Module):
         return logits, loss, values, *cache
 
 
+def keep_value_dtype(actor: ActorCritic) -> None:
+    """Lets sharded value heads compute in their weights' dtype, whatever the precision of the policy's shards."""
+    for head in actor.modules():
+        if isinstance(head, ValueHead) and isinstance(head, FSDPModule):
+            state = head._get_fsdp_state()
+            state._mp_policy = MixedPrecisionPolicy()
+            for group in state._fsdp_param_groups:
+                group.mp_policy = state._mp_policy
+
+
 class Scorer:
     """Scores samples under the policy and under its reference, token by token at the same temperature.
 
@@ -266,6 +278,7 @@ class Scorer:
         self.actor_critic, self.reference, self.accelerator = actor_critic, reference, accelerator
         self.bare: ActorCritic = accelerator.unwrap_model(actor_critic)
         self.padding = padding
+        keep_value_dtype(self.bare)
         self.ref_actor = self.bare if ref_model is None else prepared_for_inference(ActorCritic(ref_model), accelerator)
 
     def policy(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
