@@ -38,6 +38,7 @@ def assert_same(made: DDPOTrainer, plain: DDPOTrainer, rtol: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # for the compiler of inductor
 @pytest.mark.parametrize(("kind", "backend"), [("flux", "inductor"), ("sd3", "aot_eager")])
 def test_compiled_blocks_make_the_same_update(kind: str, backend: str, tmp_path: Path):
     build, call = (modern.flux, FLUX) if kind == "flux" else (tiny.stable_diffusion_3, {})

@@ -1,6 +1,6 @@
 """Low-rank adapters on a denoiser: trained in float32 whatever the denoiser's dtype, saved in diffusers' format."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -9,7 +9,7 @@ import torch
 from diffusers.training_utils import cast_training_params
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, get_peft_model_state_dict
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab_diffusion.recorder import denoiser_name
 
@@ -70,19 +70,21 @@ def without_lora(denoiser: Denoiser) -> Iterator[None]:
         denoiser.enable_adapters()
 
 
-def save_lora(pipeline: Any, folder: str | Path) -> None:
+def save_lora(pipeline: Any, folder: str | Path, denoiser_weights: Mapping[str, Tensor] | None = None) -> None:
     """Writes the adapters of a pipeline, in the format that `pipeline.load_lora_weights(folder)` reads.
 
     Args:
         pipeline: its denoiser's adapters are written, and those of its text encoders, which are not trained.
         folder: an existing or new folder.
+        denoiser_weights: all of the denoiser's by name, where it is divided over processes; None: its own.
     """
     layers: dict[str, Any] = {}
     for name in (denoiser_name(pipeline), "text_encoder", "text_encoder_2"):
         part = pipeline.components.get(name)
         if _has_adapters(part):
             adapter = part.active_adapters()[0]
-            weights = get_peft_model_state_dict(part, adapter_name=adapter)
+            full = denoiser_weights if name == denoiser_name(pipeline) else None
+            weights = get_peft_model_state_dict(part, state_dict=full, adapter_name=adapter)
             layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights)
             layers[f"{name}_lora_adapter_metadata"] = part.peft_config[adapter].to_dict()
     pipeline.save_lora_weights(folder, **layers)

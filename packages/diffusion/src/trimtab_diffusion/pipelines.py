@@ -80,6 +80,7 @@ class DDPOStableDiffusionPipeline:
         self.call_kwargs = dict(call_kwargs or {})
         self.use_lora = use_lora
         self.name = denoiser_name(pipeline)
+        self.kind: Any = type(self.denoiser)  # FSDP gives its modules classes of their own
         self.sd_pipeline.scheduler = trainable_scheduler(self.sd_pipeline.scheduler)
         if getattr(self.sd_pipeline, "safety_checker", None) is not None:
             warnings.warn("The safety checker is off: it would pass black images to the reward.", stacklevel=2)
@@ -198,12 +199,25 @@ class DDPOStableDiffusionPipeline:
         """Passes the settings to the diffusers pipeline."""
         self.sd_pipeline.set_progress_bar_config(**kwargs)
 
-    def save_pretrained(self, output_dir: str | Path) -> None:
-        """Writes the adapters for `load_lora_weights`, or without adapters the whole pipeline for `from_pretrained`."""
+    def save_pretrained(self, output_dir: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Writes the adapters for `load_lora_weights`, or without adapters the whole pipeline for `from_pretrained`.
+
+        Args:
+            output_dir: an existing or new folder.
+            weights: all of the denoiser's by name, where it is divided over processes; None: its own.
+        """
         if self.use_lora:
-            save_lora(self.sd_pipeline, output_dir)
-        else:
+            save_lora(self.sd_pipeline, output_dir, weights)
+        elif weights is None:
             self.sd_pipeline.save_pretrained(output_dir)
+        else:
+            divided, whole = self.denoiser, self.kind.from_config(self.denoiser.config)
+            whole.load_state_dict(weights, assign=True)
+            setattr(self.sd_pipeline, self.name, whole)
+            try:
+                self.sd_pipeline.save_pretrained(output_dir)
+            finally:
+                setattr(self.sd_pipeline, self.name, divided)
 
 
 class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):

@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from huggingface_hub import CommitInfo
+from torch import Tensor, nn
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
@@ -34,6 +35,7 @@ class PipelineServices:
     accelerator: Accelerator
     run: Run
     first_epoch: int
+    model: nn.Module
 
     @property
     def tracker(self) -> Tracker:
@@ -56,19 +58,28 @@ class PipelineServices:
         return self.run.save(self.checkpoint_folder, self.first_epoch, keep=keep)
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Writes the adapters, for `load_lora_weights`, or the pipeline, for `from_pretrained`; with a model card."""
+        """Writes the adapters, for `load_lora_weights`, or the pipeline, for `from_pretrained`; with a model card.
+
+        Collective where the processes share the weights (FSDP): call it on each of them.
+        """
+        self._write(save_directory, self._full_weights())
+
+    def _full_weights(self) -> dict[str, Tensor] | None:
+        """The denoiser's weights, gathered on the main process; None where each process has them. Collective."""
+        return self.accelerator.get_state_dict(self.model) if self.accelerator.is_fsdp2 else None
+
+    def _write(self, folder: str | Path, weights: dict[str, Tensor] | None, repo_id: str | None = None) -> None:
         if self.accelerator.is_main_process:
-            self.sd_pipeline.save_pretrained(save_directory)
-            self.create_model_card(str(save_directory))
+            self.sd_pipeline.save_pretrained(folder, **({} if weights is None else {"weights": weights}))
+            self.create_model_card(str(folder), repo_id=repo_id)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
-        """Uploads what `save_pretrained` writes; kwargs as of huggingface_hub.upload_folder, and `private`."""
+        """Uploads what `save_pretrained` writes; kwargs as of huggingface_hub.upload_folder, and `private`.
 
-        def write(folder: str) -> None:
-            self.save_pretrained(folder)
-            self.create_model_card(folder, repo_id=repo_id)
-
-        return self.run.push(write, repo_id, **kwargs)
+        Collective likewise.
+        """
+        weights = self._full_weights()
+        return self.run.push(lambda folder: self._write(folder, weights, repo_id), repo_id, **kwargs)
 
     def create_model_card(
         self, path: str, model_name: str | None = "TRL DDPO Model", *, repo_id: str | None = None

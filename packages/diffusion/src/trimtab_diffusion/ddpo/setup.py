@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 
 from trimtab_common.config import to_flat_dict
@@ -72,7 +73,8 @@ def place(config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator
         if part is not denoiser:
             part.to(accelerator.device, dtype if dtype != torch.float32 else None)
             continue
-        denoiser.to(accelerator.device)
+        if not accelerator.is_fsdp2:  # which moves this process's part alone
+            denoiser.to(accelerator.device)
         for weight in denoiser.parameters():
             if weight.requires_grad:
                 weight.data = weight.data if weight.dtype == torch.float64 else weight.data.float()
@@ -144,7 +146,10 @@ def reference_of(
     if pipeline.use_lora:
         return partial(_without_adapters, pipeline)
     frozen = copy.deepcopy(pipeline.denoiser).requires_grad_(False)
-    prepared = accelerator.prepare_model(frozen, evaluation_mode=True)  # in the policy's precision
+    if accelerator.is_fsdp2:
+        prepared = fsdp2_prepare_model(accelerator, frozen)
+    else:
+        prepared = accelerator.prepare_model(frozen, evaluation_mode=True)  # in the policy's precision
     return lambda: nullcontext(prepared)
 
 

@@ -1,0 +1,97 @@
+"""DDPO whose denoiser, gradients and optimizer state are divided over the processes (FSDP2), under torchrun.
+
+`folder,case,epochs,resume`: a case to so many epochs in all, from the latest checkpoint where resume is not empty.
+`folder/<case>-<processes>-<epochs>-<rank>.pt` gets statistics and weights.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from tests.diffusion import modern, tiny
+from tests.diffusion.run_ddpo_distributed import COUNT, SameSamples, Turns, brightness, config, weights
+from tests.processes import let_accelerate_shard_on_cpu
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trimtab_diffusion import DDPOStableDiffusionPipeline
+
+CALL = {"height": 16, "width": 16, "max_sequence_length": 16, "true_cfg_scale": 2.0}  # embedded guidance too
+CASES: dict[str, dict[str, Any]] = {
+    "full": {"init_kl_coef": 0.5, "adap_kl_ctrl": True, "target": 1, "horizon": 20},
+    "lora": {"init_kl_coef": 0.5},
+    "checkpointing": {"train_gradient_checkpointing": True},
+}
+
+
+def make(folder: Path, case: str, world_size: int, *, is_resumed: bool) -> SameSamples:
+    """A trainer of this process's share of the samples, sharded where there are several processes."""
+    plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
+    share = COUNT // world_size
+    settings = config(
+        str(folder),
+        sample_num_batches_per_epoch=share // 2,
+        train_batch_size=share // 2,
+        train_num_inner_epochs=2,
+        train_max_grad_norm=0.5,
+        resume_from="latest" if is_resumed else "",
+        resume_with_changes=True,
+        accelerator_kwargs={"fsdp_plugin": FullyShardedDataParallelPlugin(**plugin)} if world_size > 1 else {},
+        **CASES[case],
+    )
+    with tiny.from_seed(1):  # adapters begin at random
+        pipeline = DDPOStableDiffusionPipeline(modern.flux(), use_lora=case == "lora", call_kwargs=CALL)
+    pipeline.sd_pipeline.to(dtype=torch.float64)
+    return SameSamples(settings, brightness, Turns(), pipeline, other_rewards={})
+
+
+def run(folder: Path, case: str, epochs: int, *, is_resumed: bool = False, world_size: int = 1) -> dict[str, Any]:
+    """The case up to so many epochs: what it logs from where it begins, its weights, and what this process holds."""
+    trainer = make(folder, case, world_size, is_resumed=is_resumed)
+    history = []
+    for epoch in range(trainer.first_epoch, epochs):
+        trainer.step(epoch, trainer.global_step)
+        trainer.save_checkpoint()
+        history.append(
+            {name: value for name, value in trainer.last_stats.items() if not name.startswith(("time/", "memory/"))}
+        )
+    trainer.save_pretrained(folder / f"{case}-{world_size}-{epochs}")
+    moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
+    return {
+        "history": history,
+        "weights": {name: whole(weight) for name, weight in weights(trainer).items()},
+        "local": sum(map(local_size, trainer.model.parameters())),
+        "moments": sum(map(local_size, moments)),
+    }
+
+
+def whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def local_size(tensor: Tensor) -> int:
+    """Elements of a tensor on this process."""
+    return tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel()
+
+
+def main(*sessions: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        PartialState(cpu=True)
+        let_accelerate_shard_on_cpu()
+    for session in sessions:
+        folder, case, epochs, resume = session.split(",")
+        result = run(Path(folder), case, int(epochs), is_resumed=bool(resume), world_size=world_size)
+        torch.save(result, f"{folder}/{case}-{world_size}-{epochs}-{rank}.pt")
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
