@@ -1,4 +1,4 @@
-"""The configurations of launchers are those that the launchers read, and docs/engines.md says what the code computes."""
+"""Launchers know every key of their configurations, and docs/engines.md says what the code computes."""
 
 import re
 import subprocess

@@ -210,10 +210,8 @@ def main() -> None:
         rows.append([name, *(f"{part / GIB:.1f}" for part in (*parts, parts.total))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"{config.model} on {config.gpus} GPUs, GiB on each:")
-    for row in rows:
-        print(
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        )
+    for name, *cells in rows:
+        print(name.ljust(widths[0]), *(cell.rjust(width + 1) for cell, width in zip(cells, widths[1:], strict=True)))
 
 
 if __name__ == "__main__":
