@@ -1,4 +1,4 @@
-"""Two processes that train together, as torchrun starts them, gloo between them and one thread each."""
+"""Processes that train together, as torchrun starts them, gloo between them and one thread each."""
 
 import os
 import subprocess
@@ -7,19 +7,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def results_of_two(module: str, folder: Path) -> list[dict[str, Any]]:
+def results_of_two(module: str, folder: Path, *, seconds: int = 170) -> list[dict[str, Any]]:
     """Run `python -m module folder` in two processes; what each saved as folder/<rank>.pt."""
+    launch(module, str(folder), processes=2, seconds=seconds)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def launch(module: str, *args: str, processes: int, seconds: int = 170) -> None:
+    """Run `python -m module *args` in processes that know each other; they are killed after so many seconds."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", module]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
-        [*launch, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170
+        [*torchrun, "-m", module, *args], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def let_accelerate_shard_on_cpu() -> None:
+    """Make accelerate take an FSDP plugin on a CPU, which it ignores there, for the rest of this process.
+
+    FSDP2 itself works over gloo. The process may create several accelerators, each with a plugin of its own.
+    """
+    construct = AcceleratorState.__init__
+
+    def with_plugin(self: Any, *args: Any, fsdp_plugin: Any = None, _from_accelerator: bool = False, **kw: Any) -> None:
+        if fsdp_plugin is not None:
+            AcceleratorState._reset_state()
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+        construct(self, *args, _from_accelerator=_from_accelerator, **kw)
+        if fsdp_plugin is not None:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            if self.mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self.mixed_precision)
+
+    AcceleratorState.__init__ = with_plugin

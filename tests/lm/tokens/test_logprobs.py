@@ -276,5 +276,6 @@ def test_no_tensor_of_positions_by_vocabulary_is_made(build, monkeypatch):
 
 def test_the_entry_of_no_positions_is_empty():
     head = LanguageHead(llama().eval())
-    scores = head.score(HeadInputs(torch.zeros(0, head.head.in_features)), torch.zeros(0, dtype=torch.long))
+    nothing, ids = torch.zeros(0, dtype=torch.long), torch.ones(1, 3, dtype=torch.long)
+    scores, _ = head.score(nothing, nothing, input_ids=ids, attention_mask=ids)
     assert scores.logprobs.shape == (0,)

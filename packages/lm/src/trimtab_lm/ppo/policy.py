@@ -206,10 +206,15 @@ class ActorCritic(nn.Module):
         """
         if tokens is None:
             return self._logits_and_values(input_ids=input_ids, **inputs)
-        read = self.head.read if self.critic is not None else self.head.read_with_state
-        heads = read(tokens["source"], **model_inputs(self.pretrained_model, tokens))
+        scores, heads = self.head.score(
+            tokens["source"],
+            tokens["targets"],
+            temperature=temperature,
+            needs_state=self.critic is None,
+            **model_inputs(self.pretrained_model, tokens),
+        )
         return TokenOutputs(
-            *self.head.score(heads, tokens["targets"], temperature=temperature),
+            *scores,
             values=self.policy.v_head(heads.state) if self.critic is None else self.critic(critic_tokens),
             logits=self.head.logits(heads) if return_logits else None,
         )
@@ -266,8 +271,8 @@ class Scorer:
         """[B, R] of the reference, which has no values."""
         tokens = samples.tokens(self.ref_layouts, self.padding)
         with self.of_reference():
-            heads = self._read(self.ref_head, tokens)
-            scores = self.ref_head.score(heads, tokens["targets"], temperature=temperature)
+            inputs = model_inputs(self.ref_head.model, tokens)
+            scores, heads = self.ref_head.score(tokens["source"], tokens["targets"], temperature=temperature, **inputs)
             logits = self.ref_head.logits(heads) if return_logits else None
         return PolicyOutputs.of(samples, TokenOutputs(scores.logprobs, scores.entropy, logits=logits))
 

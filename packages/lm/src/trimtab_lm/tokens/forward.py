@@ -42,8 +42,8 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
     head = LanguageHead(model, run)
 
     def score(tokens: Batch, temperature: float = 1.0) -> TokenScores:
-        inputs = head.read(tokens["source"], **model_inputs(model, tokens))
-        return head.score(inputs, tokens["targets"], temperature=temperature)
+        inputs = model_inputs(model, tokens)
+        return head.score(tokens["source"], tokens["targets"], temperature=temperature, **inputs)[0]
 
     _extend_forward(model, run, score, language_head=head)
     return head

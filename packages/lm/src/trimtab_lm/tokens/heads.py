@@ -1,14 +1,15 @@
 """What the heads of a language model read: the LM head's input, and the decoder's last hidden state for other heads."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from trimtab_lm.models.interface import Model, decoder_config
+from trimtab_lm.models.interface import Forward, Model, decoder_config
 
 
 def lm_head_of(model: Model) -> nn.Module | None:
@@ -57,20 +58,49 @@ def last_hidden_state(model: Model, output: ModelOutput) -> Tensor:
 
 
 @contextmanager
+def forward_replaced(
+    module: nn.Module, forward: Callable[[Forward, Tensor], tuple[Tensor, ...]]
+) -> Iterator[list[Tensor]]:
+    """Replaces a module's forward inside the block by one that returns further tensors beside the module's output.
+
+    The further tensors pass through the module's forward hooks. Those of FSDP and DeepSpeed look at all outputs of a
+    call, and so see the gradients that come back through any of them.
+
+    Args:
+        module: takes one tensor and returns one, such as an LM head.
+        forward: takes the module's own forward and its input; returns the module's output, and the further tensors.
+
+    Yields:
+        The further tensors of the calls inside the block.
+    """
+    further: list[Tensor] = []
+    run = module.forward
+    is_own = "forward" in vars(module)  # of the instance, as accelerate's hooks set it
+
+    def keep(_: nn.Module, __: object, outputs: tuple[Tensor, ...]) -> Tensor:
+        further.extend(outputs[1:])
+        return outputs[0]
+
+    handle = module.register_forward_hook(keep)  # after those of FSDP and DeepSpeed
+    module.forward = partial(forward, run)
+    try:
+        yield further
+    finally:
+        handle.remove()
+        del module.forward
+        if is_own:
+            module.forward = run
+
+
+@contextmanager
 def without_logits(model: Model) -> Iterator[None]:
     """Makes the LM head read no positions inside the block, so that the model's logits are [B, 0, V] and cost nothing.
 
     A model without an LM head runs unchanged.
     """
     head = lm_head_of(model)
-    if head is None:
+    with nullcontext() if head is None else forward_replaced(head, lambda run, states: (run(states[:, :0]),)):
         yield
-        return
-    handle = head.register_forward_pre_hook(lambda _, args: (args[0][:, :0], *args[1:]))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def state_width(model: Model) -> int:

@@ -6,7 +6,7 @@ counted positions only. The head is applied to chunks of them, in float32 or mor
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab_common.kl import full
 from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
-from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of
+from trimtab_lm.tokens.heads import forward_replaced, last_hidden_state, lm_head_of
 
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk: 64 MiB in float32. Two such buffers exist at a time, three with an entropy's gradient.
@@ -207,7 +207,7 @@ class HeadInputs(NamedTuple):
     Args:
         hidden: [N, H], the input of the LM head.
         logits: [N, V], where the LM head cannot be split off; else None.
-        state: [N, hidden], the decoder's last hidden state, from `LanguageHead.read_with_state`; else None.
+        state: [N, hidden], the decoder's last hidden state, where it was asked for; else None.
     """
 
     hidden: Tensor
@@ -216,7 +216,7 @@ class HeadInputs(NamedTuple):
 
 
 class LanguageHead:
-    """A transformers model as trunk and LM head: `read` runs the trunk, `score` and `logits` apply the head.
+    """A transformers model as trunk and LM head: scores tokens without logits [B, T, V].
 
     Works for any causal or encoder-decoder model (tied heads, biases, soft-capped or scaled logits, LoRA on the head).
     The changes of the logits after the head come from the model's configuration. The constructor compares the result
@@ -249,49 +249,90 @@ class LanguageHead:
         """The LM head, with the adapters and hooks that are on it."""
         return cast(nn.Module, lm_head_of(self.model))
 
-    def read(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
-        """Runs the trunk and keeps what the head reads at N positions.
+    def score(
+        self, where: Tensor, targets: Tensor, *, temperature: float = 1.0, needs_state: bool = False, **inputs: Tensor
+    ) -> tuple[TokenScores, HeadInputs]:
+        """Runs the model and scores targets at N positions; the LM head scores them inside its own call.
+
+        FSDP and DeepSpeed gather a module's weights when it is called, and reduce its gradients when backward passes
+        its inputs. The head's weights may therefore be read inside its call only.
 
         Args:
             where: bool [B, T], True at the positions, which are read row by row; or int64 [N], places in the flattened
                 [B * T], in any order and with repetitions.
+            targets: [N], ids of the chosen tokens.
+            temperature: of the softmax.
+            needs_state: whether value heads will read the decoder's last hidden state.
             inputs: `input_ids`, `attention_mask`, and for encoder-decoder models `decoder_input_ids`,
                 `decoder_attention_mask`, each [B, T], padded on either side.
+
+        Returns:
+            Scores that are differentiable in the model's weights, and what the heads read.
         """
-        return self._read(where, inputs, needs_state=False)
+        head = self.head
+        run_head = head.forward
 
-    def read_with_state(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
-        """Does what `read` does, and keeps the decoder's last hidden state, which value heads read."""
-        return self._read(where, inputs, needs_state=True)
+        def score_chunk(hidden: Tensor, targets: Tensor) -> TokenScores:
+            return score_logits(self._changed(run_head(hidden)), targets, temperature=temperature)
 
-    def _read(self, where: Tensor, inputs: ModelInputs, *, needs_state: bool) -> HeadInputs:
-        captured: list[Tensor] = []
+        def score_at_head(hidden: Tensor) -> TokenScores:
+            if _is_linear(head, run_head) and not any(self._changes.values()):
+                return score_linear(hidden, cast(nn.Linear, head), targets, temperature=temperature)
+            spans = _spans(len(targets), self.config.vocab_size)
+            parts = [
+                checkpoint(score_chunk, hidden[span], targets[span], use_reentrant=False, preserve_rng_state=False)
+                for span in spans
+            ]
+            return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-        def capture(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            captured.append(args[0])
-            return (args[0][:, :0], *args[1:]) if self.separable else None
+        read, scores = self._run(where, inputs, needs_state=needs_state, at_head=score_at_head)
+        if read.logits is not None:
+            return score_logits(read.logits, targets, temperature=temperature), read
+        return TokenScores(*scores), read
 
-        handle = self.head.register_forward_pre_hook(capture)
-        try:
+    def read(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
+        """Runs the trunk and keeps what the LM head reads at N positions; arguments as of `score`."""
+        return self._run(where, inputs, needs_state=False)[0]
+
+    def logits(self, inputs: HeadInputs) -> Tensor:
+        """Returns the model's logits [N, V] of a few positions."""
+        return self._changed(self.head(inputs.hidden)) if inputs.logits is None else inputs.logits
+
+    def _run(
+        self,
+        where: Tensor,
+        inputs: ModelInputs,
+        *,
+        needs_state: bool,
+        at_head: Callable[[Tensor], Sequence[Tensor]] = lambda _: (),
+    ) -> tuple[HeadInputs, Sequence[Tensor]]:
+        """Runs the model; the LM head computes `at_head` of what it reads at N positions, and no logits but [B, 0, V].
+
+        Returns:
+            What the heads read, and what `at_head` returned.
+        """
+        read: list[Tensor] = []
+
+        def forward(run_head: Forward, states: Tensor) -> tuple[Tensor, ...]:
+            read.append(_chosen(states, where))
+            return (run_head(states[:, :0]), *at_head(read[0])) if self.separable else (run_head(states),)
+
+        with forward_replaced(self.head, forward) as results:
             output = self.run(
                 **positioned(self._forward_of, inputs),
                 use_cache=False,
                 return_dict=True,
                 output_hidden_states=needs_state,
             )
-        finally:
-            handle.remove()
-        return HeadInputs(
-            _chosen(captured[0], where),
+        heads = HeadInputs(
+            read[0],
             None if self.separable else _chosen(output.logits, where),
             _chosen(last_hidden_state(self.model, output), where) if needs_state else None,
         )
+        return heads, results
 
-    def logits(self, inputs: HeadInputs) -> Tensor:
-        """Returns the model's logits [N, V] of a few positions."""
-        if inputs.logits is not None:
-            return inputs.logits
-        logits = self.head(inputs.hidden)
+    def _changed(self, logits: Tensor) -> Tensor:
+        """Returns the logits as the model changes them after its head."""
         if scale := self._changes["logit_scale"]:
             logits = logits * scale
         if scale := self._changes["logits_scaling"]:
@@ -299,34 +340,6 @@ class LanguageHead:
         if cap := self._changes["final_logit_softcapping"]:
             logits = torch.tanh(logits / cap) * cap
         return logits
-
-    def score(self, inputs: HeadInputs, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
-        """Scores targets [N] at N positions and a temperature; differentiable in the inputs and the head."""
-        if (head := self._linear_head) is not None:
-            return score_linear(inputs.hidden, head, targets, temperature=temperature)
-
-        def score_chunk(hidden: Tensor, chunk_targets: Tensor) -> TokenScores:
-            return score_logits(self.logits(HeadInputs(hidden)), chunk_targets, temperature=temperature)
-
-        if inputs.logits is not None:
-            return score_logits(inputs.logits, targets, temperature=temperature)
-        spans = _spans(len(targets), self.config.vocab_size)
-        parts = [
-            checkpoint(score_chunk, inputs.hidden[span], targets[span], use_reentrant=False, preserve_rng_state=False)
-            for span in spans
-        ]
-        return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-    @property
-    def _linear_head(self) -> nn.Linear | None:
-        """The LM head, where the logits are its weight times its input, plus a bias, and nothing else; else None."""
-        head = self.head
-        # A subclass of Linear or Parameter (quantized, LoRA) computes something else.
-        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
-            return None
-        # Hooks of accelerate, of PEFT or of a user must run.
-        is_hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-        return head if self.separable and not is_hooked and not any(self._changes.values()) else None
 
     @torch.no_grad()
     def _logits_agree(self) -> bool:
@@ -377,6 +390,14 @@ def exact_kl(
 
     spans = _spans(len(policy_inputs.hidden), vocab_size)
     return torch.cat([full(log_p(policy, policy_inputs, span), log_p(ref, ref_inputs, span)) for span in spans])
+
+
+def _is_linear(head: nn.Module, forward: Forward) -> bool:
+    """Whether `forward`, the head's own, is its weight times its input, plus a bias, and nothing else."""
+    # A subclass of Linear or Parameter (quantized, LoRA) computes something else, and so does accelerate's hook, which
+    # loads offloaded weights. The class that FSDP derives from Linear has the forward of Linear.
+    is_plain = inspect.ismethod(forward) and forward.__func__ is nn.Linear.forward
+    return is_plain and type(head.weight) is nn.Parameter
 
 
 def _chosen(states: Tensor, where: Tensor) -> Tensor:
