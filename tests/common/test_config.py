@@ -8,8 +8,10 @@ from trimtab_common.config import (
     Count,
     CountFromZero,
     Decay,
+    Fraction,
     NotNegative,
     Positive,
+    Seed,
     Share,
     check_ranges,
     parse_config,
@@ -265,6 +267,8 @@ class Ranges:
     weight: NotNegative = setting("A weight.", default=0.0)
     share: Share = setting("A share.", default=1.0)
     decay: Decay = setting("A decay.", default=0.0)
+    fraction: Fraction = setting("A fraction.", default=0.5)
+    seed: Seed = setting("A seed.", default=0)
     free: float = 0.0
 
     def __post_init__(self):
@@ -286,6 +290,9 @@ class Ranges:
         ({"share": 1.1}, "share=1.1"),
         ({"decay": 1.0}, "decay=1.0 must be a number from 0 to below 1"),
         ({"decay": -0.1}, "decay=-0.1"),
+        ({"fraction": 1.1}, "fraction=1.1 must be a number from 0 to 1"),
+        ({"seed": 2**32}, r"seed=4294967296 must be in \[0, 2\*\*32\)"),
+        ({"count": None}, "count=None must be a whole number of at least 1"),
     ],
 )
 def test_a_setting_outside_its_range_is_refused_with_the_range(settings, words):
@@ -294,5 +301,5 @@ def test_a_setting_outside_its_range_is_refused_with_the_range(settings, words):
 
 
 def test_the_ends_of_a_range_and_an_absent_setting_are_accepted():
-    Ranges(count=3.0, rate=1e-9, weight=0.0, share=1.0, decay=0.0, free=float("nan"))
+    Ranges(count=3.0, rate=1e-9, weight=0.0, share=1.0, decay=0.0, fraction=1.0, seed=0, free=float("nan"))
     Ranges(rate=None)

@@ -54,6 +54,8 @@ Positive = Annotated[float, Range("a finite number above 0", lambda value: math.
 NotNegative = Annotated[float, Range("a finite number, 0 or above", lambda value: math.isfinite(value) and value >= 0)]
 Share = Annotated[float, Range("a number above 0 and up to 1", lambda value: 0 < value <= 1)]
 Decay = Annotated[float, Range("a number from 0 to below 1", lambda value: 0 <= value < 1)]
+Fraction = Annotated[float, Range("a number from 0 to 1", lambda value: 0 <= value <= 1)]
+Seed = Annotated[int, Range("in [0, 2**32), the range that NumPy takes", lambda value: 0 <= value < 2**32)]
 
 
 def setting(text: str, **default: Any) -> Any:
@@ -62,12 +64,15 @@ def setting(text: str, **default: Any) -> Any:
 
 
 def check_ranges(config: DataclassInstance) -> None:
-    """Raises ValueError for the first field whose value is outside the range that its annotation names."""
+    """Raises ValueError for the first field whose value is outside the range that its annotation names.
+
+    None is in the range of a field that is annotated with it, such as Count | None.
+    """
     hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         within, value = _range_of(hints[field.name]), getattr(config, field.name)
-        is_absent = value is None and field.default is None
-        if within is not None and not is_absent and not within.holds(value):
+        is_absent = value is None and type(None) in typing.get_args(hints[field.name])
+        if within is not None and not is_absent and (value is None or not within.holds(value)):
             raise ValueError(f"{field.name}={value} must be {within.words}.")
 
 

@@ -109,3 +109,10 @@ class AdaptiveKLController(FixedKLController):
         """
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value *= max(1 + error * n_steps / self.horizon, LEAST_FACTOR)
+
+
+def kl_controller(init_kl_coef: float, *, target: float | None, horizon: float | None) -> FixedKLController:
+    """The controller that moves a coefficient towards a target; without target and horizon, one that keeps it."""
+    if target is None or horizon is None:
+        return FixedKLController(init_kl_coef)
+    return AdaptiveKLController(init_kl_coef, target, horizon)

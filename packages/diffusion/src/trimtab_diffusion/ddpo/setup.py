@@ -15,7 +15,6 @@ from torch import nn
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.hub import write_model_card
-from trimtab_common.kl import AdaptiveKLController, FixedKLController
 from trimtab_common.run import Run, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings
 from trimtab_common.tracking import Tracker, start_tracking
@@ -132,13 +131,6 @@ def prompt_stats_of(config: DDPOConfig) -> PerPromptStatTracker | None:
     if not config.per_prompt_stat_tracking:
         return None
     return PerPromptStatTracker(config.per_prompt_stat_tracking_buffer_size, config.per_prompt_stat_tracking_min_count)
-
-
-def kl_controller(config: DDPOConfig) -> FixedKLController:
-    """The controller of the KL coefficient that the config asks for."""
-    if config.adap_kl_ctrl:
-        return AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
-    return FixedKLController(config.init_kl_coef)
 
 
 def run_of(config: DDPOConfig, accelerator: Accelerator, model: nn.Module) -> Run:

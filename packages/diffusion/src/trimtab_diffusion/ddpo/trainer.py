@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trimtab_common.advantages import group_whitened
 from trimtab_common.health import TrainingDivergedError, Vitals
+from trimtab_common.kl import kl_controller
 from trimtab_common.run import Stateful
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
@@ -77,7 +78,8 @@ class DDPOTrainer:
         self.model, self.optimizer = self.accelerator.prepare(sd_pipeline.denoiser, optimizer)
         self.model.eval()  # dropout would make the policy that trains another than the one that sampled
         self.lr_scheduler = setup.warmup(optimizer, config.train_warmup_steps)
-        self.kl_ctl = setup.kl_controller(config)
+        target = config.target if config.adap_kl_ctrl else None
+        self.kl_ctl = kl_controller(config.init_kl_coef, target=target, horizon=config.horizon)
         self.prompt_stats = setup.prompt_stats_of(config)
         self.first_epoch = self.global_step = self.queries = 0
         self.last_stats: dict[str, float] = {}

@@ -5,7 +5,7 @@ import warnings
 from dataclasses import FrozenInstanceError, dataclass, replace
 from typing import Any, Literal
 
-from trimtab_common.config import script_name, setting
+from trimtab_common.config import Count, Fraction, NotNegative, Positive, Seed, check_ranges, script_name, setting
 from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.tracking import check_tracker_name
 from trimtab_lm.sampling.backends import BACKENDS
@@ -32,7 +32,7 @@ class PPOConfig(_Taken):
     """
 
     exp_name: str = setting("Name of the run in the tracker.", default_factory=script_name)
-    seed: int = setting("Seed of the shuffling and of the sampling in `generate`.", default=0)
+    seed: Seed = setting("Seed of the shuffling and of the sampling in `generate`.", default=0)
     log_with: str | None = setting("Tracker: wandb (offline without an account), tensorboard or none.", default=None)
     task_name: str | None = setting("Task, as a tag of the run in the tracker.", default=None)
     model_name: str | None = setting(
@@ -59,30 +59,30 @@ class PPOConfig(_Taken):
         "Arguments of push_to_hub (repo_id at least): push whenever the mean score is the best so far.",
         default_factory=dict,
     )
-    steps: int = setting("PPO steps of `train`.", default=20000)
-    learning_rate: float = setting("Learning rate of Adam.", default=1e-5)
+    steps: Count = setting("PPO steps of `train`.", default=20000)
+    learning_rate: Positive = setting("Learning rate of Adam.", default=1e-5)
     adap_kl_ctrl: bool = setting(
         "Adapt the KL coefficient to `target`; otherwise it stays at init_kl_coef.", default=True
     )
-    init_kl_coef: float | None = setting("KL coefficient at the start.", default=0.2)
+    init_kl_coef: NotNegative = setting("KL coefficient at the start.", default=0.2)
     kl_penalty: Literal["kl", "abs", "mse", "full", "k1", "k2", "k3"] = setting(
         "KL per token: kl = k1 (log-ratio), abs (its size), mse = k2 (half its square), k3, full (exact).",
         default="kl",
     )
-    target: float | None = setting("KL that the adaptive controller aims at, in nats per response.", default=6)
-    horizon: float | None = setting("Responses over which the adaptive controller corrects an error.", default=10000)
-    gamma: float = setting("Discount per token.", default=1)
-    lam: float = setting("Lambda of the generalised advantage estimate.", default=0.95)
-    cliprange: float = setting("Keep pi / pi_old within 1 +- this.", default=0.2)
-    cliprange_value: float = setting("Keep values within this of the rollout's values.", default=0.2)
-    vf_coef: float = setting("Weight of the value loss.", default=0.1)
-    batch_size: int = setting("Responses per step, on one process.", default=256)
+    target: Positive | None = setting("KL that the adaptive controller aims at, in nats per response.", default=6)
+    horizon: Positive | None = setting("Responses over which the adaptive controller corrects an error.", default=10000)
+    gamma: Fraction = setting("Discount per token.", default=1)
+    lam: Fraction = setting("Lambda of the generalised advantage estimate.", default=0.95)
+    cliprange: Positive = setting("Keep pi / pi_old within 1 +- this.", default=0.2)
+    cliprange_value: Positive = setting("Keep values within this of the rollout's values.", default=0.2)
+    vf_coef: NotNegative = setting("Weight of the value loss.", default=0.1)
+    batch_size: Count = setting("Responses per step, on one process.", default=256)
     forward_batch_size: int | None = setting("Deprecated name of mini_batch_size.", default=None)
-    mini_batch_size: int = setting("Responses per forward and backward pass.", default=1)
-    gradient_accumulation_steps: int = setting("Minibatches per optimizer step, weighed by tokens.", default=1)
-    world_size: int | None = setting("Number of processes; filled in by the trainer.", default=None)
-    ppo_epochs: int = setting("Passes over the batch in each step.", default=4)
-    max_grad_norm: float | None = setting("Clip the gradient's norm to this at every update.", default=None)
+    mini_batch_size: Count = setting("Responses per forward and backward pass.", default=1)
+    gradient_accumulation_steps: Count = setting("Minibatches per optimizer step, weighed by tokens.", default=1)
+    world_size: Count | None = setting("Number of processes; filled in by the trainer.", default=None)
+    ppo_epochs: Count = setting("Passes over the batch in each step.", default=4)
+    max_grad_norm: Positive | None = setting("Clip the gradient's norm to this at every update.", default=None)
     optimize_cuda_cache: bool | None = setting("Deprecated name of optimize_device_cache.", default=None)
     optimize_device_cache: bool | None = setting(
         "Give unused accelerator memory back after each step: leaner beside other programs, slightly slower.",
@@ -91,16 +91,16 @@ class PPOConfig(_Taken):
     early_stopping: bool = setting(
         "End a step's updates when the policy has moved by more than 1.5 target_kl.", default=False
     )
-    target_kl: float = setting("KL(old policy, policy) in nats per token, for early_stopping.", default=1)
-    compare_steps: int = setting(
+    target_kl: Positive = setting("KL(old policy, policy) in nats per token, for early_stopping.", default=1)
+    compare_steps: Count = setting(
         "Steps between two looks for the best mean score, for push_to_hub_if_best_kwargs.", default=1
     )
-    ratio_threshold: float = setting(
+    ratio_threshold: Positive = setting(
         "Leave a minibatch out of the update if its mean ratio is above this.", default=10.0
     )
     use_score_scaling: bool = setting("Divide scores by their running standard deviation.", default=False)
     use_score_norm: bool = setting("Also subtract their running mean (needs use_score_scaling).", default=False)
-    score_clip: float | None = setting("Clip scores to +- this, after scaling.", default=None)
+    score_clip: Positive | None = setting("Clip scores to +- this, after scaling.", default=None)
     whiten_rewards: bool = setting(
         "Scale rewards to variance 1 before the advantages; their mean is kept.", default=False
     )
@@ -114,15 +114,17 @@ class PPOConfig(_Taken):
     global_backward_batch_size: int | None = setting("The same over all processes; computed.", default=None)
     global_batch_size: int | None = setting("Responses per step over all processes; computed.", default=None)
     total_ppo_epochs: int | None = setting("Deprecated: steps / batch_size, rounded up; computed.", default=None)
-    temperature: float | None = setting(
+    temperature: Positive | None = setting(
         "Temperature that the responses were sampled at. None: that of the last `generate`.", default=None
     )
-    missing_eos_penalty: float | None = setting(
+    missing_eos_penalty: NotNegative | None = setting(
         "Subtracted from the score of a response that does not end with an end token.", default=None
     )
     output_dir: str | None = setting("Folder of checkpoints.", default=None)
-    save_steps: int | None = setting("`train` saves a checkpoint every so many steps (needs output_dir).", default=None)
-    save_total_limit: int | None = setting("Checkpoints kept; older ones are removed. None: all.", default=None)
+    save_steps: Count | None = setting(
+        "`train` saves a checkpoint every so many steps (needs output_dir).", default=None
+    )
+    save_total_limit: Count | None = setting("Checkpoints kept; older ones are removed. None: all.", default=None)
     resume_with_changes: bool = setting(
         "Resume although settings or data differ from the checkpoint's, with a warning that lists them; else an error.",
         default=False,
@@ -136,6 +138,11 @@ class PPOConfig(_Taken):
         "Settings of the sampler: arguments of ContinuousBatchingRollout or VLLMRollout.",
         default=None,
     )
+
+    @property
+    def kl_target(self) -> float | None:
+        """What the KL coefficient moves towards, in nats per response; None where it stays."""
+        return self.target if self.adap_kl_ctrl else None
 
     def taken(self, **facts: Any) -> "PPOConfig":
         """A checked copy for a trainer, with what is known at run time filled in. Its fields cannot be assigned."""
@@ -155,7 +162,7 @@ class PPOConfig(_Taken):
         self._take_deprecated("forward_batch_size", "mini_batch_size")
         self._take_deprecated("optimize_cuda_cache", "optimize_device_cache")
         check_tracker_name(self.log_with)
-        self._check_numbers()
+        check_ranges(self)
         self._check_relations()
         self._compute("backward_batch_size", self.mini_batch_size * self.gradient_accumulation_steps)
         if self.batch_size % self.backward_batch_size:  # type: ignore[operator]
@@ -196,38 +203,9 @@ class PPOConfig(_Taken):
             )
         setattr(self, name, _Computed(value))
 
-    def _check_numbers(self) -> None:
-        whole = [
-            "batch_size",
-            "mini_batch_size",
-            "gradient_accumulation_steps",
-            "ppo_epochs",
-            "steps",
-            "compare_steps",
-        ]
-        whole += [name for name in ("save_steps", "save_total_limit", "world_size") if getattr(self, name) is not None]
-        for name in whole:
-            if getattr(self, name) < 1 or int(getattr(self, name)) != getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)} must be a whole number of at least 1.")
-        positive = ["learning_rate", "cliprange", "cliprange_value", "target_kl", "ratio_threshold"]
-        optional = ["target", "horizon", "score_clip", "max_grad_norm", "temperature"]
-        for name in positive + [name for name in optional if getattr(self, name) is not None]:
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number above 0.")
-        for name in ["vf_coef"] + [n for n in ("init_kl_coef", "missing_eos_penalty") if getattr(self, n) is not None]:
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number, 0 or above.")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} is outside [0, 2**32), the range NumPy takes. Choose a seed within it.")
-
     def _check_relations(self) -> None:
         if self.kl_penalty not in (*SAMPLED_KL, "full"):
             raise ValueError(f"kl_penalty={self.kl_penalty!r} is none of {', '.join([*SAMPLED_KL, 'full'])}.")
-        if self.init_kl_coef is None:
-            raise ValueError("init_kl_coef=None: give the KL coefficient to start from; 0 trains without a penalty.")
         if self.adap_kl_ctrl and (self.target is None or self.horizon is None):
             raise ValueError(
                 f"adap_kl_ctrl needs target and horizon, got target={self.target}, horizon={self.horizon}. "

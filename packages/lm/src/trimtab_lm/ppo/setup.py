@@ -1,7 +1,7 @@
 """The arguments of a PPOTrainer, checked and completed."""
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
-from trimtab_common.kl import AdaptiveKLController, FixedKLController
 from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
 from trimtab_common.tracking import start_tracking
@@ -124,12 +123,6 @@ def optimizer_of(config: PPOConfig, optimizer: torch.optim.Optimizer | None, mod
     return optimizer
 
 
-def kl_controller(config: PPOConfig) -> FixedKLController:
-    """The controller of the KL coefficient that the config asks for."""
-    start, target, horizon = (cast(float, x) for x in (config.init_kl_coef, config.target, config.horizon))
-    return AdaptiveKLController(start, target, horizon) if config.adap_kl_ctrl else FixedKLController(start)
-
-
 def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, dataset: object) -> Run:
     """The run that the config asks for, with a record of its settings and data under a new id. Collective."""
     data = rows_fingerprint(dataset) if isinstance(dataset, Dataset) else None
@@ -137,7 +130,7 @@ def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, datase
         accelerator,
         model,
         RunRecord.new(result_settings(config, without=WITHOUT_EFFECT), data=data),
-        health=HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None),
+        health=HealthMonitor(kl_target=config.kl_target),
         start_tracker=partial(
             start_tracking,
             config.log_with,

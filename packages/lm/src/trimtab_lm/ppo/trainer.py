@@ -1,6 +1,5 @@
 """PPO for language models (Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347)."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,8 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_common.health import TrainingDivergedError
-from trimtab_common.kl import SAMPLED_KL, full
+from trimtab_common.kl import SAMPLED_KL, full, kl_controller
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.run import create_accelerator
 from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
@@ -36,7 +34,7 @@ from .sampler import Sampler
 from .samples import Padding, Samples, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
-from .setup import filled, kl_controller, optimizer_of, policy_of, reference_of, run_of, tokenizer_of
+from .setup import filled, optimizer_of, policy_of, reference_of, run_of, tokenizer_of
 from .statistics import Clock, Rollout, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
@@ -99,7 +97,8 @@ class PPOTrainer(PolicyServices):
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
         self.scorer = Scorer(self.actor_critic, self.reference, self.accelerator, padding)
         self.rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
-        self.kl_ctl, self.running = kl_controller(config), RunningMoments()
+        self.kl_ctl = kl_controller(config.init_kl_coef, target=config.kl_target, horizon=config.horizon)
+        self.running = RunningMoments()
         self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
         self.rollout = rollout
         self.steps_done, self.best_score = 0, float("-inf")
@@ -276,24 +275,20 @@ class PPOTrainer(PolicyServices):
         is_replaced = self._replaces("train_minibatch")  # it may call model.train(), and take the step by itself
         tokens = float(sum_over_ranks(rollout.mask[rows].sum())) / self.accelerator.num_processes
         parts = rows[rollout.samples.lengths[rows].argsort(stable=True)].split(self.config.mini_batch_size)
-        try:
-            for number, part in enumerate(parts, start=1):
-                # The gradient is that of all tokens of the step at once, averaged over processes.
-                share = float(rollout.mask[part].sum()) / tokens
-                with self.update.minibatch(share=share, is_last=number == len(parts)):
-                    new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
-                    old = rollout.rows(part, new.mask)
-                    if self.steps_done == 0 and not recorded:
-                        check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
-                    if is_replaced:
-                        moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
-                        divergence += moves["approxkl"]
-                    with without_dropout(self.actor_critic) if is_replaced else nullcontext():
-                        stats = token_means(self.train_minibatch(**old, **new.of_minibatch()), new.mask)
-                    recorded.append(new.entropy_stats() | stats)
-        except TrainingDivergedError:
-            self.update.drop()
-            raise
+        for number, part in enumerate(parts, start=1):
+            # The gradient is that of all tokens of the step at once, averaged over processes.
+            share = float(rollout.mask[part].sum()) / tokens
+            with self.update.minibatch(share=share, is_last=number == len(parts)):
+                new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
+                old = rollout.rows(part, new.mask)
+                if self.steps_done == 0 and not recorded:
+                    check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
+                if is_replaced:
+                    moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
+                    divergence += moves["approxkl"]
+                with without_dropout(self.actor_critic) if is_replaced else nullcontext():
+                    stats = token_means(self.train_minibatch(**old, **new.of_minibatch()), new.mask)
+                recorded.append(new.entropy_stats() | stats)
         if "policy/early_stopped" in recorded[-1]:
             return recorded[-1]["policy/early_stopped"].value > 0
         return self.update.has_moved_too_far(divergence)
@@ -332,28 +327,12 @@ class PPOTrainer(PolicyServices):
         Raises:
             TrainingDivergedError: the loss or the gradient is not finite; the weights are untouched.
         """
-        moves = self._moves(logprobs, old_logprobs, advantages, mask)
         policy_loss, value_loss, stats = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
         )
-        stats = token_means(stats, mask)
-        loss, ratio = policy_loss + value_loss, moves["ratio"].value
-        is_skipped = ratio > self.config.ratio_threshold
-        if is_skipped:
-            warnings.warn(
-                f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={self.config.ratio_threshold}: it is "
-                "left out of the update. Lower learning_rate or ppo_epochs if this repeats.",
-                stacklevel=2,
-            )
-            loss = 0.0 * (logprobs.sum() + vpreds.sum())
-        elif not torch.isfinite(loss):
-            self.update.drop()
-            raise TrainingDivergedError(
-                f"The loss of step {self.steps_done} is {loss.item()}. No update was made. Lower learning_rate "
-                f"({self.config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
-            )
-        self.update.add(loss, divergence=moves["approxkl"], is_kept=not is_skipped)
-        stats["policy/skipped"] = Mean(float(is_skipped), 1.0)
+        moves = self._moves(logprobs, old_logprobs, advantages, mask)
+        added = self.update.add(policy_loss + value_loss, moves, outputs=(logprobs, vpreds), step=self.steps_done)
+        stats = token_means(stats, mask) | added
         return stats | self.update.take() if self.accelerator.sync_gradients else stats
 
     def loss(

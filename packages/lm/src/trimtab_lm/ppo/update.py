@@ -1,6 +1,7 @@
 """One optimizer step over several minibatches: how each of them weighs, and whether the step is taken."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import cast
 
@@ -56,16 +57,48 @@ class Update:
         try:
             with nullcontext() if is_last else accelerator.no_sync(self.model):
                 yield
+        except TrainingDivergedError:
+            self.drop()
+            raise
         finally:
             accelerator.gradient_accumulation_steps = before
             accelerator.sync_gradients = True
 
-    def add(self, loss: Tensor, *, divergence: Mean, is_kept: bool) -> None:
-        """Add the gradient of a minibatch. Of one that is not kept, the loss must be 0: other processes wait for it."""
-        self.divergence += divergence
-        self.kept += is_kept
-        if is_kept or self.accelerator.num_processes > 1:
+    def add(self, loss: Tensor, moves: Mapping[str, Mean], *, outputs: Sequence[Tensor], step: int) -> dict[str, Mean]:
+        """Add the gradient of a minibatch, unless the policy has moved by more than `ratio_threshold` on it.
+
+        Args:
+            loss: of the minibatch.
+            moves: `ratio` and `approxkl` of `surrogate_stats`.
+            outputs: of the models. The gradient of a minibatch that is left out is 0, and other processes wait for it.
+            step: PPO steps done before, for the error.
+
+        Returns:
+            A statistic: `policy/skipped`.
+
+        Raises:
+            TrainingDivergedError: the loss is not finite; the weights are untouched.
+        """
+        ratio, config = moves["ratio"].value, self.config
+        is_skipped = ratio > config.ratio_threshold
+        if is_skipped:
+            warnings.warn(
+                f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={config.ratio_threshold}: it is "
+                "left out of the update. Lower learning_rate or ppo_epochs if this repeats.",
+                stacklevel=3,
+            )
+            loss = 0.0 * torch.stack([output.sum() for output in outputs]).sum()
+        elif not torch.isfinite(loss):
+            self.drop()
+            raise TrainingDivergedError(
+                f"The loss of step {step} is {loss.item()}. No update was made. Lower learning_rate "
+                f"({config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
+            )
+        self.divergence += moves["approxkl"]
+        self.kept += not is_skipped
+        if not is_skipped or self.accelerator.num_processes > 1:
             self.accelerator.backward(loss)
+        return {"policy/skipped": Mean(float(is_skipped), 1.0)}
 
     def take(self) -> dict[str, Mean]:
         """Take the step, unless every minibatch was skipped or the policy has moved too far. Collective.
