@@ -6,19 +6,40 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from tests.processes import let_accelerate_shard_on_cpu
 from torch.distributed.tensor import DTensor
+from transformers import LlamaForSequenceClassification
 
-from trimtab_lm.sft import SFTConfig, SFTTrainer
+from trimtab_lm import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    IterativeSFTConfig,
+    IterativeSFTTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trimtab_lm.sampling.backends import TransformersRollout
+from trimtab_lm.sampling.rollout import Rollout
 
 GLOBAL_BATCH = 8
 TEXTS = ["".join("abcdefgh "[(i * k) % 9] for k in range(1, 3 + 5 * (i % 4))) + "." for i in range(1, 33)]
+PAIRS = {
+    "prompt": [text[:3] for text in TEXTS],
+    "chosen": [text[3:] + "ab" for text in TEXTS],
+    "rejected": [text[:1:-1] + "." for text in TEXTS],
+}
 QUIET = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "report_to": "none"}
 RATES = {"learning_rate": 1e-2, "max_grad_norm": 0.1, "max_steps": 3, "gradient_accumulation_steps": 2}
 PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -32,6 +53,17 @@ def llama() -> Any:
     return tiny.exact(tiny.llama())
 
 
+def with_lora(model: Any, modules: list[str]) -> Any:
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=modules, init_lora_weights=False))
+
+
+def classifier() -> Any:
+    config = tiny.llama().config
+    config.num_labels = 1
+    return tiny.exact(tiny.seeded(LlamaForSequenceClassification, config))
+
+
 def settings(world_size: int, **more: Any) -> dict[str, Any]:
     """Of a config: a global batch in two micro-batches, sharded where there are several processes."""
     sizes = {"per_device_train_batch_size": GLOBAL_BATCH // 2 // world_size, "per_device_eval_batch_size": 2}
@@ -39,9 +71,9 @@ def settings(world_size: int, **more: Any) -> dict[str, Any]:
     return QUIET | RATES | sizes | sharded | more
 
 
-def sft(build: Callable[[], Any], folder: str, world_size: int, **more: Any) -> Any:
+def sft(model: Any, folder: str, world_size: int, **more: Any) -> Any:
     return SFTTrainer(
-        build(),
+        model,
         SFTConfig(folder, **settings(world_size, **more)),
         train_dataset=Dataset.from_dict({"text": TEXTS}),
         eval_dataset=Dataset.from_dict({"text": TEXTS[:7]}),
@@ -49,17 +81,111 @@ def sft(build: Callable[[], Any], folder: str, world_size: int, **more: Any) -> 
     )
 
 
+def reward(model: Any, folder: str, world_size: int, peft_config: LoraConfig | None = None, **more: Any) -> Any:
+    return RewardTrainer(
+        model,
+        RewardConfig(folder, **settings(world_size, **more)),
+        train_dataset=Dataset.from_dict(PAIRS),
+        eval_dataset=Dataset.from_dict({name: column[:7] for name, column in PAIRS.items()}),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def dpo(model: Any, folder: str, world_size: int, peft_config: LoraConfig | None = None, **more: Any) -> Any:
+    return DPOTrainer(
+        model,
+        args=DPOConfig(folder, **settings(world_size, **more)),
+        train_dataset=Dataset.from_dict(PAIRS),
+        eval_dataset=Dataset.from_dict({name: column[:7] for name, column in PAIRS.items()}),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+class Scripted:
+    """Completions that depend on their prompt alone, whichever process asks; the policy samples some beside them.
+
+    Each process would draw others from one policy, so that two and one could not be compared.
+    """
+
+    def __init__(self, sampler: TransformersRollout):
+        self.sampler, self.sampled = sampler, 0
+
+    def sync(self, model: Any, version: int) -> None:
+        self.sampler.sync(model, version)
+
+    def generate(self, prompts: Sequence[torch.Tensor], *, num_generations: int, **call: Any) -> Rollout:
+        mine = prompts[: PartialState().process_index + 1]  # not the same number on every process
+        self.sampled += len(self.sampler.generate(mine, num_generations=num_generations, **call).completions)
+        completions = [
+            (prompt.sum() + torch.arange(2 + (int(prompt[-1]) + k) % 4) * (k + 1)) % 20 + 5
+            for prompt in prompts
+            for k in range(num_generations)
+        ]
+        return Rollout(completions, [True] * len(completions))
+
+
+def grpo(model: Any, folder: str, world_size: int, peft_config: LoraConfig | None = None, **more: Any) -> Any:
+    tokenizer = tiny.tokenizer()
+    sizes = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1, "num_iterations": 2}
+    config = GRPOConfig(folder, **settings(world_size, **sizes | more))
+    return GRPOTrainer(
+        model,
+        lambda completions, **_: [float(sum(map(ord, text)) % 7) for text in completions],
+        config,
+        train_dataset=Dataset.from_dict({"prompt": PAIRS["prompt"]}),
+        eval_dataset=Dataset.from_dict({"prompt": PAIRS["prompt"][:6]}),
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        rollout=Scripted(TransformersRollout(config.sampling(), tokenizer, batch_size=4)),
+    )
+
+
+def iterative(model: Any, folder: str, world_size: int, **more: Any) -> Any:
+    return IterativeSFTTrainer(
+        model,
+        IterativeSFTConfig(folder, **settings(world_size, **more)),
+        eval_dataset=Dataset.from_dict({"text": TEXTS[:7]}),
+        processing_class=tiny.tokenizer(),
+    )
+
+
+def lora(**more: Any) -> LoraConfig:
+    """Adapters with weights that matter from the first step on."""
+    return LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian", **more)
+
+
 CASES: dict[str, Callable[[str, int], Any]] = {
-    "sft": lambda folder, world_size: sft(llama, folder, world_size),
-    "sft tied": lambda folder, world_size: sft(gpt2, folder, world_size),
+    "sft": lambda *at: sft(llama(), *at),
+    "sft tied": lambda *at: sft(gpt2(), *at),
+    "sft adapters on the head": lambda *at: sft(with_lora(llama(), ["q_proj", "lm_head"]), *at),
+    "reward": lambda *at: reward(classifier(), *at),
+    "reward adapters": lambda *at: reward(classifier(), *at, peft_config=lora()),
+    "dpo": lambda *at: dpo(llama(), *at),
+    "dpo adapters": lambda *at: dpo(llama(), *at, peft_config=lora()),
+    "grpo": lambda *at: grpo(llama(), *at),
+    "grpo adapters": lambda *at: grpo(llama(), *at, peft_config=lora()),
+    "iterative sft": lambda *at: iterative(gpt2(), *at),
 }
+
+
+def train(trainer: Any, world_size: int) -> None:
+    """Three updates, and an evaluation on a number of rows that the processes do not divide."""
+    if not isinstance(trainer, IterativeSFTTrainer):
+        trainer.train()
+    else:
+        rank = PartialState().process_index
+        mine = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
+        for call in range(3):
+            trainer.step(tiny.rows(GLOBAL_BATCH, 3, 9, seed=call)[mine])
+    trainer.evaluate()
 
 
 def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
     """What is logged in three steps and in an evaluation on an odd number of rows, and the weights."""
     trainer = CASES[case](folder, world_size)
-    trainer.train()
-    trainer.evaluate()
+    train(trainer, world_size)
     timed = ("runtime", "per_second", "flos")
     weights = trainer.accelerator.get_state_dict(trainer.model)
     return {
@@ -68,8 +194,10 @@ def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
             for log in trainer.state.log_history
         ],
         "weights": {name: weight.clone() for name, weight in weights.items()},
-        "local": sum(local_size(parameter) for parameter in trainer.model.parameters()),
-        "moments": sum(local_size(moment) for state in trainer.optimizer.state.values() for moment in state.values()),
+        "parameters": sum(local_size(parameter) for parameter in trainer.model.parameters()),
+        "moments": sum(
+            local_size(state[name]) for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+        ),
     }
 
 

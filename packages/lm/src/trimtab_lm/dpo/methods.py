@@ -15,13 +15,13 @@ from trimtab_lm.hf.adapter import TrainerAdapter
 from trimtab_lm.hf.types import Batch
 from trimtab_lm.models.interface import Model
 from trimtab_lm.models.reference import Reference
+from trimtab_lm.models.sharding import placed
 from trimtab_lm.tokens.dropout import without_dropout
 
 from .config import DPOConfig
 from .data import PairTokenizer
 from .evaluation import prompts_to_sample, sampled_texts, unpadded
 from .pairs import concatenated_inputs, get_batch_logps
-from .setup import placed
 
 
 class DPOMethods(TrainerAdapter[DPOConfig, Tensor]):

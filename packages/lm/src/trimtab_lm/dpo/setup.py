@@ -3,11 +3,10 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
+from accelerate import Accelerator
 from peft import PeftConfig, PeftModel
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.hf.models import load_language_model, with_adapters
@@ -16,8 +15,6 @@ from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.forward import score_tokens_in_forward
 
 from .config import DPOConfig
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 def make_trainable(model: Model, peft_config: PeftConfig | None, config: DPOConfig) -> Model:
@@ -87,7 +84,9 @@ def load_reference(ref_model: Model | str | None, config: DPOConfig) -> Model | 
     return load_language_model(ref_model, config.ref_model_init_kwargs)
 
 
-def make_reference(model: Model, ref_model: Model | None, config: DPOConfig) -> Reference | None:
+def make_reference(
+    model: Model, ref_model: Model | None, config: DPOConfig, accelerator: Accelerator
+) -> Reference | None:
     """The fixed policy of a run, from the model as it is now; None if it is reference-free.
 
     Where log-probabilities are precomputed the policy itself serves, because it has not been trained yet.
@@ -102,6 +101,7 @@ def make_reference(model: Model, ref_model: Model | None, config: DPOConfig) -> 
         reference = Reference.of(model, ref_model)
     if not reference.is_policy:
         score_tokens_in_forward(reference.model)
+        reference.prepare(accelerator)
     return reference
 
 
@@ -119,12 +119,6 @@ def _plain_forward(model: Any) -> Iterator[None]:
     finally:
         if is_extended:
             model.forward = extended
-
-
-def placed(model: Module, device: torch.device | str) -> Module:
-    """The model on a device; quantized and dispatched ones stay where they were loaded."""
-    is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
-    return model if is_fixed else model.to(device)
 
 
 def check_kind(model: Model, config: DPOConfig) -> bool:

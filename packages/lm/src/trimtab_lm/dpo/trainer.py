@@ -15,6 +15,7 @@ from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
 from trimtab_lm.models.interface import Data, Model, Processor, decoder_start_of
+from trimtab_lm.models.sharding import placed
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
@@ -25,7 +26,7 @@ from .loss import PairLogprobs, implicit_rewards
 from .methods import DPOMethods
 from .pairs import PairScores, count_pairs, pair_statistics, tokens_to_score
 from .precompute import ReferenceCache
-from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of, placed
+from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of
 from .variants import mixed
 
 
@@ -87,7 +88,7 @@ class DPOTrainer(DPOMethods):
         hooks["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
-        self.reference = make_reference(self.model, reference, self.config)
+        self.reference = make_reference(self.model, reference, self.config, self.accelerator)
         self.is_encoder_decoder = check_kind(self.model, self.config)
         self.pair_tokenizer = PairTokenizer.of(
             self.config, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder, positions=Positions.of(self.model)

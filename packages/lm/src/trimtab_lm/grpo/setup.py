@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.tokenization import require_eos
@@ -39,11 +38,9 @@ def layout_of(model: Model, tokenizer: PreTrainedTokenizerBase) -> partial[Batch
     )
 
 
-def reference_of(model: Model, device: torch.device) -> Reference:
-    """The reference of the KL: the model as it is now, without its adapters or as a frozen copy on the device."""
+def reference_of(model: Model) -> Reference:
+    """The reference of the KL: the model as it is now, without its adapters or as a frozen copy."""
     reference = Reference.of(model)
     if not reference.is_policy:
-        module: torch.nn.Module = reference.model
-        module.to(device)
         score_tokens_in_forward(reference.model)
     return reference

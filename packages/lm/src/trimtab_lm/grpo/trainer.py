@@ -90,6 +90,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
+        self._prepare_reference()
         self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
         rewards = RewardSet(
             reward_funcs, args.reward_weights, reward_processing_classes, names=args.reward_names, device=args.device
@@ -113,9 +114,19 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """The model with its adapters, and with a forward that scores tokens; its reference is the model as it is."""
         model = with_adapters(model, self.peft_config, self.config)
         if self.config.beta:
-            self.reference = reference_of(model, self.config.device)
+            self.reference = reference_of(model)
         score_tokens_in_forward(model)  # not before: a reference copied from this would run the policy
         return model
+
+    def call_model_init(self, trial: Trial = None) -> Model:
+        """A new model from `model_init`, and its reference."""
+        model = super().call_model_init(trial)
+        self._prepare_reference()
+        return model
+
+    def _prepare_reference(self) -> None:
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator)
 
     # Data -------------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
 
 
 @contextmanager
@@ -18,15 +19,13 @@ def adapter_on(model: PeftModel, name: str) -> Iterator[None]:
         model: has an adapter of that name.
         name: the adapter to activate.
     """
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     before = model.active_adapter
-    try:
-        model.set_adapter(name)
-        yield
-    finally:
-        model.set_adapter(before)
-        for parameter, flag in flags:
-            parameter.requires_grad = flag
+    with requires_grad_kept(model):
+        try:
+            model.set_adapter(name)
+            yield
+        finally:
+            model.set_adapter(before)
 
 
 @contextmanager
@@ -38,12 +37,24 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
     """
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
     already_off = [layer for layer in layers if layer.disable_adapters]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    with requires_grad_kept(model):
+        try:
+            with model.disable_adapter():
+                yield
+        finally:
+            for layer in already_off:
+                layer.enable_adapters(False)
+
+
+@contextmanager
+def requires_grad_kept(model: nn.Module) -> Iterator[None]:
+    """Makes each parameter require gradients after the block as before, whatever the block does."""
+    before = dict(model.named_parameters())
+    flags = {name: parameter.requires_grad for name, parameter in before.items()}
     try:
-        with model.disable_adapter():
-            yield
+        yield
     finally:
-        for layer in already_off:
-            layer.enable_adapters(False)
-        for parameter, flag in flags:
-            parameter.requires_grad = flag
+        # FSDP registers the whole parameters in the place of the shards during a forward pass, and may leave them.
+        for parameters in (before, dict(model.named_parameters())):
+            for name, parameter in parameters.items():
+                parameter.requires_grad = flags[name]

@@ -8,12 +8,14 @@ from itertools import chain
 from typing import TypeVar, cast
 
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trimtab_lm.models.adapters import adapter_on, adapters_off
 from trimtab_lm.models.interface import Model
+from trimtab_lm.models.sharding import prepared_for_inference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.tokens.heads import lm_head_of
 
@@ -63,8 +65,7 @@ class Reference:
     """The fixed policy of KL penalties and preference losses; build it with `of` or `of_adapter`.
 
     Args:
-        model: the transformers model, or the PEFT policy, that runs inside `active`. A caller that prepares it for a
-            device or a strategy assigns the prepared model.
+        model: the transformers model, or the PEFT policy, that runs inside `active`.
         is_adapter_off: whether the reference is the policy itself without its adapters.
         adapter: the adapter with which the policy is its own reference, if there is one.
     """
@@ -137,6 +138,11 @@ class Reference:
             )
         reference.requires_grad_(False)
         return cls(reference.eval(), is_adapter_off=False)
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Puts a reference that is a model of its own where it runs, see `prepared_for_inference`."""
+        if not self.is_policy:
+            self.model = prepared_for_inference(self.model, accelerator)
 
     @contextmanager
     def active(self) -> Iterator[Model]:

@@ -10,6 +10,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedT
 
 from trimtab_common.seeding import private_rng
 from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.sampling.generate import distortions, ends_without_eos, eos_token_ids, learns_prompt, sample_groups
 from trimtab_lm.sampling.rollout import (
     Notes,
@@ -141,7 +142,7 @@ class ContinuousBatchingRollout:
         eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
         config.eos_token_id = eos_ids or -1
         attention = self.model.config._attn_implementation
-        with without_dropout(self.model), private_rng(seed, self.model.device):
+        with whole_weights(self.model), without_dropout(self.model), private_rng(seed, self.model.device):
             try:
                 outputs = self._run([prompt.tolist() for prompt in prompts], config, seed)
             finally:

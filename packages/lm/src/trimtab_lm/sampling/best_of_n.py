@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
+from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
 from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
 from trimtab_lm.tokens.dropout import without_dropout
@@ -85,7 +86,8 @@ class BestOfNSampler:
         device = self.model.device if device is None else device
         queries = [query.to(device) for query in _queries(tokenized_query)]
         if self.rollout is None:
-            groups = [self._sample(query, generation_kwargs) for query in queries]
+            with whole_weights(self.model):  # processes may have different numbers of queries
+                groups = [self._sample(query, generation_kwargs) for query in queries]
         else:
             groups = self._roll_out(self.rollout, queries, generation_kwargs)
         return [self._best(query, group, skip_special_tokens) for query, group in zip(queries, groups, strict=True)]

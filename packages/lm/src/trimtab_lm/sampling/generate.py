@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from trimtab_common.tracking import progress
 from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.tokens.positions import Positions
 
 PLAIN_SAMPLING = {
@@ -217,6 +218,8 @@ def sample_groups(
 ) -> list[list[Tensor]]:
     """Completions of each prompt, 1-D and unpadded, in the order of the prompts, on their device.
 
+    Collective if the model is sharded: every process calls it as often, with any number of prompts, also none.
+
     Prompts are taken in batches of like length and padded on the left; transformers derives the position ids from the
     mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The decoder
     start token of an encoder-decoder model is not part of a completion.
@@ -239,13 +242,15 @@ def sample_groups(
     padding = config.pad_token_id if ends_without_eos(config, kwargs) else None
     completions: list[list[Tensor]] = [[] for _ in prompts]
     is_split = learns_prompt(model)
-    for chosen, repeats in progress(_batches(prompts, batch_size, num_generations, is_split=is_split), "generating"):
-        config = copy.deepcopy(config)
-        config.num_return_sequences = repeats
-        rows = _sample(model, [prompts[i] for i in chosen], config, share_prompts=share_prompts, **kwargs)
-        for number, row in enumerate(rows):
-            prompt = chosen[number // repeats]
-            completions[prompt].append(cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device))
+    batches = _batches(prompts, batch_size, num_generations, is_split=is_split)
+    with whole_weights(model):  # once, and not for each token
+        for chosen, repeats in progress(batches, "generating"):
+            config = copy.deepcopy(config)
+            config.num_return_sequences = repeats
+            rows = _sample(model, [prompts[i] for i in chosen], config, share_prompts=share_prompts, **kwargs)
+            for number, row in enumerate(rows):
+                prompt = chosen[number // repeats]
+                completions[prompt].append(cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device))
     return completions
 
 
@@ -299,7 +304,9 @@ def _sample(
         if cache is not None:
             cache.batch_repeat_interleave(config.num_return_sequences)
             kwargs["past_key_values"] = cache
-    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config, **kwargs)
+    inputs = {"input_ids": input_ids, "attention_mask": mask}
+    # The weights are whole, so that no process needs to go on until the others have ended.
+    output = model.generate(**inputs, generation_config=config, synced_gpus=False, **kwargs)
     return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]
 
 
