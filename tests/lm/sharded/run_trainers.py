@@ -42,6 +42,8 @@ PAIRS = {
 }
 QUIET = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "report_to": "none"}
 RATES = {"learning_rate": 1e-2, "max_grad_norm": 0.1, "max_steps": 3, "gradient_accumulation_steps": 2}
+SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+"""Settings of several processes."""
 PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -67,8 +69,7 @@ def classifier() -> Any:
 def settings(world_size: int, **more: Any) -> dict[str, Any]:
     """Of a config: a global batch in two micro-batches, sharded where there are several processes."""
     sizes = {"per_device_train_batch_size": GLOBAL_BATCH // 2 // world_size, "per_device_eval_batch_size": 2}
-    sharded = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}} if world_size > 1 else {}
-    return QUIET | RATES | sizes | sharded | more
+    return QUIET | RATES | sizes | (SHARDED if world_size > 1 else {}) | more
 
 
 def sft(model: Any, folder: str, world_size: int, **more: Any) -> Any:
@@ -92,10 +93,13 @@ def reward(model: Any, folder: str, world_size: int, peft_config: LoraConfig | N
     )
 
 
-def dpo(model: Any, folder: str, world_size: int, peft_config: LoraConfig | None = None, **more: Any) -> Any:
+def dpo(
+    model: Any, folder: str, world_size: int, peft_config: LoraConfig | None = None, ref_model: Any = None, **more: Any
+) -> Any:
     return DPOTrainer(
         model,
-        args=DPOConfig(folder, **settings(world_size, **more)),
+        ref_model,
+        DPOConfig(folder, **settings(world_size, **more)),
         train_dataset=Dataset.from_dict(PAIRS),
         eval_dataset=Dataset.from_dict({name: column[:7] for name, column in PAIRS.items()}),
         processing_class=tiny.tokenizer(),
@@ -186,19 +190,21 @@ def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
     """What is logged in three steps and in an evaluation on an odd number of rows, and the weights."""
     trainer = CASES[case](folder, world_size)
     train(trainer, world_size)
-    timed = ("runtime", "per_second", "flos")
     weights = trainer.accelerator.get_state_dict(trainer.model)
     return {
-        "logs": [
-            {name: value for name, value in log.items() if not any(word in name for word in timed)}
-            for log in trainer.state.log_history
-        ],
+        "logs": untimed(trainer.state.log_history),
         "weights": {name: weight.clone() for name, weight in weights.items()},
         "parameters": sum(local_size(parameter) for parameter in trainer.model.parameters()),
         "moments": sum(
             local_size(state[name]) for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
         ),
     }
+
+
+def untimed(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Logs without what depends on the clock."""
+    timed = ("runtime", "per_second", "flos")
+    return [{name: value for name, value in log.items() if not any(word in name for word in timed)} for log in logs]
 
 
 def local_size(tensor: torch.Tensor) -> int:

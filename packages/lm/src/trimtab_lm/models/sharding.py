@@ -1,12 +1,13 @@
-"""Models whose weights are divided over processes (FSDP2): whole inside a block, or prepared for inference alone."""
+"""Models whose weights are divided over processes (FSDP2, ZeRO-3): whole inside a block, or prepared for inference."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import fsdp2_prepare_model
+from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -24,6 +25,10 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     Args:
         model: the module that was sharded, which holds all others.
     """
+    if any(is_divided_by_deepspeed(parameter) for parameter in model.parameters()):
+        with _whole_weights_of_deepspeed(model):
+            yield
+        return
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if shards:
         shards[0]._get_fsdp_state()._lazy_init()  # of the outermost module, which its first forward pass does otherwise
@@ -42,6 +47,32 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             group.reshard()
 
 
+@contextmanager
+def _whole_weights_of_deepspeed(model: nn.Module) -> Iterator[None]:
+    """The same for ZeRO-3, whose hooks would divide the weights again after each forward pass."""
+    from deepspeed.zero import GatheredParameters
+
+    divided = [weight for weight in model.parameters() if is_divided_by_deepspeed(weight)]
+    missing = [weight for weight in divided if weight.ds_status.name == "NOT_AVAILABLE"]  # type: ignore[attr-defined]
+    hooks = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    with GatheredParameters(missing, enabled=bool(missing)):
+        before = [OrderedDict(kept) for kept in hooks]
+        for kept in hooks:
+            for key in [key for key, hook in kept.items() if hook.__module__.startswith("deepspeed.")]:
+                del kept[key]
+        try:
+            yield
+        finally:
+            for kept, all_hooks in zip(hooks, before, strict=True):
+                kept.clear()
+                kept.update(all_hooks)
+
+
+def is_divided_by_deepspeed(weight: nn.Parameter) -> bool:
+    """Whether DeepSpeed's ZeRO-3 has divided a weight over the processes."""
+    return hasattr(weight, "ds_status")
+
+
 def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
     """Puts a model that is not trained where it runs: on the accelerator's device, or sharded over the processes.
 
@@ -51,10 +82,30 @@ def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
     """
     if accelerator.is_fsdp2:
         return fsdp2_prepare_model(accelerator, model)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return _prepared_by_deepspeed(model, accelerator.deepspeed_plugin.deepspeed_config)
     return placed(model, accelerator.device)
+
+
+def _prepared_by_deepspeed(model: Module, training: Mapping[str, Any]) -> Module:
+    """The model in the precision of the training; divided under ZeRO-3, whole on each process under other stages.
+
+    Args:
+        model: a model that is not trained.
+        training: DeepSpeed's configuration of the policy's training.
+    """
+    import deepspeed
+
+    zero = {name: value for name, value in training["zero_optimization"].items() if value != "auto"}
+    stage = zero["stage"] if zero["stage"] == 3 else 0  # the others divide gradients and optimizer states only
+    precision = {name: training[name] for name in ("bf16", "fp16") if name in training}
+    sizes = {"train_micro_batch_size_per_gpu": 1}  # which DeepSpeed asks for
+    deepspeed.initialize(model=model, config={**sizes, **precision, "zero_optimization": {**zero, "stage": stage}})
+    return model
 
 
 def placed(model: Module, device: torch.device | str) -> Module:
     """Returns the model on a device; quantized, dispatched and sharded ones stay where they are."""
     is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
-    return model if is_fixed or isinstance(model, FSDPModule) else model.to(device)
+    is_divided = isinstance(model, FSDPModule) or any(map(is_divided_by_deepspeed, model.parameters()))
+    return model if is_fixed or is_divided else model.to(device)

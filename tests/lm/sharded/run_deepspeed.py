@@ -1,0 +1,82 @@
+"""The trainings of `run_trainers` under DeepSpeed, with torchrun and the environment of `make test-deepspeed`.
+
+`folder,stage,case,...`: those cases, or all, under ZeRO-2 or ZeRO-3. Each process saves what it logged, its share of
+the weights and, where it holds them, the full weights, as folder/<rank>.pt.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from tests.lm.sharded import run_trainers
+from tests.lm.sharded.run_trainers import CASES, dpo, llama, train
+
+
+from trimtab_lm.models.sharding import is_divided_by_deepspeed
+
+DEEPSPEED_CASES: dict[str, Callable[[str, int], Any]] = CASES | {
+    "dpo by name": lambda folder, world_size: dpo(saved(folder), folder, world_size, ref_model=saved(folder)),
+}
+BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+
+
+def saved(folder: str) -> str:
+    """The folder of a model, for trainers that load it: under ZeRO-3 its weights are divided as they are loaded."""
+    name = f"{folder}/model"
+    if PartialState().is_main_process:
+        llama().save_pretrained(name)
+    PartialState().wait_for_everyone()
+    return name
+
+
+def under_deepspeed(stage: int) -> dict[str, Any]:
+    """Settings of a config. DeepSpeed would keep weights of fewer than 100,000 numbers whole on every process."""
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **dict.fromkeys(BATCH, "auto")}
+    return {"deepspeed": config, "use_cpu": False, "optim": "adamw_torch"}
+
+
+def let_accelerate_use_gloo() -> None:
+    """Make accelerate run DeepSpeed on a CPU: it asks for a backend of GPUs otherwise, for the rest of this process."""
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+
+
+def share(model: torch.nn.Module) -> int:
+    """Elements of a model's weights on this process."""
+    return sum(w.ds_tensor.numel() if is_divided_by_deepspeed(w) else w.numel() for w in model.parameters())
+
+
+def trained(case: str, folder: str, world_size: int) -> dict[str, Any]:
+    trainer = DEEPSPEED_CASES[case](folder, world_size)
+    train(trainer, world_size)
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    reference = getattr(trainer, "reference", None)
+    return {
+        "logs": run_trainers.untimed(trainer.state.log_history),
+        "weights": {name: weight.clone() for name, weight in weights.items()},
+        "parameters": share(trainer.model),
+        "reference": 0 if reference is None or reference.is_policy else share(reference.model),
+    }
+
+
+def main(folder: str, stage: str, *cases: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    let_accelerate_use_gloo()
+    run_trainers.SHARDED.clear()
+    run_trainers.SHARDED.update(under_deepspeed(int(stage)))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    results = {case: trained(case, folder, world_size) for case in cases or DEEPSPEED_CASES}
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1].split(","))
