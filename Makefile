@@ -7,6 +7,7 @@ JOBS ?= 2
 ARGS ?=
 BENCH ?=
 LOWEST := .venv-lowest
+DEEPSPEED := .venv-deepspeed
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
@@ -14,7 +15,7 @@ REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.t
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest check format sizes bench clean
+.PHONY: help setup demo reproduce test test-lowest test-deepspeed check format sizes bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +38,9 @@ test: $(STAMP) ## run the tests, JOBS at a time (slow and gpu ones only on reque
 test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions that the packages accept, in .venv-lowest
 	$(LOWEST)/bin/python tools/lower_bounds.py
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/test_every_trainer.py
+
+test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow tests/lm/sharded/test_deepspeed.py $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check $(SOURCES)
@@ -102,4 +106,15 @@ $(LOWEST)/.installed: $(REQUIREMENTS) | $(PY)
 	  -o $(LOWEST)/lowest.txt packages/*/pyproject.toml
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python \
 	  -c $(LOWEST)/lowest.txt -r $(LOWEST)/pytest.txt $(PACKAGES:%=-e packages/%)
+	@touch $@
+
+# DeepSpeed is built from source, by g++ against the torch that is there; ninja compiles its communication over shared
+# memory when a process first asks for it.
+$(DEEPSPEED)/.installed: $(REQUIREMENTS) | $(PY)
+	@echo "installing DeepSpeed into $(DEEPSPEED)"
+	@command -v g++ >/dev/null || { echo "DeepSpeed needs a compiler: install g++" >&2; exit 1; }
+	$(PY) -m venv --clear $(DEEPSPEED)
+	$(DEEPSPEED)/bin/python -m pip install --quiet -c constraints.txt pip setuptools torch ninja pytest pytest-timeout
+	$(DEEPSPEED)/bin/python -m pip install --quiet -c constraints.txt -e packages/common -e packages/lm
+	$(DEEPSPEED)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
 	@touch $@

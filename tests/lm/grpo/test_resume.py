@@ -100,8 +100,10 @@ def test_a_checkpoint_that_lost_its_rollout_is_refused_and_one_of_fewer_processe
     settings = {"steps_per_generation": 4}
     quietly(make(tmp_path, settings, callbacks=[Stop(2)]).train)
     checkpoint = tmp_path / "checkpoint-2"
-    with pytest.warns(UserWarning, match=r"no rollout_1.pt .* training goes on with a new rollout"):
-        Progress(RolloutBuffer(micro_batches=1, passes=1)).load(str(checkpoint), 1)
+    with pytest.warns(UserWarning, match=r"rollout_1.pt does not exist: training goes on with a new rollout"):
+        Progress(RolloutBuffer(micro_batches=1, passes=1)).load(str(checkpoint), 1, processes=2)
+    with pytest.warns(UserWarning, match=r"one of 1 processes: training goes on with a new rollout"):
+        Progress(RolloutBuffer(micro_batches=1, passes=1)).load(str(checkpoint), 0, processes=2)
     (checkpoint / "rollout_0.pt").unlink()
     with pytest.raises(CheckpointError, match=r"rollout_0\.pt: missing"):
         make(tmp_path, settings).train(resume_from_checkpoint=str(checkpoint))

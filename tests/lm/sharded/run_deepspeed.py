@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from tests.lm.sharded import run_trainers
-from tests.lm.sharded.run_trainers import CASES, dpo, llama, train
-
+from tests.lm.sharded.run_trainers import CASES, dpo, llama, train, untimed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trimtab_lm.models.sharding import is_divided_by_deepspeed
 
-DEEPSPEED_CASES: dict[str, Callable[[str, int], Any]] = CASES | {
-    "dpo by name": lambda folder, world_size: dpo(saved(folder), folder, world_size, ref_model=saved(folder)),
+DEEPSPEED_CASES: dict[str, Callable[..., Any]] = CASES | {
+    "dpo by name": lambda folder, world_size, **more: dpo(saved(folder), folder, world_size, **more),
+    "dpo and reference by name": lambda folder, *size, **more: dpo(
+        saved(folder), folder, *size, ref_model=saved(folder), **more
+    ),
 }
 BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 
@@ -40,7 +42,7 @@ def under_deepspeed(stage: int) -> dict[str, Any]:
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **dict.fromkeys(BATCH, "auto")}
-    return {"deepspeed": config, "use_cpu": False, "optim": "adamw_torch"}
+    return {"deepspeed": config, "use_cpu": False, "optim": "adamw_torch", "fsdp": None, "fsdp_config": None}
 
 
 def let_accelerate_use_gloo() -> None:
@@ -53,14 +55,20 @@ def share(model: torch.nn.Module) -> int:
     return sum(w.ds_tensor.numel() if is_divided_by_deepspeed(w) else w.numel() for w in model.parameters())
 
 
-def trained(case: str, folder: str, world_size: int) -> dict[str, Any]:
-    trainer = DEEPSPEED_CASES[case](folder, world_size)
-    train(trainer, world_size)
+def trained(case: str, folder: str, stage: int | None = None, world_size: int = 1) -> dict[str, Any]:
+    """What is logged in three steps and in an evaluation, the weights, and the share that this process has of them."""
+    # The config of an earlier trainer would divide the next model before it is initialized.
+    unset_hf_deepspeed_config()
+    more = {} if stage is None else under_deepspeed(stage)
+    trainer = DEEPSPEED_CASES[case](folder, world_size, **more)
+    train(trainer)
+    trainer.evaluate()
+    trainer.save_model(f"{folder}/{case}")
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
     reference = getattr(trainer, "reference", None)
     return {
-        "logs": run_trainers.untimed(trainer.state.log_history),
-        "weights": {name: weight.clone() for name, weight in weights.items()},
+        "logs": untimed(trainer.state.log_history),
+        "weights": {name: weight.double() for name, weight in weights.items()},
         "parameters": share(trainer.model),
         "reference": 0 if reference is None or reference.is_policy else share(reference.model),
     }
@@ -70,11 +78,9 @@ def main(folder: str, stage: str, *cases: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     let_accelerate_use_gloo()
-    run_trainers.SHARDED.clear()
-    run_trainers.SHARDED.update(under_deepspeed(int(stage)))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results = {case: trained(case, folder, world_size) for case in cases or DEEPSPEED_CASES}
-    torch.save(results, f"{folder}/{rank}.pt")
+    world_size = int(os.environ["WORLD_SIZE"])
+    results = {case: trained(case, folder, int(stage), world_size) for case in cases or DEEPSPEED_CASES}
+    torch.save(results, f"{folder}/{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
 
 

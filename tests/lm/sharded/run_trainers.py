@@ -42,8 +42,6 @@ PAIRS = {
 }
 QUIET = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "report_to": "none"}
 RATES = {"learning_rate": 1e-2, "max_grad_norm": 0.1, "max_steps": 3, "gradient_accumulation_steps": 2}
-SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
-"""Settings of several processes."""
 PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -66,10 +64,12 @@ def classifier() -> Any:
     return tiny.exact(tiny.seeded(LlamaForSequenceClassification, config))
 
 
-def settings(world_size: int, **more: Any) -> dict[str, Any]:
-    """Of a config: a global batch in two micro-batches, sharded where there are several processes."""
+def settings(world_size: int, *, state_dict_type: str = "FULL_STATE_DICT", **more: Any) -> dict[str, Any]:
+    """Of a config: a global batch in two micro-batches, sharded where torchrun started the process."""
     sizes = {"per_device_train_batch_size": GLOBAL_BATCH // 2 // world_size, "per_device_eval_batch_size": 2}
-    return QUIET | RATES | sizes | (SHARDED if world_size > 1 else {}) | more
+    sharding = {"version": 2, "reshard_after_forward": True, "state_dict_type": state_dict_type}
+    sharded = {"fsdp": True, "fsdp_config": sharding} if "LOCAL_RANK" in os.environ else {}
+    return QUIET | RATES | sizes | sharded | more
 
 
 def sft(model: Any, folder: str, world_size: int, **more: Any) -> Any:
@@ -160,36 +160,38 @@ def lora(**more: Any) -> LoraConfig:
     return LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian", **more)
 
 
-CASES: dict[str, Callable[[str, int], Any]] = {
-    "sft": lambda *at: sft(llama(), *at),
-    "sft tied": lambda *at: sft(gpt2(), *at),
-    "sft adapters on the head": lambda *at: sft(with_lora(llama(), ["q_proj", "lm_head"]), *at),
-    "reward": lambda *at: reward(classifier(), *at),
-    "reward adapters": lambda *at: reward(classifier(), *at, peft_config=lora()),
-    "dpo": lambda *at: dpo(llama(), *at),
-    "dpo adapters": lambda *at: dpo(llama(), *at, peft_config=lora()),
-    "grpo": lambda *at: grpo(llama(), *at),
-    "grpo adapters": lambda *at: grpo(llama(), *at, peft_config=lora()),
-    "iterative sft": lambda *at: iterative(gpt2(), *at),
+CASES: dict[str, Callable[..., Any]] = {
+    "sft": lambda *at, **more: sft(llama(), *at, **more),
+    "sft tied": lambda *at, **more: sft(gpt2(), *at, **more),
+    "sft adapters on the head": lambda *at, **more: sft(with_lora(llama(), ["q_proj", "lm_head"]), *at, **more),
+    "reward": lambda *at, **more: reward(classifier(), *at, **more),
+    "reward adapters": lambda *at, **more: reward(classifier(), *at, peft_config=lora(), **more),
+    "dpo": lambda *at, **more: dpo(llama(), *at, **more),
+    "dpo adapters": lambda *at, **more: dpo(llama(), *at, peft_config=lora(), **more),
+    "grpo": lambda *at, **more: grpo(llama(), *at, **more),
+    "grpo adapters": lambda *at, **more: grpo(llama(), *at, peft_config=lora(), **more),
+    "iterative sft": lambda *at, **more: iterative(gpt2(), *at, **more),
 }
 
 
-def train(trainer: Any, world_size: int) -> None:
-    """Three updates, and an evaluation on a number of rows that the processes do not divide."""
+def train(trainer: Any, *, resume: bool = False) -> None:
+    """Three updates, or as many as a callback lets pass."""
     if not isinstance(trainer, IterativeSFTTrainer):
-        trainer.train()
-    else:
-        rank = PartialState().process_index
-        mine = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
-        for call in range(3):
-            trainer.step(tiny.rows(GLOBAL_BATCH, 3, 9, seed=call)[mine])
-    trainer.evaluate()
+        trainer.train(resume_from_checkpoint=resume)
+        return
+    if resume:
+        trainer.train(resume_from_checkpoint=True)
+    share = GLOBAL_BATCH // PartialState().num_processes
+    mine = slice(PartialState().process_index * share, (PartialState().process_index + 1) * share)
+    while trainer.progress.calls < 3 and not trainer.control.should_training_stop:
+        trainer.step(tiny.rows(GLOBAL_BATCH, 3, 9, seed=trainer.progress.calls)[mine])
 
 
 def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
     """What is logged in three steps and in an evaluation on an odd number of rows, and the weights."""
     trainer = CASES[case](folder, world_size)
-    train(trainer, world_size)
+    train(trainer)
+    trainer.evaluate()
     weights = trainer.accelerator.get_state_dict(trainer.model)
     return {
         "logs": untimed(trainer.state.log_history),

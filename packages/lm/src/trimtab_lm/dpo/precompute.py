@@ -24,6 +24,7 @@ from trimtab_common.tracking import progress
 from trimtab_lm.hf.types import Batch, Collate
 from trimtab_lm.models.interface import Data
 from trimtab_lm.models.reference import Reference
+from trimtab_lm.models.sharding import whole_tensor
 
 from .collator import REFERENCE_COLUMNS
 
@@ -95,7 +96,7 @@ class ReferenceCache:
 
 
 def fingerprint(reference: Reference) -> str:
-    """A hash of what computes a reference's log-probabilities: its configuration and its weights.
+    """A hash of what computes a reference's log-probabilities: its configuration and its weights. Collective.
 
     Of a PEFT model only the adapter in use counts, so that with adapters off it is that of the model underneath.
     """
@@ -103,11 +104,10 @@ def fingerprint(reference: Reference) -> str:
     adapters = set(model.peft_config) - {reference.adapter} if isinstance(model, PeftModel) else set()
     config = {name: value for name, value in model.config.to_dict().items() if name not in INDIFFERENT}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    weights = {
-        _plain_name(name): tensor for name, tensor in model.state_dict().items() if adapters.isdisjoint(name.split("."))
-    }
+    named = model.state_dict(keep_vars=True).items()
+    weights = {_plain_name(name): weight for name, weight in named if adapters.isdisjoint(name.split("."))}
     for name in sorted(weights):
-        tensor = weights[name].detach()
+        tensor = whole_tensor(weights[name])
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

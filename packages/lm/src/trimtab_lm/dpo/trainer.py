@@ -15,7 +15,7 @@ from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
 from trimtab_lm.models.interface import Data, Model, Processor, decoder_start_of
-from trimtab_lm.models.sharding import placed
+from trimtab_lm.models.sharding import placed, reshard
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
@@ -102,6 +102,8 @@ class DPOTrainer(DPOMethods):
             )
         self.cache = None
         if args.precompute_ref_log_probs and self.reference is not None:
+            if self.reference.model is self.model:
+                self.shard_model()
             self.cache = ReferenceCache(self.reference, args.cache_folder, precision=self.accelerator.mixed_precision)
         self.prepare_datasets()
 
@@ -137,6 +139,7 @@ class DPOTrainer(DPOMethods):
             batch_size=self.config.per_device_eval_batch_size,
             rank=self.config.process_index,
         )
+        reshard(self.cache.reference.model)
         if self.has_reference_model and not self.cache.reference.is_policy:
             placed(self.cache.reference.model, "cpu")  # it leaves its memory to training
         return dataset

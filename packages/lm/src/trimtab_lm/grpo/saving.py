@@ -26,23 +26,24 @@ class Progress:
     health: HealthMonitor = field(default_factory=HealthMonitor)
     num_tokens: int = 0
 
-    def save(self, folder: str, rank: int) -> None:
-        """Write the file of a process."""
+    def save(self, folder: str, rank: int, processes: int) -> None:
+        """Write the file of a process, one of so many."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         state = {"buffer": self.buffer.state_dict(), "health": self.health.state_dict(), "num_tokens": self.num_tokens}
-        torch.save(state, _file(folder, rank))
+        torch.save(state | {"processes": processes}, _file(folder, rank))
 
-    def load(self, folder: str, rank: int) -> None:
-        """Take up what `save` wrote; warn, and begin with a new rollout, where it wrote nothing for this process."""
+    def load(self, folder: str, rank: int, processes: int) -> None:
+        """Take up what `save` wrote; warn, and begin with a new rollout, where this process has no part of it."""
         file = _file(folder, rank)
-        if not file.exists():
+        state: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {"processes": 0}
+        if state["processes"] != processes:
+            problem = f"was saved by one of {state['processes']} processes" if file.exists() else "does not exist"
             warnings.warn(
-                f"There is no {file.name} in {folder}: training goes on with a new rollout, and not to the bit as it "
-                "would have. Resume with as many processes as before, from a checkpoint of save_only_model=False.",
+                f"{file} {problem}: training goes on with a new rollout, and not to the bit as it would have. Resume "
+                f"with as many processes as before ({processes} now), from a checkpoint of save_only_model=False.",
                 stacklevel=3,
             )
             return
-        state: dict[str, Any] = torch.load(file, weights_only=True)
         self.buffer.load_state_dict(state["buffer"])
         self.health.load_state_dict(state["health"])
         self.num_tokens = state["num_tokens"]

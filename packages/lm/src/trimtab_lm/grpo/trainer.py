@@ -300,14 +300,14 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """Begin a run, or take one up, with the rollout that its checkpoint was in. Collective."""
         checkpoint = super().open_run(resume_from_checkpoint, trial)
         if checkpoint is not None:
-            self.progress.load(checkpoint, self.args.process_index)
+            self.progress.load(checkpoint, self.args.process_index, self.args.world_size)
         return checkpoint
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; into a checkpoint the rollout that is in use too, of each process its own."""
         super().save_model(output_dir, _internal_call)
         if output_dir is not None and _internal_call and not self.args.save_only_model:
-            self.progress.save(output_dir, self.args.process_index)
+            self.progress.save(output_dir, self.args.process_index, self.args.world_size)
 
     def _seed(self, draw: int) -> int:
         return sampling_seed(self.args.seed, rank=self.args.process_index, draw=draw)

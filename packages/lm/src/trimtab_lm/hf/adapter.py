@@ -11,6 +11,7 @@ from accelerate.utils import send_to_device
 from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
@@ -18,6 +19,7 @@ from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
 from trimtab_lm.models.interface import Model, Processor, tokenizer_of
+from trimtab_lm.models.sharding import full_state_dicts, keep_output_precision, reshard
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints
@@ -134,6 +136,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         super().__init__(
             model=self.prepare_model(loaded), args=self.config, processing_class=processing_class, **data, **options
         )
+        keep_output_precision(self.accelerator)
         self.model_init = model_init
         self.checkpoints = Checkpoints(self.accelerator)
         self.add_callback(self.checkpoints)
@@ -183,6 +186,12 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
     def call_model_init(self, trial: Trial = None) -> Model:
         """A new model from `model_init`, prepared as the first one was."""
         return self.prepare_model(cast(Model, super().call_model_init(trial)))
+
+    def shard_model(self) -> None:
+        """Shard the model before it is trained, if FSDP shards it at all: Trainer cannot evaluate it until then."""
+        if self.accelerator.is_fsdp2 and not isinstance(self.model, FSDPModule):
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
+            self.model_wrapped = self.model
 
     def prepare_datasets(self) -> None:
         """Prepare the training set and all evaluation sets, once everything that they need is set up."""
@@ -316,11 +325,13 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """As in transformers, with statistics over all rows instead of means over batches, and tables of samples."""
+        self.shard_model()
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         metrics = output.metrics or {}
         recorded = {f"{metric_key_prefix}_{name}": value for name, value in self.statistics(training=False).items()}
         mean_loss = {name: value for name, value in recorded.items() if name == f"{metric_key_prefix}_loss"}
         self.log_samples(dataloader, metric_key_prefix)
+        reshard(self.model)
         return output._replace(metrics=recorded | metrics | mean_loss)  # compute_metrics may have names of its own
 
     def statistics(self, *, training: bool) -> dict[str, float]:
@@ -386,6 +397,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that `from_pretrained` loads it; for a checkpoint, open its folder first."""
-        if _internal_call and output_dir is not None:
-            self.checkpoints.begin_save(self.args, Path(output_dir))
-        super().save_model(output_dir, _internal_call)
+        if is_checkpoint := _internal_call and output_dir is not None:
+            self.checkpoints.begin_save(self.args, Path(str(output_dir)))
+        with nullcontext() if is_checkpoint else full_state_dicts(self.accelerator):
+            super().save_model(output_dir, _internal_call)

@@ -1,5 +1,6 @@
-"""Models whose weights are divided over processes (FSDP2, ZeRO-3): whole inside a block, or prepared for inference."""
+"""Models whose weights are divided over processes (FSDP2, ZeRO-3): whole where code reads them, ready for inference."""
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,11 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, fsdp2_prepare_model
-from torch import nn
+from accelerate.utils import DistributedType, broadcast_object_list, fsdp2_prepare_model
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.integrations import is_fsdp_enabled
 
 Module = TypeVar("Module", bound=nn.Module)
+Answer = TypeVar("Answer")
 
 
 @contextmanager
@@ -50,12 +54,12 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _whole_weights_of_deepspeed(model: nn.Module) -> Iterator[None]:
     """The same for ZeRO-3, whose hooks would divide the weights again after each forward pass."""
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
     divided = [weight for weight in model.parameters() if is_divided_by_deepspeed(weight)]
     missing = [weight for weight in divided if weight.ds_status.name == "NOT_AVAILABLE"]  # type: ignore[attr-defined]
     hooks = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-    with GatheredParameters(missing, enabled=bool(missing)):
+    with deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)):
         before = [OrderedDict(kept) for kept in hooks]
         for kept in hooks:
             for key in [key for key, hook in kept.items() if hook.__module__.startswith("deepspeed.")]:
@@ -68,9 +72,60 @@ def _whole_weights_of_deepspeed(model: nn.Module) -> Iterator[None]:
                 kept.update(all_hooks)
 
 
-def is_divided_by_deepspeed(weight: nn.Parameter) -> bool:
+def is_divided_by_deepspeed(weight: Tensor) -> bool:
     """Whether DeepSpeed's ZeRO-3 has divided a weight over the processes."""
     return hasattr(weight, "ds_status")
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the weights of other processes that a forward pass without gradients left: those of the head, for one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Returns a weight with the parts of all processes, without gradient. Collective if it is sharded."""
+    if is_divided_by_deepspeed(tensor):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
+    """Lets saves inside the block write full weights, also where checkpoints are sharded."""
+    if not accelerator.is_fsdp2:
+        yield
+        return
+    plugin = accelerator.state.fsdp_plugin
+    kind = plugin.state_dict_type
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    try:
+        yield
+    finally:
+        plugin.set_state_dict_type(kind.name)
+
+
+def keep_output_precision(accelerator: Accelerator) -> None:
+    """Lets sharded models return float32 in mixed precision, before any is prepared.
+
+    accelerate's policy casts outputs to the computation's dtype. bfloat16 would round log-probabilities to two digits.
+    """
+    if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy) is not None:
+        accelerator.state.fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
+
+
+def answer_of_main_process(answer: Answer) -> Answer:
+    """Returns what the main process found out about a model's weights, if it alone has loaded them; else the answer.
+
+    With FSDP's `cpu_ram_efficient_loading`, from_pretrained leaves the weights of other processes at zero until the
+    model is sharded. Collective in that case.
+    """
+    return broadcast_object_list([answer])[0] if is_fsdp_enabled() else answer
 
 
 def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:

@@ -1,0 +1,60 @@
+"""Sharded runs that stop, save and go on, under torchrun: `folder,name:start:stop,...`.
+
+`name:start:stop` is a session of the run `name`, for each case in both formats of checkpoints: from the checkpoint of
+step `start`, or anew at 0, until step `stop`. The full weights after each session are saved in folder/<name>-<stop>.pt.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from tests.lm.hf.run_distributed import Stop
+from tests.lm.sharded.run_trainers import CASES, train
+from tests.processes import let_accelerate_shard_on_cpu
+from torch.distributed.checkpoint import FileSystemReader
+
+from trimtab_common.sealing import verify
+
+FORMATS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+RESUMED = ("sft", "reward", "dpo adapters", "grpo", "iterative sft")
+
+
+def went_on(run: Path, case: str, format: str, start: int, stop: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The weights after a session, whose checkpoint is complete; folder <run>-model gets the model."""
+    more = {"save_strategy": "steps", "save_steps": 1, "resume_with_changes": True}
+    if case == "grpo":
+        more["num_iterations"] = 1  # another number of processes cannot share out the rest of a rollout
+    trainer = CASES[case](str(run), world_size, state_dict_type=format, **more)
+    trainer.add_callback(Stop(stop))
+    train(trainer, resume=start > 0)
+    newest = run / f"checkpoint-{stop}"
+    verify(newest)
+    if format == "SHARDED_STATE_DICT":
+        stored = FileSystemReader(newest / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
+        assert max(len(weight.chunks) for weight in stored.values()) == world_size
+    trainer.save_model(f"{run}-model")
+    return {name: weight.clone() for name, weight in trainer.accelerator.get_state_dict(trainer.model).items()}
+
+
+def main(folder: str, *sessions: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    let_accelerate_shard_on_cpu()
+    world_size = int(os.environ["WORLD_SIZE"])
+    for name, start, stop in (session.split(":") for session in sessions):
+        weights = {
+            f"{case} {format}": went_on(
+                Path(folder, f"{name} {case} {format}"), case, format, int(start), int(stop), world_size
+            )
+            for case in RESUMED
+            for format in FORMATS
+        }
+        if os.environ["RANK"] == "0":
+            torch.save(weights, f"{folder}/{name}-{stop}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1].split(","))
