@@ -3,6 +3,7 @@
     root/checkpoint-<step>/
         manifest.json        see `trimtab_common.sealing`; also number of processes, tied names, the run
         weights.safetensors  the caller's weights, each storage once
+        shards/              instead: weights and moments that the processes share, each process's parts (FSDP)
         state.pt             optimizer, scheduler, controllers, moments, plain numbers (read with weights_only)
         rank-<index>.pt      what differs between processes, the state of every random generator included
         ...                  whatever `extra_files` writes, such as a model that other libraries load
@@ -25,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import (
@@ -39,11 +41,12 @@ from trimtab_common.sealing import (
     verify_files,
 )
 from trimtab_common.seeding import load_rng_state, rng_state
+from trimtab_common.shards import Owner, divided, join, read, split, write
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-WEIGHTS, STATE = "weights.safetensors", "state.pt"
+WEIGHTS, STATE, SHARDS = "weights.safetensors", "state.pt", "shards"
 _UNSAFE = (pickle.PickleError, AttributeError, TypeError)  # pickle answers a lambda with either of the last two
 
 
@@ -66,11 +69,29 @@ class Checkpoint:
     state: dict[str, Any]
     rank_state: dict[str, Any]
     run: RunRecord | None
-    _rng: dict[str, Any] = field(repr=False)
+    _tied: dict[str, str] = field(repr=False)
+    _rng: dict[str, Any] | None = field(repr=False)
+
+    def divide(self, owner: Owner) -> None:
+        """Divides weights and state over the processes, reading from `shards/` what was divided. Collective.
+
+        Args:
+            owner: from ("weights", name) or ("state", ...keys) to the parameter as whose parts a tensor is divided.
+        """
+        tree: dict[str, Any] = {"weights": self.weights, "state": self.state}
+        if (self.path / SHARDS).is_dir():
+            join(tree, read(self.path / SHARDS, owner))
+        tree = divided(tree, owner)
+        self.weights, self.state = tree["weights"], tree["state"]
+        self.weights |= {name: self.weights[first] for name, first in self._tied.items()}
 
     def restore_rng(self) -> None:
-        """Restores every random generator of this process to its state when the checkpoint was saved."""
-        load_rng_state(self._rng)
+        """Restores every random generator of this process to its state when the checkpoint was saved.
+
+        After a change of the number of processes there is no such state, and the generators stay as they are.
+        """
+        if self._rng is not None:
+            load_rng_state(self._rng)
 
 
 def save_checkpoint(
@@ -91,8 +112,9 @@ def save_checkpoint(
         root: the folder of the run's checkpoints.
         step: steps done.
         accelerator: tells the processes apart.
-        weights: full tensors by name, on any device; tied ones are stored once. Read on the main process.
-        state: trees of tensors, numbers, strings, lists and dicts, as `state_dict` returns. Read on the main process.
+        weights: tensors by name, on any device; tied ones are stored once. Read on the main process, but for tensors
+            that are divided over the processes, of which each process writes its part.
+        state: trees of tensors, numbers, strings, lists and dicts, as `state_dict` returns. Read likewise.
         rank_state: the same, for what differs between processes (a rollout buffer, a shard). Random states are added.
         run: the run that saves, and its settings; its folder holds no other run's checkpoints.
         keep: how many complete checkpoints stay, this one included; None keeps all.
@@ -111,7 +133,7 @@ def save_checkpoint(
     if run is not None:
         run.claim(root)
     final, partial = root / f"checkpoint-{step}", root / f".checkpoint-{step}.partial"
-    generators, tied = rng_state(), {}
+    generators = rng_state()
     if accelerator.is_main_process:
         root.mkdir(parents=True, exist_ok=True)
         clean(root)
@@ -125,9 +147,17 @@ def save_checkpoint(
         )
     rank_tree = {"rng": generators, "state": dict(rank_state or {})}
     _save_tree(partial / _rank_file(accelerator.process_index), rank_tree)
+    first: dict[int, str] = {}
+    divided_weights = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
+    names = {name: first.setdefault(id(weight), name) for name, weight in divided_weights.items()}
+    tied = {name: other for name, other in names.items() if name != other}
+    distinct = {name: weight for name, weight in weights.items() if name not in tied}
+    tree, shards = split({"weights": distinct, "state": state})
+    if shards:
+        write(partial / SHARDS, shards)
     if accelerator.is_main_process:
-        tied = _save_weights(partial / WEIGHTS, weights)
-        _save_tree(partial / STATE, dict(state))
+        tied |= _save_weights(partial / WEIGHTS, tree["weights"])
+        _save_tree(partial / STATE, tree["state"])
         if extra_files is not None:
             extra_files(partial)
     accelerator.wait_for_everyone()
@@ -144,12 +174,16 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path: str | Path, *, accelerator: Accelerator) -> Checkpoint:
+def load_checkpoint(path: str | Path, *, accelerator: Accelerator, accepts_changes: bool = False) -> Checkpoint:
     """Reads and verifies this process's part of a checkpoint; tensors come back on the CPU.
+
+    What is in `shards/` is read by `Checkpoint.divide`. Of those files each process verifies some.
 
     Args:
         path: a folder named checkpoint-<step>.
-        accelerator: of as many processes as wrote it.
+        accelerator: tells the processes apart.
+        accepts_changes: whether another number of processes may have written it. Then their random states are left
+            out, and they must have saved nothing else of their own.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed, the format is another one, or another number of
@@ -157,24 +191,35 @@ def load_checkpoint(path: str | Path, *, accelerator: Accelerator) -> Checkpoint
     """
     path = Path(path)
     manifest = read_manifest(path)
-    if manifest["processes"] != accelerator.num_processes:
+    is_same_world = manifest["processes"] == accelerator.num_processes
+    mine = _rank_file(accelerator.process_index if is_same_world else 0)
+    shards = sorted(name for name in manifest["files"] if name.startswith(f"{SHARDS}/"))
+    others = {name for name in manifest["files"] if name.startswith("rank-")} - {mine}
+    others |= set(shards) - set(shards[accelerator.process_index :: accelerator.num_processes])
+    verify_files(path, manifest, unread=others)
+    rank_tree = _load_tree(path / mine)
+    has_buffers = any(part is not None for part in rank_tree["state"].values())
+    if not is_same_world and (has_buffers or not accepts_changes):
         raise CheckpointError(
             f"{path / MANIFEST}: written by {manifest['processes']} process(es), this run has "
             f"{accelerator.num_processes}; random states and buffers cannot be divided anew. Resume with "
-            f"--num_processes {manifest['processes']}, or start a new run from the weights in {path / WEIGHTS}."
+            f"--num_processes {manifest['processes']}, or "
+            + (
+                f"start a new run from the weights in {path / WEIGHTS}."
+                if has_buffers
+                else "set resume_with_changes=True to go on with other random numbers."
+            )
         )
-    mine = _rank_file(accelerator.process_index)
-    others = [name for name in manifest["files"] if name.startswith("rank-") and name != mine]
-    verify_files(path, manifest, unread=others)
-    rank_tree = _load_tree(path / mine)
     try:
         weights = load_file(path / WEIGHTS)
     except SafetensorError as error:
         raise CheckpointError(f"{path / WEIGHTS}: not readable as safetensors ({error}). {instead(path)}") from error
-    weights |= {name: weights[owner] for name, owner in manifest["tied"].items()}
+    tied = manifest["tied"]
+    weights |= {name: weights[first] for name, first in tied.items() if first in weights}
     state = _load_tree(path / STATE)
     run = RunRecord(**manifest["run"]) if "run" in manifest else None
-    return Checkpoint(path, manifest["step"], weights, state, rank_tree["state"], run, rank_tree["rng"])
+    rng = rank_tree["rng"] if is_same_world else None
+    return Checkpoint(path, manifest["step"], weights, state, rank_tree["state"], run, tied, rng)
 
 
 def _rank_file(index: int) -> str:

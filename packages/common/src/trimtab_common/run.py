@@ -16,13 +16,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from huggingface_hub import CommitInfo
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from trimtab_common.health import HealthMonitor, Vitals
 from trimtab_common.hub import push_folder
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
+from trimtab_common.shards import Owner, Place
 from trimtab_common.tracking import Tracker
 
 TRACKER_ID = "run_id"
@@ -40,12 +42,29 @@ class Stateful(Protocol):
         """Restores what `state_dict` returned."""
 
 
+class WeighingAccelerator(Accelerator):
+    """An accelerator whose `backward` weighs the loss by itself, for every engine.
+
+    accelerate divides a loss by `gradient_accumulation_steps`. Under DeepSpeed it does not: that engine reads the
+    number once, when it starts.
+
+    Attributes:
+        loss_divisor: what `backward` divides a loss by.
+    """
+
+    loss_divisor = 1.0
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Adds the gradient of `loss / loss_divisor`; see accelerate."""
+        super().backward(loss / self.loss_divisor, **kwargs)
+
+
 def create_accelerator(
     accelerator_kwargs: Mapping[str, Any],
     project_kwargs: Mapping[str, Any],
     *,
     mixed_precision: str | None = None,
-) -> Accelerator:
+) -> WeighingAccelerator:
     """The accelerator of a run, on the CPU where there is no GPU.
 
     Args:
@@ -59,7 +78,7 @@ def create_accelerator(
         "mixed_precision": mixed_precision,
         "project_config": ProjectConfiguration(**project_kwargs),
     }
-    return Accelerator(**{**defaults, **accelerator_kwargs})
+    return WeighingAccelerator(**{**defaults, **accelerator_kwargs})
 
 
 class Run:
@@ -126,13 +145,16 @@ class Run:
         Raises:
             CheckpointError: the folder holds checkpoints of another run.
         """
-        weights, trained = self.accelerator.get_state_dict(self.model), self._trained_shapes()
+        weights: Mapping[str, Tensor] = self._trained()
+        if not any(isinstance(weight, DTensor) for weight in weights.values()):
+            full = self.accelerator.get_state_dict(self.model)
+            weights = {name: weight for name, weight in full.items() if name in weights}
         parts, numbers = self._parts_and_numbers()
         return save_checkpoint(
             root,
             step,
             accelerator=self.accelerator,
-            weights={name: weight for name, weight in weights.items() if name in trained},
+            weights=weights,
             state={**{name: part.state_dict() for name, part in parts.items()}, **numbers, TRACKER_ID: self.tracker_id},
             rank_state={name: part.state_dict() for name, part in self._kept_per_rank.items()},
             run=self.record,
@@ -148,12 +170,13 @@ class Run:
         Raises:
             CheckpointError: the checkpoint is damaged, or was saved with other settings, data, weights or parts.
         """
-        checkpoint = load_checkpoint(path, accelerator=self.accelerator)
+        checkpoint = load_checkpoint(path, accelerator=self.accelerator, accepts_changes=self.accepts_changes)
         record = self.record.continued(
             checkpoint.path, checkpoint.run, accepts_changes=self.accepts_changes, held=self.held
         )
         rank_state = {name: state for name, state in checkpoint.rank_state.items() if state is not None}
         parts, numbers = self._parts_and_numbers()
+        checkpoint.divide(self._owner(parts))
         self._check_weights(checkpoint)
         per_rank = self._kept_per_rank.keys()  # a part that was saved without a state stays as it is
         needed, saved = {*parts, *numbers, TRACKER_ID, *per_rank}, {*checkpoint.state, *rank_state, *per_rank}
@@ -207,13 +230,33 @@ class Run:
         numbers = {name: value for name, value in values.items() if value is not None and name not in parts}
         return parts, numbers
 
-    def _trained_shapes(self) -> dict[str, list[int]]:
-        module = self.accelerator.unwrap_model(self.model)
-        named = module.named_parameters(remove_duplicate=False)
-        return {name: list(weight.shape) for name, weight in named if weight.requires_grad}
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that train, by every name that they have; FSDP's as this process's parts."""
+        weights = self.accelerator.unwrap_model(self.model).state_dict(keep_vars=True)  # FSDP divides what it gathered
+        named = {name: weight for name, weight in weights.items() if isinstance(weight, nn.Parameter)}
+        return {name: weight for name, weight in named.items() if weight.requires_grad}
+
+    def _owner(self, parts: Mapping[str, Stateful]) -> Owner:
+        """From the place of a tensor in a checkpoint to the parameter that it belongs to; see `Checkpoint.divide`."""
+        weights = self._trained()
+        optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+        moments_of = {
+            name: [weight for group in optimizer.param_groups for weight in group["params"]]
+            for name, optimizer in optimizers.items()
+        }
+
+        def owner(place: Place) -> Tensor | None:
+            match place:
+                case ("weights", str(name)):
+                    return weights.get(name)
+                case ("state", str(name), "state", int(number), *_) if name in moments_of:
+                    return moments_of[name][number]
+            return None
+
+        return owner
 
     def _check_weights(self, checkpoint: Checkpoint) -> None:
-        shapes = self._trained_shapes()
+        shapes = {name: list(weight.shape) for name, weight in self._trained().items()}
         _check_names(checkpoint.path, "weights", set(shapes), set(checkpoint.weights))
         for name, weight in checkpoint.weights.items():
             if list(weight.shape) != shapes[name]:

@@ -136,7 +136,9 @@ def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
         accelerator: that prepares the policy.
     """
     if accelerator.is_fsdp2:
-        return fsdp2_prepare_model(accelerator, model)
+        sharded = fsdp2_prepare_model(accelerator, model)
+        sharded.set_reshard_after_forward(True, recurse=False)  # else the outermost part stays whole after a call
+        return sharded
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return _prepared_by_deepspeed(model, accelerator.deepspeed_plugin.deepspeed_config)
     return placed(model, accelerator.device)

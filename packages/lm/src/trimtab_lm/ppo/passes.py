@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +62,14 @@ class ForwardPasses:
             Log-probabilities in nats at the sampling temperature, [B, R]; logits [B, R, V], or None; values [B, R], or
             None for the reference; the mask [B, R]. All are 0 where a token does not count.
         """
-        of_reference = model is None or model is self.ref_model
-        if not of_reference and model is not self.model and model is not self.actor_critic:
+        scorer = self.scorer
+        is_policy = any(model is one for one in (self.model, self.actor_critic, scorer.bare))
+        of_reference = not is_policy and any(model is one for one in (None, self.ref_model, scorer.ref_actor))
+        if not is_policy and not of_reference:
             raise ValueError(
                 "batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model."
             )
-        score = self.scorer.ref if of_reference else self.scorer.policy
+        score = scorer.ref if of_reference else scorer.policy
         forward = partial(score, temperature=self.sampler.temperature, return_logits=return_logits)
         with without_dropout(self.actor_critic):
             samples = Samples(queries, responses, response_masks, model_inputs)
@@ -83,7 +85,7 @@ class ForwardPasses:
         if not self._replaces("batched_forward_pass"):
             score = self.scorer.ref if of_reference else self.scorer.policy
             return score(samples, temperature=temperature, return_logits=return_logits)
-        model: Any = (self.ref_model or self.model) if of_reference else self.actor_critic
+        model = self.scorer.ref_actor if of_reference else self.actor_critic
         context = self.scorer.of_reference() if of_reference else nullcontext()
         with context, without_dropout(self.actor_critic):
             logprobs, logits, values, mask = self.batched_forward_pass(

@@ -1,7 +1,7 @@
 """Policy, value function and reference: what they say about the tokens of samples."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -9,11 +9,13 @@ from accelerate import Accelerator
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
+from trimtab_lm.models.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
@@ -182,6 +184,21 @@ class ActorCritic(nn.Module):
     def config(self) -> Any:
         return self.policy.config
 
+    @property
+    def _no_split_modules(self) -> set[str]:
+        """Classes of the modules that FSDP shards as units. A unit has one dtype, and the value head its own."""
+        units = {"ValueHead"}.union(*(trunk._no_split_modules or () for trunk in self._trunks))
+        return units & {type(module).__name__ for module in self.modules()}
+
+    def tie_weights(self) -> None:
+        """Ties again what is tied in policy and critic; accelerate asks for it after it has replaced the weights."""
+        for trunk in self._trunks:
+            trunk.tie_weights()
+
+    @property
+    def _trunks(self) -> list[PreTrainedModel]:
+        return [base_of(self.pretrained_model)] + ([] if self.critic is None else [self.critic.trunk])
+
     def tokens(self, samples: Samples, padding: Padding) -> dict[str, dict[str, Tensor]]:
         """Samples as `forward` takes them, laid out for the policy and for the critic."""
         tokens = {"tokens": samples.tokens(self.layouts, padding)}
@@ -197,6 +214,7 @@ class ActorCritic(nn.Module):
         critic_tokens: dict[str, Tensor] | None = None,
         temperature: float = 1.0,
         return_logits: bool = False,
+        needs_values: bool = True,
         **inputs: Any,
     ) -> TokenOutputs | tuple[Any, ...]:
         """Two calls, because a strategy such as DDP sees this method alone.
@@ -210,14 +228,13 @@ class ActorCritic(nn.Module):
             tokens["source"],
             tokens["targets"],
             temperature=temperature,
-            needs_state=self.critic is None,
+            needs_state=needs_values and self.critic is None,
             **model_inputs(self.pretrained_model, tokens),
         )
-        return TokenOutputs(
-            *scores,
-            values=self.policy.v_head(heads.state) if self.critic is None else self.critic(critic_tokens),
-            logits=self.head.logits(heads) if return_logits else None,
-        )
+        values = None
+        if needs_values:
+            values = self.policy.v_head(heads.state) if self.critic is None else self.critic(critic_tokens)
+        return TokenOutputs(*scores, values=values, logits=self.head.logits(heads) if return_logits else None)
 
     def _logits_and_values(self, **inputs: Any) -> tuple[Any, ...]:
         logits, loss, values, *cache = self.policy(**inputs)
@@ -227,39 +244,53 @@ class ActorCritic(nn.Module):
         return logits, loss, values, *cache
 
 
+def keep_value_dtype(actor: ActorCritic) -> None:
+    """Lets sharded value heads compute in their weights' dtype, whatever the precision of the policy's shards."""
+    for head in actor.modules():
+        if isinstance(head, ValueHead) and isinstance(head, FSDPModule):
+            state = head._get_fsdp_state()
+            state._mp_policy = MixedPrecisionPolicy()
+            for group in state._fsdp_param_groups:
+                group.mp_policy = state._mp_policy
+
+
 class Scorer:
     """Scores samples under the policy and under its reference, token by token at the same temperature.
-
-    The reference is put on the accelerator's device.
 
     Args:
         actor_critic: prepared by the accelerator.
         reference: of the KL penalty.
+        ref_model: the same with a value head, which nobody reads; None where the policy is its own reference. It is put
+            on the accelerator's device, and sharded where the policy is.
         accelerator: that prepared the policy.
         padding: what layouts add.
     """
 
-    def __init__(self, actor_critic: nn.Module, reference: Reference, accelerator: Accelerator, padding: Padding):
+    def __init__(
+        self,
+        actor_critic: nn.Module,
+        reference: Reference,
+        ref_model: PreTrainedModelWrapper | None,
+        accelerator: Accelerator,
+        padding: Padding,
+    ):
         self.actor_critic, self.reference, self.accelerator = actor_critic, reference, accelerator
         self.bare: ActorCritic = accelerator.unwrap_model(actor_critic)
         self.padding = padding
-        self.ref_head, self.ref_layouts = self.bare.head, self.bare.layouts
-        if not reference.is_adapter_off:
-            self.ref_head, self.ref_layouts = LanguageHead(reference.model), Layouts.of(reference.model)
-            accelerator.prepare_model(reference.model, evaluation_mode=True)
+        keep_value_dtype(self.bare)
+        self.ref_actor = self.bare if ref_model is None else prepared_for_inference(ActorCritic(ref_model), accelerator)
 
     def policy(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
         """[B, R] of the policy; every process takes part."""
-        return self._policy(self.actor_critic, samples, temperature, return_logits)
+        tokens = self.bare.tokens(samples, self.padding)
+        outputs = self.actor_critic(**tokens, temperature=temperature, return_logits=return_logits)
+        return PolicyOutputs.of(samples, outputs)
 
     def policy_alone(self, samples: Samples, *, temperature: float) -> Tensor:
         """Log-probabilities [B, R] of the policy, on this process alone, without gradients."""
-        with torch.no_grad():
-            return self._policy(self.bare, samples, temperature, return_logits=False).logprobs
-
-    def _policy(self, module: nn.Module, samples: Samples, temperature: float, return_logits: bool) -> PolicyOutputs:
         tokens = self.bare.tokens(samples, self.padding)
-        return PolicyOutputs.of(samples, module(**tokens, temperature=temperature, return_logits=return_logits))
+        with torch.no_grad():
+            return PolicyOutputs.of(samples, self.bare(**tokens, temperature=temperature)).logprobs
 
     @contextmanager
     def of_reference(self) -> Iterator[None]:
@@ -268,30 +299,40 @@ class Scorer:
             yield
 
     def ref(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
-        """[B, R] of the reference, which has no values."""
-        tokens = samples.tokens(self.ref_layouts, self.padding)
+        """[B, R] of the reference, which has no values; every process takes part."""
+        tokens = samples.tokens(self.ref_actor.layouts, self.padding)
         with self.of_reference():
-            inputs = model_inputs(self.ref_head.model, tokens)
-            scores, heads = self.ref_head.score(tokens["source"], tokens["targets"], temperature=temperature, **inputs)
-            logits = self.ref_head.logits(heads) if return_logits else None
-        return PolicyOutputs.of(samples, TokenOutputs(scores.logprobs, scores.entropy, logits=logits))
+            outputs = self.ref_actor(
+                tokens=tokens, temperature=temperature, return_logits=return_logits, needs_values=False
+            )
+        return PolicyOutputs.of(samples, outputs)
 
     @torch.no_grad()
     def exact_kl(self, samples: Samples, *, temperature: float) -> Tensor:
         """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats."""
+        head, ref_head = self.bare.head, self.ref_actor.head
 
         def ref_logits(inputs: HeadInputs) -> Tensor:
             with self.reference.active():
-                return self.ref_head.logits(inputs)
+                return ref_head.logits(inputs)
 
-        with self.accelerator.autocast():
-            head = self.bare.head
-            policy = self._read(head, samples.tokens(self.bare.layouts, self.padding))
+        with self.whole(has_reference=True), self.accelerator.autocast():
+            policy = self._read(self.bare, samples)
             with self.reference.active():
-                ref = self._read(self.ref_head, samples.tokens(self.ref_layouts, self.padding))
+                ref = self._read(self.ref_actor, samples)
             size = head.config.vocab_size
             flat = exact_kl(head.logits, policy, ref_logits, ref, vocab_size=size, temperature=temperature)
         return samples.spread(flat)
 
-    def _read(self, head: LanguageHead, tokens: dict[str, Tensor]) -> HeadInputs:
-        return head.read(tokens["source"], **model_inputs(head.model, tokens))
+    def _read(self, actor: ActorCritic, samples: Samples) -> HeadInputs:
+        tokens = samples.tokens(actor.layouts, self.padding)
+        return actor.head.read(tokens["source"], **model_inputs(actor.pretrained_model, tokens))
+
+    @contextmanager
+    def whole(self, *, has_reference: bool) -> Iterator[None]:
+        """Every process holds all weights of the policy inside the block, and of the reference if asked. Collective.
+
+        Parts of the models may be called there, and processes may call them unequally often.
+        """
+        with whole_weights(self.bare), whole_weights(self.ref_actor) if has_reference else nullcontext():
+            yield

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from datasets import Dataset
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
 from trimtab_common.kl import FixedKLController
-from trimtab_common.run import Run
+from trimtab_common.run import Run, WeighingAccelerator
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
@@ -47,7 +46,7 @@ class PolicyServices(ForwardPasses):
     reference: Reference
     tokenizer: PreTrainedTokenizerBase
     is_encoder_decoder: bool
-    accelerator: Accelerator
+    accelerator: WeighingAccelerator
     optimizer: torch.optim.Optimizer
     kl_ctl: FixedKLController
     running: RunningMoments
@@ -163,7 +162,8 @@ class PolicyServices(ForwardPasses):
             if generate_ref_response:
                 models.append(self.reference.active())
             options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
-            with torch.no_grad(), without_dropout(self.model):
+            whole = self.scorer.whole(has_reference=generate_ref_response)
+            with torch.no_grad(), without_dropout(self.model), whole:
                 is_first = self.sampler.calls == 0
                 responses = self.sampler(models, queries, **options)  # refuses bad queries by name
                 if is_first:
@@ -172,7 +172,8 @@ class PolicyServices(ForwardPasses):
         return tuple(answers) if generate_ref_response else answers[0]
 
     def _roll_out(self, rollout: RolloutBackend, queries: list[Tensor], *, return_prompt: bool) -> list[Tensor]:
-        responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
+        with self.scorer.whole(has_reference=False):
+            responses = self.sampler.from_backend(rollout, self.model.pretrained_model, queries)
         if self.is_encoder_decoder or not return_prompt:
             return responses
         return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
@@ -329,23 +330,34 @@ class PolicyServices(ForwardPasses):
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the policy with its value head, the tokenizer and a model card into one folder.
 
+        Collective where the processes share the weights (FSDP, DeepSpeed): call it on each of them.
+
         Args:
             save_directory: the folder, which is created if need be.
             kwargs: of the model's `save_pretrained`.
         """
+        self._write_policy(str(save_directory), self._full_weights(), **kwargs)
+
+    def _full_weights(self) -> dict[str, Tensor] | None:
+        """The policy's weights, gathered on the main process; None where each process has them. Collective."""
+        if self.accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            return None
+        weights = self.accelerator.get_state_dict(self.actor_critic) or {}
+        policy = {name: weight for name, weight in weights.items() if name.startswith("policy.")}
+        return {name.removeprefix("policy."): weight for name, weight in policy.items()}
+
+    def _write_policy(
+        self, folder: str, weights: Mapping[str, Tensor] | None, repo_id: str | None = None, **kwargs: Any
+    ) -> None:
         if self.accelerator.is_main_process:
-            self.model.save_pretrained(save_directory, **kwargs)
-            self.tokenizer.save_pretrained(save_directory)
-            self.create_model_card(str(save_directory))
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
-        """Upload what `save_pretrained` writes; arguments as of the model's `push_to_hub`."""
-
-        def write(folder: str) -> None:
-            self.save_pretrained(folder)
+            self.model.save_pretrained(folder, **{"state_dict": weights, **kwargs})
+            self.tokenizer.save_pretrained(folder)
             self.create_model_card(folder, repo_id=repo_id)
 
-        return self.run.push(write, repo_id, **kwargs)
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
+        """Upload what `save_pretrained` writes; arguments as of the model's `push_to_hub`. Collective likewise."""
+        weights = self._full_weights()
+        return self.run.push(lambda folder: self._write_policy(folder, weights, repo_id), repo_id, **kwargs)
 
     def _push_if_best(self, mean_score: float) -> None:
         options = self.config.push_to_hub_if_best_kwargs

@@ -20,6 +20,7 @@ from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
 from trimtab_lm.models.interface import decoder_start_of
+from trimtab_lm.models.sharding import keep_output_precision
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.rewards.functions import function_stats, rewards_of
 from trimtab_lm.sampling.rollout import RolloutBackend
@@ -92,10 +93,11 @@ class PPOTrainer(PolicyServices):
         self.config = filled(config, model, self.accelerator.num_processes)
         self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
+        keep_output_precision(self.accelerator)
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
-        self.scorer = Scorer(self.actor_critic, self.reference, self.accelerator, padding)
+        self.scorer = Scorer(self.actor_critic, self.reference, self.ref_model, self.accelerator, padding)
         self.rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
         self.kl_ctl = kl_controller(config.init_kl_coef, target=config.kl_target, horizon=config.horizon)
         self.running = RunningMoments()
@@ -332,8 +334,7 @@ class PPOTrainer(PolicyServices):
         )
         moves = self._moves(logprobs, old_logprobs, advantages, mask)
         added = self.update.add(policy_loss + value_loss, moves, outputs=(logprobs, vpreds), step=self.steps_done)
-        stats = token_means(stats, mask) | added
-        return stats | self.update.take() if self.accelerator.sync_gradients else stats
+        return token_means(stats, mask) | added
 
     def loss(
         self,

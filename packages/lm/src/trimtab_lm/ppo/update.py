@@ -6,10 +6,12 @@ from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
-from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trimtab_common.health import TrainingDivergedError
+from trimtab_common.run import WeighingAccelerator
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, sum_over_ranks
 
@@ -30,17 +32,19 @@ def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tens
 
 
 class Update:
-    """The next optimizer step: the gradient in `p.grad`, and what it holds since the last one.
+    """The next optimizer step: the gradient so far, and what it holds since the last one.
 
-    accelerate says when the step is due (`sync_gradients`): at once, or at the last of the minibatches that
-    `minibatch` announces.
+    `accelerator.sync_gradients` says when the step is due: at once, or at the last of the minibatches that `minibatch`
+    announces.
 
     Attributes:
         kept: minibatches whose gradient is in it.
         divergence: KL(old policy, policy) in nats per token, over the tokens of all minibatches since the last step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: PPOConfig, accelerator: Accelerator):
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: PPOConfig, accelerator: WeighingAccelerator
+    ):
         self.model, self.optimizer, self.config, self.accelerator = model, optimizer, config, accelerator
         self.kept, self.divergence = 0, Mean(0.0, 0.0)
 
@@ -48,24 +52,26 @@ class Update:
     def minibatch(self, *, share: float, is_last: bool) -> Iterator[None]:
         """Inside the block `accelerator.backward` weighs a loss by `share`, and the step is due if `is_last`.
 
-        accelerate divides losses by `gradient_accumulation_steps`, which is 1 outside. Processes exchange gradients
-        with the last minibatch alone.
+        Processes exchange gradients with the last minibatch alone. FSDP exchanges them with each, because a process
+        has room for its shard of the gradient only.
         """
-        accelerator, before = self.accelerator, self.accelerator.gradient_accumulation_steps
-        accelerator.gradient_accumulation_steps = 1 / share
-        accelerator.sync_gradients = is_last
+        accelerator = self.accelerator
+        accelerator.loss_divisor, accelerator.sync_gradients = 1 / share, is_last
+        exchanges = is_last or accelerator.distributed_type == DistributedType.FSDP
         try:
-            with nullcontext() if is_last else accelerator.no_sync(self.model):
+            with nullcontext() if exchanges else accelerator.no_sync(self.model):
                 yield
         except TrainingDivergedError:
             self.drop()
             raise
         finally:
-            accelerator.gradient_accumulation_steps = before
-            accelerator.sync_gradients = True
+            accelerator.loss_divisor, accelerator.sync_gradients = 1.0, True
 
     def add(self, loss: Tensor, moves: Mapping[str, Mean], *, outputs: Sequence[Tensor], step: int) -> dict[str, Mean]:
-        """Add the gradient of a minibatch, unless the policy has moved by more than `ratio_threshold` on it.
+        """Add the gradient of a minibatch, and take the step if it is due. Collective if it is.
+
+        A minibatch on which the mean ratio is above `ratio_threshold` is left out. No step is taken where all
+        minibatches are left out, or where the policy has moved too far.
 
         Args:
             loss: of the minibatch.
@@ -74,12 +80,13 @@ class Update:
             step: PPO steps done before, for the error.
 
         Returns:
-            A statistic: `policy/skipped`.
+            Statistics: `policy/skipped`; with a step that is due `policy/early_stopped`, and `grad_norm` before
+            clipping where the step was taken.
 
         Raises:
-            TrainingDivergedError: the loss is not finite; the weights are untouched.
+            TrainingDivergedError: the loss or the gradient is not finite; the weights are untouched.
         """
-        ratio, config = moves["ratio"].value, self.config
+        ratio, config, accelerator = moves["ratio"].value, self.config, self.accelerator
         is_skipped = ratio > config.ratio_threshold
         if is_skipped:
             warnings.warn(
@@ -96,25 +103,21 @@ class Update:
             )
         self.divergence += moves["approxkl"]
         self.kept += not is_skipped
-        if not is_skipped or self.accelerator.num_processes > 1:
-            self.accelerator.backward(loss)
-        return {"policy/skipped": Mean(float(is_skipped), 1.0)}
+        stats = {"policy/skipped": Mean(float(is_skipped), 1.0)}
+        if accelerator.sync_gradients:
+            kept = float(sum_over_ranks(torch.tensor(float(self.kept), device=accelerator.device)))
+            is_stopped = self.has_moved_too_far(self.divergence)
+            stats["policy/early_stopped"] = Mean(float(is_stopped), 1.0)
+            if is_stopped or not kept:  # before the last gradient: with that DeepSpeed takes the step
+                self.drop()
+                return stats
+        if not is_skipped or accelerator.num_processes > 1:
+            accelerator.backward(loss)
+        return stats | self._take() if accelerator.sync_gradients else stats
 
-    def take(self) -> dict[str, Mean]:
-        """Take the step, unless every minibatch was skipped or the policy has moved too far. Collective.
-
-        Returns:
-            Statistics: `policy/early_stopped`, and `grad_norm` before clipping where the step was taken.
-
-        Raises:
-            TrainingDivergedError: the gradient is not finite; the weights are untouched.
-        """
-        kept = float(sum_over_ranks(torch.tensor(float(self.kept), device=self.accelerator.device)))
-        is_stopped = self.has_moved_too_far(self.divergence)
-        if is_stopped or not kept:
-            self.drop()
-            return {"policy/early_stopped": Mean(float(is_stopped), 1.0)}
+    def _take(self) -> dict[str, Mean]:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or float("inf"))
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             self.drop()
             raise TrainingDivergedError(
@@ -123,7 +126,7 @@ class Update:
             )
         self.optimizer.step()
         self.drop()
-        return {"policy/early_stopped": Mean(0.0, 1.0), "grad_norm": Mean(norm, 1.0)}
+        return {"grad_norm": Mean(norm, 1.0)}
 
     def drop(self) -> None:
         """Forget the gradient and what it holds."""
