@@ -1,7 +1,6 @@
 """Models whose weights are divided over processes (FSDP2, ZeRO-3): whole where code reads them, ready for inference."""
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -60,16 +59,17 @@ def _whole_weights_of_deepspeed(model: nn.Module) -> Iterator[None]:
     missing = [weight for weight in divided if weight.ds_status.name == "NOT_AVAILABLE"]  # type: ignore[attr-defined]
     hooks = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     with deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)):
-        before = [OrderedDict(kept) for kept in hooks]
-        for kept in hooks:
-            for key in [key for key, hook in kept.items() if hook.__module__.startswith("deepspeed.")]:
-                del kept[key]
+        before = [dict(one) for one in hooks]
+        for one in hooks:
+            for key in [key for key, hook in one.items() if hook.__module__.startswith("deepspeed.")]:
+                del one[key]
         try:
             yield
         finally:
-            for kept, all_hooks in zip(hooks, before, strict=True):
-                kept.clear()
-                kept.update(all_hooks)
+            for one, earlier in zip(hooks, before, strict=True):
+                ordered = earlier | one  # with those that transformers adds in the block, at the end
+                one.clear()
+                one.update(ordered)
 
 
 def is_divided_by_deepspeed(weight: Tensor) -> bool:
@@ -126,6 +126,23 @@ def answer_of_main_process(answer: Answer) -> Answer:
     model is sharded. Collective in that case.
     """
     return broadcast_object_list([answer])[0] if is_fsdp_enabled() else answer
+
+
+def tell_deepspeed_of_batches(accelerator: Accelerator, *, micro_batch_size: int, max_grad_norm: float | None) -> None:
+    """Fills in what DeepSpeed asks for when it prepares a model, for a loop that weighs its losses by itself.
+
+    Args:
+        accelerator: that prepares the policy; nothing happens under other engines.
+        micro_batch_size: rows of a backward pass on this process.
+        max_grad_norm: to which DeepSpeed clips gradients; None: it does not.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "train_batch_size": micro_batch_size * accelerator.num_processes,
+            "gradient_accumulation_steps": 1,  # by which it would divide losses
+            "gradient_clipping": max_grad_norm or 0.0,
+        }
 
 
 def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
