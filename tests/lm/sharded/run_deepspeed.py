@@ -1,6 +1,6 @@
 """The trainings of `run_trainers` under DeepSpeed, with torchrun and the environment of `make test-deepspeed`.
 
-`folder,stage,case,...`: those cases, or all, under ZeRO-2 or ZeRO-3. Each process saves what it logged, its share of
+`folder;stage;case;...`: those cases, or all, under ZeRO-2 or ZeRO-3. Each process saves what it logged, its share of
 the weights and, where it holds them, the full weights, as folder/<rank>.pt.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import DeepSpeedPlugin, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from tests.lm.sharded.run_trainers import CASES, dpo, llama, train, untimed
+from tests.lm.sharded import run_ppo
+from tests.lm.sharded.run_trainers import CASES, dpo, llama, local_size, train, untimed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-from trimtab_lm.models.sharding import is_divided_by_deepspeed
 
 DEEPSPEED_CASES: dict[str, Callable[..., Any]] = CASES | {
     "dpo by name": lambda folder, world_size, **more: dpo(saved(folder), folder, world_size, **more),
@@ -24,6 +24,8 @@ DEEPSPEED_CASES: dict[str, Callable[..., Any]] = CASES | {
         saved(folder), folder, *size, ref_model=saved(folder), **more
     ),
 }
+PPO_CASES = [case for case in run_ppo.CASES if case not in ("accelerate launch", "activation checkpointing")]
+"""Those of PPO, without the two that are about FSDP."""
 BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 
 
@@ -52,7 +54,15 @@ def let_accelerate_use_gloo() -> None:
 
 def share(model: torch.nn.Module) -> int:
     """Elements of a model's weights on this process."""
-    return sum(w.ds_tensor.numel() if is_divided_by_deepspeed(w) else w.numel() for w in model.parameters())
+    return sum(map(local_size, model.parameters()))
+
+
+def stepped_by_ppo(case: str, rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    """What `run_ppo.stepped` returns; PPO prepares its models itself, and tells DeepSpeed the sizes of its batches."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    unset_hf_deepspeed_config()
+    plugin = DeepSpeedPlugin(hf_ds_config=under_deepspeed(stage)["deepspeed"])
+    return run_ppo.stepped(case, rank, world_size, deepspeed_plugin=plugin, cpu=False)
 
 
 def trained(case: str, folder: str, stage: int | None = None, world_size: int = 1) -> dict[str, Any]:
@@ -78,11 +88,16 @@ def main(folder: str, stage: str, *cases: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     let_accelerate_use_gloo()
-    world_size = int(os.environ["WORLD_SIZE"])
-    results = {case: trained(case, folder, int(stage), world_size) for case in cases or DEEPSPEED_CASES}
-    torch.save(results, f"{folder}/{os.environ['RANK']}.pt")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    results = {}
+    for case in cases or [*DEEPSPEED_CASES, *PPO_CASES]:
+        if case in DEEPSPEED_CASES:
+            results[case] = trained(case, folder, int(stage), world_size)
+        else:
+            results[case] = stepped_by_ppo(case, rank, world_size, int(stage))
+    torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1].split(","))
+    main(*sys.argv[1].split(";"))

@@ -30,6 +30,7 @@ from trimtab_lm import (
     SFTConfig,
     SFTTrainer,
 )
+from trimtab_lm.models.sharding import is_divided_by_deepspeed
 from trimtab_lm.sampling.backends import TransformersRollout
 from trimtab_lm.sampling.rollout import Rollout
 
@@ -211,6 +212,8 @@ def untimed(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def local_size(tensor: torch.Tensor) -> int:
     """Elements of a tensor on this process."""
+    if is_divided_by_deepspeed(tensor):
+        return tensor.ds_tensor.numel()
     return tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lm.sharded.run_deepspeed import DEEPSPEED_CASES, trained
+from tests.lm.sharded.run_deepspeed import DEEPSPEED_CASES, PPO_CASES, trained
+from tests.lm.sharded.run_ppo import stepped
 from tests.processes import launch
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """The stage, and the folder of what both processes of one launch saved."""
     folder = tmp_path_factory.mktemp(f"stage{request.param}")
-    launch("tests.lm.sharded.run_deepspeed", f"{folder},{request.param}", processes=2, seconds=800)
+    launch("tests.lm.sharded.run_deepspeed", f"{folder};{request.param}", processes=2, seconds=800)
     return request.param, folder
 
 
@@ -48,6 +49,23 @@ def test_two_processes_train_as_one(run: tuple[int, Path], one: dict[str, dict[s
         parts = [process[kind] for process in two]
         expected = whole[kind] / 2 if stage == 3 else whole[kind]
         assert parts == pytest.approx([expected, expected], rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", PPO_CASES)
+def test_ppo_on_two_processes_is_that_on_one(run: tuple[int, Path], case: str):
+    stage, folder = run
+    two, whole = [torch.load(folder / f"{rank}.pt")[case] for rank in (0, 1)], stepped(case)
+    for mine, yours in zip(two[0]["stats"], whole["stats"], strict=True):
+        numbers = {name: value for name, value in yours.items() if isinstance(value, float) and "time" not in name}
+        assert {name: mine[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-5)
+    for name, weight in whole["weights"].items():
+        torch.testing.assert_close(two[0]["weights"][name].double(), weight, rtol=0, atol=1e-5, msg=name)
+    assert two[0]["samples"] == two[1]["samples"] == whole["samples"]  # processes sample unequally often
+    for kind in ("local", "reference"):  # ZeRO-2 divides neither
+        parts = [process[kind] for process in two]
+        expected = whole[kind] / 2 if stage == 3 else whole[kind]
+        assert parts == pytest.approx([expected, expected], rel=0.05)
 
 
 def test_a_saved_model_loads_without_deepspeed(run: tuple[int, Path]):
