@@ -170,7 +170,7 @@ def _without_value_head(model: Model | PreTrainedModelWrapper) -> Model:
 
 def _warn_of_trainable_base(policy: PeftModel) -> None:
     """Warns where weights of the base model train, so that the policy without adapters moves too."""
-    with adapters_off(policy):  # PEFT freezes the adapters inside, so what still trains is the base
+    with adapters_off(policy), policy.disable_adapter():  # which freezes the adapters: what still trains is the base
         names = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
     # PEFT does not freeze adapters that are no layers (prompt tuning), and they are not in the base model.
     names = [name for name in names if not name.startswith("prompt_encoder.")]
