@@ -15,10 +15,10 @@ REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.t
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-deepspeed check format sizes bench clean
+.PHONY: help setup demo reproduce test test-lowest test-sharded test-deepspeed check format sizes bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce and test), JOBS=$(JOBS) (for test),"
 	@echo "             BENCH=name (for bench)"
@@ -38,6 +38,9 @@ test: $(STAMP) ## run the tests, JOBS at a time (slow and gpu ones only on reque
 test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions that the packages accept, in .venv-lowest
 	$(LOWEST)/bin/python tools/lower_bounds.py
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/test_every_trainer.py
+
+test-sharded: $(STAMP) ## train on two processes that share each model (FSDP2 over gloo), and compare with one
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow tests/lm/sharded $(ARGS)
 
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow tests/lm/sharded/test_deepspeed.py $(ARGS)

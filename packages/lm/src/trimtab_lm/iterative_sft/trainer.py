@@ -73,6 +73,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
     optimizer: Any  # Trainer may leave these at None; the constructor and `start` set them
     lr_scheduler: Any
+    deepspeed: Any
     state: Any  # its max_steps is None while the progress bar starts without an end
 
     @takes_constructor_of_2024(IterativeSFTConfig, ITERATIVE_SFT)

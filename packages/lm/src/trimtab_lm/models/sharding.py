@@ -143,18 +143,18 @@ def keep_output_precision(accelerator: Accelerator) -> None:
         accelerator.state.fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
-def tell_deepspeed_of_batches(accelerator: Accelerator, *, micro_batch_size: int, max_grad_norm: float | None) -> None:
+def tell_deepspeed_of_batches(accelerator: Accelerator, *, size: int, max_grad_norm: float | None) -> None:
     """Fills in what DeepSpeed asks for when it prepares a model, for a loop that weighs its losses by itself.
 
     Args:
         accelerator: that prepares the policy; nothing happens under other engines.
-        micro_batch_size: rows of a backward pass on this process.
+        size: rows of a backward pass on this process.
         max_grad_norm: to which DeepSpeed clips gradients; None: it does not.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": micro_batch_size,
-            "train_batch_size": micro_batch_size * accelerator.num_processes,
+            "train_micro_batch_size_per_gpu": size,
+            "train_batch_size": size * accelerator.num_processes,
             "gradient_accumulation_steps": 1,  # by which it would divide losses
             "gradient_clipping": max_grad_norm or 0.0,
         }

@@ -94,8 +94,7 @@ class PPOTrainer(PolicyServices):
         self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
         keep_output_precision(self.accelerator)
-        sizes = {"micro_batch_size": config.mini_batch_size, "max_grad_norm": config.max_grad_norm}
-        tell_deepspeed_of_batches(self.accelerator, **sizes)
+        tell_deepspeed_of_batches(self.accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
