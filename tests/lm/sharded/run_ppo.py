@@ -101,7 +101,7 @@ def make(case: Case, world_size: int, **accelerator_kwargs: Any) -> PPOTrainer:
     if "value_model" not in given:  # else the trainer creates a value head
         # Unlike Adam, SGD shows a gradient of the wrong size, and does not magnify rounding where there is none.
         given["optimizer"] = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.5)
-    if world_size > 1 and not case.environment:
+    if world_size > 1 and not case.environment and "deepspeed_plugin" not in accelerator_kwargs:
         plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
         accelerator_kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin(**plugin | case.plugin)
     sizes = {
@@ -123,10 +123,10 @@ def share(columns: dict[str, list[Any]], rank: int, world_size: int) -> dict[str
     return {name: column[rows] for name, column in columns.items()}
 
 
-def stepped(name: str, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+def stepped(name: str, rank: int = 0, world_size: int = 1, **accelerator_kwargs: Any) -> dict[str, Any]:
     """Statistics of three steps, with greedy samples of a few queries before each, and the weights after them."""
     case = CASES[name]
-    trainer = make(case, world_size)
+    trainer = make(case, world_size, **accelerator_kwargs)
     history, samples = [], []
     for step in range(STEPS):
         columns = global_batch(step, has_masks=case.has_masks)
@@ -153,7 +153,7 @@ def trained(name: str, world_size: int = 1) -> dict[str, Any]:
 
 def state_of(trainer: PPOTrainer) -> dict[str, Any]:
     """The full weights, and how many elements of weights and moments this process holds."""
-    weights = trainer.accelerator.get_state_dict(trainer.actor_critic)
+    weights = trainer.accelerator.get_state_dict(trainer.actor_critic) or {}
     moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
     return {
         "weights": {name: weight.clone() for name, weight in weights.items()},

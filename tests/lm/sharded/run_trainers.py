@@ -30,6 +30,7 @@ from trimtab_lm import (
     SFTConfig,
     SFTTrainer,
 )
+from trimtab_lm.models.sharding import is_divided_by_deepspeed
 from trimtab_lm.sampling.backends import TransformersRollout
 from trimtab_lm.sampling.rollout import Rollout
 
@@ -104,10 +105,13 @@ def reward(model: Any, folder: str, world_size: int, peft_config: LoraConfig | N
     )
 
 
-def dpo(model: Any, folder: str, world_size: int, peft_config: LoraConfig | None = None, **more: Any) -> Any:
+def dpo(
+    model: Any, folder: str, world_size: int, peft_config: LoraConfig | None = None, ref_model: Any = None, **more: Any
+) -> Any:
     return DPOTrainer(
         model,
-        args=DPOConfig(folder, **settings(world_size, **more)),
+        ref_model,
+        DPOConfig(folder, **settings(world_size, **more)),
         train_dataset=Dataset.from_dict(PAIRS),
         eval_dataset=Dataset.from_dict({name: column[:7] for name, column in PAIRS.items()}),
         processing_class=tiny.tokenizer(),
@@ -227,19 +231,21 @@ def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
     trainer = CASES[case](folder, world_size)
     train(trainer)
     trainer.evaluate()
-    timed = ("time", "per_second", "flos")
     weights = trainer.accelerator.get_state_dict(trainer.model)
     return {
-        "logs": [
-            {name: value for name, value in log.items() if not any(word in name for word in timed)}
-            for log in trainer.state.log_history
-        ],
+        "logs": untimed(trainer.state.log_history),
         "weights": {name: weight.clone() for name, weight in weights.items()},
         "parameters": sum(local_size(parameter) for parameter in trainer.model.parameters()),
         "moments": sum(
             local_size(state[name]) for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
         ),
     }
+
+
+def untimed(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Logs without what depends on the clock."""
+    timed = ("time", "per_second", "flos")
+    return [{name: value for name, value in log.items() if not any(word in name for word in timed)} for log in logs]
 
 
 def in_bfloat16(name: str, folder: str) -> dict[str, Any]:
@@ -268,6 +274,8 @@ def refusal(folder: str) -> str:
 
 def local_size(tensor: torch.Tensor) -> int:
     """Elements of a tensor on this process."""
+    if is_divided_by_deepspeed(tensor):
+        return tensor.ds_tensor.numel()
     return tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel()
 
 

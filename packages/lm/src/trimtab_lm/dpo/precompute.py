@@ -104,11 +104,10 @@ def fingerprint(reference: Reference) -> str:
     adapters = set(model.peft_config) - {reference.adapter} if isinstance(model, PeftModel) else set()
     config = {name: value for name, value in model.config.to_dict().items() if name not in INDIFFERENT}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    weights = {
-        _plain_name(name): tensor for name, tensor in model.state_dict().items() if adapters.isdisjoint(name.split("."))
-    }
+    named = model.state_dict(keep_vars=True).items()
+    weights = {_plain_name(name): weight for name, weight in named if adapters.isdisjoint(name.split("."))}
     for name in sorted(weights):
-        tensor = whole_tensor(weights[name].detach())
+        tensor = whole_tensor(weights[name])
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -73,6 +73,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
     optimizer: Any  # Trainer may leave these at None; the constructor and `start` set them
     lr_scheduler: Any
+    deepspeed: Any
     state: Any  # its max_steps is None while the progress bar starts without an end
 
     @takes_constructor_of_2024(IterativeSFTConfig, ITERATIVE_SFT)
@@ -310,6 +311,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             self.optimizer, self.lr_scheduler = deepspeed_init(self, num_training_steps=horizon)
             parts = [self.model, self.optimizer, *([self.lr_scheduler] if self.lr_scheduler is not None else [])]
             self.model_wrapped, self.optimizer, *scheduler = self.accelerator.prepare(*parts)
+            self.deepspeed = self.model_wrapped  # where Trainer looks for the engine in evaluation and saving
             self.lr_scheduler = scheduler[0] if scheduler else None
         elif self.is_fsdp_enabled and not self.accelerator.is_fsdp2:  # the optimizer takes the sharded parameters
             self.model_wrapped = self.accelerator.prepare(self.model)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from trimtab_lm.models.adapters import adapter_on, adapters_off
 from trimtab_lm.models.interface import Model
-from trimtab_lm.models.sharding import prepared_for_inference
+from trimtab_lm.models.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.tokens.heads import lm_head_of
 
@@ -56,7 +56,8 @@ def create_reference_model(model: Policy, num_shared_layers: int | None = None, 
     shared = {} if num_shared_layers is None else _tensors_below(base, num_shared_layers, pattern)
     for tensor in shared.values():
         tensor.grad = None  # an optimizer would apply a gradient that is left here
-    reference = copy.deepcopy(model, dict(shared))
+    with whole_weights(base):  # DeepSpeed divides weights as they are loaded
+        reference = copy.deepcopy(model, dict(shared))
     reference.requires_grad_(False)  # the policy holds the shared tensors too, so this freezes them there
     return reference.eval()
 

@@ -1,14 +1,14 @@
-"""Models whose weights are divided over processes (FSDP2): whole where code reads them, and prepared for inference."""
+"""Models whose weights are divided over processes (FSDP2, ZeRO-3): whole where code reads them, ready for inference."""
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import fsdp2_prepare_model
+from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -29,6 +29,10 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     Args:
         model: the module that was sharded, which holds all others.
     """
+    if any(is_divided_by_deepspeed(parameter) for parameter in model.parameters()):
+        with _whole_weights_of_deepspeed(model):
+            yield
+        return
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if shards:
         shards[0]._get_fsdp_state()._lazy_init()  # of the outermost module, which its first forward pass does otherwise
@@ -47,6 +51,33 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             group.reshard()
 
 
+@contextmanager
+def _whole_weights_of_deepspeed(model: nn.Module) -> Iterator[None]:
+    """The same for ZeRO-3, whose hooks would divide the weights again after each forward pass."""
+    import deepspeed
+
+    divided = [weight for weight in model.parameters() if is_divided_by_deepspeed(weight)]
+    missing = [weight for weight in divided if weight.ds_status.name == "NOT_AVAILABLE"]  # type: ignore[attr-defined]
+    hooks = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    with deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)):
+        before = [dict(one) for one in hooks]
+        for one in hooks:
+            for key in [key for key, hook in one.items() if hook.__module__.startswith("deepspeed.")]:
+                del one[key]
+        try:
+            yield
+        finally:
+            for one, earlier in zip(hooks, before, strict=True):
+                ordered = earlier | one  # with those that transformers adds in the block, at the end
+                one.clear()
+                one.update(ordered)
+
+
+def is_divided_by_deepspeed(weight: Tensor) -> bool:
+    """Whether DeepSpeed's ZeRO-3 has divided a weight over the processes."""
+    return hasattr(weight, "ds_status")
+
+
 def reshard(model: nn.Module) -> None:
     """Frees the weights of other processes that a forward pass without gradients left: those of the head, for one."""
     for module in model.modules():
@@ -55,7 +86,13 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Returns a weight with the parts of all processes. Collective if it is sharded."""
+    """Returns a weight with the parts of all processes, without gradient. Collective if it is sharded."""
+    if is_divided_by_deepspeed(tensor):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -106,6 +143,23 @@ def keep_output_precision(accelerator: Accelerator) -> None:
         accelerator.state.fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
+def tell_deepspeed_of_batches(accelerator: Accelerator, *, size: int, max_grad_norm: float | None) -> None:
+    """Fills in what DeepSpeed asks for when it prepares a model, for a loop that weighs its losses by itself.
+
+    Args:
+        accelerator: that prepares the policy; nothing happens under other engines.
+        size: rows of a backward pass on this process.
+        max_grad_norm: to which DeepSpeed clips gradients; None: it does not.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": size,
+            "train_batch_size": size * accelerator.num_processes,
+            "gradient_accumulation_steps": 1,  # by which it would divide losses
+            "gradient_clipping": max_grad_norm or 0.0,
+        }
+
+
 def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
     """Puts a model that is not trained where it runs: on the accelerator's device, or sharded over the processes.
 
@@ -117,10 +171,30 @@ def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
         sharded = fsdp2_prepare_model(accelerator, model)
         sharded.set_reshard_after_forward(True, recurse=False)  # else the outermost part stays whole after a call
         return sharded
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return _prepared_by_deepspeed(model, accelerator.deepspeed_plugin.deepspeed_config)
     return placed(model, accelerator.device)
+
+
+def _prepared_by_deepspeed(model: Module, training: Mapping[str, Any]) -> Module:
+    """The model in the precision of the training; divided under ZeRO-3, whole on each process under other stages.
+
+    Args:
+        model: a model that is not trained.
+        training: DeepSpeed's configuration of the policy's training.
+    """
+    import deepspeed
+
+    zero = {name: value for name, value in training["zero_optimization"].items() if value != "auto"}
+    stage = zero["stage"] if zero["stage"] == 3 else 0  # the others divide gradients and optimizer states only
+    precision = {name: training[name] for name in ("bf16", "fp16") if name in training}
+    sizes = {"train_micro_batch_size_per_gpu": 1}  # which DeepSpeed asks for
+    deepspeed.initialize(model=model, config={**sizes, **precision, "zero_optimization": {**zero, "stage": stage}})
+    return model
 
 
 def placed(model: Module, device: torch.device | str) -> Module:
     """Returns the model on a device; quantized, dispatched and sharded ones stay where they are."""
     is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
-    return model if is_fixed or isinstance(model, FSDPModule) else model.to(device)
+    is_divided = isinstance(model, FSDPModule) or any(map(is_divided_by_deepspeed, model.parameters()))
+    return model if is_fixed or is_divided else model.to(device)

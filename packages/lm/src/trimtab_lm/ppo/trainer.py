@@ -20,7 +20,7 @@ from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
 from trimtab_lm.models.interface import decoder_start_of
-from trimtab_lm.models.sharding import keep_output_precision
+from trimtab_lm.models.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.rewards.functions import function_stats
 from trimtab_lm.sampling.rollout import RolloutBackend
@@ -94,6 +94,7 @@ class PPOTrainer(PolicyServices):
         self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
         keep_output_precision(self.accelerator)
+        tell_deepspeed_of_batches(self.accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)

@@ -117,16 +117,21 @@ class Update:
 
     def _take(self) -> dict[str, Mean]:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or float("inf"))
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)  # DeepSpeed's is a number
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             self.drop()
             raise TrainingDivergedError(
-                f"The gradient has norm {float(norm)}. No update was made. Lower learning_rate "
+                f"The gradient has norm {float(norm)}. {self._step_taken()} Lower learning_rate "
                 f"({self.config.learning_rate}) or train in bfloat16 or float32."
             )
         self.optimizer.step()
         self.drop()
         return {"grad_norm": Mean(norm, 1.0)}
+
+    def _step_taken(self) -> str:
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return "DeepSpeed has taken the step with it: resume from the last checkpoint."
+        return "No update was made."
 
     def drop(self) -> None:
         """Forget the gradient and what it holds."""

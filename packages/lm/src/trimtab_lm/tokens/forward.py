@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config
+from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out, tree_mask
 from trimtab_lm.tokens.logprobs import LanguageHead, TokenScores
 from trimtab_lm.tokens.positions import positioned
@@ -154,9 +155,10 @@ def best_layout(model: Model, *, share_prefix: bool) -> Layout:
         candidates: tuple[Layout, ...] = ("packed",)
         if share_prefix and not _has_local_attention(base):
             candidates = ("tree", "packed")
-        for layout in candidates:
-            if _agrees(base, layout):
-                return layout
+        with whole_weights(base):  # DeepSpeed divides weights as they are loaded
+            for layout in candidates:
+                if _agrees(base, layout):
+                    return layout
     warnings.warn(
         f"{type(base).__name__} with {base.config._attn_implementation} attention mixes sequences that share a row, so "
         "each sequence gets a padded row of its own. The results are right, but training is slower. Load the model "

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab_common.kl import full
 from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
+from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.tokens.heads import forward_replaced, is_linear, last_hidden_state, lm_head_of
 from trimtab_lm.tokens.positions import positioned
 
@@ -222,7 +223,8 @@ class LanguageHead:
         self._forward_of = base.forward
         self.is_encoder_decoder = bool(base.config.is_encoder_decoder)
         self.separable = True
-        self.separable = self._logits_agree()
+        with whole_weights(model):  # DeepSpeed divides weights as they are loaded
+            self.separable = self._logits_agree()
         if not self.separable:
             warnings.warn(
                 f"{type(base).__name__} changes its logits after the LM head in an unknown way, so it computes all of "

@@ -1,0 +1,103 @@
+"""The trainings of `run_trainers` under DeepSpeed, with torchrun and the environment of `make test-deepspeed`.
+
+`folder;stage;case;...`: those cases, or all, under ZeRO-2 or ZeRO-3. Each process saves what it logged, its share of
+the weights and, where it holds them, the full weights, as folder/<rank>.pt.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import DeepSpeedPlugin, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from tests.lm.sharded import run_ppo
+from tests.lm.sharded.run_trainers import CASES, dpo, llama, local_size, train, untimed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+DEEPSPEED_CASES: dict[str, Callable[..., Any]] = CASES | {
+    "dpo by name": lambda folder, world_size, **more: dpo(saved(folder), folder, world_size, **more),
+    "dpo and reference by name": lambda folder, *size, **more: dpo(
+        saved(folder), folder, *size, ref_model=saved(folder), **more
+    ),
+}
+PPO_CASES = [case for case in run_ppo.CASES if case not in ("accelerate launch", "activation checkpointing")]
+"""Those of PPO, without the two that are about FSDP."""
+BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+
+
+def saved(folder: str) -> str:
+    """The folder of a model, for trainers that load it: under ZeRO-3 its weights are divided as they are loaded."""
+    name = f"{folder}/model"
+    if PartialState().is_main_process:
+        llama().save_pretrained(name)
+    PartialState().wait_for_everyone()
+    return name
+
+
+def under_deepspeed(stage: int) -> dict[str, Any]:
+    """Settings of a config. DeepSpeed would keep weights of fewer than 100,000 numbers whole on every process."""
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **dict.fromkeys(BATCH, "auto")}
+    return {"deepspeed": config, "use_cpu": False, "optim": "adamw_torch", "fsdp": None, "fsdp_config": None}
+
+
+def let_accelerate_use_gloo() -> None:
+    """Make accelerate run DeepSpeed on a CPU: it asks for a backend of GPUs otherwise, for the rest of this process."""
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+
+
+def share(model: torch.nn.Module) -> int:
+    """Elements of a model's weights on this process."""
+    return sum(map(local_size, model.parameters()))
+
+
+def stepped_by_ppo(case: str, rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    """What `run_ppo.stepped` returns; PPO prepares its models itself, and tells DeepSpeed the sizes of its batches."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    unset_hf_deepspeed_config()
+    plugin = DeepSpeedPlugin(hf_ds_config=under_deepspeed(stage)["deepspeed"])
+    return run_ppo.stepped(case, rank, world_size, deepspeed_plugin=plugin, cpu=False)
+
+
+def trained(case: str, folder: str, stage: int | None = None, world_size: int = 1) -> dict[str, Any]:
+    """What is logged in three steps and in an evaluation, the weights, and the share that this process has of them."""
+    # The config of an earlier trainer would divide the next model before it is initialized.
+    unset_hf_deepspeed_config()
+    more = {} if stage is None else under_deepspeed(stage)
+    trainer = DEEPSPEED_CASES[case](folder, world_size, **more)
+    train(trainer)
+    trainer.evaluate()
+    trainer.save_model(f"{folder}/{case}")
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    reference = getattr(trainer, "reference", None)
+    return {
+        "logs": untimed(trainer.state.log_history),
+        "weights": {name: weight.double() for name, weight in weights.items()},
+        "parameters": share(trainer.model),
+        "reference": 0 if reference is None or reference.is_policy else share(reference.model),
+    }
+
+
+def main(folder: str, stage: str, *cases: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    let_accelerate_use_gloo()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    results = {}
+    for case in cases or [*DEEPSPEED_CASES, *PPO_CASES]:
+        if case in DEEPSPEED_CASES:
+            results[case] = trained(case, folder, int(stage), world_size)
+        else:
+            results[case] = stepped_by_ppo(case, rank, world_size, int(stage))
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1].split(";"))
