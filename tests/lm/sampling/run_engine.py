@@ -1,6 +1,7 @@
 """Two processes train GRPO on the samples of one vLLM server: run by test_engine_trainers."""
 
 import sys
+from typing import Any
 
 import torch
 from tests.lm.grpo.run_distributed import trainer
@@ -10,7 +11,7 @@ from tests.processes import let_accelerate_shard_on_cpu
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 
 
-def main(folder: str, policy: str, server: str, is_sharded: str) -> None:
+def train(folder: str, policy: str, server: str, is_sharded: str) -> list[dict[str, Any]]:
     settings = {"max_steps": 3, "importance_sampling_cap": 2.0, "learning_rate": 1e-3}
     if is_sharded == "True":
         let_accelerate_shard_on_cpu()
@@ -18,7 +19,11 @@ def main(folder: str, policy: str, server: str, is_sharded: str) -> None:
     backend = {"rollout_backend": "vllm_server", "rollout_backend_kwargs": {"servers": [server]}}
     grpo = trainer(f"{folder}/run", wide.loaded(policy), rollout=None, **settings, **backend)
     grpo.train()
-    logs = [entry for entry in grpo.state.log_history if "loss" in entry]
+    return [entry for entry in grpo.state.log_history if "loss" in entry]
+
+
+def main(folder: str, *args: str) -> None:
+    logs = train(folder, *args)  # the trainer is gone before the process group is
     torch.save(logs, f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()
 

@@ -12,7 +12,8 @@ from tests.lm.sampling.conftest import Server
 
 from trimtab_lm.sampling import vllm_server
 from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
-from trimtab_lm.sampling.vllm_server import VLLMServerError, VLLMServerRollout
+from trimtab_lm.sampling.vllm_client import VLLMServerError
+from trimtab_lm.sampling.vllm_server import VLLMServerRollout
 
 pytest.importorskip("vllm", reason="vLLM's server is not installed here: make test-vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -106,8 +107,6 @@ def test_a_server_of_another_model_is_refused_and_goes_on(servers: list[Server])
 def test_a_server_that_was_not_started_for_rollouts_says_how_to_start_it(servers: list[Server]):
     with pytest.raises(VLLMServerError, match=r"tells raw_logprobs.* start it with --logprobs-mode processed_logprobs"):
         sampler(servers[2:]).sync(wide.llama(tie_word_embeddings=True), 0)
-    with pytest.raises(ValueError, match="give a list of addresses"):
-        VLLMServerRollout(SamplingSettings(), tiny.tokenizer(), servers="http://localhost:8000")
 
 
 def test_a_killed_server_is_named_with_the_option_to_change(servers: list[Server]):
