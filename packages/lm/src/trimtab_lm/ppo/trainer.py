@@ -184,7 +184,7 @@ class PPOTrainer(PolicyServices):
             scores: a number for each response.
             response_masks: for each response token 1, or 0 where the policy did not write it (the output of a tool).
             response_rewards: for each response token the reward that an environment gave at it, beside the score at the
-                last token; None: none.
+                last token; None: none. The settings that scale and clip scores leave them as they are.
 
         Returns:
             The statistics, equal on all processes.
