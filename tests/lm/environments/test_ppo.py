@@ -159,6 +159,8 @@ def test_an_environment_gets_the_columns_of_its_row():
 def test_generate_leaves_no_masks_behind_and_is_refused():
     with pytest.raises(ValueError, match="generate returns responses without their masks"):
         conversation().generate([tensor_of("x")])
+    with pytest.raises(ValueError, match=r"samples by its own settings.*max_new_tokens"):
+        conversation().train(steps=1, generation_kwargs={"max_new_tokens": 3})
     with pytest.raises(ValueError, match="needs a reward"):
         tiny.ppo(given={"dataset": data(), "rollout": sampler()}).train(steps=1)
 

@@ -27,7 +27,8 @@ from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import eos_token_ids, response_texts, sampling_config
-from trimtab_lm.sampling.rollout import Episodes, RolloutBackend, SamplingSettings
+from trimtab_lm.sampling.rollout import Rollout as Sampled
+from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
 
 from .checks import check_logged
@@ -153,16 +154,16 @@ class PolicyServices(ForwardPasses):
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
         if length_sampler is not None:
             generation_kwargs["max_new_tokens"] = length_sampler()
-        if isinstance(self.rollout, EnvironmentRollout):
-            raise ValueError(
-                "generate returns responses without their masks, so that the environment's tokens would be trained on. "
-                "Call train, or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
-            )
         if self.rollout is not None:
             if generation_kwargs or generate_ref_response:
                 raise ValueError(
                     f"The rollout samples by its own settings, from the policy alone: leave {sorted(generation_kwargs)}"
                     ", length_sampler and generate_ref_response out."
+                )
+            if isinstance(self.rollout, EnvironmentRollout):
+                raise ValueError(
+                    "generate returns responses without their masks: the environment's tokens would be trained on. Call "
+                    "train, or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
                 )
             responses = [self._roll_out(self.rollout, queries, return_prompt=return_prompt)]
         else:
@@ -185,13 +186,15 @@ class PolicyServices(ForwardPasses):
             return responses
         return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
 
-    def _respond(self, batch: dict[str, Any], options: dict[str, Any]) -> tuple[list[Tensor], Episodes | None]:
-        """Responses to a batch, and what environments say of them; these get the columns of the batch."""
+    def _sample(self, batch: dict[str, Any], options: Mapping[str, Any]) -> Sampled:
+        """Responses to a batch, with what a backend says of them; environments get the columns of the batch."""
         queries = batch["input_ids"]
-        if not isinstance(self.rollout, EnvironmentRollout):
-            return self.generate(queries, return_prompt=False, **options), None
-        rollout = self.sampler.from_backend(self.rollout, self.model.pretrained_model, queries, rows_of(batch))
-        return rollout.completions, rollout.episodes
+        if self.rollout is None or options:  # which `generate` refuses beside a rollout
+            responses = self.generate(queries, return_prompt=False, **options)
+            return Sampled(
+                responses, [any(int(last) in self.sampler.eos_ids for last in row[-1:]) for row in responses]
+            )
+        return self.sampler.from_backend(self.rollout, self.model.pretrained_model, queries, rows_of(batch))
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         model = self.model.pretrained_model

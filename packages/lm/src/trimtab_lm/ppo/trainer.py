@@ -147,14 +147,13 @@ class PPOTrainer(PolicyServices):
         batches = endless(self.dataloader)
         for _ in progress(range(self.steps_done, total), "PPO steps"):
             batch = next(batches)
-            responses, episodes = self._respond(batch, options)
+            sampled = self._sample(batch, options)
+            responses, episodes = sampled.completions, sampled.episodes
             scored = rewards(*self._completions(batch, responses))
             scores = scored.rewards.tolist()
-            if episodes is None:
-                stats = self.step(batch["input_ids"], responses, scores)
-            else:
-                turns = {"response_masks": episodes.masks, "response_rewards": episodes.rewards}
-                stats = self.step(batch["input_ids"], responses, scores, **turns)
+            turns = {} if episodes is None else {"response_masks": episodes.masks, "response_rewards": episodes.rewards}
+            stats = self.step(batch["input_ids"], responses, scores, **turns)
+            if episodes is not None:
                 stats |= self.gather_stats(episodes.stats())
                 scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
             if len(rewards.names) > 1:
