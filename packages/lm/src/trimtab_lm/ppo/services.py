@@ -162,8 +162,8 @@ class PolicyServices(ForwardPasses):
                 )
             if isinstance(self.rollout, EnvironmentRollout):
                 raise ValueError(
-                    "generate returns responses without their masks: the environment's tokens would be trained on. Call "
-                    "train, or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
+                    "generate returns responses without their masks: the environment's tokens would be trained on. "
+                    "Call train, or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
                 )
             responses = [self._roll_out(self.rollout, queries, return_prompt=return_prompt)]
         else:
