@@ -22,7 +22,6 @@ from trimtab_common.run import Run
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
-from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend
@@ -31,7 +30,7 @@ from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
 
-from .checks import check_logged
+from .checks import check_generate, check_logged
 from .passes import ForwardPasses
 from .sampler import rows_of
 from .selfcheck import check_sampler
@@ -155,16 +154,7 @@ class PolicyServices(ForwardPasses):
         if length_sampler is not None:
             generation_kwargs["max_new_tokens"] = length_sampler()
         if self.rollout is not None:
-            if generation_kwargs or generate_ref_response:
-                raise ValueError(
-                    f"The rollout samples by its own settings, from the policy alone: leave {sorted(generation_kwargs)}"
-                    ", length_sampler and generate_ref_response out."
-                )
-            if isinstance(self.rollout, EnvironmentRollout):
-                raise ValueError(
-                    "generate returns responses without their masks: the environment's tokens would be trained on. "
-                    "Call train, or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
-                )
+            check_generate(self.rollout, generation_kwargs, generate_ref_response=generate_ref_response)
             responses = [self._roll_out(self.rollout, queries, return_prompt=return_prompt)]
         else:
             models: list[AbstractContextManager[Any]] = [nullcontext(self.model.pretrained_model)]
