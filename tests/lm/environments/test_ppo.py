@@ -8,6 +8,7 @@ from tests.lm.environments.conversations import Echo, Script, rollout, sampler, 
 from tests.lm.environments.test_grpo import TURNS, Lottery, Partner
 
 from trimtab_lm import PPOTrainer
+from trimtab_lm.ppo.samples import Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:health/", "ignore:Before")
 MASK = torch.tensor([[1, 1, 0, 0, 0, 1, 1]])
@@ -80,6 +81,14 @@ def test_a_reward_at_the_last_token_is_a_score():
     assert stats["ppo/mean_scores"] == pytest.approx(again["ppo/mean_scores"])
 
 
+def test_rewards_go_with_their_rows_and_lose_the_place_of_a_start_token():
+    rewards = [torch.tensor([0.0, 1, 2]), torch.tensor([0.0, 3])]
+    samples = Samples([tensor_of("x")] * 2, [torch.tensor([0, 5, 6]), torch.tensor([0, 7])], response_rewards=rewards)
+    assert samples.rewards.tolist() == [[0, 1, 2], [0, 3, 0]]
+    assert samples.rows(torch.tensor([1])).rewards.tolist() == [[0, 3]]
+    assert samples.without_start(0).rewards.tolist() == [[1, 2], [3, 0]]
+
+
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
@@ -150,6 +159,8 @@ def test_an_environment_gets_the_columns_of_its_row():
 def test_generate_leaves_no_masks_behind_and_is_refused():
     with pytest.raises(ValueError, match="generate returns responses without their masks"):
         conversation().generate([tensor_of("x")])
+    with pytest.raises(ValueError, match=r"samples by its own settings.*max_new_tokens"):
+        conversation().train(steps=1, generation_kwargs={"max_new_tokens": 3})
     with pytest.raises(ValueError, match="needs a reward"):
         tiny.ppo(given={"dataset": data(), "rollout": sampler()}).train(steps=1)
 

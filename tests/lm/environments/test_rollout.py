@@ -5,10 +5,14 @@ from functools import partial
 import pytest
 import torch
 from tests.lm import tiny
+from tests.lm.data.test_tokenization import CHATML, byte_level
 from tests.lm.environments.conversations import Echo, Script, ids_of, rollout, sampler, tensor_of
 
 from trimtab_common.seeding import sampling_seed
-from trimtab_lm.environments import Reply
+from trimtab_lm.data.tokenization import encode_prompt
+from trimtab_lm.environments import EnvironmentRollout, Reply, ToolEnvironment
+from trimtab_lm.sampling.backends import ContinuousBatchingRollout
+from trimtab_lm.sampling.rollout import Rollout, SamplingSettings
 
 PROMPTS = tiny.rows(4, 2, 6)
 pytestmark = pytest.mark.filterwarnings("ignore:The sampler is not the policy")
@@ -51,11 +55,12 @@ def test_a_one_turn_environment_samples_what_its_backend_samples():
     assert not all(talk.ended)
 
 
-def test_greedy_episodes_are_those_of_a_loop_over_generate():
+@pytest.mark.parametrize("name", ["transformers", "continuous batching"])
+def test_greedy_episodes_are_those_of_a_loop_over_generate(name):
     """Each conversation by itself, with transformers' own greedy search."""
-    model = tiny.gpt2(dtype=torch.float64).eval()
-    talk = episodes_of(rollout(sampler(top_k=1)), model=model)
-    tokenizer = tiny.tokenizer()
+    model, tokenizer, settings = tiny.llama().eval(), tiny.tokenizer(), SamplingSettings(4, top_k=1)
+    backend = sampler(top_k=1) if name == "transformers" else ContinuousBatchingRollout(settings, tokenizer)
+    talk = episodes_of(rollout(backend), model=model)
     for prompt, completion, mask in zip(PROMPTS, talk.completions, talk.episodes.masks, strict=True):
         context, wrote = prompt, []
         for turn in range(3):
@@ -66,6 +71,35 @@ def test_greedy_episodes_are_those_of_a_loop_over_generate():
             wrote += [1] * len(answer) + [0] * len(observation)
         assert torch.equal(completion, context[len(prompt) :])
         assert mask.tolist() == wrote
+    if name == "continuous batching":
+        for logprobs, mask in zip(talk.logprobs, talk.episodes.masks, strict=True):
+            assert torch.equal(logprobs[mask == 0], torch.zeros(int((mask == 0).sum())))
+            torch.testing.assert_close(logprobs[mask == 1], torch.zeros(int(mask.sum())))  # greedy: probability 1
+
+
+def test_a_chat_with_a_tool_is_the_conversation_that_the_template_writes():
+    tokenizer = byte_level(CHATML)
+    call = '<tool_call>{"name": "double", "arguments": {"word": "ho"}}</tool_call>'
+    turns = [tokenizer(f"{text}<|im_end|>")["input_ids"] for text in (call, "He says hoho.")]
+
+    class Reciting(Script):
+        def generate(self, prompts, **options):
+            return Rollout([torch.tensor(turns[len(self.turns)])], [self.turns.setdefault(len(self.turns), True)])
+
+    def double(word: str) -> str:
+        return 2 * word
+
+    environment = partial(ToolEnvironment, [double])
+    talk = EnvironmentRollout(Reciting({}, 200), environment, tokenizer, max_completion_length=999, role="tool")
+    question = [{"role": "user", "content": "What does he say?"}]
+    prompt = torch.tensor(encode_prompt(tokenizer, question)["input_ids"])
+    sampled = episodes_of(talk, [prompt], model=tiny.llama())
+    answers = [{"role": "assistant", "content": call}, {"role": "tool", "content": "hoho"}]
+    answers.append({"role": "assistant", "content": "He says hoho."})
+    whole = tokenizer.apply_chat_template([*question, *answers], tokenize=False)
+    assert tokenizer.decode(torch.cat([prompt, sampled.completions[0]])) == whole.removesuffix("\n")
+    written = tokenizer.decode(sampled.completions[0][sampled.episodes.masks[0] == 1])
+    assert written == f"{call}<|im_end|>He says hoho.<|im_end|>"
 
 
 def test_the_turns_of_a_batch_have_the_seeds_that_are_promised():

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from trimtab_common.stats import sum_over_ranks
+from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
+from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.positions import Positions
 
 from .samples import Samples
@@ -99,6 +101,22 @@ def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) 
         )
     if not all(bool(row.isfinite().all()) for row in sampler_logprobs):
         raise ValueError("sampler_logprobs holds a number that is not finite. Nothing was trained; check the sampler.")
+
+
+def check_generate(
+    rollout: RolloutBackend, generation_kwargs: Mapping[str, object], *, generate_ref_response: bool
+) -> None:
+    """ValueError unless a rollout can do what `generate` is asked for."""
+    if generation_kwargs or generate_ref_response:
+        raise ValueError(
+            f"The rollout samples by its own settings, from the policy alone: leave {sorted(generation_kwargs)}, "
+            "length_sampler and generate_ref_response out."
+        )
+    if isinstance(rollout, EnvironmentRollout):
+        raise ValueError(
+            "generate returns responses without their masks: the environment's tokens would be trained on. Call train, "
+            "or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
+        )
 
 
 def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], columns: Sequence[str]) -> None:

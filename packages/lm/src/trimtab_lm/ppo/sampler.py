@@ -130,10 +130,8 @@ def rows_of(batch: Mapping[str, Sequence[object]]) -> list[Row]:
     return [{name: column[i] for name, column in columns.items()} for i in range(len(batch["input_ids"]))]
 
 
-def told_by(sampled: Rollout | None) -> dict[str, list[Tensor]]:
-    """What a backend's rollout tells of its responses, as arguments of `step`."""
-    if sampled is None:
-        return {}
+def told_by(sampled: Rollout) -> dict[str, list[Tensor]]:
+    """What a rollout tells of its responses, as arguments of `step`."""
     told = {} if sampled.logprobs is None else {"sampler_logprobs": sampled.logprobs}
     if sampled.episodes is not None:
         told |= {"response_masks": sampled.episodes.masks, "response_rewards": sampled.episodes.rewards}

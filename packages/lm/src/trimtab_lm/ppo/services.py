@@ -22,7 +22,6 @@ from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
-from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.backends import make_backend
@@ -31,7 +30,7 @@ from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
 
-from .checks import check_logged
+from .checks import check_generate, check_logged
 from .passes import ForwardPasses
 from .sampler import rows_of
 from .selfcheck import check_sampler
@@ -154,17 +153,8 @@ class PolicyServices(ForwardPasses):
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
         if length_sampler is not None:
             generation_kwargs["max_new_tokens"] = length_sampler()
-        if isinstance(self.rollout, EnvironmentRollout):
-            raise ValueError(
-                "generate returns responses without their masks, so that the environment's tokens would be trained on. "
-                "Call train, or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
-            )
         if self.rollout is not None:
-            if generation_kwargs or generate_ref_response:
-                raise ValueError(
-                    f"The rollout samples by its own settings, from the policy alone: leave {sorted(generation_kwargs)}"
-                    ", length_sampler and generate_ref_response out."
-                )
+            check_generate(self.rollout, generation_kwargs, generate_ref_response=generate_ref_response)
             responses = [self._roll_out(self.rollout, queries, return_prompt=return_prompt)]
         else:
             models: list[AbstractContextManager[Any]] = [nullcontext(self.model.pretrained_model)]
@@ -186,16 +176,15 @@ class PolicyServices(ForwardPasses):
             return responses
         return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
 
-    def _sample(self, batch: dict[str, Any], options: Mapping[str, Any]) -> tuple[list[Tensor], Sampled | None]:
-        """Responses to a batch, and the rollout that they come from, if a backend samples.
-
-        Environments get the columns of the batch.
-        """
+    def _sample(self, batch: dict[str, Any], options: Mapping[str, Any]) -> Sampled:
+        """Responses to a batch, with what a backend says of them; environments get the columns of the batch."""
         queries = batch["input_ids"]
         if self.rollout is None or options:  # which `generate` refuses beside a rollout
-            return self.generate(queries, return_prompt=False, **options), None
-        sampled = self._from_backend(self.rollout, queries, rows_of(batch))
-        return sampled.completions, sampled
+            responses = self.generate(queries, return_prompt=False, **options)
+            return Sampled(
+                responses, [any(int(last) in self.sampler.eos_ids for last in row[-1:]) for row in responses]
+            )
+        return self._from_backend(self.rollout, queries, rows_of(batch))
 
     def _from_backend(self, rollout: RolloutBackend, queries: list[Tensor], rows: Sequence[Row]) -> Sampled:
         with self.scorer.whole(has_reference=False):

@@ -150,14 +150,13 @@ class PPOTrainer(PolicyServices):
         batches = endless(self.dataloader)
         for _ in progress(range(self.steps_done, total), "PPO steps"):
             batch = next(batches)
-            responses, sampled = self._sample(batch, options)
-            scored = rewards(*self._completions(batch, responses))
+            sampled = self._sample(batch, options)
+            scored = rewards(*self._completions(batch, sampled.completions))
             scores = scored.rewards.tolist()
-            stats = self.step(batch["input_ids"], responses, scores, **told_by(sampled))
-            if sampled is not None and sampled.episodes is not None:
-                stats |= self.gather_stats(sampled.episodes.stats())
-                gained = sampled.episodes.rewards
-                scores = [score + float(row.sum()) for score, row in zip(scores, gained, strict=True)]
+            stats = self.step(batch["input_ids"], sampled.completions, scores, **told_by(sampled))
+            if (episodes := sampled.episodes) is not None:
+                stats |= self.gather_stats(episodes.stats())
+                scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
             if len(rewards.names) > 1:
                 stats |= self.gather_stats(function_stats(rewards.names, scored))
             logs = self.log_stats(stats, batch, scores)
@@ -188,7 +187,7 @@ class PPOTrainer(PolicyServices):
             sampler_logprobs: the log-probability of each response token as it was sampled, in nats, where the sampler
                 tells it: for statistics, and for `config.importance_sampling_cap`.
             response_rewards: for each response token the reward that an environment gave at it, beside the score at the
-                last token; None: none.
+                last token; None: none. The settings that scale and clip scores leave them as they are.
 
         Returns:
             The statistics, equal on all processes.
