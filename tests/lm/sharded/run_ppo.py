@@ -84,7 +84,7 @@ CASES = {
     "forward of 2024": Case(trainer=ForwardOf2024, has_masks=True),
     "forward of 2024, lora": Case(lora, trainer=ForwardOf2024),
     "minibatch of 2024": Case(trainer=MinibatchOf2024),
-    "stopped early": Case(config={"early_stopping": True, "target_kl": 1e-5}),
+    "stopped early": Case(config={"early_stopping": True, "target_kl": 1e-12}),
     "activation checkpointing": Case(llama, has_masks=True, plugin={"activation_checkpointing": True}),
     "accelerate launch": Case(environment=LAUNCHED),
 }

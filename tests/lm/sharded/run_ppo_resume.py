@@ -15,16 +15,19 @@ from accelerate import FullyShardedDataParallelPlugin, PartialState
 from datasets import Dataset
 from tests.lm import tiny
 from tests.lm.ppo.run_distributed import GLOBAL_BATCH, global_batch
-from tests.lm.sharded.run_ppo import llama, share
+from tests.lm.sharded.run_ppo import gpt2, llama, lora, share
 from tests.processes import let_accelerate_shard_on_cpu
 
 from trimtab_lm import PPOConfig, PPOTrainer
+
+MODELS = {"whole": gpt2, "cut": gpt2, "llama": llama, "lora": lora}
+"""The model of a run, by the name of its folder."""
 
 
 def make(folder: Path, world_size: int) -> PPOTrainer:
     """A tied policy, momentum, a scheduler, an adaptive coefficient and scaled scores: all that a checkpoint holds."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    policy = llama() if "llama" in folder.name else tiny.policy(dtype=torch.float64)
+    policy = MODELS[folder.name]()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     config = PPOConfig(
         batch_size=GLOBAL_BATCH // world_size,

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.lm.ppo.test_distributed import assert_same_steps
-from tests.lm.sharded.run_ppo import llama
+from tests.lm.sharded.run_ppo import llama, lora
 from tests.lm.sharded.run_ppo_resume import run
 from tests.processes import launch
+from torch.distributed.checkpoint import FileSystemReader
 
 from trimtab_common.sealing import CheckpointError, verify
 from trimtab_lm import AutoModelForCausalLMWithValueHead
@@ -28,7 +30,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps in one session and in two; and, of another model, three that two, one and two processes make."""
     folder = tmp_path_factory.mktemp("runs")
     whole, cut, llama_run = folder / "whole", folder / "cut", folder / "llama"
-    launch(MODULE, f"{whole},train,4,", f"{cut},train,2,", f"{cut},train,4,yes", f"{llama_run},step,1,", processes=2)
+    sessions = [f"{whole},train,4,", f"{cut},train,2,", f"{cut},train,4,yes", f"{llama_run},step,1,"]
+    launch(MODULE, *sessions, f"{folder}/lora,step,1,", f"{folder}/lora,step,2,yes", processes=2)
     launch(MODULE, f"{llama_run},step,2,yes", processes=1)
     launch(MODULE, f"{llama_run},step,3,yes", processes=2)
     return folder
@@ -64,14 +67,32 @@ def test_a_checkpoint_holds_each_processes_parts_under_its_seal(runs):
     files = verify(checkpoint)["files"]
     assert {"shards/__0_0.distcp", "shards/__1_0.distcp", "shards/.metadata"} <= files.keys()
     trained = sum(weight.numel() * 8 for weight in llama().parameters())  # float64
-    for part in ("shards/__0_0.distcp", "shards/__1_0.distcp"):  # half of the weights and of two moments each
-        assert 0.9 * 1.5 * trained < files[part]["bytes"] < 1.5 * trained + 50_000
+    parts = [files[f"shards/__{rank}_0.distcp"]["bytes"] for rank in (0, 1)]
+    assert min(parts) > 0.9 * 1.5 * trained  # half of the weights and of two moments each, and their headers
+    assert max(parts) < 1.2 * min(parts)
     shard = checkpoint / "shards" / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"__1_0.distcp: changed since it was saved"):
         run(runs / "llama", "step", 4, is_resumed=True)
+
+
+def test_adapters_go_on_from_a_checkpoint_without_their_base_and_are_saved_alone(runs, tmp_path):
+    first, second = (result(runs / "lora" / f"step-2-{step}-0.pt") for step in (1, 2))
+    chain = {**second, "stats": first["stats"] + second["stats"]}
+    assert_same_steps(chain, run(tmp_path / "lora", "step", 2, is_resumed=False))
+    trained = {f"policy.{name}" for name, weight in lora().named_parameters() if weight.requires_grad}
+    stored = FileSystemReader(runs / "lora" / "checkpoint-2" / "shards").read_metadata().state_dict_metadata
+    places = [json.loads(place) for place in stored]
+    assert {name for kind, name, *_ in places if kind == "weights"} == trained
+    folder = runs / "lora" / "policy-2-2"
+    adapters = load_file(folder / "adapter_model.safetensors") | load_file(folder / "value_head.safetensors")
+    assert len(adapters) == len(trained)
+    saved = {name.replace(".weight", ".default.weight"): weight for name, weight in adapters.items()}
+    for name, weight in second["weights"].items():
+        if "lora_" in name:
+            assert torch.equal(saved[name.removeprefix("policy.pretrained_model.")], weight), name
 
 
 def test_the_folder_that_save_pretrained_writes_loads_without_a_launcher(runs):
