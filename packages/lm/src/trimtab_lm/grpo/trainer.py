@@ -90,7 +90,6 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
-        self._prepare_reference()
         self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
         rewards = RewardSet(
             reward_funcs, args.reward_weights, reward_processing_classes, names=args.reward_names, device=args.device
@@ -117,16 +116,6 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
             self.reference = reference_of(model)
         score_tokens_in_forward(model)  # not before: a reference copied from this would run the policy
         return model
-
-    def call_model_init(self, trial: Trial = None) -> Model:
-        """A new model from `model_init`, and its reference."""
-        model = super().call_model_init(trial)
-        self._prepare_reference()
-        return model
-
-    def _prepare_reference(self) -> None:
-        if self.reference is not None:
-            self.reference.prepare(self.accelerator)
 
     # Data -------------------------------------------------------------------------------------------------------------
 
@@ -195,6 +184,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
 
     def _attach_reference(self, groups: Sequence[Group]) -> None:
         if self.reference is not None:
+            self.reference.prepare(self.accelerator)
             with self.reference.active() as reference:
                 self._attach("ref", groups, reference)
 

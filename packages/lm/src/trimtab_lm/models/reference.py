@@ -141,7 +141,7 @@ class Reference:
         return cls(reference.eval(), is_adapter_off=False)
 
     def prepare(self, accelerator: Accelerator) -> None:
-        """Puts a reference that is a model of its own where it runs, see `prepared_for_inference`."""
+        """Puts a reference that is a model of its own where it runs, see `prepared_for_inference`; once is enough."""
         if not self.is_policy:
             self.model = prepared_for_inference(self.model, accelerator)
 
