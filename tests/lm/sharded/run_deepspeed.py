@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from tests.lm.sharded import run_ppo
 from tests.lm.sharded.run_trainers import CASES, dpo, llama, local_size, train, untimed
+from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 DEEPSPEED_CASES: dict[str, Callable[..., Any]] = CASES | {
@@ -26,6 +27,7 @@ DEEPSPEED_CASES: dict[str, Callable[..., Any]] = CASES | {
 }
 PPO_CASES = [case for case in run_ppo.CASES if case not in ("accelerate launch", "activation checkpointing")]
 """Those of PPO, without the two that are about FSDP."""
+RESUMED_CASES = {f"{case}, resumed": case for case in ("sft", "dpo adapters", "grpo", "iterative sft")}
 BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 
 
@@ -84,6 +86,30 @@ def trained(case: str, folder: str, stage: int | None = None, world_size: int = 
     }
 
 
+class StopAfterTwo(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step == 2
+
+
+def resumed(case: str, folder: str, stage: int, world_size: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of three steps at once, and of two steps, a save, a resume and the third."""
+
+    def run(name: str, *, resume: bool = False, callback: type[TrainerCallback] | None = None) -> Any:
+        unset_hf_deepspeed_config()
+        torch.manual_seed(0)  # adapters start from random weights
+        saving = {"save_strategy": "steps", "save_steps": 1}
+        trainer = CASES[case](f"{folder}/{case}/{name}", world_size, **under_deepspeed(stage), **saving)
+        if callback is not None:
+            trainer.add_callback(callback)
+        train(trainer, resume=resume)
+        return trainer
+
+    whole = run("whole")
+    run("stopped", callback=StopAfterTwo)
+    trainers = {"whole": whole, "resumed": run("stopped", resume=True)}
+    return {name: one.accelerator.get_state_dict(one.model_wrapped) or {} for name, one in trainers.items()}
+
+
 def main(folder: str, stage: str, *cases: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -91,7 +117,9 @@ def main(folder: str, stage: str, *cases: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     results = {}
     for case in cases or [*DEEPSPEED_CASES, *PPO_CASES]:
-        if case in DEEPSPEED_CASES:
+        if case in RESUMED_CASES:
+            results[case] = resumed(RESUMED_CASES[case], folder, int(stage), world_size)
+        elif case in DEEPSPEED_CASES:
             results[case] = trained(case, folder, int(stage), world_size)
         else:
             results[case] = stepped_by_ppo(case, rank, world_size, int(stage))

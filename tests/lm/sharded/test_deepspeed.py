@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lm.sharded.run_deepspeed import DEEPSPEED_CASES, PPO_CASES, trained
+from tests.lm.sharded.run_deepspeed import DEEPSPEED_CASES, PPO_CASES, RESUMED_CASES, trained
 from tests.lm.sharded.run_ppo import stepped
 from tests.processes import launch
 from transformers import AutoModelForCausalLM
@@ -66,6 +66,22 @@ def test_ppo_on_two_processes_is_that_on_one(run: tuple[int, Path], case: str):
         parts = [process[kind] for process in two]
         expected = whole[kind] / 2 if stage == 3 else whole[kind]
         assert parts == pytest.approx([expected, expected], rel=0.05)
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])
+def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the main process saved of the trainings that were resumed."""
+    folder = tmp_path_factory.mktemp(f"resumed{request.param}")
+    arguments = [str(folder), str(request.param), *RESUMED_CASES]
+    launch("tests.lm.sharded.run_deepspeed", ";".join(arguments), processes=2, seconds=400)
+    return torch.load(folder / "0.pt")
+
+
+@pytest.mark.parametrize("case", RESUMED_CASES)
+def test_a_resumed_training_ends_in_the_same_bits(resumed: dict[str, Any], case: str):
+    whole, again = resumed[case]["whole"], resumed[case]["resumed"]
+    assert whole
+    assert all(torch.equal(weight, again[name]) for name, weight in whole.items())
 
 
 def test_a_saved_model_loads_without_deepspeed(run: tuple[int, Path]):

@@ -220,8 +220,7 @@ class LanguageHead:
         base = base_of(model)
         self.config = decoder_config(model)
         self._changes = {name: getattr(self.config, name, None) for name in LOGIT_CHANGES}
-        self._forward_of = base.forward
-        self.is_encoder_decoder = bool(base.config.is_encoder_decoder)
+        self._forward_of, self.is_encoder_decoder = base.forward, bool(base.config.is_encoder_decoder)
         self.separable = True
         with whole_weights(model):  # DeepSpeed divides weights as they are loaded
             self.separable = self._logits_agree()
