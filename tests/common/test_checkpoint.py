@@ -183,6 +183,20 @@ def test_damage_names_the_file_and_the_cure(tmp_path, accelerator, name, damage)
     assert f"resume from {tmp_path / 'checkpoint-1'}" in str(caught.value)
 
 
+def test_other_processes_go_on_with_the_state_of_all_and_leave_random_numbers_alone(tmp_path, accelerator):
+    path = save_checkpoint(tmp_path, 1, accelerator=accelerator, weights={"w": torch.ones(2)}, state={"epoch": 3})
+    eight = SimpleNamespace(num_processes=8, process_index=7)
+    checkpoint = load_checkpoint(path, accelerator=eight, accepts_changes=True)
+    before = torch.get_rng_state()
+    checkpoint.restore_rng()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (checkpoint.state, checkpoint.weights["w"].tolist()) == ({"epoch": 3}, [1.0, 1.0])
+    own = {"buffer": [1]}
+    path = save_checkpoint(tmp_path, 2, accelerator=accelerator, weights={}, state={}, rank_state=own)
+    with pytest.raises(CheckpointError, match=r"buffers cannot be divided anew.*start a new run"):
+        load_checkpoint(path, accelerator=eight, accepts_changes=True)
+
+
 def test_other_world_size_other_format_and_no_checkpoint_at_all(tmp_path, accelerator):
     path = save(tmp_path, 1, accelerator)
     eight = SimpleNamespace(num_processes=8, process_index=0)

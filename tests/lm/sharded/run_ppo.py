@@ -88,7 +88,7 @@ CASES = {
     "activation checkpointing": Case(llama, has_masks=True, plugin={"activation_checkpointing": True}),
     "accelerate launch": Case(environment=LAUNCHED),
 }
-BFLOAT16, CONTINUOUS = "bfloat16", "loop with continuous batching"
+BFLOAT16, REFUSED, CONTINUOUS = "bfloat16", "version 1", "loop with continuous batching"
 LOOPS = {
     "loop": Case(llama, given=prompts),
     CONTINUOUS: Case(llama, given=prompts, config={"rollout_backend": "continuous_batching"}),
@@ -174,9 +174,20 @@ def in_bfloat16(rank: int, world_size: int) -> dict[str, Any]:
     return {"loss": stats["ppo/loss/total"], "dtypes": dtypes, **numbers}
 
 
+def refused(world_size: int) -> dict[str, Any]:
+    """What version 1 of FSDP is told."""
+    try:
+        make(Case(plugin={"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD"}), world_size)
+    except ValueError as error:
+        return {"message": str(error)}
+    return {}
+
+
 def session(case: str, rank: int, world_size: int) -> dict[str, Any]:
     if case == BFLOAT16:
         return in_bfloat16(rank, world_size)
+    if case == REFUSED:
+        return refused(world_size)
     return stepped(case, rank, world_size) if case in CASES else trained(case, world_size)
 
 
@@ -186,7 +197,7 @@ def main(folder: str, *cases: str) -> None:
     PartialState(cpu=True)
     let_accelerate_shard_on_cpu()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results = {case: session(case, rank, world_size) for case in cases or [*CASES, *LOOPS, BFLOAT16]}
+    results = {case: session(case, rank, world_size) for case in cases or [*CASES, *LOOPS, BFLOAT16, REFUSED]}
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -68,10 +68,17 @@ def classifier() -> Any:
     return tiny.exact(tiny.seeded(LlamaForSequenceClassification, config))
 
 
-def settings(world_size: int, *, state_dict_type: str = "FULL_STATE_DICT", **more: Any) -> dict[str, Any]:
+def settings(
+    world_size: int,
+    *,
+    state_dict_type: str = "FULL_STATE_DICT",
+    activation_checkpointing_of_fsdp: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
     """Of a config: a global batch in two micro-batches, sharded where torchrun started the process."""
     sizes = {"per_device_train_batch_size": GLOBAL_BATCH // 2 // world_size, "per_device_eval_batch_size": 2}
     sharding = {"version": 2, "reshard_after_forward": True, "state_dict_type": state_dict_type}
+    sharding["activation_checkpointing"] = activation_checkpointing_of_fsdp
     sharded = {"fsdp": True, "fsdp_config": sharding} if "LOCAL_RANK" in os.environ else {}
     return QUIET | RATES | sizes | sharded | more
 
@@ -189,6 +196,14 @@ CASES: dict[str, Callable[..., Any]] = {
 }
 
 
+ROUGH: dict[str, Callable[..., Any]] = {
+    "sft": lambda model, folder, **more: sft(model, folder, 2, **more),
+    "dpo adapters": lambda model, folder, **more: dpo(model, folder, 2, peft_config=lora(), **more),
+    "grpo": lambda model, folder, **more: grpo(model, folder, 2, **more),
+}
+"""Cases that also run in mixed precision."""
+
+
 def evaluated(trainer: Any) -> Any:
     trainer.evaluate()
     return trainer
@@ -227,6 +242,30 @@ def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
     }
 
 
+def in_bfloat16(name: str, folder: str) -> dict[str, Any]:
+    """Losses in mixed precision, with recomputed activations, and the dtypes of scores and of trained weights."""
+    base = tiny.llama(dtype=torch.bfloat16 if "adapters" in name else torch.float32)
+    trainer = ROUGH[name](base, folder, bf16=True, activation_checkpointing_of_fsdp=True)
+    train(trainer)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    tokens = {"input_ids": ids, "attention_mask": ids, "source": torch.arange(3), "targets": ids[0, 1:]}
+    return {
+        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "scores": str(trainer.model(tokens=tokens).logprobs.dtype),
+        "masters": sorted({str(p.dtype) for group in trainer.optimizer.param_groups for p in group["params"]}),
+    }
+
+
+def refusal(folder: str) -> str:
+    """What a trainer says of a model that FSDP2 cannot shard."""
+    pairs = Dataset.from_dict({"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"]})
+    try:
+        SFTTrainer(tiny.t5(), SFTConfig(folder, **settings(2)), train_dataset=pairs, processing_class=tiny.tokenizer())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def local_size(tensor: torch.Tensor) -> int:
     """Elements of a tensor on this process."""
     return tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel()
@@ -237,7 +276,11 @@ def main(folder: str, *cases: str) -> None:
     warnings.simplefilter("ignore")
     let_accelerate_shard_on_cpu()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.save({case: trained(case, folder, world_size) for case in cases or CASES}, f"{folder}/{rank}.pt")
+    results: dict[str, Any] = {case: trained(case, folder, world_size) for case in cases or CASES}
+    if not cases:
+        results["bfloat16"] = {name: in_bfloat16(name, folder) for name in ROUGH}
+        results["refusal"] = refusal(folder)
+    torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.lm.ppo.test_distributed import assert_same_steps
-from tests.lm.sharded.run_ppo import BFLOAT16, CASES, CONTINUOUS, LOOPS, make, stepped, trained
+from tests.lm.sharded.run_ppo import BFLOAT16, CASES, CONTINUOUS, LOOPS, REFUSED, make, stepped, trained
 from tests.processes import results_of_two
 
 pytestmark = [
@@ -71,6 +71,10 @@ def test_values_and_log_probabilities_keep_the_digits_that_bfloat16_lacks(two):
         for name in ("values", "logprobs"):
             numbers = result[name][result[name] != 0]
             assert (numbers != numbers.bfloat16()).float().mean() > 0.9, name
+
+
+def test_version_1_of_fsdp_is_refused(two):
+    assert "Set fsdp_version: 2" in two[0][REFUSED]["message"]
 
 
 def test_updates_stop_early_in_the_case_of_that_name(two):

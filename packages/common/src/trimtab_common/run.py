@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -71,6 +71,9 @@ def create_accelerator(
         accelerator_kwargs: arguments of `accelerate.Accelerator`; they take precedence.
         project_kwargs: arguments of `accelerate.utils.ProjectConfiguration`.
         mixed_precision: "no", "fp16" or "bf16"; None leaves it to the launcher.
+
+    Raises:
+        ValueError: the launcher or the arguments ask for version 1 of FSDP.
     """
     defaults = {
         # Without cpu=True, torchrun on a machine without a GPU gives processes that never synchronise.
@@ -78,7 +81,13 @@ def create_accelerator(
         "mixed_precision": mixed_precision,
         "project_config": ProjectConfiguration(**project_kwargs),
     }
-    return WeighingAccelerator(**{**defaults, **accelerator_kwargs})
+    accelerator = WeighingAccelerator(**{**defaults, **accelerator_kwargs})
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(
+            "This run is configured for version 1 of FSDP; version 2 is supported. Set fsdp_version: 2 in accelerate's "
+            "configuration, or FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    return accelerator
 
 
 class Run:
@@ -143,8 +152,13 @@ class Run:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: the folder holds checkpoints of another run.
+            CheckpointError: the folder holds checkpoints of another run, or the engine is DeepSpeed's.
         """
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise CheckpointError(
+                "DeepSpeed's engine holds weights and moments in parts that only the engine saves, so a checkpoint of "
+                "this run would lack them. Set save_steps=None and save the model alone, or train with FSDP2."
+            )
         weights: Mapping[str, Tensor] = self._trained()
         if not any(isinstance(weight, DTensor) for weight in weights.values()):
             full = self.accelerator.get_state_dict(self.model)

@@ -11,7 +11,6 @@ from accelerate.utils import send_to_device
 from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
@@ -19,7 +18,7 @@ from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
 from trimtab_lm.models.interface import Model, Processor, tokenizer_of
-from trimtab_lm.models.sharding import full_state_dicts, keep_output_precision, reshard
+from trimtab_lm.models.sharding import full_state_dicts, prepare_sharding, reshard
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints
@@ -136,7 +135,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         super().__init__(
             model=self.prepare_model(loaded), args=self.config, processing_class=processing_class, **data, **options
         )
-        keep_output_precision(self.accelerator)
+        prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
         self.checkpoints = Checkpoints(self.accelerator)
         self.add_callback(self.checkpoints)
@@ -189,7 +188,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def shard_model(self) -> None:
         """Shard the model before it is trained, if FSDP shards it at all: Trainer cannot evaluate it until then."""
-        if self.accelerator.is_fsdp2 and not isinstance(self.model, FSDPModule):
+        if self.accelerator.is_fsdp2 and self.optimizer is None:
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
             self.model_wrapped = self.model
 
@@ -268,8 +267,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         with self.dropout_off(model):
             loss, stats, outputs = self.batch_loss(model, inputs, items)
         self.recorder.add(stats, training=model.training)
-        if not is_alone:
-            loss = loss * self.num_averaged
+        loss = loss if is_alone else loss * self.num_averaged
         return (loss, outputs) if return_outputs else loss
 
     def dropout_off(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -340,9 +338,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last log of training."""
-        if "loss" in logs:
-            logs = self.statistics(training=True) | logs
-        super().log(logs, start_time)
+        super().log(self.statistics(training=True) | logs if "loss" in logs else logs, start_time)
 
     def hyperparameter_search(
         self,

@@ -1,20 +1,21 @@
 """Models whose weights are divided over processes (FSDP2): whole where code reads them, and prepared for inference."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, fsdp2_prepare_model
+from accelerate.utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers.integrations import is_fsdp_enabled
+
+from trimtab_lm.models.interface import Model
 
 Module = TypeVar("Module", bound=nn.Module)
-Answer = TypeVar("Answer")
 
 
 @contextmanager
@@ -73,22 +74,36 @@ def full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
         plugin.set_state_dict_type(kind.name)
 
 
-def keep_output_precision(accelerator: Accelerator) -> None:
-    """Lets sharded models return float32 in mixed precision, before any is prepared.
+def prepare_sharding(model: Model, accelerator: Accelerator) -> None:
+    """Checks that the accelerator can shard the model, if it is to, and keeps the precision of what the model returns.
 
-    accelerate's policy casts outputs to the computation's dtype. bfloat16 would round log-probabilities to two digits.
+    Raises:
+        ValueError: other modules than the input embeddings and the LM head share a weight, as those of T5 and BART.
+    """
+    if not accelerator.is_fsdp2:
+        return
+    together = (model.get_input_embeddings(), model.get_output_embeddings())  # one group of accelerate's
+    holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders[parameter].append((name, module))
+    for modules in holders.values():
+        if len(modules) > 1 and any(module not in together for _, module in modules):
+            names = ", ".join(name for name, _ in modules)
+            raise ValueError(
+                f"FSDP2 cannot shard {type(model).__name__}: {names} share one weight, and accelerate puts only the "
+                "input embeddings and the LM head into one group. Train it with DDP or DeepSpeed."
+            )
+    keep_output_precision(accelerator)
+
+
+def keep_output_precision(accelerator: Accelerator) -> None:
+    """Lets models that the accelerator shards afterwards return float32 in mixed precision.
+
+    accelerate casts outputs to the computation's dtype, and bfloat16 rounds log-probabilities to two digits.
     """
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy) is not None:
         accelerator.state.fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
-
-
-def answer_of_main_process(answer: Answer) -> Answer:
-    """Returns what the main process found out about a model's weights, if it alone has loaded them; else the answer.
-
-    With FSDP's `cpu_ram_efficient_loading`, from_pretrained leaves the weights of other processes at zero until the
-    model is sharded. Collective in that case.
-    """
-    return broadcast_object_list([answer])[0] if is_fsdp_enabled() else answer
 
 
 def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:

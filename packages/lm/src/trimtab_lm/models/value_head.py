@@ -40,7 +40,7 @@ from trimtab_lm.models.loading import AutoModel, load_model, prepared_for_adapte
 from trimtab_lm.models.reward_adapter import load_reward_adapter
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.heads import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width, without_logits
-from trimtab_lm.tokens.logprobs import positioned
+from trimtab_lm.tokens.positions import positioned
 
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")

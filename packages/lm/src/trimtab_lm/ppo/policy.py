@@ -19,7 +19,8 @@ from trimtab_lm.models.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
-from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl, positioned
+from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl
+from trimtab_lm.tokens.positions import positioned
 
 from .samples import Layouts, Padding, Samples
 

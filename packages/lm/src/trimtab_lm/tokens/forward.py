@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config
-from trimtab_lm.models.sharding import answer_of_main_process
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out, tree_mask
-from trimtab_lm.tokens.logprobs import LanguageHead, TokenScores, positioned
+from trimtab_lm.tokens.logprobs import LanguageHead, TokenScores
+from trimtab_lm.tokens.positions import positioned
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -155,7 +155,7 @@ def best_layout(model: Model, *, share_prefix: bool) -> Layout:
         if share_prefix and not _has_local_attention(base):
             candidates = ("tree", "packed")
         for layout in candidates:
-            if answer_of_main_process(_agrees(base, layout)):
+            if _agrees(base, layout):
                 return layout
     warnings.warn(
         f"{type(base).__name__} with {base.config._attn_implementation} attention mixes sequences that share a row, so "

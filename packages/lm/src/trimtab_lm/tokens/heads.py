@@ -1,5 +1,6 @@
 """What the heads of a language model read: the LM head's input, and the decoder's last hidden state for other heads."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -33,6 +34,14 @@ def lm_head_of(model: Model) -> nn.Module | None:
             "logits from get_output_embeddings()."
         )
     return layers[0]
+
+
+def is_linear(head: nn.Module, forward: Forward) -> bool:
+    """Whether `forward`, the head's own, is its weight times its input, plus a bias, and nothing else."""
+    # A subclass of Linear or Parameter (quantized, LoRA) computes something else, and so does accelerate's hook, which
+    # loads offloaded weights. The class that FSDP derives from Linear has the forward of Linear.
+    is_plain = inspect.ismethod(forward) and forward.__func__ is nn.Linear.forward
+    return is_plain and type(head.weight) is nn.Parameter
 
 
 def last_hidden_state(model: Model, output: ModelOutput) -> Tensor:

@@ -4,7 +4,6 @@ No tensor [B, T, V] of logits exists at any time. The trunk runs once and gives 
 counted positions only. The head is applied to chunks of them, in float32 or more, and again in backward.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -15,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab_common.kl import full
 from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
-from trimtab_lm.models.sharding import answer_of_main_process
-from trimtab_lm.tokens.heads import forward_replaced, last_hidden_state, lm_head_of
+from trimtab_lm.tokens.heads import forward_replaced, is_linear, last_hidden_state, lm_head_of
+from trimtab_lm.tokens.positions import positioned
 
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk: 64 MiB in float32. Two such buffers exist at a time, three with an entropy's gradient.
@@ -188,20 +187,6 @@ def score_linear(hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperatur
         return TokenScores(*_ScoreLinear.apply(hidden, weight, bias, targets, temperature))
 
 
-def positioned(forward: Forward, inputs: ModelInputs) -> ModelInputs:
-    """Adds position ids that skip padding, where `forward` takes position ids and the inputs have none.
-
-    Without them GPT-2 would count padding on the left as text.
-
-    Args:
-        forward: the model's own forward, whose signature is read.
-        inputs: with `attention_mask` [B, T].
-    """
-    if "position_ids" in inputs or "position_ids" not in inspect.signature(forward).parameters:
-        return inputs
-    return {**inputs, "position_ids": (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)}
-
-
 class HeadInputs(NamedTuple):
     """What the heads read at N positions.
 
@@ -237,7 +222,7 @@ class LanguageHead:
         self._forward_of = base.forward
         self.is_encoder_decoder = bool(base.config.is_encoder_decoder)
         self.separable = True
-        self.separable = answer_of_main_process(self._logits_agree())
+        self.separable = self._logits_agree()
         if not self.separable:
             warnings.warn(
                 f"{type(base).__name__} changes its logits after the LM head in an unknown way, so it computes all of "
@@ -277,7 +262,7 @@ class LanguageHead:
             return score_logits(self._changed(run_head(hidden)), targets, temperature=temperature)
 
         def score_at_head(hidden: Tensor) -> TokenScores:
-            if _is_linear(head, run_head) and not any(self._changes.values()):
+            if is_linear(head, run_head) and not any(self._changes.values()):
                 return score_linear(hidden, cast(nn.Linear, head), targets, temperature=temperature)
             spans = _spans(len(targets), self.config.vocab_size)
             parts = [
@@ -391,14 +376,6 @@ def exact_kl(
 
     spans = _spans(len(policy_inputs.hidden), vocab_size)
     return torch.cat([full(log_p(policy, policy_inputs, span), log_p(ref, ref_inputs, span)) for span in spans])
-
-
-def _is_linear(head: nn.Module, forward: Forward) -> bool:
-    """Whether `forward`, the head's own, is its weight times its input, plus a bias, and nothing else."""
-    # A subclass of Linear or Parameter (quantized, LoRA) computes something else, and so does accelerate's hook, which
-    # loads offloaded weights. The class that FSDP derives from Linear has the forward of Linear.
-    is_plain = inspect.ismethod(forward) and forward.__func__ is nn.Linear.forward
-    return is_plain and type(head.weight) is nn.Parameter
 
 
 def _chosen(states: Tensor, where: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""How many positions a model has, and the check that a sequence fits into them."""
+"""How many positions a model has, the check that a sequence fits into them, and the ids that skip padding."""
 
+import inspect
 from typing import NamedTuple
 
 from peft import PeftModel
 from torch import Tensor, nn
 
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of
 
 TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed", "pos_encoding")
 """The names that transformers' models give a table with one row for each position."""
@@ -99,3 +100,17 @@ def _size(table: nn.Module | Tensor) -> int | None:
     if table.padding_idx is not None:  # RoBERTa's first position comes after the one of padding
         return table.num_embeddings - table.padding_idx - 1
     return table.num_embeddings - getattr(table, "offset", 0)  # OPT and BART begin at position 2, and name it
+
+
+def positioned(forward: Forward, inputs: ModelInputs) -> ModelInputs:
+    """Adds position ids that skip padding, where `forward` takes position ids and the inputs have none.
+
+    Without them GPT-2 would count padding on the left as text.
+
+    Args:
+        forward: the model's own forward, whose signature is read.
+        inputs: with `attention_mask` [B, T].
+    """
+    if "position_ids" in inputs or "position_ids" not in inspect.signature(forward).parameters:
+        return inputs
+    return {**inputs, "position_ids": (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)}
