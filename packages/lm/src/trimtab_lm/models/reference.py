@@ -75,6 +75,7 @@ class Reference:
         self.model = model
         self.is_adapter_off = is_adapter_off
         self.adapter = adapter
+        self.is_prepared = False
 
     @classmethod
     def of_adapter(cls, model: Model, adapter: str) -> "Reference":
@@ -142,8 +143,8 @@ class Reference:
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Puts a reference that is a model of its own where it runs, see `prepared_for_inference`; once is enough."""
-        if not self.is_policy:
-            self.model = prepared_for_inference(self.model, accelerator)
+        if not (self.is_policy or self.is_prepared):
+            self.model, self.is_prepared = prepared_for_inference(self.model, accelerator), True
 
     @contextmanager
     def active(self) -> Iterator[Model]:
