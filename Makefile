@@ -14,6 +14,7 @@ DEEPSPEED := .venv-deepspeed
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
+SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
@@ -45,7 +46,7 @@ test-vllm: $(VLLM)/.installed ## sample with vLLM's engine, in the process and a
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(ARGS) tests/lm
 
 test-sharded: $(STAMP) ## train on two processes that share each model (FSDP2 over gloo), and compare with one
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow tests/lm/sharded $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow --durations=10 $(SHARDED) $(ARGS)
 
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow tests/lm/sharded/test_deepspeed.py $(ARGS)

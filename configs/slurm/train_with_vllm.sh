@@ -11,8 +11,10 @@
 #
 #   sbatch configs/slurm/train_with_vllm.sh MODEL script.py --flags ...
 #
-# The script receives the server's address in the variable ROLLOUT_URL, and `--model MODEL`. The server ends with the
-# training, and the training ends with the server.
+# The script receives `--model MODEL` and the server's address in the variable ROLLOUT_URL. It hands that to its config:
+# rollout_backend="vllm_server", rollout_backend_kwargs={"servers": [os.environ["ROLLOUT_URL"]], "weights_folder": ...}
+# with a folder that all nodes share, or "weight_transfer": "nccl" in its place. The server ends with the training, and
+# the training ends with the server.
 
 set -euo pipefail
 
@@ -27,7 +29,8 @@ trainers=("${nodes[@]:0:${#nodes[@]}-1}")
 export ROLLOUT_URL="http://$server:$port"
 
 srun --nodes=1 --ntasks=1 --nodelist="$server" --exact \
-  vllm serve "$model" --host 0.0.0.0 --port "$port" --tensor-parallel-size "$SLURM_GPUS_ON_NODE" &
+  env VLLM_SERVER_DEV_MODE=1 vllm serve "$model" --enable-scale-out --logprobs-mode processed_logprobs \
+  --host 0.0.0.0 --port "$port" --tensor-parallel-size "$SLURM_GPUS_ON_NODE" &
 serving=$!
 trap 'kill "$serving" 2>/dev/null || true' EXIT
 

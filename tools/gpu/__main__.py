@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from .models import Size
-from .parts import PARTS
+from tools.gpu.models import Size
+from tools.gpu.parts import PARTS
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 480  # seconds of a part

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from tools.gpu.models import STORIES, Size, llama, preferences, prompts, scorer, stable_diffusion, token_rows, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 
 from experiments.assets.models import smollm2_135m_instruct
@@ -32,8 +33,6 @@ from trimtab_lm import (
     SFTConfig,
     SFTTrainer,
 )
-
-from .models import STORIES, Size, llama, preferences, prompts, scorer, stable_diffusion, token_rows, tokenizer
 
 Figures = dict[str, float]
 
