@@ -64,9 +64,7 @@ class GRPOConfig(TrainerConfig):
     )
     epsilon: Positive = setting("The ratio is clipped below 1 - epsilon, and above 1 + epsilon_high.", default=0.2)
     epsilon_high: Positive | None = setting("None: as epsilon. DAPO takes 0.28.", default=None)
-    delta: float | None = setting(
-        "Bounds the ratio where the advantage is negative, above 1 + epsilon_high.", default=None
-    )
+    delta: float | None = setting("Bounds the ratio of negative advantages, above 1 + epsilon_high.", default=None)
     importance_sampling_level: str = setting("token, or sequence: one ratio per completion (GSPO).", default="token")
     importance_sampling_cap: Positive | None = setting(
         "Weigh the loss of each token by pi / pi_sampler, at most this, where sampler and trainer differ: truncated "
@@ -84,13 +82,9 @@ class GRPOConfig(TrainerConfig):
         "raw: rewards as they are, without the group's mean taken off (REINFORCE). True is group, False is none.",
         default="group",
     )
-    reward_weights: list[float] | None = setting(
-        "Weight of each reward function, and after them of the environment. None: 1.", default=None
-    )
+    reward_weights: list[float] | None = setting("Weights of the rewards, the environment last.", default=None)
     reward_names: list[str] | None = setting("Names of the reward functions in logs. None: their own.", default=None)
-    mask_truncated_completions: bool = setting(
-        "Leave completions without an end out of the loss, and of the mean and deviation of their group.", default=False
-    )
+    mask_truncated_completions: bool = setting("Leave unended completions out of loss and baseline.", default=False)
     disable_dropout: bool = setting("Train without dropout, as completions are sampled.", default=True)
 
     chat_template_kwargs: dict[str, object] | None = setting("Arguments of the chat template.", default=None)
@@ -110,15 +104,9 @@ class GRPOConfig(TrainerConfig):
 
     def sampling(self) -> SamplingSettings:
         """How completions are sampled."""
-        return SamplingSettings(
-            max_completion_length=self.max_completion_length,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            generation_kwargs=self.generation_kwargs or {},
-        )
+        names = SamplingSettings.__dataclass_fields__.keys() - {"generation_kwargs"}
+        values = {name: getattr(self, name) for name in names}
+        return SamplingSettings(**values, generation_kwargs=self.generation_kwargs or {})
 
     @property
     def clip(self) -> dict[str, Any]:
