@@ -1,7 +1,7 @@
 """A rollout is the model's own: its tokens, its probabilities, its end, whatever batch or backend sampled it."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -230,7 +230,15 @@ def test_a_prompt_without_room_for_its_completion_is_refused_before_it_is_sample
     assert all(len(row) <= 4 for row in sample(backend(4), model, tiny.rows(1, 60, 60)).completions)
 
 
-def test_continuous_batching_of_a_model_prepared_for_mixed_precision_samples_in_its_weights_dtype():
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate as in a new process, before and after the test."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_continuous_batching_of_a_model_prepared_for_mixed_precision_samples_in_its_weights_dtype(fresh_accelerate):
     plain_model, prepared = tiny.llama(), tiny.llama()
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(prepared)
     forward = prepared.forward
@@ -238,7 +246,6 @@ def test_continuous_batching_of_a_model_prepared_for_mixed_precision_samples_in_
     completions = sample(continuous(top_k=1), prepared).completions
     assert [ids.tolist() for ids in completions] == [ids.tolist() for ids in expected]
     assert prepared.forward == forward
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_continuous_batching_refuses_what_it_would_ignore():
