@@ -2,9 +2,11 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
 from tests.lm import tiny
@@ -13,6 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.sealing import CheckpointError
 from trimtab_lm import PPOConfig, PPOTrainer
+from trimtab_lm.ppo.setup import check_engine
 
 
 def ones(responses):
@@ -333,3 +336,11 @@ def test_a_checkpoint_of_another_width_is_refused_by_name(tmp_path):
     ):
         wider.load_checkpoint(folder)
     assert tiny.moved(before, wider.model) == {}
+
+
+def test_early_stopping_within_an_update_is_refused_under_deepspeed():
+    config = PPOConfig(batch_size=4, gradient_accumulation_steps=2, early_stopping=True)
+    check_engine(config, DistributedType.FSDP)
+    check_engine(replace(config, gradient_accumulation_steps=1), DistributedType.DEEPSPEED)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2 DeepSpeed's engine keeps"):
+        check_engine(config, DistributedType.DEEPSPEED)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import PeftType
 from torch import nn
@@ -36,6 +37,16 @@ WITHOUT_EFFECT = (
 """Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
 HELD = ("learning_rate", "init_kl_coef")
 """Fields of PPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
+
+
+def check_engine(config: PPOConfig, engine: DistributedType) -> None:
+    """ValueError where DeepSpeed would keep gradients of an update that early stopping drops."""
+    if engine == DistributedType.DEEPSPEED and config.early_stopping and config.gradient_accumulation_steps > 1:
+        raise ValueError(
+            f"early_stopping drops an update that has moved too far, and with gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps} DeepSpeed's engine keeps the gradients of its first minibatches for "
+            "the next update. Set gradient_accumulation_steps=1, or train with FSDP2."
+        )
 
 
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:

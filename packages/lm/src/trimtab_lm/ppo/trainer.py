@@ -35,7 +35,7 @@ from .sampler import Sampler, told_by
 from .samples import Padding, Samples, carry, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
-from .setup import filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
+from .setup import check_engine, filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
 from .statistics import Clock, Rollout, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
@@ -94,6 +94,7 @@ class PPOTrainer(PolicyServices):
         self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
         keep_output_precision(self.accelerator)
+        check_engine(config, self.accelerator.distributed_type)
         tell_deepspeed_of_batches(self.accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
