@@ -46,9 +46,10 @@ class ForwardPasses:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Log-probabilities, logits, values and mask of B responses, `mini_batch_size` rows of like length at a time.
 
-        A subclass's method may return columns of its own layout, such as [B, T - 1] over query and response: `step`
-        reads the positions where the mask is 1, and calls it for one minibatch at a time, with gradients in the
-        updates. `model` is then a module that gives (logits, loss, values) of the model inputs.
+        A subclass's method may return columns of its own layout, such as [B, T - 1] over query and response, or over
+        what the decoder reads: `step` reads the positions where the mask is 1, and calls it for one minibatch at a
+        time, with gradients in the updates. `model` is then a module that gives (logits, loss, values) of the model
+        inputs.
 
         Args:
             model: `trainer.model`, or `trainer.ref_model`, which is None where the adapters are switched off.
