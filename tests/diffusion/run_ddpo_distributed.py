@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tests.diffusion import tiny
+from tests.processes import process_of_many
 from torch import Tensor
 
 from trimtab_common.stats import world_size
@@ -196,12 +197,11 @@ def ordinary(name: str) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    results: dict[str, Any] = {name: run(name, processes=2) for name in CASES}
-    results |= {name: ordinary(name) for name in ORDINARY}
-    torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, world_size):
+        results: dict[str, Any] = {name: run(name, processes=world_size) for name in CASES}
+        results |= {name: ordinary(name) for name in ORDINARY}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(sys.argv[1])

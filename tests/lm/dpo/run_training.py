@@ -1,13 +1,12 @@
 """DPO runs on tiny models, for the tests; as a program, those of test_dpo_distributed.py, in each of its processes."""
 
-import os
 import sys
-import warnings
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from tests.processes import process_of_many
 from transformers import BartConfig, BartForConditionalGeneration
 
 from trimtab_lm.dpo import DPOConfig, DPOTrainer
@@ -130,11 +129,9 @@ def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    results = {name: run(name, folder, processes=int(os.environ["WORLD_SIZE"])) for name in CASES}
-    torch.save(results, f"{folder}/{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, world_size):
+        results = {name: run(name, folder, processes=world_size) for name in CASES}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from tests.processes import process_of_many
 from torch import Tensor
 
 from trimtab_lm.environments import EnvironmentRollout, Reply
@@ -158,11 +159,10 @@ def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    results = {name: run(name, batch_size=GLOBAL_BATCH // 4, accumulation=2) for name in CASES}
-    torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, _):
+        results = {name: run(name, batch_size=GLOBAL_BATCH // 4, accumulation=2) for name in CASES}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(sys.argv[1])

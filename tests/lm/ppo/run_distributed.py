@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -11,6 +10,7 @@ import torch
 from datasets import Dataset
 from tests.lm import tiny
 from tests.lm.ppo.test_overrides import ForwardOf2024
+from tests.processes import process_of_many
 from transformers import BartConfig, BartForConditionalGeneration
 
 from trimtab_lm import PPOTrainer
@@ -158,15 +158,13 @@ def loop() -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results = {
-        name: steps(case, minibatch=case.minibatch, accumulation=case.accumulation, rank=rank, world_size=world_size)
-        for name, case in CASES.items()
-    }
-    torch.save({**results, "train": loop()}, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, world_size):
+        process = {"rank": rank, "world_size": world_size}
+        results = {
+            name: steps(case, minibatch=case.minibatch, accumulation=case.accumulation, **process)
+            for name, case in CASES.items()
+        }
+        torch.save({**results, "train": loop()}, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Tiny scorers, pairs and trainers, and the program that two processes run for test_reward_distributed."""
 
-import os
 import sys
-import warnings
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from tests.processes import process_of_many
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -130,11 +129,9 @@ def trained(kind: str, folder: str, *, world_size: int = 1, accumulation: int = 
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    results = {kind: trained(kind, folder, world_size=2) for kind in ("gpt2", "bert")}
-    torch.save(results, f"{folder}/{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, world_size):
+        results = {kind: trained(kind, folder, world_size=world_size) for kind in ("gpt2", "bert")}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Fine-tuning on a global batch of which each process takes its share: all cases, results in the folder given."""
 
-import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from tests.lm import tiny
+from tests.processes import process_of_many
 
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
 from trimtab_lm.sft import SFTConfig, SFTTrainer
@@ -121,9 +120,9 @@ def unequal_rows(folder: str, rank: int) -> str:
     return "no error"
 
 
-def with_adapters(folder: str) -> dict[str, torch.Tensor]:
+def with_adapters(folder: str, rank: int) -> dict[str, torch.Tensor]:
     """The weights after a step on adapters, each process having drawn other ones."""
-    torch.manual_seed(int(os.environ["RANK"]))
+    torch.manual_seed(rank)
     args = SFTConfig(folder, **QUIET | RATES, max_steps=1, per_device_train_batch_size=4)
     adapters = LoraConfig(r=2, target_modules=["c_attn"])
     own = SFTTrainer(gpt2(), args, train_dataset=rows(), processing_class=tiny.tokenizer(), peft_config=adapters)
@@ -132,19 +131,14 @@ def with_adapters(folder: str) -> dict[str, torch.Tensor]:
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    rank = int(os.environ["RANK"])
-    torch.save(
-        {
-            "sft": {name: trained(name, folder, world_size=2) for name in CASES},
-            "steps": {name: stepped(name, folder, rank=rank, world_size=2) for name in STEPS},
+    with process_of_many() as (rank, world_size):
+        results = {
+            "sft": {name: trained(name, folder, world_size=world_size) for name in CASES},
+            "steps": {name: stepped(name, folder, rank=rank, world_size=world_size) for name in STEPS},
             "unequal rows": unequal_rows(folder, rank),
-            "adapters": with_adapters(folder),
-        },
-        f"{folder}/{rank}.pt",
-    )
-    torch.distributed.destroy_process_group()
+            "adapters": with_adapters(folder, rank),
+        }
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

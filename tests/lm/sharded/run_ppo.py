@@ -3,23 +3,21 @@
 `folder,case,...`: those cases, or all. Each process saves its results as folder/<rank>.pt.
 """
 
-import os
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from _pytest.monkeypatch import MonkeyPatch
-from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from tests.lm.ppo.run_distributed import GLOBAL_BATCH, global_batch
 from tests.lm.ppo.test_overrides import ForwardOf2024, MinibatchOf2024
 from tests.lm.sharded.run_trainers import local_size
-from tests.processes import let_accelerate_shard_on_cpu
+from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 
 from trimtab_lm import PPOTrainer
 from trimtab_lm.ppo.samples import Samples
@@ -192,14 +190,9 @@ def session(case: str, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def main(folder: str, *cases: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    PartialState(cpu=True)
-    let_accelerate_shard_on_cpu()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results = {case: session(case, rank, world_size) for case in cases or [*CASES, *LOOPS, BFLOAT16, REFUSED]}
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many(let_accelerate_shard_on_cpu) as (rank, world_size):
+        results = {case: session(case, rank, world_size) for case in cases or [*CASES, *LOOPS, BFLOAT16, REFUSED]}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":
