@@ -1,5 +1,6 @@
 """Forward passes over samples, by the built-in pass or by one that a subclass of PPOTrainer brings."""
 
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from functools import partial
 from typing import cast
@@ -17,7 +18,7 @@ from .sampler import Sampler
 from .samples import Samples, full_logprobs, in_minibatches, padded_inputs, token_entropy
 
 
-class ForwardPasses:
+class ForwardPasses(ABC):
     """The methods of PPOTrainer that run the models. PPOTrainer's constructor sets the attributes."""
 
     config: PPOConfig
@@ -27,9 +28,9 @@ class ForwardPasses:
     scorer: Scorer
     sampler: Sampler
 
+    @abstractmethod
     def _replaces(self, *names: str) -> bool:
         """Whether somebody replaces one of PPOTrainer's methods; PPOTrainer knows."""
-        raise NotImplementedError
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
         """Padded inputs, as `batched_forward_pass` takes them; `step` needs none unless a subclass replaces either."""
