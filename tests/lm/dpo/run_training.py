@@ -83,13 +83,13 @@ def trainer(
 
 def trained(model: Any, folder: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """The trainer after training, and the weights."""
-    own = trainer(model, folder, **options)
-    own.train()
-    return own, tiny.weights(own.model)
+    dpo_trainer = trainer(model, folder, **options)
+    dpo_trainer.train()
+    return dpo_trainer, tiny.weights(dpo_trainer.model)
 
 
-def logged(own: Any, name: str) -> list[float]:
-    return [entry[name] for entry in own.state.log_history if name in entry]
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 # 10 rows are no multiple of 4 x 2: the last batch of an evaluation is filled up with repetitions.
@@ -106,7 +106,7 @@ def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
     config = {"max_steps": 2, "seed": 3} | CASES[name]
     size = config.pop("per_device_train_batch_size", 4)
     model = tiny.exact(BUILDERS.get(name, tiny.gpt2)())
-    own, weights = trained(
+    trainer, weights = trained(
         model,
         f"{folder}/{name}-{processes}",
         given={"train_dataset": dataset(16), "eval_dataset": dataset(10)},
@@ -114,10 +114,10 @@ def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
         per_device_eval_batch_size=8 // processes,
         **config,
     )
-    metrics = own.evaluate()
+    metrics = trainer.evaluate()
     stats = [
         {key: value for key, value in entry.items() if "runtime" not in key and "second" not in key}
-        for entry in own.state.log_history
+        for entry in trainer.state.log_history
         if "loss" in entry
     ]
     kept = {

@@ -246,9 +246,9 @@ def silently(make, *args, **kwargs):
 
 def warned(make, *args, **kwargs):
     with pytest.warns(FutureWarning) as seen:
-        made = make(*args, **kwargs)
+        result = make(*args, **kwargs)
     assert {warning.filename for warning in seen} == {__file__}
-    return made, " ".join(str(warning.message) for warning in seen)
+    return result, " ".join(str(warning.message) for warning in seen)
 
 
 def place(trainer, name):

@@ -110,7 +110,7 @@ def test_shared_layers_are_one_storage_frozen_in_both(name, shared):
     before = logits(policy.eval())
     reference = create_reference_model(policy, num_shared_layers=shared)
     tied = {"gpt2", "opt", "t5", "bart"}
-    for (key, own), (_, other) in zip(policy.named_parameters(), reference.named_parameters(), strict=True):
+    for (key, weight), (_, other) in zip(policy.named_parameters(), reference.named_parameters(), strict=True):
         layer = [int(part) for part in key.split(".") if part.isdigit()]
         if key.startswith(("lm_head", "embed_out")):
             expected = name in tied
@@ -121,8 +121,8 @@ def test_shared_layers_are_one_storage_frozen_in_both(name, shared):
         else:
             expected = not key.endswith(("ln_f.weight", "ln_f.bias", "norm.weight", "norm.bias", "project_out.weight"))
             expected = expected or "emb" in key
-        assert (own.data_ptr() == other.data_ptr()) is expected, key
-        assert own.requires_grad is not expected, key
+        assert (weight.data_ptr() == other.data_ptr()) is expected, key
+        assert weight.requires_grad is not expected, key
         assert not other.requires_grad
     if shared < 3:
         train(policy)

@@ -61,8 +61,8 @@ def scorer(kind: str = "gpt2", *, seed: int = 0, dtype: torch.dtype = torch.floa
         "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     }
     still = dict.fromkeys(names[kind], 0.0)
-    made = tiny.seeded(model, config(**sizes | tiny.TOKENS | still | {"num_labels": 1} | settings), seed)
-    return tiny.exact(made) if dtype is D else made
+    model_of_scores = tiny.seeded(model, config(**sizes | tiny.TOKENS | still | {"num_labels": 1} | settings), seed)
+    return tiny.exact(model_of_scores) if dtype is D else model_of_scores
 
 
 def pairs(count: int, *, seed: int = 0, with_margin: bool = False) -> Dataset:
@@ -107,7 +107,7 @@ GLOBAL_BATCH = 8
 
 def trained(kind: str, folder: str, *, world_size: int = 1, accumulation: int = 1) -> dict[str, Any]:
     """Weights after three steps of eight pairs, statistics of training, and of evaluation on an odd number of pairs."""
-    made = trainer(
+    reward_trainer = trainer(
         scorer(kind, dtype=D),
         folder,
         {"train_dataset": pairs(24, with_margin=True), "eval_dataset": pairs(7, seed=1, with_margin=True)},
@@ -121,11 +121,11 @@ def trained(kind: str, folder: str, *, world_size: int = 1, accumulation: int = 
         center_rewards_coefficient=0.1,
         optim="sgd",
     )
-    made.train()
-    logs = [log for log in made.state.log_history if "loss" in log]
-    metrics = {**made.evaluate(), **made.predict(pairs(5, seed=2)).metrics}
+    reward_trainer.train()
+    logs = [log for log in reward_trainer.state.log_history if "loss" in log]
+    metrics = {**reward_trainer.evaluate(), **reward_trainer.predict(pairs(5, seed=2)).metrics}
     kept = {name: value for name, value in metrics.items() if not name.endswith(("runtime", "per_second", "_time"))}
-    return {"logs": logs, "metrics": kept, "weights": tiny.weights(made.model)}
+    return {"logs": logs, "metrics": kept, "weights": tiny.weights(reward_trainer.model)}
 
 
 def main(folder: str) -> None:
