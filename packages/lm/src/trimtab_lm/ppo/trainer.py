@@ -22,7 +22,7 @@ from trimtab_lm.data.prompts import endless
 from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.rewards.functions import function_stats
+from trimtab_lm.sampling.asynchronous import Pending
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -31,12 +31,12 @@ from .config import PPOConfig
 from .loss import policy_log_ratio, ppo_loss
 from .policy import ActorCritic, Scorer
 from .returns import gae, per_token_rewards
-from .sampler import Sampler, told_by
+from .sampler import Sampler, completions_of, told_by
 from .samples import Padding, Samples, carry, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
 from .setup import check_engine, filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
-from .statistics import Clock, Rollout, token_means, training_stats, vitals
+from .statistics import Clock, Rollout, sampling_stats, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
 
@@ -104,7 +104,8 @@ class PPOTrainer(PolicyServices):
         self.kl_ctl = kl_controller(config.init_kl_coef, target=config.kl_target, horizon=config.horizon)
         self.running = RunningMoments()
         self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
-        self.rollout = rollout
+        self.pending = Pending()
+        self.rollout = None if rollout is None else self._ahead_if_asked(rollout)
         self.steps_done, self.best_score = 0, float("-inf")
 
         self.data_collator = data_collator
@@ -113,6 +114,7 @@ class PPOTrainer(PolicyServices):
         self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "sampler", "running", "batches")
         self.run.keep(self, "steps_done", "best_score")
         self.run.keep(self.accelerator, "scaler")
+        self.run.keep_per_rank("pending", self.pending)
 
     # ---------------------------------------------------------------- the algorithm
 
@@ -151,15 +153,17 @@ class PPOTrainer(PolicyServices):
         batches = endless(self.dataloader)
         for _ in progress(range(self.steps_done, total), "PPO steps"):
             batch = next(batches)
+            self._begin_step(is_last=self.steps_done + 1 == total)
             sampled = self._sample(batch, options)
-            scored = rewards(*self._completions(batch, sampled.completions))
+            scored = rewards(
+                *completions_of(batch, sampled.completions, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
+            )
             scores = scored.rewards.tolist()
             stats = self.step(batch["input_ids"], sampled.completions, scores, **told_by(sampled))
+            if more := sampling_stats(sampled, rewards.names, scored, step=self.steps_done - 1):
+                stats |= self.gather_stats(more)
             if (episodes := sampled.episodes) is not None:
-                stats |= self.gather_stats(episodes.stats())
                 scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
-            if len(rewards.names) > 1:
-                stats |= self.gather_stats(function_stats(rewards.names, scored))
             logs = self.log_stats(stats, batch, scores)
             history.append({name: value for name, value in logs.items() if isinstance(value, float)})
             if on_step is not None:
@@ -209,7 +213,8 @@ class PPOTrainer(PolicyServices):
         recorded: list[dict[str, Any]] = []
         with without_dropout(self.actor_critic):
             rollout = self._evaluate(samples, raw_scores, clock)
-            rollout = rollout.corrected(sampler_logprobs, cap=config.importance_sampling_cap)
+            cap, clips_to_sampler = config.importance_sampling_cap, config.clips_to_sampler
+            rollout = rollout.corrected(sampler_logprobs, cap=cap, clips_to_sampler=clips_to_sampler)
             for rows in rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done):
                 if self._update(rollout, rows, recorded):
                     break
@@ -298,7 +303,7 @@ class PPOTrainer(PolicyServices):
             with self.update.minibatch(share=share, is_last=number == len(parts)):
                 new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
                 old = rollout.rows(part, new.mask)
-                if self.steps_done == 0 and not recorded:
+                if self.steps_done == 0 and not recorded and not self.config.clips_to_sampler:
                     check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
                 if is_replaced:
                     moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
