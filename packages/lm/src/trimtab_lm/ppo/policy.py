@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
+from trimtab_common.sharding import prepared_for_inference, whole_weights
 from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.models.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.kl import SAMPLED_KL, full, kl_controller
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.run import create_accelerator
+from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
 from trimtab_lm.models.interface import decoder_start_of
-from trimtab_lm.models.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.asynchronous import Pending
 from trimtab_lm.sampling.rollout import RolloutBackend
