@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from tests.lm import tiny
 from tests.lm.grpo.run_distributed import trainer as grpo
+from tests.lm.grpo.test_resume import Stop
 from tests.lm.sampling import wide
 from tests.lm.sampling.conftest import Server
 from tests.processes import launch
@@ -154,7 +155,8 @@ def test_a_resumed_training_samples_what_it_would_have_sampled(
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3, **backend}
         settings |= {"asynchronous_rollouts": is_asynchronous}
         trainer = grpo(str(tmp_path / name), model, reward, rollout=None, **settings)
-        trainer.args.max_steps = steps
+        if not resume:
+            trainer.add_callback(Stop(steps))
         trainer.train(resume_from_checkpoint=resume)
         return sampled, tiny.weights(model)
 

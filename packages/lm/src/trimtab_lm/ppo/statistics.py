@@ -23,6 +23,23 @@ from .policy import Compared
 from .samples import Samples, carry, check_same_tokens
 
 
+def as_sampled(sampler_logprobs: Sequence[Tensor] | None, samples: Samples, old: Compared) -> Tensor | None:
+    """Log-probabilities of the tokens as they were sampled, [B, R], 0 where a token does not count.
+
+    Args:
+        sampler_logprobs: for each response its tokens', in nats; None if nobody knows them.
+        samples: the responses.
+        old: their log-probabilities under the policy, for dtype and places.
+
+    Raises:
+        ValueError: the numbers do not fit the responses.
+    """
+    if sampler_logprobs is None:
+        return None
+    check_fits(sampler_logprobs, samples.responses)
+    return carry(pad([row.to(old.logprobs) for row in sampler_logprobs], 0)[0], samples.mask, old.mask)
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A scored batch, before the first update. [B] per response; [B, R] per token, 0 where `mask` is 0."""
@@ -48,27 +65,21 @@ class Rollout:
         at_tokens |= {"logprobs": old.logprobs, "old_logprobs": old.logprobs, "ref_logprobs": old.ref_logprobs}
         return cls(samples=samples, mask=old.mask, scores=scores, entropy=old.entropy, mismatch={}, **at_tokens)
 
-    def corrected(
-        self, sampler_logprobs: Sequence[Tensor] | None, *, cap: float | None, clips_to_sampler: bool
-    ) -> "Rollout":
+    def corrected(self, sampled: Tensor | None, *, cap: float | None, clips_to_sampler: bool) -> "Rollout":
         """The rollout with advantages for the sampler's probabilities, and their mismatch; see `mismatch.corrected`.
 
         Args:
-            sampler_logprobs: for each response its tokens', as they were sampled; None if nobody knows them.
+            sampled: [B, R], of `as_sampled`.
             cap: the largest weight of an advantage; None: no correction.
             clips_to_sampler: the ratio is to the sampler's probabilities.
 
         Raises:
-            ValueError: there is something to correct and nothing to correct by, or the numbers do not fit the
-                responses.
+            ValueError: there is something to correct and nothing to correct by.
         """
-        mask, sampled, old_logprobs = self.mask.bool(), None, self.old_logprobs
-        if sampler_logprobs is not None:
-            check_fits(sampler_logprobs, self.samples.responses)
-            padded = pad([row.to(self.logprobs) for row in sampler_logprobs], 0)[0]
-            sampled = carry(padded, self.samples.mask, self.mask)[mask]
+        mask, old_logprobs = self.mask.bool(), self.old_logprobs
+        told = None if sampled is None else sampled[mask]
         advantages, mismatch = corrected(
-            self.advantages[mask], self.logprobs[mask], sampled, lengths=self.mask.sum(1), cap=cap
+            self.advantages[mask], self.logprobs[mask], told, lengths=self.mask.sum(1), cap=cap
         )
         if clips_to_sampler:
             if sampled is None:
@@ -76,7 +87,7 @@ class Rollout:
                     "asynchronous_rollouts=True takes the ratio to the policy that sampled: give step "
                     "sampler_logprobs, or set asynchronous_rollouts=False."
                 )
-            old_logprobs = old_logprobs.masked_scatter(mask, sampled)
+            old_logprobs = sampled
         advantages = self.advantages.masked_scatter(mask, advantages)
         return replace(self, advantages=advantages, old_logprobs=old_logprobs, mismatch=mismatch)
 

@@ -36,7 +36,7 @@ from .samples import Padding, Samples, carry, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
 from .setup import check_engine, filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
-from .statistics import Clock, Rollout, sampling_stats, token_means, training_stats, vitals
+from .statistics import Clock, Rollout, as_sampled, sampling_stats, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
 
@@ -198,12 +198,9 @@ class PPOTrainer(PolicyServices):
             The statistics, equal on all processes.
         """
         clock, config = Clock(), self.config
+        columns = (queries, responses, scores, response_masks, response_rewards)
         samples, raw_scores = check_step(
-            queries,
-            responses,
-            scores,
-            response_masks,
-            response_rewards,
+            *columns,
             batch_size=config.batch_size,
             model=self.model,
             decoder_start=self.decoder_start,
@@ -212,9 +209,7 @@ class PPOTrainer(PolicyServices):
         )
         recorded: list[dict[str, Any]] = []
         with without_dropout(self.actor_critic):
-            rollout = self._evaluate(samples, raw_scores, clock)
-            cap, clips_to_sampler = config.importance_sampling_cap, config.clips_to_sampler
-            rollout = rollout.corrected(sampler_logprobs, cap=cap, clips_to_sampler=clips_to_sampler)
+            rollout = self._evaluate(samples, raw_scores, sampler_logprobs, clock)
             for rows in rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done):
                 if self._update(rollout, rows, recorded):
                     break
@@ -232,19 +227,24 @@ class PPOTrainer(PolicyServices):
         numbers = {name: value for name, value in stats.items() if isinstance(value, float)}
         return stats | self.run.check_health(vitals(numbers), numbers, when=f"step {self.steps_done}")
 
-    def _evaluate(self, samples: Samples, raw_scores: Tensor, clock: Clock) -> Rollout:
+    def _evaluate(
+        self, samples: Samples, raw_scores: Tensor, sampler_logprobs: list[Tensor] | None, clock: Clock
+    ) -> Rollout:
         """Log-probabilities, values, rewards and advantages of a batch under the policy before its updates."""
+        config = self.config
         if self._replaces("batched_forward_pass", "prepare_model_inputs"):
             inputs = self.prepare_model_inputs(samples.queries, samples.responses)
             samples = replace(samples, model_inputs=inputs)
         with torch.no_grad():
-            old = in_minibatches(self._compare, samples, self.config.mini_batch_size)
+            old = in_minibatches(self._compare, samples, config.mini_batch_size)
+            sampled = as_sampled(sampler_logprobs, samples, old)
             clock.lap("forward_pass")
             scores = self._shaped(raw_scores, samples.responses)
             known = {} if old.kl is None else {"kl": old.kl}
-            rewards, non_score_rewards, *rest = self.compute_rewards(scores, *old.compared, old.mask, **known)
+            compared = old.compared(sampled if config.asynchronous_rollouts else None)
+            rewards, non_score_rewards, *rest = self.compute_rewards(scores, *compared, old.mask, **known)
             rewards = rewards + carry(samples.rewards, samples.mask, old.mask)
-            kl = rest[0] if rest else self._kl_penalty(*old.compared)
+            kl = rest[0] if rest else self._kl_penalty(*compared)
             clock.lap("compute_rewards")
             values, advantages, returns = self.compute_advantages(old.values, rewards, old.mask)
             clock.lap("compute_advantages")
@@ -253,7 +253,7 @@ class PPOTrainer(PolicyServices):
         rollout = Rollout.of(samples, raw_scores, old, **columns, advantages=advantages, returns=returns)
         if self.steps_done == 0:
             check_reference(rollout, most=self.rounding)
-        return rollout
+        return rollout.corrected(sampled, cap=config.importance_sampling_cap, clips_to_sampler=config.clips_to_sampler)
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor, kl: Tensor | None = None
