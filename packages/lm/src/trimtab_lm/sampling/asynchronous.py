@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
+from trimtab_lm.sampling.vllm_server import everywhere
 
 
 class Request(NamedTuple):
@@ -130,8 +131,8 @@ class AsynchronousRollout:
         self._policy_step, self._upcoming = policy_step, upcoming
 
     def sync(self, model: Model, version: int) -> None:
-        """Sample from the weights of a model from this call on, after the rollout that is sampled ahead."""
-        self.pending.wait()
+        """Sample from the weights of a model from this call on, after the rollout that is sampled ahead. Collective."""
+        everywhere(self.pending.wait)
         self.backend.sync(model, version)
 
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
