@@ -96,11 +96,15 @@ class Compared(NamedTuple):
     distributions: Tensor | None = None
     ref_distributions: Tensor | None = None
 
-    @property
-    def compared(self) -> tuple[Tensor, Tensor]:
-        """What `compute_rewards` takes of policy and reference: log-probabilities of tokens, or whole distributions."""
+    def compared(self, sampled: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What `compute_rewards` takes of policy and reference: log-probabilities of tokens, or whole distributions.
+
+        Args:
+            sampled: [B, R], log-probabilities in nats of the policy that sampled, where it is an older one: on its
+                samples, the estimates of the KL are those of its own KL.
+        """
         if self.distributions is None or self.ref_distributions is None:
-            return self.logprobs, self.ref_logprobs
+            return self.logprobs if sampled is None else sampled, self.ref_logprobs
         return self.distributions, self.ref_distributions
 
 

@@ -70,6 +70,8 @@ class VLLMServerRollout:
         retries: of a request that does not reach a server. Waits double from half a second.
     """
 
+    is_remote = True
+
     def __init__(
         self,
         settings: SamplingSettings,
