@@ -135,7 +135,7 @@ def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
     talk = EnvironmentRollout(backend, Impatient, tiny.tokenizer(), max_completion_length=50, max_turns=4)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = trainer(
+        grpo = trainer(
             folder,
             tiny.gpt2(dtype=torch.float64),
             per_device_train_batch_size=batch_size,
@@ -146,12 +146,12 @@ def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
             rollout=talk if name == "environment" else backend,
             **CASES[name],
         )
-        made.train()
-        metrics = made.evaluate()
-        logs = [entry for entry in made.state.log_history if "loss" in entry]
+        grpo.train()
+        metrics = grpo.evaluate()
+        logs = [entry for entry in grpo.state.log_history if "loss" in entry]
     timed = ("runtime", "per_second", "preparation")
     return {
-        "weights": {key: value.clone() for key, value in made.model.state_dict().items()},
+        "weights": {key: value.clone() for key, value in grpo.model.state_dict().items()},
         "logs": logs,
         "metrics": {key: value for key, value in metrics.items() if not any(word in key for word in timed)},
         "calls": backend.calls,

@@ -116,11 +116,11 @@ def make(case: Case, *, minibatch: int, accumulation: int, world_size: int) -> P
 def steps(case: Case, *, minibatch: int, accumulation: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
     """Statistics of every step, and the weights after them."""
     trainer = make(case, minibatch=minibatch, accumulation=accumulation, world_size=world_size)
-    own = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
+    share = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
     history = []
     for step in range(STEPS):
         columns = global_batch(step, has_masks=case.has_masks)
-        history.append(trainer.step(**{name: column[own] for name, column in columns.items()}))
+        history.append(trainer.step(**{name: column[share] for name, column in columns.items()}))
     module = trainer.accelerator.unwrap_model(trainer.actor_critic)
     return {"stats": history, "weights": tiny.weights(module), "kl_coef": trainer.kl_ctl.value}
 

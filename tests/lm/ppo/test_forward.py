@@ -82,8 +82,8 @@ def test_a_decoder_start_token_in_front_of_a_response_is_not_part_of_it():
         stats = trainer.step(queries, rows, scores, masks)
         return tiny.weights(trainer.model), stats["tokens/responses_len_mean"]
 
-    (own, length), (same, same_length) = weights(False), weights(True)
-    assert all(torch.equal(own[name], same[name]) for name in own)
+    (without_start, length), (same, same_length) = weights(False), weights(True)
+    assert all(torch.equal(without_start[name], same[name]) for name in without_start)
     assert length == same_length
 
 

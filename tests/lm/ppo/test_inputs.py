@@ -152,8 +152,8 @@ def test_a_pad_token_that_is_the_end_token_changes_nothing():
         trainer.step(queries, [torch.cat([row, torch.tensor([tiny.EOS])]) for row in responses], scores)
         return tiny.weights(trainer.model)
 
-    own, shared = weights(), weights(pad_token="</s>")
-    assert all(torch.equal(own[name], shared[name]) for name in own)
+    apart, shared = weights(), weights(pad_token="</s>")
+    assert all(torch.equal(apart[name], shared[name]) for name in apart)
 
 
 def test_a_model_without_value_head_is_refused():

@@ -120,13 +120,13 @@ def step_of(sampler_logprobs: Any = None, **config: Any) -> dict[str, Any]:
 
 def test_the_loss_is_weighed_by_how_much_likelier_a_token_is_than_it_was_sampled():
     model = tiny.gpt2(0, torch.float64)
-    own = [tiny.taken_of(model, query, torch.tensor([5, 6])) for query in QUERIES]
+    logprobs = [tiny.taken_of(model, query, torch.tensor([5, 6])) for query in QUERIES]
     learnt = "ppo/policy/advantages"  # what the surrogate multiplies by the ratio
     plain = step_of()
-    same = step_of(own, importance_sampling_cap=2.0)
+    same = step_of(logprobs, importance_sampling_cap=2.0)
     torch.testing.assert_close(same[learnt], plain[learnt])
     assert same["ppo/sampling/token_ratio/max"] == pytest.approx(1)
-    rarer = [row - 3.0 for row in own]  # the sampler gave every token a twentieth of the policy's probability
+    rarer = [row - 3.0 for row in logprobs]  # the sampler gave every token a twentieth of the policy's probability
     weighed, told = step_of(rarer, importance_sampling_cap=1.5), step_of(rarer)
     assert weighed["ppo/sampling/token_ratio/truncated"] == 1
     torch.testing.assert_close(weighed[learnt], 1.5 * plain[learnt])

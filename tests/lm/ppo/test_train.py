@@ -202,7 +202,7 @@ def interrupted(tmp_path, model=tiny.policy, kill_at=None, **given):
         policy = model()
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        made = tiny.ppo(
+        ppo = tiny.ppo(
             policy,
             given={"dataset": toy_data(), "optimizer": optimizer, "lr_scheduler": scheduler, **given},
             output_dir=str(tmp_path),
@@ -213,8 +213,8 @@ def interrupted(tmp_path, model=tiny.policy, kill_at=None, **given):
             horizon=20,
             seed=4,
         )
-        next(iter(made.prepare_dataloader(toy_data(4))))  # another loader is not part of the run
-        return made
+        next(iter(ppo.prepare_dataloader(toy_data(4))))  # another loader is not part of the run
+        return ppo
 
     options = {"reward": share_of_a, "generation_kwargs": {"max_new_tokens": 6}, "resume_from": "latest"}
     if kill_at:

@@ -267,7 +267,7 @@ def test_compute_advantages_whitens_and_goes_across_gaps():
     trainer = tiny.ppo(gamma=0.5, lam=0.5)
     values, rewards = torch.tensor([[0.1, 7.0, 0.2, 0.3]]), torch.tensor([[0.0, 7.0, 0.0, 1.0]])
     mask = torch.tensor([[1, 0, 1, 1]])
-    found, advantages, returns = trainer.compute_advantages(values, rewards, mask)
+    kept_values, advantages, returns = trainer.compute_advantages(values, rewards, mask)
     torch.testing.assert_close(returns, torch.tensor([[0.13125, 0.0, 0.325, 1.0]]))  # as without the second token
     raw = np.array([0.03125, 0.125, 0.7])
     expected = (raw - raw.mean()) / raw.std()
@@ -275,7 +275,7 @@ def test_compute_advantages_whitens_and_goes_across_gaps():
         advantages[mask.bool()], torch.tensor(expected, dtype=torch.float32), rtol=1e-4, atol=1e-4
     )
     assert advantages[0, 1] == 0
-    assert found.tolist() == [pytest.approx([0.1, 0.0, 0.2, 0.3])]
+    assert kept_values.tolist() == [pytest.approx([0.1, 0.0, 0.2, 0.3])]
 
 
 def columns_of(trainer, seed=0):
@@ -375,13 +375,13 @@ def test_masked_tokens_at_the_end_change_nothing():
             stats = trainer.step(queries, responses, scores)
         else:
             rows = [torch.cat(pair) for pair in zip(responses, tails, strict=True)]
-            masks = [(torch.arange(len(r)) < len(own)).long() for r, own in zip(rows, responses, strict=True)]
+            masks = [(torch.arange(len(r)) < len(shorter)).long() for r, shorter in zip(rows, responses, strict=True)]
             stats = trainer.step(queries, rows, scores, masks)
         return tiny.weights(trainer.model), stats
 
-    (own, stats), (longer, longer_stats) = weights(False), weights(True)
-    for name in own:
-        torch.testing.assert_close(longer[name], own[name], rtol=0, atol=1e-6)
+    (usual, stats), (longer, longer_stats) = weights(False), weights(True)
+    for name in usual:
+        torch.testing.assert_close(longer[name], usual[name], rtol=0, atol=1e-6)
     for name in (
         "objective/kl",
         "objective/entropy",
@@ -435,9 +435,9 @@ def test_dropout_is_off_and_gradient_checkpointing_engages(is_checkpointing, is_
         return tiny.weights(model), len(calls)
 
     plain, plain_calls = run(0.0, False)
-    found, calls = run(0.5, is_checkpointing)
+    weights, calls = run(0.5, is_checkpointing)
     for name in plain:
-        torch.testing.assert_close(found[name], plain[name], rtol=0, atol=1e-8)
+        torch.testing.assert_close(weights[name], plain[name], rtol=0, atol=1e-8)
     assert calls == plain_calls + 2 * is_checkpointing  # each of the two layers once more, in backward
 
 
