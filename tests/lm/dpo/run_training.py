@@ -60,9 +60,14 @@ def dataset(count: int = 8) -> Dataset:
 
 
 def trainer(
-    model: Any, folder: Any, *, kind: type[DPOTrainer] = DPOTrainer, given: dict[str, Any] | None = None, **config: Any
+    model: Any,
+    folder: Any,
+    *,
+    kind: type[DPOTrainer] = DPOTrainer,
+    arguments: dict[str, Any] | None = None,
+    **config: Any,
 ) -> Any:
-    """One step of SGD over eight pairs. given: DPOTrainer's arguments; config: DPOConfig's."""
+    """One step of SGD over eight pairs. arguments: of DPOTrainer; config: DPOConfig's."""
     settings = {
         "max_steps": 1,
         "per_device_train_batch_size": 8,
@@ -77,7 +82,7 @@ def trainer(
         "lr_scheduler_type": "constant",
     }
     args = DPOConfig(str(folder), **settings | config)
-    arguments = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), **(given or {})}
+    arguments = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), **(arguments or {})}
     return kind(model, args=args, **arguments)
 
 
@@ -109,7 +114,7 @@ def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
     trainer, weights = trained(
         model,
         f"{folder}/{name}-{processes}",
-        given={"train_dataset": dataset(16), "eval_dataset": dataset(10)},
+        arguments={"train_dataset": dataset(16), "eval_dataset": dataset(10)},
         per_device_train_batch_size=size * 2 // processes,
         per_device_eval_batch_size=8 // processes,
         **config,

@@ -107,8 +107,11 @@ def test_rows_that_were_tokenized_are_left_alone():
 def test_a_stream_stays_a_stream_and_trains_as_the_rows_do(tmp_path):
     settings = {"train_sampling_strategy": "sequential", "max_steps": 2, "per_device_train_batch_size": 4}
     _, expected = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path, **settings)
-    given = {"train_dataset": dpo.dataset().to_iterable_dataset(), "eval_dataset": dpo.dataset().to_iterable_dataset()}
-    trainer, weights = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path, given=given, **settings)
+    arguments = {
+        "train_dataset": dpo.dataset().to_iterable_dataset(),
+        "eval_dataset": dpo.dataset().to_iterable_dataset(),
+    }
+    trainer, weights = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path, arguments=arguments, **settings)
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
     assert trainer.evaluate()["eval_loss"] > 0
@@ -132,18 +135,18 @@ def test_what_was_cut_is_said():
 def test_rows_that_cannot_be_used_are_named(rows, says, tmp_path):
     rows = {name: [row.get(name) for row in rows] for name in rows[0]}
     with pytest.raises(ValueError, match=says):
-        dpo.trainer(tiny.gpt2(), tmp_path, given={"train_dataset": Dataset.from_dict(rows)})
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments={"train_dataset": Dataset.from_dict(rows)})
 
 
 def test_a_list_of_rows_is_no_data_set(tmp_path):
     with pytest.raises(TypeError, match=r"datasets\.Dataset\.from_list"):
-        dpo.trainer(tiny.gpt2(), tmp_path, given={"train_dataset": [ROW]})
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments={"train_dataset": [ROW]})
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
-    given = {"processing_class": tiny.tokenizer(eos_token=None)}
+    arguments = {"processing_class": tiny.tokenizer(eos_token=None)}
     with pytest.raises(ValueError, match="no EOS token"):
-        dpo.trainer(tiny.gpt2(), tmp_path, given=given)
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments=arguments)
 
 
 def tokenized(count=4, *, seq2seq=False):

@@ -223,16 +223,16 @@ def test_arguments_may_all_be_left_out_but_the_model(tmp_path, monkeypatch):
     assert trainer.evaluate(dpo.dataset(2))["eval_loss"] == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("given", [{"model_init": lambda: tiny.gpt2()}, {"model": None}])
-def test_there_is_one_model(given, tmp_path):
-    model = given.pop("model", tiny.gpt2())
+@pytest.mark.parametrize("arguments", [{"model_init": lambda: tiny.gpt2()}, {"model": None}])
+def test_there_is_one_model(arguments, tmp_path):
+    model = arguments.pop("model", tiny.gpt2())
     with pytest.raises(ValueError, match="either a model or model_init"):
-        dpo.trainer(model, tmp_path, given=given)
+        dpo.trainer(model, tmp_path, arguments=arguments)
 
 
 def test_a_model_without_a_name_needs_its_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="Pass processing_class=tokenizer"):
-        dpo.trainer(tiny.gpt2(), tmp_path, given={"processing_class": None})
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments={"processing_class": None})
 
 
 def test_the_kind_of_model_is_read_off_it(tmp_path):
@@ -278,7 +278,7 @@ def test_ipo_divides_by_the_length_of_each_answer(tmp_path):
 def test_a_mix_is_the_weighted_sum(tmp_path):
     def loss(**config):
         trainer = dpo.trainer(
-            tiny.exact(tiny.gpt2()), tmp_path, given={"ref_model": tiny.exact(tiny.gpt2(seed=1))}, **config
+            tiny.exact(tiny.gpt2()), tmp_path, arguments={"ref_model": tiny.exact(tiny.gpt2(seed=1))}, **config
         )
         return trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset)))
 
@@ -287,7 +287,7 @@ def test_a_mix_is_the_weighted_sum(tmp_path):
 
 
 def test_losses_and_metrics_of_a_batch(tmp_path):
-    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given={"ref_model": tiny.exact(tiny.gpt2(seed=1))})
+    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, arguments={"ref_model": tiny.exact(tiny.gpt2(seed=1))})
     batch = trainer.data_collator(list(trainer.train_dataset))
     loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch, "eval")
     torch.testing.assert_close(loss, trainer.compute_loss(trainer.model, batch))
@@ -310,8 +310,8 @@ def test_metrics_are_computed_from_rewards_and_log_probabilities(tmp_path):
         seen.append(prediction)
         return {"wins": float(np.mean(prediction.predictions[:, 0] > prediction.predictions[:, 1]))}
 
-    given = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(7), "compute_metrics": metrics}
-    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given=given, per_device_eval_batch_size=3)
+    arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(7), "compute_metrics": metrics}
+    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, arguments=arguments, per_device_eval_batch_size=3)
     logged = trainer.evaluate()
     assert seen[0].predictions.shape == (7, 4)
     assert seen[0].label_ids.tolist() == [0] * 7
@@ -325,8 +325,10 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_pairs(tmp_path):
     """7 pairs in batches of 3: a mean of batch means would weigh the last pair three times."""
 
     def loss(size):
-        given = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(7)}
-        trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given=given, per_device_eval_batch_size=size, beta=1.0)
+        arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(7)}
+        trainer = dpo.trainer(
+            tiny.exact(tiny.gpt2()), tmp_path, arguments=arguments, per_device_eval_batch_size=size, beta=1.0
+        )
         return trainer.evaluate()["eval_loss"]
 
     assert loss(3) == pytest.approx(loss(7), rel=1e-9)
@@ -346,11 +348,11 @@ def peaked(model, token):
 @pytest.mark.parametrize("build", [lambda seed: tiny.llama(seed), lambda seed: tiny.t5(seed), lambda seed: dpo.bart()])
 def test_samples_of_policy_and_reference_go_into_a_table(build, tmp_path):
     a, b = tiny.VOCABULARY["a"], tiny.VOCABULARY["b"]
-    given = {"ref_model": peaked(build(1), b), "eval_dataset": {"one": dpo.dataset(6)}}
+    arguments = {"ref_model": peaked(build(1), b), "eval_dataset": {"one": dpo.dataset(6)}}
     trainer = dpo.trainer(
         peaked(build(0), a),
         tmp_path,
-        given=given,
+        arguments=arguments,
         generate_during_eval=True,
         max_new_tokens=3,
         num_eval_samples=4,
@@ -376,7 +378,7 @@ def test_without_a_reference_model_the_table_shows_the_policy(tmp_path):
         trainer = dpo.trainer(
             tiny.gpt2(),
             tmp_path,
-            given={"eval_dataset": dpo.dataset(3)},
+            arguments={"eval_dataset": dpo.dataset(3)},
             generate_during_eval=True,
             max_new_tokens=2,
             **config,
@@ -393,7 +395,7 @@ def test_samples_of_a_padded_batch(tmp_path):
         tmp_path,
         generate_during_eval=True,
         generation_kwargs={"do_sample": False},
-        given={"ref_model": peaked(tiny.llama(), 7)},
+        arguments={"ref_model": peaked(tiny.llama(), 7)},
         max_new_tokens=2,
     )
     batch = DPODataCollatorWithPadding()([trainer.train_dataset[i] for i in range(3)])
@@ -410,8 +412,8 @@ def test_bart_trains(tmp_path):
 
 
 def test_ipo_trains_on_averages(tmp_path):
-    given = {"ref_model": tiny.exact(tiny.gpt2(seed=1))}
-    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given=given, loss_type="ipo", beta=0.5)
+    arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1))}
+    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, arguments=arguments, loss_type="ipo", beta=0.5)
     rows = list(trainer.train_dataset)
     batch = trainer.data_collator(rows)
     scores, reference = trainer.concatenated_forward(trainer.model, batch), trainer.compute_reference_log_probs(batch)

@@ -38,10 +38,12 @@ def files(folder) -> list[Path]:
 def test_precomputed_is_not_precomputed(name, collator, tmp_path):
     def run(folder, **config):
         model = adapted() if name == "lora" else tiny.exact(dpo.BUILDERS.get(name, tiny.gpt2)())
-        given = {"ref_model": tiny.exact(tiny.gpt2(seed=1)) if name == "given" else None, "eval_dataset": SETS}
+        arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1)) if name == "given" else None, "eval_dataset": SETS}
         if collator:
-            given["data_collator"] = DPODataCollatorWithPadding(is_encoder_decoder=name == "t5")
-        trainer, weights = dpo.trained(model, tmp_path / folder, given=given, max_steps=3, learning_rate=0.1, **config)
+            arguments["data_collator"] = DPODataCollatorWithPadding(is_encoder_decoder=name == "t5")
+        trainer, weights = dpo.trained(
+            model, tmp_path / folder, arguments=arguments, max_steps=3, learning_rate=0.1, **config
+        )
         return trainer, weights, trainer.evaluate()
 
     _, expected, metrics = run("online")
@@ -59,7 +61,7 @@ def test_numbers_are_found_again_by_the_content_of_reference_and_data(tmp_path):
             model or tiny.gpt2(),
             tmp_path / "run",
             kind=Counting,
-            given={"train_dataset": rows or dpo.dataset()},
+            arguments={"train_dataset": rows or dpo.dataset()},
             precompute_ref_log_probs=True,
             ref_log_probs_cache=str(tmp_path / "cache"),
             **config,
@@ -111,7 +113,7 @@ def test_the_policy_itself_serves_and_no_copy_is_held(tmp_path):
 def test_a_new_set_after_training_is_refused_unless_it_is_known(tmp_path):
     known, unknown = dpo.dataset(4), dpo.dataset(3)
     trainer = dpo.trainer(
-        tiny.exact(tiny.gpt2()), tmp_path, given={"eval_dataset": known}, precompute_ref_log_probs=True
+        tiny.exact(tiny.gpt2()), tmp_path, arguments={"eval_dataset": known}, precompute_ref_log_probs=True
     )
     before = trainer.evaluate(dpo.dataset(5))  # nothing has been trained: the policy still is the reference
     assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-12)
@@ -126,10 +128,10 @@ def test_a_new_set_after_training_is_refused_unless_it_is_known(tmp_path):
 @pytest.mark.parametrize("kind", ["lora", "given"])
 def test_a_reference_that_is_a_model_serves_new_sets_after_training(kind, tmp_path):
     model = adapted() if kind == "lora" else tiny.exact(tiny.gpt2())
-    given = {"ref_model": tiny.exact(tiny.gpt2())} if kind == "given" else {}
+    arguments = {"ref_model": tiny.exact(tiny.gpt2())} if kind == "given" else {}
     settings = {"max_steps": 2, "learning_rate": 0.1}
-    online, _ = dpo.trained(copy.deepcopy(model), tmp_path, given=copy.deepcopy(given), **settings)
-    trainer, _ = dpo.trained(model, tmp_path, given=given, precompute_ref_log_probs=True, **settings)
+    online, _ = dpo.trained(copy.deepcopy(model), tmp_path, arguments=copy.deepcopy(arguments), **settings)
+    trainer, _ = dpo.trained(model, tmp_path, arguments=arguments, precompute_ref_log_probs=True, **settings)
     expected = online.evaluate(dpo.dataset(3))["eval_rewards/margins"]
     assert trainer.evaluate(dpo.dataset(3))["eval_rewards/margins"] == pytest.approx(expected, rel=1e-9)
     assert expected != 0
@@ -137,7 +139,7 @@ def test_a_reference_that_is_a_model_serves_new_sets_after_training(kind, tmp_pa
 
 def test_columns_of_the_data_set_are_taken_for_the_reference(tmp_path):
     rows = dpo.dataset(4).add_column(REFERENCE_COLUMNS[0], [-1.0] * 4).add_column(REFERENCE_COLUMNS[1], [-2.0] * 4)
-    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given={"eval_dataset": rows}, beta=0.5)
+    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, arguments={"eval_dataset": rows}, beta=0.5)
     metrics = trainer.evaluate()
     assert metrics["eval_rewards/chosen"] == pytest.approx(0.5 * (metrics["eval_logps/chosen"] + 1), rel=1e-9)
     assert metrics["eval_rewards/rejected"] == pytest.approx(0.5 * (metrics["eval_logps/rejected"] + 2), rel=1e-9)
@@ -169,7 +171,7 @@ def test_a_crash_while_writing_leaves_no_file_with_its_name(tmp_path, monkeypatc
 
 def test_reference_free_holds_no_model_and_rewards_are_log_probabilities(tmp_path):
     trainer = dpo.trainer(
-        tiny.exact(tiny.gpt2()), tmp_path, given={"eval_dataset": dpo.dataset(3)}, reference_free=True
+        tiny.exact(tiny.gpt2()), tmp_path, arguments={"eval_dataset": dpo.dataset(3)}, reference_free=True
     )
     assert trainer.reference is None
     metrics = trainer.evaluate()
@@ -212,7 +214,7 @@ def test_models_by_name(tmp_path):
         tmp_path / "run",
         model_init_kwargs={"torch_dtype": "bfloat16"},
         ref_model_init_kwargs={"dtype": "float64"},
-        given={"ref_model": str(tmp_path / "reference"), "processing_class": None},
+        arguments={"ref_model": str(tmp_path / "reference"), "processing_class": None},
     )
     assert trainer.model.dtype == torch.bfloat16
     assert trainer.reference.model.dtype == torch.float64
@@ -222,7 +224,7 @@ def test_models_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "config", "says"),
+    ("arguments", "config", "says"),
     [
         ({"ref_model": "gpt2"}, {"reference_free": True}, "two references"),
         ({"ref_model": "gpt2"}, {"ref_adapter_name": "old"}, "two references"),
@@ -232,20 +234,20 @@ def test_models_by_name(tmp_path):
         ({}, {"model_init_kwargs": {"dtype": "float32"}}, "the model is loaded already"),
     ],
 )
-def test_references_that_contradict_each_other(given, config, says, tmp_path):
+def test_references_that_contradict_each_other(arguments, config, says, tmp_path):
     with pytest.raises(ValueError, match=says):
-        dpo.trainer(tiny.gpt2(), tmp_path, given=given, **config)
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments=arguments, **config)
 
 
 def test_the_policy_is_no_reference_of_its_own(tmp_path):
     model = tiny.gpt2()
     with pytest.raises(ValueError, match="would move with the policy"):
-        dpo.trainer(model, tmp_path, given={"ref_model": model})
+        dpo.trainer(model, tmp_path, arguments={"ref_model": model})
     with pytest.raises(ValueError, match="is the adapter that trains"):
         dpo.trainer(adapted(), tmp_path, ref_adapter_name="default")
 
 
 def test_a_stream_cannot_be_precomputed(tmp_path):
-    given = {"train_dataset": dpo.dataset().to_iterable_dataset()}
+    arguments = {"train_dataset": dpo.dataset().to_iterable_dataset()}
     with pytest.raises(ValueError, match="this one is a stream"):
-        dpo.trainer(tiny.gpt2(), tmp_path, given=given, precompute_ref_log_probs=True)
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments=arguments, precompute_ref_log_probs=True)

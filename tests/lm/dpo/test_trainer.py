@@ -41,7 +41,7 @@ def test_loss_and_gradients_are_those_of_separate_padded_and_shared_prompts(name
     """Eq. 7 of the paper on plain forward passes, one answer at a time; the prompt once; the prompt twice, padded."""
     policy, reference = (tiny.exact(dpo.BUILDERS[name](seed=seed)).eval() for seed in (0, 1))
     plain, plain_reference = copy.deepcopy(policy), copy.deepcopy(reference)
-    trainer = dpo.trainer(policy, tmp_path, given={"ref_model": reference}, beta=0.3)
+    trainer = dpo.trainer(policy, tmp_path, arguments={"ref_model": reference}, beta=0.3)
     rows = list(trainer.train_dataset)
 
     losses = []
@@ -87,11 +87,11 @@ def test_accumulated_micro_batches_are_one_update(name, loss_type, tmp_path):
 
 def test_a_short_last_window_is_divided_by_its_own_pairs(tmp_path):
     """12 pairs in windows of 2 x 4: by hand a step of SGD on the mean over 8, and one on the mean over the other 4."""
-    given = {"train_dataset": dpo.dataset(12)}
+    arguments = {"train_dataset": dpo.dataset(12)}
     _, weights = dpo.trained(
         tiny.exact(tiny.gpt2()),
         tmp_path,
-        given=given,
+        arguments=arguments,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         num_train_epochs=1,
@@ -99,7 +99,7 @@ def test_a_short_last_window_is_divided_by_its_own_pairs(tmp_path):
         train_sampling_strategy="sequential",
     )
     model = tiny.exact(tiny.gpt2())
-    trainer = dpo.trainer(model, tmp_path, given=given)
+    trainer = dpo.trainer(model, tmp_path, arguments=arguments)
     rows = list(trainer.train_dataset)
     for part in (rows[:8], rows[8:]):
         model.zero_grad()
@@ -118,7 +118,7 @@ def adapted(seed=0):
 def test_a_reference_by_adapters_off_is_a_frozen_copy(tmp_path):
     settings = {"max_steps": 3, "learning_rate": 0.5}
     _, off = dpo.trained(adapted(), tmp_path, **settings)
-    _, copied = dpo.trained(adapted(), tmp_path, given={"ref_model": tiny.exact(tiny.gpt2())}, **settings)
+    _, copied = dpo.trained(adapted(), tmp_path, arguments={"ref_model": tiny.exact(tiny.gpt2())}, **settings)
     assert_equal_weights(off, copied)
     assert any(
         "lora_B" in name for name in tiny.moved(tiny.weights(adapted()), dpo.trained(adapted(), tmp_path)[0].model)
@@ -139,7 +139,7 @@ def test_a_second_adapter_is_the_reference_and_the_first_trains(tmp_path):
     trainer, by_adapter = dpo.trained(
         with_two(), tmp_path, model_adapter_name="default", ref_adapter_name="old", **settings
     )
-    _, by_model = dpo.trained(adapted(), tmp_path, given={"ref_model": reference}, **settings)
+    _, by_model = dpo.trained(adapted(), tmp_path, arguments={"ref_model": reference}, **settings)
     assert_equal_weights({k: v for k, v in by_adapter.items() if "old" not in k}, by_model)
     assert set(tiny.moved(tiny.weights(with_two()), trainer.model)) == {
         k for k in by_adapter if "lora_B.default" in k or "lora_A.default" in k
@@ -169,8 +169,8 @@ def test_statistics_are_means_over_pairs_and_entropies_over_tokens(tmp_path):
     reference = tiny.exact(tiny.gpt2(seed=1))
     policy = tiny.exact(tiny.gpt2())
     plain, plain_reference = copy.deepcopy(policy).eval(), copy.deepcopy(reference).eval()
-    given = {"ref_model": reference, "eval_dataset": dpo.dataset(7)}
-    trainer = dpo.trainer(policy, tmp_path, given=given, beta=0.2, per_device_eval_batch_size=3)
+    arguments = {"ref_model": reference, "eval_dataset": dpo.dataset(7)}
+    trainer = dpo.trainer(policy, tmp_path, arguments=arguments, beta=0.2, per_device_eval_batch_size=3)
     metrics = trainer.evaluate()
     chosen, rejected = (
         torch.stack([summed_logprob(plain, row, side) for row in trainer.eval_dataset])
@@ -230,12 +230,12 @@ class ShiftForgotten(DPOTrainer):
 
 @pytest.mark.parametrize(("kind", "learns"), [(DPOTrainer, True), (SignFlipped, False), (ShiftForgotten, False)])
 def test_it_learns_the_preference(kind, learns, tmp_path):
-    given = {"train_dataset": preferences(), "eval_dataset": preferences(32)}
+    arguments = {"train_dataset": preferences(), "eval_dataset": preferences(32)}
     trainer, _ = dpo.trained(
         tiny.gpt2(),
         tmp_path,
         kind=kind,
-        given=given,
+        arguments=arguments,
         max_steps=40,
         learning_rate=5e-3,
         optim="adamw_torch",
@@ -243,7 +243,7 @@ def test_it_learns_the_preference(kind, learns, tmp_path):
         logging_steps=20,
         beta=0.5,
     )
-    plain = dpo.trainer(trainer.model, tmp_path, given={**given, "ref_model": tiny.gpt2()}, beta=0.5)
+    plain = dpo.trainer(trainer.model, tmp_path, arguments={**arguments, "ref_model": tiny.gpt2()}, beta=0.5)
     metrics = plain.evaluate()
     assert (metrics["eval_rewards/margins"] > 2 and metrics["eval_rewards/accuracies"] > 0.95) is learns
 
@@ -295,7 +295,7 @@ def test_lora_trains_and_saves_what_peft_loads(resize, tmp_path):
     trainer, _ = dpo.trained(
         AutoModelForCausalLM.from_pretrained(base),
         tmp_path / "run",
-        given={"peft_config": config},
+        arguments={"peft_config": config},
         max_steps=2,
         save_strategy="steps",
         save_steps=2,
@@ -325,7 +325,7 @@ def test_galore_trains_and_saves_what_transformers_loads(optim, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_move(tmp_path):
     model = tiny.gpt2()
-    trainer = dpo.trainer(model, tmp_path, given={"ref_model": tiny.gpt2(seed=1)})
+    trainer = dpo.trainer(model, tmp_path, arguments={"ref_model": tiny.gpt2(seed=1)})
     with torch.no_grad():
         trainer.reference.model.transformer.wte.weight.fill_(float("nan"))
     before = tiny.weights(model)
@@ -345,8 +345,8 @@ def test_the_model_of_another_trainer_gets_a_frozen_copy_as_reference(tmp_path):
 
 
 def test_model_init_makes_the_model_that_trains_and_the_reference_is_its_first(tmp_path):
-    given = {"model_init": lambda: tiny.exact(tiny.gpt2())}
-    trainer, weights = dpo.trained(None, tmp_path, given=given, max_steps=2)
+    arguments = {"model_init": lambda: tiny.exact(tiny.gpt2())}
+    trainer, weights = dpo.trained(None, tmp_path, arguments=arguments, max_steps=2)
     _, expected = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path, max_steps=2)
     assert_equal_weights(expected, weights)
     trainer.train()
@@ -356,9 +356,9 @@ def test_model_init_makes_the_model_that_trains_and_the_reference_is_its_first(t
 def test_the_model_of_model_init_is_its_own_reference_by_its_adapters(tmp_path):
     settings = {"max_steps": 2, "learning_rate": 0.5}
     config = {"peft_config": LoraConfig(**LORA)}
-    given = {"model_init": lambda: tiny.exact(tiny.gpt2()), **config}
-    _, weights = dpo.trained(None, tmp_path, given=given, **settings)
-    given = {**given, "ref_model": tiny.exact(tiny.gpt2())}
-    trainer, expected = dpo.trained(None, tmp_path, given=given, **settings)
+    arguments = {"model_init": lambda: tiny.exact(tiny.gpt2()), **config}
+    _, weights = dpo.trained(None, tmp_path, arguments=arguments, **settings)
+    arguments = {**arguments, "ref_model": tiny.exact(tiny.gpt2())}
+    trainer, expected = dpo.trained(None, tmp_path, arguments=arguments, **settings)
     assert_equal_weights(expected, weights)
     assert dpo.logged(trainer, "rewards/margins")[1] != 0

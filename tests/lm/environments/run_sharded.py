@@ -69,9 +69,9 @@ def ppo(talk: EnvironmentRollout, queries: list[str], world_size: int) -> PPOTra
     sharded = {"fsdp_plugin": FullyShardedDataParallelPlugin(**plugin)} if world_size > 1 else {}
     policy = tiny.policy(dtype=torch.float64)
     optimizer = torch.optim.SGD(policy.parameters(), lr=3e-3, momentum=0.5)
-    given = {"dataset": Dataset.from_dict({"query": queries}), "rollout": talk, "optimizer": optimizer}
+    arguments = {"dataset": Dataset.from_dict({"query": queries}), "rollout": talk, "optimizer": optimizer}
     sizes = {"batch_size": 4 // world_size, "mini_batch_size": 4 // world_size, "ppo_epochs": 2}
-    return tiny.ppo(policy, given=given, accelerator_kwargs=sharded, init_kl_coef=0.3, **sizes)
+    return tiny.ppo(policy, arguments=arguments, accelerator_kwargs=sharded, init_kl_coef=0.3, **sizes)
 
 
 def by_ppo(world_size: int) -> dict[str, Any]:

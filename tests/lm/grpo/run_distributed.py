@@ -121,12 +121,12 @@ def trainer(folder: str, model: Any = None, reward: Any = vowels, **settings: An
         "optimizers",
         "reward_processing_classes",
     )
-    given = {name: settings.pop(name) for name in names if name in settings}
-    given = {"train_dataset": prompts(24), "processing_class": tiny.tokenizer(), **given}
-    given.setdefault("rollout", Scripted())
-    if "model_init" not in given and model is None:
+    arguments = {name: settings.pop(name) for name in names if name in settings}
+    arguments = {"train_dataset": prompts(24), "processing_class": tiny.tokenizer(), **arguments}
+    arguments.setdefault("rollout", Scripted())
+    if "model_init" not in arguments and model is None:
         model = tiny.gpt2()
-    return GRPOTrainer(model, reward, config(folder, **settings), **given)
+    return GRPOTrainer(model, reward, config(folder, **settings), **arguments)
 
 
 def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:

@@ -41,14 +41,14 @@ def test_sampling_settings_reach_the_sampler():
     assert sampling.generation_kwargs == {"typical_p": 0.5}
 
 
-@pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch"), ("raw", "raw")])
-def test_scale_rewards_takes_the_bools_of_old(given, meant, tmp_path):
-    assert config(scale_rewards=given).scale_rewards == meant
-    (file := tmp_path / "grpo.yaml").write_text(yaml.safe_dump({"output_dir": "out", "scale_rewards": given}))
+@pytest.mark.parametrize(("written", "meant"), [(True, "group"), (False, "none"), ("batch", "batch"), ("raw", "raw")])
+def test_scale_rewards_takes_the_bools_of_old(written, meant, tmp_path):
+    assert config(scale_rewards=written).scale_rewards == meant
+    (file := tmp_path / "grpo.yaml").write_text(yaml.safe_dump({"output_dir": "out", "scale_rewards": written}))
     (by_us,) = parse_config(GRPOConfig, argv=["--config", str(file)])
     (by_transformers,) = HfArgumentParser(GRPOConfig).parse_yaml_file(str(file))
     (by_flag,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(
-        ["--output_dir", "out", "--scale_rewards", str(given)]
+        ["--output_dir", "out", "--scale_rewards", str(written)]
     )
     assert by_us.scale_rewards == by_transformers.scale_rewards == by_flag.scale_rewards == meant
 

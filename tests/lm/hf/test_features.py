@@ -32,7 +32,7 @@ PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for tex
 IDS = torch.tensor([[5, 9, 7, 21, tiny.EOS]])
 
 
-def trainer(folder: Path, model: Any = None, columns: Any = None, given: Any = None, **config: Any) -> SFTTrainer:
+def trainer(folder: Path, model: Any = None, columns: Any = None, arguments: Any = None, **config: Any) -> SFTTrainer:
     settings = {
         "max_steps": 1,
         "per_device_train_batch_size": 8,
@@ -45,7 +45,7 @@ def trainer(folder: Path, model: Any = None, columns: Any = None, given: Any = N
     }
     data = {"train_dataset": Dataset.from_dict(columns or {"text": TEXTS}), "processing_class": tiny.tokenizer()}
     args = SFTConfig(str(folder), **settings | config)
-    return SFTTrainer(still() if model is None else model, args, **data | (given or {}))
+    return SFTTrainer(still() if model is None else model, args, **data | (arguments or {}))
 
 
 def still() -> Any:
@@ -93,7 +93,7 @@ def test_adapters_are_saved_so_that_peft_loads_them(tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     sft = trainer(
-        tmp_path, base, given={"peft_config": adapters}, save_strategy="steps", save_steps=1, learning_rate=1.0
+        tmp_path, base, arguments={"peft_config": adapters}, save_strategy="steps", save_steps=1, learning_rate=1.0
     )
     sft.train()
     again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
@@ -120,7 +120,7 @@ def test_adapters_on_a_resized_model_are_saved_so_that_peft_loads_them(is_tied, 
         learning_rate=1.0,
         save_strategy="steps",
         save_steps=1,
-        given={"peft_config": adapters, "processing_class": tokenizer},
+        arguments={"peft_config": adapters, "processing_class": tokenizer},
     )
     row = base.get_input_embeddings().weight[-1].detach().clone()
     sft.train()
@@ -137,14 +137,14 @@ def test_old_checkpoints_are_deleted(tmp_path):
 
 def test_training_stops_early_with_the_best_weights(tmp_path):
     """At a rate that is far too high only the first step helps, if any."""
-    given = {
+    arguments = {
         "eval_dataset": Dataset.from_dict({"text": TEXTS}),
         "callbacks": [EarlyStoppingCallback(early_stopping_patience=1)],
     }
     config = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     sft = trainer(
         tmp_path,
-        given=given,
+        arguments=arguments,
         max_steps=10,
         learning_rate=30.0,
         load_best_model_at_end=True,
@@ -237,8 +237,10 @@ def test_tensorboard_gets_the_recorded_statistics(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    given = {"eval_dataset": Dataset.from_dict({"text": TEXTS})}
-    sft = trainer(tmp_path, given=given, report_to="tensorboard", max_steps=2, eval_strategy="steps", eval_steps=2)
+    arguments = {"eval_dataset": Dataset.from_dict({"text": TEXTS})}
+    sft = trainer(
+        tmp_path, arguments=arguments, report_to="tensorboard", max_steps=2, eval_strategy="steps", eval_steps=2
+    )
     sft.train()
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
@@ -351,7 +353,7 @@ def test_a_collator_of_the_users_makes_the_batches(tmp_path):
         labels = torch.where(mask.cumsum(1) > 1, ids, -100)  # nothing but padding stands before a row's first token
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
-    plain, sft = trainer(tmp_path, max_steps=2), trainer(tmp_path, given={"data_collator": collate}, max_steps=2)
+    plain, sft = trainer(tmp_path, max_steps=2), trainer(tmp_path, arguments={"data_collator": collate}, max_steps=2)
     for one in (plain, sft):
         one.train()
     assert losses(sft) == pytest.approx(losses(plain), rel=1e-5)
@@ -379,16 +381,18 @@ def test_predictions_are_those_of_each_row(tmp_path):
     nll = [-tiny.taken_of(model, ids[0, :1], ids[0, 1:]) for ids in rows]
     assert output.metrics["test_loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-6)
     measured = trainer(
-        tmp_path, model, given={"eval_dataset": data, "compute_metrics": lambda _: {}}, per_device_eval_batch_size=3
+        tmp_path, model, arguments={"eval_dataset": data, "compute_metrics": lambda _: {}}, per_device_eval_batch_size=3
     )
     assert measured.evaluate()["eval_loss"] == pytest.approx(output.metrics["test_loss"], rel=1e-6)
 
 
 def test_hyperparameters_are_searched(tmp_path):
     pytest.importorskip("optuna", reason="the search is optuna's")
-    given = {"model_init": still, "eval_dataset": Dataset.from_dict({"text": TEXTS})}
+    arguments = {"model_init": still, "eval_dataset": Dataset.from_dict({"text": TEXTS})}
     args = SFTConfig(str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, optim="sgd", disable_tqdm=True)
-    sft = SFTTrainer(None, args, train_dataset=given["eval_dataset"], processing_class=tiny.tokenizer(), **given)
+    sft = SFTTrainer(
+        None, args, train_dataset=arguments["eval_dataset"], processing_class=tiny.tokenizer(), **arguments
+    )
 
     def rates(trial: Any) -> dict[str, Any]:
         return {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2, 1e-9])}

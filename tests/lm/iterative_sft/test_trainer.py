@@ -17,7 +17,7 @@ def exact():
     return tiny.exact(tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
-def trainer(model=None, tmp_path="unused", given=None, **config) -> IterativeSFTTrainer:
+def trainer(model=None, tmp_path="unused", arguments=None, **config) -> IterativeSFTTrainer:
     settings = {
         "optim": "sgd",
         "learning_rate": 1e-2,
@@ -30,7 +30,7 @@ def trainer(model=None, tmp_path="unused", given=None, **config) -> IterativeSFT
     }
     args = IterativeSFTConfig(str(tmp_path), use_cpu=True, **settings | config)
     return IterativeSFTTrainer(
-        exact() if model is None else model, args, processing_class=tiny.tokenizer(), **(given or {})
+        exact() if model is None else model, args, processing_class=tiny.tokenizer(), **(arguments or {})
     )
 
 
@@ -165,7 +165,7 @@ def test_evaluation_logging_and_saving_go_by_optimizer_steps(tmp_path):
     data = Dataset.from_dict({"text": ["abc", "de"]})
     sft = trainer(
         tmp_path=tmp_path,
-        given={"eval_dataset": data},
+        arguments={"eval_dataset": data},
         eval_strategy="steps",
         eval_steps=2,
         save_strategy="steps",
@@ -218,7 +218,9 @@ def test_train_without_data_only_resumes(tmp_path):
 
 
 def test_train_goes_through_a_data_set(tmp_path):
-    sft = trainer(given={"train_dataset": Dataset.from_dict({"text": ["abc", "de"]})}, tmp_path=tmp_path, max_steps=3)
+    sft = trainer(
+        arguments={"train_dataset": Dataset.from_dict({"text": ["abc", "de"]})}, tmp_path=tmp_path, max_steps=3
+    )
     assert sft.train().global_step == 3
 
 
@@ -286,11 +288,11 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_rows_that_cannot_be_learnt_are_refused(name: str):
-    given, message = BAD[name]
+    rows, message = BAD[name]
     sft = trainer()
     before = tiny.weights(sft.model)
     with pytest.raises(ValueError, match=message):
-        sft.step(**given)
+        sft.step(**rows)
     assert not tiny.moved(before, sft.model)
 
 

@@ -308,9 +308,9 @@ def test_documented_order_of_all_positional_arguments(name):
 )
 def test_todays_order_of_positional_arguments(name, values):
     trainer = silently(TRAINERS[name], *values)
-    given = dict(zip(trainer.got, values, strict=False))
-    assert {key: trainer.got[key] for key in given if key != "args"} == {
-        key: value for key, value in given.items() if key != "args"
+    passed = dict(zip(trainer.got, values, strict=False))
+    assert {key: trainer.got[key] for key in passed if key != "args"} == {
+        key: value for key, value in passed.items() if key != "args"
     }
 
 

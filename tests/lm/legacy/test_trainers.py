@@ -175,11 +175,11 @@ SFT = {
 @pytest.mark.parametrize("name", SFT)
 def test_sft(name: str, tmp_path):
     model = saved(tmp_path, tiny.gpt2()) if name == "model_init_kwargs" else tiny.gpt2()
-    given = {"tokenizer": tiny.tokenizer(), **({} if name == "tokenizer" else {name: SFT[name]})}
+    arguments = {"tokenizer": tiny.tokenizer(), **({} if name == "tokenizer" else {name: SFT[name]})}
     if name in ("infinite", "num_of_sequences", "chars_per_token"):
-        given["packing"] = True
+        arguments["packing"] = True
     with pytest.warns(FutureWarning, match=name):
-        trainer = SFTTrainer(model, args=plain(tmp_path), train_dataset=TEXTS, **given)
+        trainer = SFTTrainer(model, args=plain(tmp_path), train_dataset=TEXTS, **arguments)
     trains(trainer)
     if name != "tokenizer":
         assert getattr(trainer.args, legacy.NEW_NAMES.get(name, name)) == SFT[name]
@@ -238,7 +238,7 @@ DPO = {
 @pytest.mark.parametrize("name", DPO)
 def test_dpo(name: str, tmp_path):
     model, ref_model = tiny.gpt2(), None
-    given = {"tokenizer": tiny.tokenizer(), **({} if name == "tokenizer" else {name: DPO[name]})}
+    arguments = {"tokenizer": tiny.tokenizer(), **({} if name == "tokenizer" else {name: DPO[name]})}
     if name == "max_target_length":
         model = tiny.t5(initializer_factor=1.0)
     elif name == "model_init_kwargs":
@@ -247,9 +247,11 @@ def test_dpo(name: str, tmp_path):
         ref_model = saved(tmp_path, tiny.gpt2(1))
     elif name.endswith("adapter_name"):
         model = two_adapters(model)
-        given |= {"model_adapter_name": "own", "ref_adapter_name": "ref"}
+        arguments |= {"model_adapter_name": "own", "ref_adapter_name": "ref"}
     with pytest.warns(FutureWarning, match=name):
-        trainer = DPOTrainer(model, ref_model, args=plain(tmp_path, learning_rate=0.1), train_dataset=PAIRS, **given)
+        trainer = DPOTrainer(
+            model, ref_model, args=plain(tmp_path, learning_rate=0.1), train_dataset=PAIRS, **arguments
+        )
     trains(trainer)
     if name != "tokenizer":
         assert getattr(trainer.args, name) == DPO[name]
@@ -289,9 +291,9 @@ def test_reward(tmp_path):
 def test_reward_with_plain_arguments(by_position: bool, tmp_path):
     order = [tiny.scorer(), plain(tmp_path), None, tokenized_pairs(), None, tiny.tokenizer()]
     named = {"model": order[0], "args": order[1], "train_dataset": order[3], "tokenizer": order[5], "max_length": 5}
-    given = ([*order, None, None, None, (None, None), None, 5], {}) if by_position else ([], named)
+    arguments = ([*order, None, None, None, (None, None), None, 5], {}) if by_position else ([], named)
     with pytest.warns(FutureWarning):
-        trainer = RewardTrainer(*given[0], **given[1])
+        trainer = RewardTrainer(*arguments[0], **arguments[1])
     assert trainer.args.max_length == 5
     trains(trainer)
 
@@ -303,11 +305,11 @@ ITERATIVE = {"max_length": 4, "truncation_mode": "keep_start", "optimize_device_
 def test_iterative_sft(name: str, tmp_path):
     model, args = tiny.gpt2(), plain(tmp_path, learning_rate=0.1)
     before = tiny.weights(model)
-    given: tuple = ([], {"model": model, "args": args, "tokenizer": tiny.tokenizer(), name: ITERATIVE.get(name)})
+    arguments: tuple = ([], {"model": model, "args": args, "tokenizer": tiny.tokenizer(), name: ITERATIVE.get(name)})
     if name == "by position":
-        given = ([model, args, tiny.tokenizer(), optimizers(model)], {})
+        arguments = ([model, args, tiny.tokenizer(), optimizers(model)], {})
     with pytest.warns(FutureWarning, match="tokenizer"):
-        trainer = IterativeSFTTrainer(*given[0], **given[1])
+        trainer = IterativeSFTTrainer(*arguments[0], **arguments[1])
     trainer.step(texts=["abc"])
     assert tiny.moved(before, model)
     if name in ITERATIVE:

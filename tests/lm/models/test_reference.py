@@ -213,15 +213,15 @@ def test_a_reference_is_a_copy_by_default():
 
 @pytest.mark.parametrize("wrap", [lambda m: m, AutoModelForCausalLMWithValueHead])
 def test_a_given_reference_is_frozen_and_used(wrap):
-    policy, given = build(), build("llama").train()
-    reference = Reference.of(policy, wrap(given))
+    policy, ref_model = build(), build("llama").train()
+    reference = Reference.of(policy, wrap(ref_model))
     with reference.active() as model:
-        assert model is given
-    assert not any(p.requires_grad for p in given.parameters())
-    assert not given.training
+        assert model is ref_model
+    assert not any(p.requires_grad for p in ref_model.parameters())
+    assert not ref_model.training
     assert all(p.requires_grad for p in policy.parameters())
     with pytest.warns(UserWarning, match="no effect: ref_model was given"):
-        Reference.of(policy, given, num_shared_layers=1)
+        Reference.of(policy, ref_model, num_shared_layers=1)
 
 
 def test_the_policy_is_no_reference_of_itself():

@@ -110,7 +110,7 @@ def make(case: Case, *, minibatch: int, accumulation: int, world_size: int) -> P
         "gradient_accumulation_steps": accumulation,
     }
     fixed = {"ppo_epochs": 3, "ratio_threshold": 1e9}
-    return tiny.ppo(model, case.trainer, given={"optimizer": optimizer}, **fixed | sizes | case.config)
+    return tiny.ppo(model, case.trainer, arguments={"optimizer": optimizer}, **fixed | sizes | case.config)
 
 
 def steps(case: Case, *, minibatch: int, accumulation: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def loop() -> dict[str, Any]:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     prompts = Dataset.from_dict({"input_ids": [row.tolist() for row in tiny.rows(20, 2, 5)]})
     trainer = tiny.ppo(
-        given={"dataset": prompts},
+        arguments={"dataset": prompts},
         batch_size=GLOBAL_BATCH // world_size,
         mini_batch_size=2,
         steps=2,

@@ -194,7 +194,7 @@ def test_seed_orders_the_dataset():
     data = datasets.Dataset.from_dict({"input_ids": [[i] for i in range(4, 20)]})
 
     def order(seed):
-        loader = tiny.ppo(given={"dataset": data}, seed=seed).dataloader
+        loader = tiny.ppo(arguments={"dataset": data}, seed=seed).dataloader
         return [int(ids) for batch in loader for ids in batch["input_ids"]]
 
     assert order(1) == order(1) != order(2)
@@ -254,7 +254,7 @@ def test_max_grad_norm_limits_every_update():
 
 def test_reported_gradient_norm_is_that_of_the_update():
     model = tiny.policy(dtype=torch.float64)
-    trainer = tiny.ppo(model, given={"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
+    trainer = tiny.ppo(model, arguments={"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
     before = tiny.weights(model)
     stats = trainer.step(*tiny.batch())
     moves = [(value.detach() - before[name]).flatten() for name, value in model.named_parameters()]
@@ -267,7 +267,7 @@ def test_reported_gradient_norm_is_that_of_the_update():
 def kl_step(**config):
     """One step of a model against another one, in float64: trainer, statistics, and the data."""
     trainer = tiny.ppo(
-        tiny.policy(dtype=torch.float64), given={"ref_model": tiny.policy(seed=1, dtype=torch.float64)}, **config
+        tiny.policy(dtype=torch.float64), arguments={"ref_model": tiny.policy(seed=1, dtype=torch.float64)}, **config
     )
     data = tiny.batch()
     return trainer, trainer.step(*data), data

@@ -46,7 +46,7 @@ def test_batched_forward_pass_equals_rows_alone(kind, side, mini_batch_size):
 
 
 def test_batched_forward_pass_of_the_reference_has_no_values():
-    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), given={"ref_model": tiny.gpt2(1, DOUBLE)})
+    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), arguments={"ref_model": tiny.gpt2(1, DOUBLE)})
     queries, responses, _ = tiny.batch()
     inputs = trainer.prepare_model_inputs(queries, responses)
     logprobs, _, values, _ = trainer.batched_forward_pass(trainer.ref_model, queries, responses, inputs)

@@ -17,7 +17,7 @@ from trimtab_lm import (
 
 @pytest.mark.parametrize("return_prompt", [True, False])
 def test_generate_gives_a_list_for_a_list_and_a_row_for_a_tensor(return_prompt):
-    trainer, (queries, _, _) = tiny.ppo(tiny.policy(dtype=DOUBLE), given=PADS_WITH_EOS), tiny.batch(6)
+    trainer, (queries, _, _) = tiny.ppo(tiny.policy(dtype=DOUBLE), arguments=PADS_WITH_EOS), tiny.batch(6)
     expected = [greedy(tiny.gpt2(0, DOUBLE).eval(), query) for query in queries]
     if return_prompt:
         expected = [torch.cat(pair) for pair in zip(queries, expected, strict=True)]
@@ -31,7 +31,7 @@ def test_generate_gives_a_list_for_a_list_and_a_row_for_a_tensor(return_prompt):
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.filterwarnings("ignore:The sampler is not the policy")
 def test_generate_keeps_the_order_whatever_the_batching(batch_size):
-    trainer, queries = tiny.ppo(tiny.policy(dtype=DOUBLE), given=PADS_WITH_EOS), tiny.rows(8, 1, 9)
+    trainer, queries = tiny.ppo(tiny.policy(dtype=DOUBLE), arguments=PADS_WITH_EOS), tiny.rows(8, 1, 9)
     responses = trainer.generate(queries, batch_size=batch_size, return_prompt=False, **GREEDY)
     model = tiny.gpt2(0, DOUBLE).eval()
     assert [row.tolist() for row in responses] == [greedy(model, query).tolist() for query in queries]
@@ -48,7 +48,7 @@ def test_batch_size_of_generate_is_rows_at_a_time():
 
 
 def test_responses_end_with_their_end_token_and_hold_no_padding():
-    trainer = tiny.ppo(tiny.policy(initializer_range=0.02), given=PADS_WITH_EOS)
+    trainer = tiny.ppo(tiny.policy(initializer_range=0.02), arguments=PADS_WITH_EOS)
     responses = trainer.generate(
         tiny.rows(200, 2, 9), batch_size=200, return_prompt=False, do_sample=True, max_new_tokens=20
     )
@@ -65,7 +65,7 @@ def test_an_end_token_inside_the_prompt_is_harmless():
 
 
 def test_length_sampler_sets_the_number_of_new_tokens():
-    trainer, lengths = tiny.ppo(given=PADS_WITH_EOS), iter([3, 5])
+    trainer, lengths = tiny.ppo(arguments=PADS_WITH_EOS), iter([3, 5])
     queries = tiny.rows(20, 2, 4)
     for length in (3, 5):
         rows = trainer.generate(queries, length_sampler=lambda: next(lengths), return_prompt=False, do_sample=True)
@@ -79,9 +79,9 @@ def test_length_sampler_sets_the_number_of_new_tokens():
 def test_generate_ref_response_gives_the_text_of_the_reference_too(kind):
     queries, _, _ = tiny.batch()
     if kind == "adapter":
-        trainer = tiny.ppo(lora_policy(DOUBLE), given=PADS_WITH_EOS)
+        trainer = tiny.ppo(lora_policy(DOUBLE), arguments=PADS_WITH_EOS)
     else:
-        trainer = tiny.ppo(tiny.policy(1, DOUBLE), given={"ref_model": tiny.gpt2(0, DOUBLE), **PADS_WITH_EOS})
+        trainer = tiny.ppo(tiny.policy(1, DOUBLE), arguments={"ref_model": tiny.gpt2(0, DOUBLE), **PADS_WITH_EOS})
     responses, ref = trainer.generate(queries, generate_ref_response=True, return_prompt=False, **GREEDY)
     base = tiny.gpt2(0, DOUBLE).eval()
     assert [row.tolist() for row in ref] == [greedy(base, query).tolist() for query in queries]
@@ -152,7 +152,7 @@ def test_settings_that_make_the_sampler_another_policy_are_reported_once(setting
 def test_generate_has_no_dropout_and_leaves_the_mode_as_it_was(is_training):
     model = tiny.policy(dtype=DOUBLE, resid_pdrop=0.5, embd_pdrop=0.5).train(is_training)
     queries, _, _ = tiny.batch()
-    responses = tiny.ppo(model, given=PADS_WITH_EOS).generate(queries, return_prompt=False, **GREEDY)
+    responses = tiny.ppo(model, arguments=PADS_WITH_EOS).generate(queries, return_prompt=False, **GREEDY)
     plain = tiny.gpt2(0, DOUBLE).eval()
     assert [row.tolist() for row in responses] == [greedy(plain, query).tolist() for query in queries]
     assert all(module.training == is_training for module in model.modules())

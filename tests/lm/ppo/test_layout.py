@@ -29,8 +29,8 @@ TRAINERS = {
     "gpt2": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE)),
     "llama": lambda: tiny.ppo(tiny.with_value_head(tiny.exact(tiny.llama()))),
     "t5": lambda: tiny.ppo(tiny.with_value_head(tiny.exact(tiny.t5(initializer_factor=1.0)))),
-    "critic": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE), given={"value_model": tiny.exact(tiny.llama(1))}),
-    "reference": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE), given={"ref_model": tiny.exact(tiny.llama(1))}),
+    "critic": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE), arguments={"value_model": tiny.exact(tiny.llama(1))}),
+    "reference": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE), arguments={"ref_model": tiny.exact(tiny.llama(1))}),
 }
 
 

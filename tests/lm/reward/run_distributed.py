@@ -96,10 +96,10 @@ def config(folder: Any, **settings: Any) -> RewardConfig:
     return RewardConfig(output_dir=str(folder), **quiet | settings)
 
 
-def trainer(model: Any, folder: Any, given: dict[str, Any] | None = None, **settings: Any) -> RewardTrainer:
-    """given: arguments of the trainer; settings: of its config."""
-    given = {"processing_class": tiny.tokenizer(), **(given or {})}
-    return RewardTrainer(model, config(folder, **settings), **given)
+def trainer(model: Any, folder: Any, arguments: dict[str, Any] | None = None, **settings: Any) -> RewardTrainer:
+    """arguments: of the trainer; settings: of its config."""
+    arguments = {"processing_class": tiny.tokenizer(), **(arguments or {})}
+    return RewardTrainer(model, config(folder, **settings), **arguments)
 
 
 GLOBAL_BATCH = 8

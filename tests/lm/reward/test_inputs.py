@@ -33,8 +33,8 @@ def test_a_checkpoint_is_a_classifier_for_transformers(tmp_path):
 def test_adapters_train_with_their_head_and_load(kind: str, head: str, tmp_path):
     targets = {"llama": ["q_proj", "v_proj"], "t5": ["q", "v"], "bert": ["query", "value"]}
     peft_config = LoraConfig(r=2, target_modules=targets[kind])
-    given = {"train_dataset": pairs(4), "peft_config": peft_config}
-    reward_trainer = trainer(scorer(kind), tmp_path, given, max_steps=2, learning_rate=0.1, init_reward_head=True)
+    arguments = {"train_dataset": pairs(4), "peft_config": peft_config}
+    reward_trainer = trainer(scorer(kind), tmp_path, arguments, max_steps=2, learning_rate=0.1, init_reward_head=True)
     before = tiny.weights(reward_trainer.model)
     reward_trainer.train()
     moved = tiny.moved(before, reward_trainer.model)
@@ -77,7 +77,7 @@ def test_galore_trains_and_saves(optim: str, tmp_path):
 def test_the_arguments_of_2024_train(tmp_path):
     data = pairs(4)
     lengths = [max(len(row["input_ids_chosen"]), len(row["input_ids_rejected"])) for row in data]
-    with pytest.warns(FutureWarning) as given:
+    with pytest.warns(FutureWarning) as warned:
         reward_trainer = RewardTrainer(
             model=scorer(),
             args=config(tmp_path, max_steps=1),
@@ -85,7 +85,7 @@ def test_the_arguments_of_2024_train(tmp_path):
             train_dataset=data,
             max_length=sorted(lengths)[1],
         )
-    messages = " ".join(str(one.message) for one in given)
+    messages = " ".join(str(one.message) for one in warned)
     assert "processing_class" in messages
     assert "max_length" in messages
     assert len(reward_trainer.train_dataset) == sum(length <= sorted(lengths)[1] for length in lengths) < 4
@@ -105,8 +105,8 @@ def test_a_model_by_name_gets_one_label(tmp_path):
 
 
 def test_model_init_makes_a_new_scorer_for_each_training(tmp_path):
-    given = {"model_init": lambda: scorer(), "train_dataset": pairs(4)}
-    reward_trainer = trainer(None, tmp_path, given, max_steps=1, init_reward_head=True)
+    arguments = {"model_init": lambda: scorer(), "train_dataset": pairs(4)}
+    reward_trainer = trainer(None, tmp_path, arguments, max_steps=1, init_reward_head=True)
     first = reward_trainer.model
     reward_trainer.train()
     assert reward_trainer.model is not first
@@ -177,12 +177,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_move(tmp_path):
 
 def test_columns_are_checked_in_every_set(tmp_path):
     bad = Dataset.from_list([{"text": "a"}])
-    for given in ({"train_dataset": bad}, {"eval_dataset": bad}, {"eval_dataset": {"one": bad}}):
+    for arguments in ({"train_dataset": bad}, {"eval_dataset": bad}, {"eval_dataset": {"one": bad}}):
         with pytest.raises(ValueError, match=r"RewardTrainer cannot read a dataset with the columns \['text'\]"):
-            trainer(scorer(), tmp_path, given)
+            trainer(scorer(), tmp_path, arguments)
 
 
 def test_the_callers_collator_must_give_pairs(tmp_path):
-    given = {"train_dataset": pairs(2), "data_collator": lambda rows: {"labels": torch.zeros(len(rows))}}
+    arguments = {"train_dataset": pairs(2), "data_collator": lambda rows: {"labels": torch.zeros(len(rows))}}
     with pytest.raises(ValueError, match="input_ids_chosen"):
-        trainer(scorer(), tmp_path, given, max_steps=1).train()
+        trainer(scorer(), tmp_path, arguments, max_steps=1).train()

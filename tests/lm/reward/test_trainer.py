@@ -401,8 +401,8 @@ def test_sets_given_to_evaluate_and_predict_are_tokenized(tmp_path):
 
 
 def test_predictions_pass_through_the_users_function(tmp_path):
-    given = {"preprocess_logits_for_metrics": lambda scores, labels: scores[:, :1] - scores[:, 1:]}
-    assert trainer(scorer(), tmp_path, given).predict(pairs(3)).predictions.shape == (3, 1)
+    arguments = {"preprocess_logits_for_metrics": lambda scores, labels: scores[:, :1] - scores[:, 1:]}
+    assert trainer(scorer(), tmp_path, arguments).predict(pairs(3)).predictions.shape == (3, 1)
 
 
 def test_streams_train(tmp_path):

@@ -27,9 +27,9 @@ def grpo(folder: Path, backend: Any, **settings: Any) -> Any:
 
 def ppo(backend: Any, **config: Any) -> Any:
     data = Dataset.from_dict({"query": [letter * 3 for letter in "abcdefghi"]})
-    given = {"dataset": data, "rollout": backend}
+    arguments = {"dataset": data, "rollout": backend}
     options = {"steps": 6, "learning_rate": 1e-2, "asynchronous_rollouts": True, **config}
-    return tiny.ppo(given=given, **options)
+    return tiny.ppo(arguments=arguments, **options)
 
 
 def count_a(completions: list[str]) -> list[float]:

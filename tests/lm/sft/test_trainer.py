@@ -16,7 +16,7 @@ TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no
 PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for text in TEXTS]}
 
 
-def trainer(model, tmp_path, columns=None, *, kind=SFTTrainer, given=None, **config) -> SFTTrainer:
+def trainer(model, tmp_path, columns=None, *, kind=SFTTrainer, arguments=None, **config) -> SFTTrainer:
     settings = {
         "max_steps": 1,
         "per_device_train_batch_size": 8,
@@ -27,8 +27,8 @@ def trainer(model, tmp_path, columns=None, *, kind=SFTTrainer, given=None, **con
         "disable_tqdm": True,
     }
     args = SFTConfig(str(tmp_path), use_cpu=True, **settings | config)
-    given = {"train_dataset": Dataset.from_dict(columns or {"text": TEXTS}), **(given or {})}
-    return kind(model, args, processing_class=tiny.tokenizer(), **given)
+    arguments = {"train_dataset": Dataset.from_dict(columns or {"text": TEXTS}), **(arguments or {})}
+    return kind(model, args, processing_class=tiny.tokenizer(), **arguments)
 
 
 def trained(model, tmp_path, columns=None, **options) -> tuple[SFTTrainer, dict[str, torch.Tensor]]:
@@ -50,7 +50,7 @@ def exact(build):
 
 @pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama])
 def test_rows_packed_or_padded_or_accumulated_are_one_update(build, tmp_path):
-    _, expected = trained(exact(build), tmp_path, given={"data_collator": DocumentCollator(0, layout="padded")})
+    _, expected = trained(exact(build), tmp_path, arguments={"data_collator": DocumentCollator(0, layout="padded")})
     _, padding_free = trained(exact(build), tmp_path)
     _, packed = trained(exact(build), tmp_path, packing=True, max_length=40)
     _, accumulated = trained(exact(build), tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)
@@ -113,7 +113,7 @@ def test_it_learns_and_a_flipped_or_unmasked_loss_does_not(tmp_path):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_step_whose_rows_have_no_answer_has_loss_0_and_moves_no_weight(build, smoothing, tmp_path):
     collator = DataCollatorForCompletionOnlyLM("w", tokenizer=tiny.tokenizer())
-    options = {"given": {"data_collator": collator}, "per_device_train_batch_size": 1}
+    options = {"arguments": {"data_collator": collator}, "per_device_train_batch_size": 1}
     before = tiny.weights(build())
     with pytest.warns(UserWarning, match="no answer"):
         sft, after = trained(build(), tmp_path, {"text": ["abc."]}, label_smoothing_factor=smoothing, **options)
@@ -125,7 +125,7 @@ def test_a_step_whose_rows_have_no_answer_has_loss_0_and_moves_no_weight(build, 
 def test_a_row_without_an_answer_changes_nothing_for_the_others(tmp_path):
     collator = DataCollatorForCompletionOnlyLM("w", tokenizer=tiny.tokenizer())
     options = {
-        "given": {"data_collator": collator},
+        "arguments": {"data_collator": collator},
         "per_device_train_batch_size": 1,
         "train_sampling_strategy": "sequential",
     }
@@ -139,7 +139,7 @@ def test_a_row_without_an_answer_changes_nothing_for_the_others(tmp_path):
 def test_the_loss_of_an_evaluation_weighs_tokens(tmp_path):
     model = exact(tiny.gpt2)
     columns = {"text": ["ab", "a longer text.", "x"]}
-    sft = trainer(model, tmp_path, per_device_eval_batch_size=1, given={"eval_dataset": Dataset.from_dict(columns)})
+    sft = trainer(model, tmp_path, per_device_eval_batch_size=1, arguments={"eval_dataset": Dataset.from_dict(columns)})
     lengths = [len(text) for text in columns["text"]]  # of tokens that another predicts
     expected = sum(loss_of(model, text) * n for text, n in zip(columns["text"], lengths, strict=True)) / sum(lengths)
     assert sft.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
@@ -147,7 +147,7 @@ def test_the_loss_of_an_evaluation_weighs_tokens(tmp_path):
 
 def test_an_evaluation_of_packed_rows_counts_every_token(tmp_path):
     """A batch of two packed rows holds more documents than two."""
-    data = {"given": {"eval_dataset": Dataset.from_dict({"text": TEXTS[:7]})}, "per_device_eval_batch_size": 2}
+    data = {"arguments": {"eval_dataset": Dataset.from_dict({"text": TEXTS[:7]})}, "per_device_eval_batch_size": 2}
     expected = trainer(exact(tiny.gpt2), tmp_path, **data).evaluate()["eval_loss"]
     packed = trainer(exact(tiny.gpt2), tmp_path, packing=True, max_length=32, **data).evaluate()["eval_loss"]
     assert packed == pytest.approx(expected, rel=1e-9)
@@ -164,7 +164,7 @@ def test_metrics_see_the_logits_of_each_row(tmp_path):
 
     data = Dataset.from_dict({"text": TEXTS})
     sft = trainer(
-        model, tmp_path, given={"eval_dataset": {"one": data, "two": data.select([1])}, "compute_metrics": accuracy}
+        model, tmp_path, arguments={"eval_dataset": {"one": data, "two": data.select([1])}, "compute_metrics": accuracy}
     )
     metrics = sft.evaluate()
     assert {"eval_one_accuracy", "eval_two_accuracy"} <= set(metrics)
@@ -179,7 +179,7 @@ def test_metrics_see_the_logits_of_each_row(tmp_path):
 def test_a_stream_trains(tmp_path):
     stream = IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS))
     for packing in (False, True):
-        sft, _ = trained(tiny.gpt2(), tmp_path, given={"train_dataset": stream}, packing=packing, max_length=40)
+        sft, _ = trained(tiny.gpt2(), tmp_path, arguments={"train_dataset": stream}, packing=packing, max_length=40)
         assert sft.state.global_step == 1
 
 
@@ -189,10 +189,10 @@ def test_rows_of_constant_length_train(infinite: bool, tmp_path):
     sft, _ = trained(tiny.gpt2(), tmp_path, infinite=infinite, chars_per_token=1.0, **settings)
     assert isinstance(sft.train_dataset, ConstantLengthDataset if infinite else Dataset)
     assert sft.state.global_step == 1
-    given = {
+    arguments = {
         "train_dataset": ConstantLengthDataset(tiny.tokenizer(), [{"text": t} for t in TEXTS], "text", seq_length=16)
     }
-    assert trained(tiny.gpt2(), tmp_path, given=given)[0].state.global_step == 1
+    assert trained(tiny.gpt2(), tmp_path, arguments=arguments)[0].state.global_step == 1
 
 
 def test_the_completion_collator_learns_answers_alone(tmp_path):
@@ -200,7 +200,7 @@ def test_the_completion_collator_learns_answers_alone(tmp_path):
     columns = {"text": ["hello world.", "a word."]}
     model = exact(tiny.gpt2)
     sft = trainer(
-        model, tmp_path, columns, given={"data_collator": collator, "eval_dataset": Dataset.from_dict(columns)}
+        model, tmp_path, columns, arguments={"data_collator": collator, "eval_dataset": Dataset.from_dict(columns)}
     )
     counted = 0.0
     for text in columns["text"]:
@@ -212,7 +212,7 @@ def test_the_completion_collator_learns_answers_alone(tmp_path):
 
 def test_transformers_own_collator_works(tmp_path):
     collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
-    assert trained(tiny.gpt2(), tmp_path, given={"data_collator": collator})[0].state.global_step == 1
+    assert trained(tiny.gpt2(), tmp_path, arguments={"data_collator": collator})[0].state.global_step == 1
 
 
 def test_losses_of_whole_logits_are_transformers_own(tmp_path):
@@ -223,7 +223,7 @@ def test_losses_of_whole_logits_are_transformers_own(tmp_path):
         taken = logp.gather(1, labels[:, 1:][labels[:, 1:] != -100][:, None])
         return -(taken.sum() + logp.mean(-1).sum()) / 2 / num_items_in_batch
 
-    by_hand, _ = trained(exact(tiny.gpt2), tmp_path, given={"compute_loss_func": half_smoothed})
+    by_hand, _ = trained(exact(tiny.gpt2), tmp_path, arguments={"compute_loss_func": half_smoothed})
     smoothed, _ = trained(exact(tiny.gpt2), tmp_path, label_smoothing_factor=0.5, per_device_train_batch_size=8)
     plain, _ = trained(exact(tiny.gpt2), tmp_path)
     losses = [sft.state.log_history[0]["loss"] for sft in (by_hand, smoothed, plain)]
@@ -265,8 +265,8 @@ def test_models_come_by_name_by_function_or_with_adapters(tmp_path):
     with pytest.raises(ValueError, match="processing_class"):
         SFTTrainer(tiny.gpt2(), SFTConfig(str(tmp_path), use_cpu=True), train_dataset=data)
 
-    given = {"model_init": lambda: tiny.gpt2(), "peft_config": LoraConfig(r=2, target_modules=["c_attn"])}
-    sft, _ = trained(None, tmp_path, given=given)
+    arguments = {"model_init": lambda: tiny.gpt2(), "peft_config": LoraConfig(r=2, target_modules=["c_attn"])}
+    sft, _ = trained(None, tmp_path, arguments=arguments)
     moved = tiny.moved(tiny.weights(sft.model), sft.model)
     assert not moved
     assert all("lora" in name for name, p in sft.model.named_parameters() if p.requires_grad)
@@ -289,8 +289,8 @@ def test_quantized_weights_are_prepared(tmp_path, monkeypatch):
 def test_gradient_checkpointing_changes_no_number(with_adapters: bool, tmp_path):
     def run(**config):
         torch.manual_seed(0)
-        given = {"peft_config": LoraConfig(r=2, target_modules=["c_attn"])} if with_adapters else {}
-        return trained(exact(tiny.gpt2), tmp_path, given=given, **config)[1]
+        arguments = {"peft_config": LoraConfig(r=2, target_modules=["c_attn"])} if with_adapters else {}
+        return trained(exact(tiny.gpt2), tmp_path, arguments=arguments, **config)[1]
 
     assert_equal_weights(run(), run(gradient_checkpointing=True))
 
@@ -312,9 +312,16 @@ def test_callbacks_see_every_event(tmp_path):
                 return lambda *args, **kwargs: events.append(name)
             return super().__getattribute__(name)
 
-    given = {"callbacks": [Listener()], "eval_dataset": Dataset.from_dict({"text": TEXTS})}
+    arguments = {"callbacks": [Listener()], "eval_dataset": Dataset.from_dict({"text": TEXTS})}
     config = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trained(tiny.gpt2(), tmp_path, given=given, gradient_accumulation_steps=2, per_device_train_batch_size=4, **config)
+    trained(
+        tiny.gpt2(),
+        tmp_path,
+        arguments=arguments,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+        **config,
+    )
     expected = {
         "on_init_end",
         "on_train_begin",
