@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,30 @@ def launch(module: str, *args: str, processes: int, seconds: int = 170) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
+@contextmanager
+def process_of_many(engine: Callable[[], None] | None = None) -> Iterator[tuple[int, int]]:
+    """Yields the rank of a process that `launch` started, and how many there are; ends their group after the block.
+
+    A trainer must be gone by then: DDP holds on to the group.
+
+    Args:
+        engine: prepares accelerate for an engine, such as `let_accelerate_shard_on_cpu`.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if engine is not None:
+        engine()
+    yield int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if torch.distributed.is_initialized():  # one process needs no group, unless FSDP2 starts one
+        torch.distributed.destroy_process_group()
+
+
 def let_accelerate_shard_on_cpu() -> None:
     """Make accelerate take an FSDP plugin on a CPU, which it ignores there, for the rest of this process.
 
     FSDP2 itself works over gloo. The process may create several accelerators, each with a plugin of its own.
     """
+    PartialState(cpu=True)
     construct = AcceleratorState.__init__
 
     def with_plugin(self: Any, *args: Any, fsdp_plugin: Any = None, _from_accelerator: bool = False, **kw: Any) -> None:

@@ -93,8 +93,8 @@ def test_padding_on_either_side_changes_nothing(build, side):
     together = score(module, batch_of(module, [0, 1, 2], side), 0.7)
     for i in range(3):
         alone = score(module, batch_of(module, [i]), 0.7)
-        for whole, own in zip(together[:3], alone[:3], strict=True):
-            torch.testing.assert_close(whole[i, : len(RESPONSES[i])], own[0], **EXACT)
+        for whole, one in zip(together[:3], alone[:3], strict=True):
+            torch.testing.assert_close(whole[i, : len(RESPONSES[i])], one[0], **EXACT)
             assert (whole[i, len(RESPONSES[i]) :] == 0).all()
 
 
@@ -206,8 +206,8 @@ def test_a_model_that_cannot_be_split_is_run_whole_and_says_so():
     batch = batch_of(module, [0])
     source = tokens_of(module, batch)["source"]
     plain = module.policy.pretrained_model(**batch.model_inputs).logits.flatten(0, 1)[source].log_softmax(-1)
-    own = plain.gather(-1, RESPONSES[0][:, None])[:, 0]
-    torch.testing.assert_close(score(module, batch).logprobs[0], own, **EXACT)
+    expected = plain.gather(-1, RESPONSES[0][:, None])[:, 0]
+    torch.testing.assert_close(score(module, batch).logprobs[0], expected, **EXACT)
 
 
 def test_a_biased_coin_by_hand():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Generic, NamedTuple, TypeVar, Unpack, cast
 
 import torch
 from accelerate.utils import send_to_device
@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import Trainer, set_seed
 from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
@@ -25,7 +25,7 @@ from .checkpoints import WITHOUT_EFFECT, Checkpoints
 from .config import Config, for_own_collators
 from .models import load_processing_class, prepare_sharding
 from .tracking import Recorder, Tables, prepare_trackers
-from .types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Prediction, Trial, Use
+from .types import Batch, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
 
 Items = TypeVar("Items")
 """What the loss of a step divides by: a number of tokens or pairs."""
@@ -47,25 +47,6 @@ class BatchLoss(NamedTuple):
     loss: Tensor
     stats: Mapping[str, object]
     outputs: Mapping[str, Tensor] = {}
-
-
-class DataOptions(TypedDict):
-    """Datasets as the caller gave them (eval_dataset may be a dict of several), and a collator instead of our own."""
-
-    train_dataset: DataSource | None
-    eval_dataset: EvalSource | None
-    data_collator: Callable[..., Batch] | None
-
-
-class TrainerOptions(TypedDict, total=False):
-    """Arguments that the adapter hands on to `transformers.Trainer` as they are."""
-
-    compute_metrics: ComputeMetrics | None
-    callbacks: list[TrainerCallback] | None
-    optimizers: Optimizers
-    preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None
-    compute_loss_func: Callable[..., Tensor] | None
-    optimizer_cls_and_kwargs: OptimizerChoice | None
 
 
 class TrainerAdapter(Trainer, Generic[Config, Items]):
@@ -264,7 +245,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """
         is_alone = num_items_in_batch is None
         items = self.items_of([inputs], of_all_processes=False) if is_alone else num_items_in_batch
-        with self.dropout_off(model):
+        # training_step keeps dropout off until the end of backward.
+        with self.dropout_off(model) if is_alone else nullcontext():
             loss, stats, outputs = self.batch_loss(model, inputs, items)
         self.recorder.add(stats, training=model.training)
         loss = loss if is_alone else loss * self.num_averaged
@@ -338,7 +320,9 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last log of training."""
-        super().log(self.statistics(training=True) | logs if "loss" in logs else logs, start_time)
+        if "loss" in logs:
+            logs = self.statistics(training=True) | logs
+        super().log(logs, start_time)
 
     def hyperparameter_search(
         self,
