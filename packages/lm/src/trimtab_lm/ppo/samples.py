@@ -12,7 +12,7 @@ from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.tokens.forward import best_layout
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out, lean_width
-from trimtab_lm.tokens.logprobs import score_logits
+from trimtab_lm.tokens.scores import score_logits
 
 
 class Layouts(NamedTuple):
