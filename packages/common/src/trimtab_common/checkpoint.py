@@ -198,7 +198,7 @@ def load_checkpoint(path: str | Path, *, accelerator: Accelerator, accepts_chang
     others |= set(shards) - set(shards[accelerator.process_index :: accelerator.num_processes])
     verify_files(path, manifest, unread=others)
     rank_tree = _load_tree(path / mine)
-    has_buffers = any(part is not None for part in rank_tree["state"].values())
+    has_buffers = any(part not in (None, {}) for part in rank_tree["state"].values())
     if not is_same_world and (has_buffers or not accepts_changes):
         raise CheckpointError(
             f"{path / MANIFEST}: written by {manifest['processes']} process(es), this run has "
