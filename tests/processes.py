@@ -1,10 +1,13 @@
 """Processes that train together, as torchrun starts them, gloo between them and one thread each."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
@@ -51,3 +54,51 @@ def let_accelerate_shard_on_cpu() -> None:
                 fsdp_plugin.set_mixed_precision(self.mixed_precision)
 
     AcceleratorState.__init__ = with_plugin
+
+
+class Ended(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        status: of exit; -9 after SIGKILL.
+        output: what it printed.
+        errors: what it wrote to stderr.
+        time: of the end, in seconds of `time.monotonic`.
+    """
+
+    status: int
+    output: str
+    errors: str
+    time: float
+
+
+def ends_of_two(module: str, *args: str, seconds: int = 100) -> list[Ended]:
+    """Run `python -m module *args` in two processes that know each other, each of which ends by itself.
+
+    There is no torchrun, which would kill one as soon as the other has failed.
+    """
+    with socket.create_server(("localhost", 0)) as unused:
+        port = unused.getsockname()[1]
+    shared = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            cwd=ROOT,
+            env=shared | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+
+    def end_of(process: subprocess.Popen[str]) -> Ended:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        finally:
+            process.kill()
+        return Ended(process.returncode, output, errors, time.monotonic())
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(end_of, started))
