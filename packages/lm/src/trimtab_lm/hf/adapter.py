@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Generic, NamedTuple, TypeVar, Unpack, cast
 
 import torch
 from accelerate.utils import send_to_device
@@ -12,10 +12,11 @@ from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import Trainer, set_seed
 from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
+from trimtab_common.ranks import begin, phase, watch_ranks
 from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
 from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.models.interface import Model, Processor, tokenizer_of
@@ -25,7 +26,7 @@ from .checkpoints import WITHOUT_EFFECT, Checkpoints
 from .config import Config, for_own_collators
 from .models import load_processing_class, prepare_sharding
 from .tracking import Recorder, Tables, prepare_trackers
-from .types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Prediction, Trial, Use
+from .types import Batch, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
 
 Items = TypeVar("Items")
 """What the loss of a step divides by: a number of tokens or pairs."""
@@ -47,25 +48,6 @@ class BatchLoss(NamedTuple):
     loss: Tensor
     stats: Mapping[str, object]
     outputs: Mapping[str, Tensor] = {}
-
-
-class DataOptions(TypedDict):
-    """Datasets as the caller gave them (eval_dataset may be a dict of several), and a collator instead of our own."""
-
-    train_dataset: DataSource | None
-    eval_dataset: EvalSource | None
-    data_collator: Callable[..., Batch] | None
-
-
-class TrainerOptions(TypedDict, total=False):
-    """Arguments that the adapter hands on to `transformers.Trainer` as they are."""
-
-    compute_metrics: ComputeMetrics | None
-    callbacks: list[TrainerCallback] | None
-    optimizers: Optimizers
-    preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None
-    compute_loss_func: Callable[..., Tensor] | None
-    optimizer_cls_and_kwargs: OptimizerChoice | None
 
 
 class TrainerAdapter(Trainer, Generic[Config, Items]):
@@ -135,6 +117,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         super().__init__(
             model=self.prepare_model(loaded), args=self.config, processing_class=processing_class, **data, **options
         )
+        watch_ranks(self.config.rank_failure_timeout)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
         self.checkpoints = Checkpoints(self.accelerator)
@@ -200,6 +183,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         else:
             self.eval_dataset = self.prepare_dataset(self.eval_dataset, "eval")
 
+    @phase("preparing the dataset")
     def prepare_dataset(self, dataset: DataSource | None, use: Use = "train") -> Any:
         """A dataset as the data collator reads it; None stays None. Collective."""
         if dataset is None:
@@ -223,6 +207,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """The micro-batches of an optimizer step, and what their loss divides by; none once all steps are done."""
+        begin(f"step {self.state.global_step + 1}")
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -314,6 +299,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
             loss, outputs = self.compute_loss(model, batch, return_outputs=True)
         return loss.detach(), outputs["predictions"], outputs["labels"]
 
+    @phase("evaluation")
     def evaluation_loop(
         self,
         dataloader: DataLoader[Batch],
@@ -353,6 +339,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
+    @phase("training")
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -391,6 +378,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """The dataset by which a run is told from another."""
         return self.train_dataset
 
+    @phase("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that `from_pretrained` loads it; for a checkpoint, open its folder first."""
         if is_checkpoint := _internal_call and output_dir is not None:

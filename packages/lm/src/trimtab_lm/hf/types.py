@@ -1,11 +1,11 @@
 """The types of what callers, `transformers.Trainer` and our trainers hand to each other."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
-from transformers import EvalPrediction
+from transformers import EvalPrediction, TrainerCallback
 
 from trimtab_lm.data.formats import Row
 from trimtab_lm.models.interface import Data
@@ -33,3 +33,22 @@ Trial: TypeAlias = "optuna.Trial | dict[str, Any] | None"
 """A trial of a hyperparameter search."""
 Use: TypeAlias = Literal["train", "eval", "test"]
 """What a dataset is for."""
+
+
+class DataOptions(TypedDict):
+    """Datasets as the caller gave them (eval_dataset may be a dict of several), and a collator instead of our own."""
+
+    train_dataset: DataSource | None
+    eval_dataset: EvalSource | None
+    data_collator: Callable[..., Batch] | None
+
+
+class TrainerOptions(TypedDict, total=False):
+    """Arguments that the adapter hands on to `transformers.Trainer` as they are."""
+
+    compute_metrics: ComputeMetrics | None
+    callbacks: list[TrainerCallback] | None
+    optimizers: Optimizers
+    preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None
+    compute_loss_func: Callable[..., Tensor] | None
+    optimizer_cls_and_kwargs: OptimizerChoice | None
