@@ -309,7 +309,7 @@ class Run:
         alerts = self.health.check(vitals, stats)
         if self.accelerator.is_main_process:
             for alert in alerts:
-                warnings.warn(f"{when}: {alert}", stacklevel=3)
+                warnings.warn(f"{when}: {alert}", stacklevel=4)
         return self.health.metrics(alerts)
 
     def push(self, write: Callable[[str], None], repo_id: str, **options: Any) -> CommitInfo | None:

@@ -288,7 +288,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
                 f"max_steps is not set, so the {SchedulerType(args.lr_scheduler_type).value} schedule of the learning "
                 "rate has no end to go to: the learning rate stays constant. Set max_steps, or "
                 "lr_scheduler_type='constant'.",
-                stacklevel=3,
+                stacklevel=4,
             )
             args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
         horizon = args.max_steps if args.max_steps > 0 else sys.maxsize
