@@ -107,6 +107,8 @@ def all_raise_and_go_on(rank: int, limit: float) -> None:
                 raise ValueError(f"row {number} is too long")
         except ValueError:
             time.sleep(0.2 * rank)
+    with phase("training"):
+        time.sleep(2 * limit)
     time.sleep(0.5)
 
 
