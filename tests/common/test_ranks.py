@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -116,11 +116,10 @@ def test_a_process_alone_watches_nobody():
 
 
 @pytest.fixture
-def relay() -> Iterator[Relay]:
+def relay() -> Relay:
     thread = Relay(size=3, limit=LIMIT)
     thread.start()
-    yield thread
-    thread.listener.close()
+    return thread
 
 
 def joined(relay: Relay, rank: int, key: str | None = None) -> Connection:

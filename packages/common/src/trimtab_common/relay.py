@@ -10,7 +10,8 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from selectors import EVENT_READ, DefaultSelector
 from typing import Literal
 
 KILLED = "its process was killed or crashed, perhaps for lack of memory"
@@ -67,6 +68,7 @@ class Relay(threading.Thread):
         self.listener = socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=has_both)
         self.members: dict[Connection, Status | None] = {}
         self._known: dict[int, Status] = {}
+        self._ready = DefaultSelector()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -75,12 +77,15 @@ class Relay(threading.Thread):
 
     def run(self) -> None:
         """Hears the processes until all have gone."""
-        while (is_open := self.listener.fileno() >= 0) or self.members:
-            ready = wait([*self.members, *([self.listener] if is_open else [])])[0]
-            if isinstance(ready, Connection):
-                self._hear(ready)
-            else:
-                self.members[as_connection(self.listener.accept()[0], self.limit)] = None
+        self._ready.register(self.listener, EVENT_READ)
+        while self._ready.get_map():
+            for key, _ in self._ready.select():
+                if isinstance(key.fileobj, Connection):
+                    self._hear(key.fileobj)
+                elif self.listener.fileno() >= 0:
+                    member = as_connection(self.listener.accept()[0], self.limit)
+                    self._ready.register(member, EVENT_READ)
+                    self.members[member] = None
 
     def _hear(self, member: Connection) -> None:
         before = self.members[member]
@@ -88,12 +93,15 @@ class Relay(threading.Thread):
             status = self.members[member] = receive(member, self.key)
         except OSError:
             del self.members[member]
+            self._ready.unregister(member)
             member.close()
             if before is None:  # a stranger
                 return
             status = before.killed()
         self._known[status.rank] = status
-        if len(self._known) == self.size or (status.rank == 0 and status.state != "running"):
+        is_closed = self.listener.fileno() < 0
+        if not is_closed and (len(self._known) == self.size or (status.rank == 0 and status.state != "running")):
+            self._ready.unregister(self.listener)
             self.listener.close()
         if before is None:  # may have missed some
             for known in self._known.values():
