@@ -136,6 +136,16 @@ def one_ends_early(rank: int, limit: float) -> None:
         time.sleep(2 * limit)
 
 
+def cannot_connect(rank: int, limit: float) -> None:
+    """The second process group is served at an address that does not exist."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    os.environ["MASTER_ADDR"] = "nowhere.invalid"
+    watch_ranks(limit)
+    with phase("training"):
+        dist.barrier()
+
+
 CASES = (
     raises_and_stays,
     raises,
@@ -147,6 +157,7 @@ CASES = (
     all_raise_and_go_on,
     loses_no_time,
     one_ends_early,
+    cannot_connect,
 )
 
 if __name__ == "__main__":

@@ -105,6 +105,15 @@ def test_the_message_comes_before_torchrun_ends_the_process(case):
     assert f"[rank0] Rank 1 failed in {REWARDS}" in done.stderr
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_unwatched_where_processes_do_not_reach_rank_0():
+    first, second = run(run_ranks.cannot_connect)
+    assert (first.status, second.status) == (0, 0)
+    assert "Not every process reaches rank 0 at nowhere.invalid" in first.errors
+    assert "rank_failure_timeout=None" in first.errors
+    assert "nowhere.invalid" not in second.errors
+
+
 def test_a_process_alone_watches_nobody():
     before = threading.enumerate()
     watch_ranks(60)

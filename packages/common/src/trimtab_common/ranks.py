@@ -44,6 +44,7 @@ def watch_ranks(limit: float | None) -> None:
 
     From then on, a process that is in a phase ends within `limit` seconds after another one has failed: by a
     `RankFailedError` where a collective raises, and by `EXIT_STATUS` where it hangs. A single process watches nobody.
+    The watch ends with the process group.
 
     Args:
         limit: seconds; half of it is for finding out that a machine is gone. A later call changes it. 0 or None: no
@@ -127,8 +128,9 @@ class Watch:
         """Begins a phase; the name of the one around it, None for the outermost."""
         outer = self._phase
         if outer is None:
-            if ended := [status for _, status in self.failures.values() if status.state == "ended"]:
-                raise RankFailedError(self._explained(ended[0]))
+            for _, failure in tuple(self.failures.values()):
+                if failure.state == "ended":
+                    raise RankFailedError(self._explained(failure))
             self._entered = time.monotonic()
         self._phase = name
         self._tell(Status(self.status.rank, self._in_unit(name)))
@@ -150,12 +152,13 @@ class Watch:
         self._phase = outer
         if outer is not None:
             return
-        cause = RankFailedError(self._explained(self._first)) if self._is_of_others(error) else None
+        failure = self._cause_of(error)
+        consequence = None if failure is None else RankFailedError(self._explained(failure))
         self._entered = None
-        self._tell(replace(self.status, state="failed", error=_in_a_line(cause or error)))
+        self._tell(replace(self.status, state="failed", error=_in_a_line(consequence or error)))
         self._wait_until_told()
-        if cause is not None:
-            raise cause from error
+        if consequence is not None:
+            raise consequence from error
 
     def uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Tells the others of an exception that ends this process; a `sys.excepthook`."""
@@ -187,18 +190,19 @@ class Watch:
     def _in_unit(self, name: str) -> str:
         return f"{name}, {self.unit}" if self.unit else name
 
-    def _is_of_others(self, error: BaseException) -> bool:
-        """Whether an error is that of a collective, and another process failed, of which word may still be coming."""
-        if not (isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))):
-            return False
-        with self._news:
-            return self._news.wait_for(lambda: bool(self.failures) or self._is_over, min(self.limit / 2, 5))
+    def _cause_of(self, error: BaseException) -> Status | None:
+        """The failure of another process that an error of a collective comes from; word of it may still be coming."""
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            with self._news:
+                self._news.wait_for(lambda: self.failures or self._is_over, timeout=min(self.limit / 2, 5))
+                return self._first
+        return None
 
     # ------------------------------------------------------------- what the others tell
 
     @property
-    def _first(self) -> Status:
-        return next(iter(self.failures.values()))[1]
+    def _first(self) -> Status | None:
+        return next((status for _, status in self.failures.values()), None)
 
     def _listen(self) -> None:
         """The thread: hears of the others, and ends this process if a failure keeps it waiting."""
@@ -246,7 +250,7 @@ class Watch:
     def _explained(self, failure: Status) -> str:
         alone = " No later failure is known, because rank 0 passes them on." if failure.rank == 0 else ""
         return (
-            f"Rank {failure.rank} failed in phase '{failure.phase}': {failure.error}. This process, rank "
+            f"Rank {failure.rank} failed in phase '{failure.phase}': {failure.error.rstrip('.')}. This process, rank "
             f"{self.status.rank} in phase '{self.status.phase}', cannot go on without it.{alone}"
         )
 
@@ -273,7 +277,7 @@ def _connected(limit: float) -> Watch | None:
     host, port, key = gather_over_ranks((*relay.address, relay.key) if relay else ("", 0, ""))[0]
     connection, problem = None, ""
     try:
-        connection = as_connection(socket.create_connection((host, port), timeout=limit / 2), limit)
+        connection = as_connection(socket.create_connection((host, port), timeout=min(limit / 2, 10)), limit)
     except OSError as error:
         problem = f"rank {rank}: {error}"
     problems = [text for text in gather_over_ranks(problem) if text]
