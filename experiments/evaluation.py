@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from experiments.runs import sampled
 from trimtab_lm.sampling.generate import pad, response_texts
-from trimtab_lm.tokens.logprobs import score_logits
+from trimtab_lm.tokens.scores import score_logits
 
 
 def continued(

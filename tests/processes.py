@@ -5,7 +5,10 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +25,39 @@ def results_of_two(module: str, folder: Path, *, seconds: int = 170) -> list[dic
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-def launch(module: str, *args: str, processes: int, seconds: int = 170) -> None:
-    """Run `python -m module *args` in processes that know each other; they are killed after so many seconds."""
-    environment = os.environ | {
+def environment() -> dict[str, str]:
+    """The environment of a process that imports what this one does, with one thread."""
+    return os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
+
+
+def launch(module: str, *args: str, processes: int, seconds: int = 170) -> None:
+    """Run `python -m module *args` in processes that know each other; they are killed after so many seconds."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
-        [*torchrun, "-m", module, *args], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
+        [*torchrun, "-m", module, *args], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=seconds
     )
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+@contextmanager
+def process_of_many(engine: Callable[[], None] | None = None) -> Iterator[tuple[int, int]]:
+    """Yields the rank of a process that `launch` started, and how many there are; ends their group after the block.
+
+    A trainer must be gone by then: DDP holds on to the group.
+
+    Args:
+        engine: prepares accelerate for an engine, such as `let_accelerate_shard_on_cpu`.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if engine is not None:
+        engine()
+    yield int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if torch.distributed.is_initialized():  # one process needs no group, unless FSDP2 starts one
+        torch.distributed.destroy_process_group()
 
 
 def let_accelerate_shard_on_cpu() -> None:
@@ -40,6 +65,7 @@ def let_accelerate_shard_on_cpu() -> None:
 
     FSDP2 itself works over gloo. The process may create several accelerators, each with a plugin of its own.
     """
+    PartialState(cpu=True)
     construct = AcceleratorState.__init__
 
     def with_plugin(self: Any, *args: Any, fsdp_plugin: Any = None, _from_accelerator: bool = False, **kw: Any) -> None:
@@ -79,13 +105,12 @@ def ends_of_two(module: str, *args: str, seconds: int = 100) -> list[Ended]:
     """
     with socket.create_server(("localhost", 0)) as unused:
         port = unused.getsockname()[1]
-    shared = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", module, *args],
             cwd=ROOT,
-            env=shared | {"RANK": rank, "LOCAL_RANK": rank},
+            env=environment() | group | {"RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -62,7 +62,7 @@ def ppo_loop(reward: FailingReward, folder: str) -> None:
 
 def ppo_train(reward: FailingReward, folder: str) -> None:
     prompts = Dataset.from_dict({"input_ids": [row.tolist() for row in tiny.rows(24, 2, 5)]})
-    trainer = tiny.ppo(given={"dataset": prompts}, rank_failure_timeout=LIMIT, steps=3)
+    trainer = tiny.ppo(arguments={"dataset": prompts}, rank_failure_timeout=LIMIT, steps=3)
     trainer.train(lambda completions, **_: [reward()] * len(completions), generation_kwargs={"max_new_tokens": 4})
 
 

@@ -418,11 +418,11 @@ def step_ppo(mine: ModuleType, arguments: dict) -> torch.nn.Module:
     return trainer
 
 
-def train(kind: type, config: object, columns: dict, model: torch.nn.Module, **given: object) -> object:
+def train(kind: type, config: object, columns: dict, model: torch.nn.Module, **arguments: object) -> object:
     from datasets import Dataset
 
     data = Dataset.from_dict(columns)
-    trainer = kind(model, args=config, train_dataset=data, processing_class=tiny_tokenizer(), **given)
+    trainer = kind(model, args=config, train_dataset=data, processing_class=tiny_tokenizer(), **arguments)
     trainer.train()
     return trainer
 

@@ -45,8 +45,8 @@ def first_cells() -> Iterator[tuple[str, str]]:
     config = ""
     for line in MIGRATION.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
-            found = re.search(r"`(\w+Config)`", line)
-            config = found.group(1) if found else ""
+            match = re.search(r"`(\w+Config)`", line)
+            config = match.group(1) if match else ""
         elif line.startswith("|"):
             yield from ((config, code) for code in re.findall(r"`([^`]+)`", line.split("|")[1]))
 

@@ -36,13 +36,13 @@ OUTSIDE |= {"vaderSentiment"}
 
 def imported(source: str) -> set[str]:
     """The top-level names of everything that a source imports."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or ".").partition(".")[0])
-    return found
+            names.add((node.module or ".").partition(".")[0])
+    return names
 
 
 def test_every_example_is_tested():

@@ -150,9 +150,9 @@ def test_killed_between_the_two_renames_of_a_replacement(tmp_path, accelerator, 
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, 5, accelerator)
     assert not (tmp_path / "checkpoint-5").exists()
-    found = latest_checkpoint(tmp_path)
-    assert found is not None
-    assert load_checkpoint(found, accelerator=accelerator).state == {"n": 5}
+    latest = latest_checkpoint(tmp_path)
+    assert latest is not None
+    assert load_checkpoint(latest, accelerator=accelerator).state == {"n": 5}
     save(tmp_path, 6, accelerator)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-5", "checkpoint-6"}
 
@@ -191,8 +191,8 @@ def test_other_processes_go_on_with_the_state_of_all_and_leave_random_numbers_al
     checkpoint.restore_rng()
     assert torch.equal(torch.get_rng_state(), before)
     assert (checkpoint.state, checkpoint.weights["w"].tolist()) == ({"epoch": 3}, [1.0, 1.0])
-    own = {"buffer": [1]}
-    path = save_checkpoint(tmp_path, 2, accelerator=accelerator, weights={}, state={}, rank_state=own)
+    state = {"buffer": [1]}
+    path = save_checkpoint(tmp_path, 2, accelerator=accelerator, weights={}, state={}, rank_state=state)
     with pytest.raises(CheckpointError, match=r"buffers cannot be divided anew.*start a new run"):
         load_checkpoint(path, accelerator=eight, accepts_changes=True)
 

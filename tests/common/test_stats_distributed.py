@@ -20,8 +20,8 @@ from trimtab_common.stats import gather_over_ranks, gather_stats, sum_over_ranks
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 x, y, mask = (column[rank * 3 : 3 + rank * 5] for column in torch.load(sys.argv[1] + "/whole.pt"))
-own = torch.tensor([1.0, 2.0])
-assert sum_over_ranks(own).tolist() == [2.0, 4.0] and own.tolist() == [1.0, 2.0]
+local = torch.tensor([1.0, 2.0])
+assert sum_over_ranks(local).tolist() == [2.0, 4.0] and local.tolist() == [1.0, 2.0]
 moments = RunningMoments()
 moments.update(x[mask.bool()])
 moments.update(y)

@@ -46,7 +46,7 @@ def read_wandb(folder: Path):
 
 def history(records) -> dict[str, dict[int, Any]]:
     """What was logged: {name: {train/step: value}}."""
-    found: dict[str, dict[int, Any]] = defaultdict(dict)
+    by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for row in records["history"]:
         values: dict[str, Any] = {}
         for item in row.item:
@@ -55,8 +55,8 @@ def history(records) -> dict[str, dict[int, Any]]:
             values[name] = {**values.get(name, {}), inner[0]: value} if inner else value
         assert values["_step"] >= values["train/step"]
         for name, value in values.items():
-            found[name][values["train/step"]] = value
-    return found
+            by_name[name][values["train/step"]] = value
+    return by_name
 
 
 def test_offline_run_holds_what_was_logged(tmp_path, capfd):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tests.diffusion import tiny
+from tests.processes import process_of_many
 from torch import Tensor
 
 from trimtab_common.stats import world_size
@@ -85,12 +86,12 @@ def trainer(
 ) -> DDPOTrainer:
     """A tiny Stable Diffusion unless told. settings: of the config, and the hook, prompts, ... of the trainer."""
     names = ("image_samples_hook", "other_rewards", "prompt_function", "kind")
-    given = {name: settings.pop(name) for name in names if name in settings}
-    made = KINDS[given.pop("kind", "sd")]() if pipeline is None else pipeline
-    prompts = given.pop("prompt_function", None) or Turns()
+    arguments = {name: settings.pop(name) for name in names if name in settings}
+    base = KINDS[arguments.pop("kind", "sd")]() if pipeline is None else pipeline
+    prompts = arguments.pop("prompt_function", None) or Turns()
     with tiny.from_seed(1):  # adapters begin at random
-        wrapped = DDPOStableDiffusionPipeline(made, use_lora=use_lora)
-    return DDPOTrainer(config(folder, **settings), reward, prompts, wrapped, **given)
+        wrapped = DDPOStableDiffusionPipeline(base, use_lora=use_lora)
+    return DDPOTrainer(config(folder, **settings), reward, prompts, wrapped, **arguments)
 
 
 def weights(trained: DDPOTrainer) -> dict[str, Tensor]:
@@ -119,7 +120,7 @@ class SameSamples(DDPOTrainer):
         generator, parts, rewards = tiny.generator(100 + epoch), [], []
         prompts = [prompt for prompt in PROMPTS for _ in range(2)]
         for start in range(0, COUNT, 2):
-            made = self.sd_pipeline(
+            sampled = self.sd_pipeline(
                 prompt=prompts[start : start + 2],
                 generator=generator,
                 output_type="pt",
@@ -127,14 +128,14 @@ class SameSamples(DDPOTrainer):
                 guidance_scale=3.0,
                 negative_prompt=[""] * 2,
             )
-            parts.append(made.trajectories)
-            rewards.append(brightness(made.images, (), ()))
+            parts.append(sampled.trajectories)
+            rewards.append(brightness(sampled.images, (), ()))
         each = COUNT // world_size()
-        own = slice(each * self.accelerator.process_index, each * (self.accelerator.process_index + 1))
-        batches = slice(own.start // 2, own.stop // 2)
-        scores = torch.cat(rewards).float()[own]
-        batch = [made.images, ("", ""), (), scores[-2:], {}]
-        return Samples(Trajectories.joined(parts[batches]), prompts[own], scores, {}, [batch])
+        share = slice(each * self.accelerator.process_index, each * (self.accelerator.process_index + 1))
+        batches = slice(share.start // 2, share.stop // 2)
+        scores = torch.cat(rewards).float()[share]
+        batch = [sampled.images, ("", ""), (), scores[-2:], {}]
+        return Samples(Trajectories.joined(parts[batches]), prompts[share], scores, {}, [batch])
 
 
 def run(name: str, *, processes: int = 1) -> dict[str, Any]:
@@ -149,25 +150,25 @@ def run(name: str, *, processes: int = 1) -> dict[str, Any]:
             train_max_grad_norm=0.5,
             **CASES[name],
         )
-        made = SameSamples(settings, brightness, Turns(), tiny.stable_diffusion(dtype=torch.float64), other_rewards={})
-        found: list[Tensor] = []
-        usual = made.advantages
+        ddpo = SameSamples(settings, brightness, Turns(), tiny.stable_diffusion(dtype=torch.float64), other_rewards={})
+        advantages_of_epochs: list[Tensor] = []
+        usual = ddpo.advantages
 
         def advantages(prompts: list[str], rewards: Tensor) -> Tensor:
-            found.append(usual(prompts, rewards))
-            return found[-1]
+            advantages_of_epochs.append(usual(prompts, rewards))
+            return advantages_of_epochs[-1]
 
-        made.advantages = advantages  # type: ignore[method-assign]
+        ddpo.advantages = advantages  # type: ignore[method-assign]
         history = []
         for epoch in range(EPOCHS):
-            made.step(epoch, made.global_step)
+            ddpo.step(epoch, ddpo.global_step)
             history.append(
-                {key: value for key, value in made.last_stats.items() if not key.startswith(("time/", "memory/"))}
+                {key: value for key, value in ddpo.last_stats.items() if not key.startswith(("time/", "memory/"))}
             )
     return {
-        "weights": weights(made),
-        "advantages": torch.stack(found),
-        "prompt_stats": made.prompt_stats.state_dict() if made.prompt_stats else None,
+        "weights": weights(ddpo),
+        "advantages": torch.stack(advantages_of_epochs),
+        "prompt_stats": ddpo.prompt_stats.state_dict() if ddpo.prompt_stats else None,
         "history": history,
     }
 
@@ -183,25 +184,24 @@ def ordinary(name: str) -> dict[str, Any]:
     """One epoch of two updates as users run it: each process draws its own pictures."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = trainer(
+        ddpo = trainer(
             folder,
             sample_num_batches_per_epoch=2,
             train_batch_size=1,
             train_gradient_accumulation_steps=2,
             **ORDINARY[name],
         )
-        before, samples = weights(made), samples_of(made)
-        made.step(0, 0)
-        return {"before": before, "weights": weights(made), "noise": samples[0].trajectories.first}
+        before, samples = weights(ddpo), samples_of(ddpo)
+        ddpo.step(0, 0)
+        return {"before": before, "weights": weights(ddpo), "noise": samples[0].trajectories.first}
 
 
 def main(folder: str) -> None:
-    results: dict[str, Any] = {name: run(name, processes=2) for name in CASES}
-    results |= {name: ordinary(name) for name in ORDINARY}
-    torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, world_size):
+        results: dict[str, Any] = {name: run(name, processes=world_size) for name in CASES}
+        results |= {name: ordinary(name) for name in ORDINARY}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(sys.argv[1])

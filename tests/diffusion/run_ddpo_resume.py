@@ -158,9 +158,9 @@ class Session:
         stock = self.trainer.step
 
         def step(epoch: int, global_step: int) -> int:
-            made = stock(epoch, global_step)
+            steps = stock(epoch, global_step)
             self.note(epoch)
-            return made
+            return steps
 
         self.trainer.step = step  # type: ignore[method-assign]
         if self.kind == "lora":

@@ -4,17 +4,15 @@
 `folder/<case>-<processes>-<epochs>-<rank>.pt` gets statistics and weights; for the case "bfloat16" predictions.
 """
 
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate import FullyShardedDataParallelPlugin
 from tests.diffusion import modern, tiny
 from tests.diffusion.run_ddpo_distributed import COUNT, SameSamples, Turns, brightness, config, weights
-from tests.processes import let_accelerate_shard_on_cpu
+from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -98,21 +96,14 @@ def local_size(tensor: Tensor) -> int:
 
 
 def main(*sessions: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1:
-        PartialState(cpu=True)
-        let_accelerate_shard_on_cpu()
-    for session in sessions:
-        folder, case, epochs, resume = session.split(",")
-        if case == BFLOAT16:
-            result = in_bfloat16(Path(folder), world_size)
-        else:
-            result = run(Path(folder), case, int(epochs), is_resumed=bool(resume), world_size=world_size)
-        torch.save(result, f"{folder}/{case}-{world_size}-{epochs}-{rank}.pt")
-    if world_size > 1:
-        torch.distributed.destroy_process_group()
+    with process_of_many(let_accelerate_shard_on_cpu) as (rank, world_size):
+        for session in sessions:
+            folder, case, epochs, resume = session.split(",")
+            if case == BFLOAT16:
+                result = in_bfloat16(Path(folder), world_size)
+            else:
+                result = run(Path(folder), case, int(epochs), is_resumed=bool(resume), world_size=world_size)
+            torch.save(result, f"{folder}/{case}-{world_size}-{epochs}-{rank}.pt")
 
 
 if __name__ == "__main__":

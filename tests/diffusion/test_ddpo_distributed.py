@@ -1,38 +1,19 @@
 """The pictures of an update may be divided among processes: weights, advantages and statistics are the same."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.diffusion.run_ddpo_distributed import CASES, ORDINARY, PROMPTS, run
+from tests.processes import results_of_two
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of both processes of one launch, all cases."""
-    folder = tmp_path_factory.mktemp("two")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launch, "-m", "tests.diffusion.run_ddpo_distributed", str(folder)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return results_of_two("tests.diffusion.run_ddpo_distributed", tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -196,9 +196,9 @@ def test_a_config_that_was_changed_is_checked_again():
 def test_unusable_rewards_train_nothing(reward, message, is_async):
     calls = []
 
-    def good_once(*given: Any) -> Any:
-        calls.append(given)
-        return redness(*given) if len(calls) == 1 else reward(*given)
+    def good_once(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return redness(*arguments) if len(calls) == 1 else reward(*arguments)
 
     one = trainer(good_once, async_reward_computation=is_async)
     before = weights(one)

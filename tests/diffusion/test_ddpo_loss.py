@@ -63,38 +63,38 @@ def test_denoising_loss_is_a_weighted_square_per_dimension():
 
 
 def test_group_advantages_are_against_the_group(tmp_path: Path):
-    made = trainer(str(tmp_path), group_size=2)
+    ddpo = trainer(str(tmp_path), group_size=2)
     rewards = torch.tensor([1.0, 3.0, 100.0, 100.0, 8.0, 5.0, 0.0, 0.1])
-    found = made.advantages(["a", "a", "b", "b", "a", "a", "c", "c"], rewards)
-    torch.testing.assert_close(found, torch.tensor([-1.0, 1, 0, 0, 1, -1, -1, 1]))
+    advantages = ddpo.advantages(["a", "a", "b", "b", "a", "a", "c", "c"], rewards)
+    torch.testing.assert_close(advantages, torch.tensor([-1.0, 1, 0, 0, 1, -1, -1, 1]))
 
 
 def test_advantages_against_the_epoch_and_their_limit(tmp_path: Path):
-    made = trainer(str(tmp_path), train_adv_clip_max=1.5)
+    ddpo = trainer(str(tmp_path), train_adv_clip_max=1.5)
     rewards = torch.tensor([0.0] * 7 + [80.0])
-    found = made.advantages(["a"] * 8, rewards)
-    assert float(found[-1]) == 1.5
-    torch.testing.assert_close(found[:7], torch.full((7,), -10 / (700**0.5)))  # mean 10, variance 5600 / 8
+    advantages = ddpo.advantages(["a"] * 8, rewards)
+    assert float(advantages[-1]) == 1.5
+    torch.testing.assert_close(advantages[:7], torch.full((7,), -10 / (700**0.5)))  # mean 10, variance 5600 / 8
 
 
 def test_one_rule_of_deviation_with_and_without_statistics_per_prompt(tmp_path: Path):
     tracking = {"per_prompt_stat_tracking": True, "per_prompt_stat_tracking_min_count": 2}
     rewards = torch.tensor([0.0, 3.0])  # two pictures of one prompt: mean 1.5, deviation 1.5
     for settings in ({}, tracking, {"group_size": 2}):
-        found = trainer(str(tmp_path), **settings).advantages(["a", "a"], rewards)
-        torch.testing.assert_close(found, torch.tensor([-1.0, 1.0]))
+        advantages = trainer(str(tmp_path), **settings).advantages(["a", "a"], rewards)
+        torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0]))
 
 
 def test_advantages_of_a_prompt_are_against_its_past(tmp_path: Path):
-    made = trainer(str(tmp_path), per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=4)
-    made.advantages(["a", "b", "a", "b"], torch.tensor([1.0, 10.0, 3.0, 10.0]))
-    found = made.advantages(["a", "b", "a", "b"], torch.tensor([1.0, 10.0, 3.0, 30.0]))
-    torch.testing.assert_close(found, torch.tensor([-1, -5 / 75**0.5, 1, 15 / 75**0.5]))
+    ddpo = trainer(str(tmp_path), per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=4)
+    ddpo.advantages(["a", "b", "a", "b"], torch.tensor([1.0, 10.0, 3.0, 10.0]))
+    advantages = ddpo.advantages(["a", "b", "a", "b"], torch.tensor([1.0, 10.0, 3.0, 30.0]))
+    torch.testing.assert_close(advantages, torch.tensor([-1, -5 / 75**0.5, 1, 15 / 75**0.5]))
 
 
 def test_rwr_without_a_temperature_trains_on_all_alike(tmp_path: Path):
-    made = trainer(str(tmp_path), estimator="rwr", rwr_beta=0)
-    assert made.advantages(["a", "b"] * 4, torch.randn(8)).tolist() == [1.0] * 8
+    ddpo = trainer(str(tmp_path), estimator="rwr", rwr_beta=0)
+    assert ddpo.advantages(["a", "b"] * 4, torch.randn(8)).tolist() == [1.0] * 8
     sparse = trainer(str(tmp_path), estimator="rwr_sparse", rwr_top=0.25)
     assert sparse.advantages(["a"] * 8, torch.arange(8.0)).tolist() == [0.0] * 6 + [1.0] * 2
 
@@ -118,14 +118,14 @@ def perturb(trained: DDPOTrainer, size: float) -> None:
 
 def gradients(trained: DDPOTrainer) -> dict[str, Tensor]:
     """What the next optimizer step gets, by the weights' names; filled when it is made."""
-    found: dict[str, Tensor] = {}
+    gradients_by_name: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
         named = trained.sd_pipeline.denoiser.named_parameters()
-        found.update({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
+        gradients_by_name.update({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
 
     trained.optimizer.optimizer.register_step_pre_hook(capture)
-    return found
+    return gradients_by_name
 
 
 def text(pipe: Any) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def text(pipe: Any) -> list[dict[str, Any]]:
 def stepped(kind: str, denoiser: Any, pipe: Any, x: Tensor, step: int) -> Normal:
     """Where a step of one picture leads from x, written out; two calls of the denoiser."""
     time = pipe.scheduler.timesteps[step]
-    without, with_prompt = (denoiser(x[None], timestep=time[None], **given)[0][0] for given in text(pipe))
+    without, with_prompt = (denoiser(x[None], timestep=time[None], **conditions)[0][0] for conditions in text(pipe))
     output = (1 - SCALE) * without + SCALE * with_prompt
     if kind == "flow":
         sigmas = pipe.scheduler.sigmas.double().tolist()
@@ -201,12 +201,12 @@ def test_an_update_follows_the_gradient_of_the_loss_by_hand(tmp_path: Path, kind
     copies: dict[str, Any] = {}
 
     def move(batches: list[Any], *_: Any) -> None:
-        copies["old"] = copy.deepcopy(made.sd_pipeline.denoiser)
-        perturb(made, 3e-3 if kind == "flow" else 3e-4)
-        copies["new"] = copy.deepcopy(made.sd_pipeline.denoiser)
+        copies["old"] = copy.deepcopy(ddpo.sd_pipeline.denoiser)
+        perturb(ddpo, 3e-3 if kind == "flow" else 3e-4)
+        copies["new"] = copy.deepcopy(ddpo.sd_pipeline.denoiser)
         copies["rewards"] = torch.cat([batch[3] for batch in batches])
 
-    made = trainer(
+    ddpo = trainer(
         str(tmp_path),
         pipeline(kind),
         prompt_function=lambda: (PROMPT, {}),
@@ -218,30 +218,30 @@ def test_an_update_follows_the_gradient_of_the_loss_by_hand(tmp_path: Path, kind
         negative_prompts="dull",
         init_kl_coef=0.3,
     )
-    found, samples = gradients(made), samples_of(made)
-    made.step(0, 0)
-    drawn, pipe = samples[0].trajectories, made.sd_pipeline.sd_pipeline
+    computed, samples = gradients(ddpo), samples_of(ddpo)
+    ddpo.step(0, 0)
+    drawn, pipe = samples[0].trajectories, ddpo.sd_pipeline.sd_pipeline
     new = copies["new"].requires_grad_(True)
     loss, kl, stopped, advantages = by_hand(kind, pipe, drawn, copies["old"], new, copies["rewards"])
     (loss + 0.3 * kl).backward()
     assert 0 < stopped < PICTURES * STEPS
-    assert made.last_stats["clipfrac"] == pytest.approx(stopped / (PICTURES * STEPS))
+    assert ddpo.last_stats["clipfrac"] == pytest.approx(stopped / (PICTURES * STEPS))
     assert {float(sign) for sign in advantages.sign()} == {-1.0, 1.0}
-    assert made.last_stats["loss"] == pytest.approx(float(loss), rel=1e-6)
-    assert made.last_stats["objective/kl"] == pytest.approx(float(kl) * drawn.dimensions * STEPS, rel=1e-6)
+    assert ddpo.last_stats["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert ddpo.last_stats["objective/kl"] == pytest.approx(float(kl) * drawn.dimensions * STEPS, rel=1e-6)
     largest = max(float(weight.grad.abs().max()) for weight in new.parameters() if weight.grad is not None)
     # The flow's steps in time are differences of its schedule's float32 sigmas.
     near = {"rtol": 1e-5, "atol": 1e-6 * largest} if kind == "flow" else {"rtol": 1e-6, "atol": 1e-9 * largest}
     for name, weight in new.named_parameters():
-        torch.testing.assert_close(found[name], weight.grad, **near, msg=name)
+        torch.testing.assert_close(computed[name], weight.grad, **near, msg=name)
 
 
 def trained(folder: Path, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[dict[str, Tensor], Any]:
     """Weights after two epochs of 8 pictures from the same noise, and the last statistics."""
-    made = trainer(str(folder), tiny.stable_diffusion(dtype=dtype), **settings)
+    ddpo = trainer(str(folder), tiny.stable_diffusion(dtype=dtype), **settings)
     for epoch in range(2):
-        made.step(epoch, made.global_step)
-    return weights(made), made.last_stats
+        ddpo.step(epoch, ddpo.global_step)
+    return weights(ddpo), ddpo.last_stats
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance: float) -> None:
@@ -284,8 +284,8 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
     results: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def hook(batches: list[Any], *_: Any) -> None:
-        perturb(made, 3e-4)
-        drawn, pipe = samples[0].trajectories, made.sd_pipeline.sd_pipeline
+        perturb(ddpo, 3e-4)
+        drawn, pipe = samples[0].trajectories, ddpo.sd_pipeline.sd_pipeline
         assert isinstance(pipe.scheduler, scheduler)
         way = torch.cat([drawn.first[:, None], drawn.latents], 1)
         rewards = torch.cat([batch[3] for batch in batches]).double()
@@ -295,8 +295,8 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
             states, negative = pipe.encode_prompt(PROMPT, "cpu", 1, guided, negative_prompt="")
             embeds = torch.cat([each.repeat(4, 1, 1) for each in ([negative, states] if guided else [states])])
         else:
-            given = pipe.encode_prompt(PROMPT, None, None, negative_prompt="", do_classifier_free_guidance=guided)
-            states, negative, pooled, negative_pooled = given
+            encoded = pipe.encode_prompt(PROMPT, None, None, negative_prompt="", do_classifier_free_guidance=guided)
+            states, negative, pooled, negative_pooled = encoded
             both = [(negative, negative_pooled), (states, pooled)][0 if guided else 1 :]
             embeds = {
                 "encoder_hidden_states": torch.cat([each.repeat(4, 1, 1) for each, _ in both]),
@@ -306,12 +306,12 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
             times = pipe.scheduler.timesteps[step].expand(4)
             with torch.no_grad():
                 results.append(
-                    made.calculate_loss(
+                    ddpo.calculate_loss(
                         way[:, step], times, way[:, step + 1], drawn.logprobs[:, step], advantages, embeds
                     )
                 )
 
-    made = trainer(
+    ddpo = trainer(
         str(tmp_path),
         getattr(tiny, kind)(dtype=torch.float64),
         prompt_function=lambda: (PROMPT, {}),
@@ -321,12 +321,12 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
         train_gradient_accumulation_steps=1,
         sample_guidance_scale=scale,
     )
-    samples = samples_of(made)
-    made.step(0, 0)
+    samples = samples_of(ddpo)
+    ddpo.step(0, 0)
     loss, approx_kl, clipped = (torch.stack([each[i] for each in results]).mean() for i in range(3))
-    assert made.last_stats["loss"] == pytest.approx(float(loss), rel=1e-5, abs=1e-8)
-    assert made.last_stats["approx_kl"] == pytest.approx(float(approx_kl), rel=1e-3)
-    assert made.last_stats["clipfrac"] == pytest.approx(float(clipped))
+    assert ddpo.last_stats["loss"] == pytest.approx(float(loss), rel=1e-5, abs=1e-8)
+    assert ddpo.last_stats["approx_kl"] == pytest.approx(float(approx_kl), rel=1e-3)
+    assert ddpo.last_stats["clipfrac"] == pytest.approx(float(clipped))
     assert float(approx_kl) > 1e-9
 
 
@@ -337,11 +337,11 @@ def test_calculate_loss_works_before_any_step(tmp_path: Path, kind: str, scale: 
     build, call = getattr(tiny, kind), {"num_inference_steps": STEPS, "guidance_scale": scale}
     elsewhere = DDPOStableDiffusionPipeline(build(dtype=torch.float64))
     drawn = elsewhere([PROMPT] * 4, generator=tiny.generator(3), output_type="pt", **call).trajectories
-    made = trainer(str(tmp_path), build(dtype=torch.float64), sample_guidance_scale=scale)
+    ddpo = trainer(str(tmp_path), build(dtype=torch.float64), sample_guidance_scale=scale)
     advantages, rows = torch.tensor([1.0, -2.0, 0.5, 3.0]), torch.arange(4)
     for step in range(STEPS):
         steps = torch.full((4,), step)
-        loss, approx_kl, clipped = made.calculate_loss(
+        loss, approx_kl, clipped = ddpo.calculate_loss(
             drawn.before(rows, steps, "cpu"),
             drawn.steps.timesteps[steps],
             drawn.after(rows, steps, "cpu"),
@@ -355,15 +355,15 @@ def test_calculate_loss_works_before_any_step(tmp_path: Path, kind: str, scale: 
 
 def test_a_subclass_trains_on_its_calculate_loss(tmp_path: Path):
     class Doubled(DDPOTrainer):
-        def calculate_loss(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-            loss, approx_kl, clipped = super().calculate_loss(*given)
+        def calculate_loss(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+            loss, approx_kl, clipped = super().calculate_loss(*arguments)
             return 2 * loss, approx_kl, clipped
 
     kinds = {name: trainer(str(tmp_path), tiny.stable_diffusion(dtype=torch.float64)) for name in ("plain", "doubled")}
     kinds["doubled"].__class__ = Doubled
-    for made in kinds.values():
-        made.step(0, 0)
-    plain, doubled = (made.last_stats for made in kinds.values())
+    for ddpo in kinds.values():
+        ddpo.step(0, 0)
+    plain, doubled = (ddpo.last_stats for ddpo in kinds.values())
     assert doubled["loss"] == pytest.approx(2 * plain["loss"], rel=1e-5)
     assert doubled["approx_kl"] == pytest.approx(plain["approx_kl"], rel=1e-5)
     assert doubled["clipfrac"] == plain["clipfrac"]

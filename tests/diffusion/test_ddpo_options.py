@@ -23,17 +23,17 @@ FLUX: dict[str, Any] = {"height": 16, "width": 16, "max_sequence_length": 16}
 
 
 def after_an_update(folder: Path, pipeline: Any, call: dict[str, Any], **settings: Any) -> DDPOTrainer:
-    made = trainer(str(folder), pipeline, mean_over_frames(brightness), **ONE_UPDATE, **settings)
-    made.sd_pipeline.call_kwargs = call
-    made.step(0, 0)
-    return made
+    ddpo = trainer(str(folder), pipeline, mean_over_frames(brightness), **ONE_UPDATE, **settings)
+    ddpo.sd_pipeline.call_kwargs = call
+    ddpo.step(0, 0)
+    return ddpo
 
 
-def assert_same(made: DDPOTrainer, plain: DDPOTrainer, rtol: float) -> None:
+def assert_same(ddpo: DDPOTrainer, plain: DDPOTrainer, rtol: float) -> None:
     for name in ("reward_mean", "loss", "grad_norm"):
-        assert made.last_stats[name] == pytest.approx(plain.last_stats[name], rel=rtol, abs=1e-5)
+        assert ddpo.last_stats[name] == pytest.approx(plain.last_stats[name], rel=rtol, abs=1e-5)
     before = weights(plain)
-    for name, weight in weights(made).items():
+    for name, weight in weights(ddpo).items():
         torch.testing.assert_close(weight, before[name], rtol=rtol, atol=1e-5)
 
 
@@ -45,10 +45,10 @@ def test_compiled_blocks_make_the_same_update(kind: str, backend: str, tmp_path:
     plain = after_an_update(tmp_path, build(), call, train_learning_rate=1e-4)
     torch._dynamo.reset()
     counters.clear()
-    made = after_an_update(tmp_path, build(), call, train_learning_rate=1e-4, train_compile=backend)
+    ddpo = after_an_update(tmp_path, build(), call, train_learning_rate=1e-4, train_compile=backend)
     assert counters["stats"]["unique_graphs"] > 0
-    assert_same(made, plain, 1e-3)
-    assert made.last_stats["selfcheck/nats"] < 0.01
+    assert_same(ddpo, plain, 1e-3)
+    assert ddpo.last_stats["selfcheck/nats"] < 0.01
 
 
 def test_channels_last_makes_the_same_update(tmp_path: Path):
@@ -56,17 +56,17 @@ def test_channels_last_makes_the_same_update(tmp_path: Path):
     pipeline = tiny.stable_diffusion()
     outputs: list[torch.Tensor] = []
     pipeline.unet.conv_in.register_forward_hook(lambda module, args, output: outputs.append(output))
-    made = after_an_update(tmp_path, pipeline, {}, train_channels_last=True)
+    ddpo = after_an_update(tmp_path, pipeline, {}, train_channels_last=True)
     assert all(output.is_contiguous(memory_format=torch.channels_last) for output in outputs)
     assert not any(output.is_contiguous() for output in outputs)
-    assert made.model.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
-    assert_same(made, plain, 1e-3)
+    assert ddpo.model.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    assert_same(ddpo, plain, 1e-3)
 
 
 def test_channels_last_of_a_video_denoiser_is_that_of_three_dimensions(tmp_path: Path):
     with pytest.warns(UserWarning, match="UniPC"):
-        made = trainer(str(tmp_path), modern.wan(), train_channels_last=True)
-    assert made.model.patch_embedding.weight.is_contiguous(memory_format=torch.channels_last_3d)
+        ddpo = trainer(str(tmp_path), modern.wan(), train_channels_last=True)
+    assert ddpo.model.patch_embedding.weight.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 def test_channels_last_without_convolutions_is_refused(tmp_path: Path):
@@ -83,8 +83,8 @@ def test_checkpointing_recomputes_the_blocks_of_a_transformer(tmp_path: Path, us
         pipeline.transformer.transformer_blocks[0].register_forward_pre_hook(
             lambda module, args, counted=counted: counted.append(torch.is_grad_enabled())
         )
-        made = after_an_update(tmp_path, pipeline, FLUX, use_lora=use_lora, train_gradient_checkpointing=is_recomputed)
-        calls.append((sum(counted), made))
+        ddpo = after_an_update(tmp_path, pipeline, FLUX, use_lora=use_lora, train_gradient_checkpointing=is_recomputed)
+        calls.append((sum(counted), ddpo))
     (plain_calls, plain), (calls_again, again) = calls
     assert calls_again == 2 * plain_calls
     assert_same(again, plain, 1e-4)
@@ -109,9 +109,9 @@ def test_bf16_computes_in_bf16_and_trains_in_float32(tmp_path: Path, kind: str):
     linear = next(module for module in block.modules() if isinstance(module, torch.nn.Linear))
     linear.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
     settings = {"mixed_precision": "bf16", "train_clip_range": 1e-1}
-    made = after_an_update(tmp_path, pipeline, call, use_lora=True, **settings)
+    ddpo = after_an_update(tmp_path, pipeline, call, use_lora=True, **settings)
     assert dtypes == {torch.bfloat16}
-    assert all(weight.dtype is torch.float32 for weight in weights(made).values())
-    assert made.sd_pipeline.sd_pipeline.text_encoder.dtype is torch.bfloat16
-    assert torch.isfinite(torch.tensor(made.last_stats["loss"]))
-    assert made.last_stats["ratio"] == pytest.approx(1, abs=0.05)
+    assert all(weight.dtype is torch.float32 for weight in weights(ddpo).values())
+    assert ddpo.sd_pipeline.sd_pipeline.text_encoder.dtype is torch.bfloat16
+    assert torch.isfinite(torch.tensor(ddpo.last_stats["loss"]))
+    assert ddpo.last_stats["ratio"] == pytest.approx(1, abs=0.05)

@@ -55,9 +55,9 @@ def assert_same_run(killed: Path, straight: Path) -> None:
     """Every epoch that was ever made, before a kill or after it, is the straight run's; so is what was left last."""
     expected = {line["epoch"]: without_run(line) for line in epochs(straight)}
     assert list(expected) == list(range(EPOCHS))
-    found = epochs(killed)
-    assert {line["epoch"] for line in found} == set(expected)
-    for line in found:
+    entries = epochs(killed)
+    assert {line["epoch"] for line in entries} == set(expected)
+    for line in entries:
         assert without_run(line) == expected[line["epoch"]], line["epoch"]
     one, other = (torch.load(folder / "final.pt", weights_only=True) for folder in (killed, straight))
     assert_same(one, other)
@@ -158,9 +158,9 @@ def test_from_the_folder_of_a_checkpoint_or_the_newest_of_several(tmp_path, save
     folder, after = saved
     assert not torch.equal(after[1], after[2])
     for where, epoch in (("checkpoint-1", 1), ("checkpoint-2", 2), ("", 2)):
-        found = trainer(tmp_path, resume_from=str(folder / "checkpoints" / where))
-        assert torch.equal(weights(found), after[epoch])
-        assert (found.first_epoch, found.global_step, found.queries) == (epoch, epoch, 2 * epoch)
+        resumed = trainer(tmp_path, resume_from=str(folder / "checkpoints" / where))
+        assert torch.equal(weights(resumed), after[epoch])
+        assert (resumed.first_epoch, resumed.global_step, resumed.queries) == (epoch, epoch, 2 * epoch)
 
 
 def test_latest_is_the_newest_of_this_run_and_a_start_if_there_is_none(tmp_path, saved):
@@ -173,10 +173,10 @@ def test_latest_is_the_newest_of_this_run_and_a_start_if_there_is_none(tmp_path,
 
 def test_training_goes_on_from_the_epoch_of_the_checkpoint(tmp_path, saved):
     folder, after = saved
-    found = trainer(tmp_path, resume_from=str(folder / "checkpoints" / "checkpoint-1"))
-    history = found.train()
+    resumed = trainer(tmp_path, resume_from=str(folder / "checkpoints" / "checkpoint-1"))
+    history = resumed.train()
     assert [stats["epoch"] for stats in history] == [1.0]
-    assert torch.equal(weights(found), after[2])
+    assert torch.equal(weights(resumed), after[2])
     assert trainer(folder, resume_from="latest").train() == []
 
 

@@ -227,18 +227,18 @@ class Hub:
     """What was uploaded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, keep: Path):
-        self.made: dict[str, Any] = {}
+        self.requests: dict[str, Any] = {}
         self.folder = keep
         monkeypatch.setattr(hub, "create_repo", self.create_repo)
         monkeypatch.setattr(hub, "upload_folder", self.upload_folder)
 
     def create_repo(self, repo_id: str, **options: Any) -> Any:
-        self.made |= {"created": repo_id, **options}
+        self.requests |= {"created": repo_id, **options}
         return type("Url", (), {"repo_id": repo_id if "/" in repo_id else f"me/{repo_id}"})
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, **options: Any) -> str:
         shutil.copytree(folder_path, self.folder)
-        self.made |= {"repo_id": repo_id, **options}
+        self.requests |= {"repo_id": repo_id, **options}
         return "commit"
 
 
@@ -248,8 +248,8 @@ def test_what_is_pushed_is_what_is_saved(tmp_path, monkeypatch, use_lora):
     wrapped = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), use_lora=use_lora)
     trainer = trained(wrapped)
     assert trainer.push_to_hub("me/cats", private=True, commit_message="First") == "commit"
-    assert there.made["created"] == there.made["repo_id"] == "me/cats"
-    assert (there.made["private"], there.made["commit_message"]) == (True, "First")
+    assert there.requests["created"] == there.requests["repo_id"] == "me/cats"
+    assert (there.requests["private"], there.requests["commit_message"]) == (True, "First")
     trainer.save_pretrained(tmp_path / "disk")
     names = [
         sorted(path.relative_to(tmp_path / each).as_posix() for path in (tmp_path / each).rglob("*"))

@@ -37,13 +37,13 @@ def result(file: Path) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-def assert_same(made: dict[str, Any], one: dict[str, Any]) -> None:
-    assert len(made["history"]) == len(one["history"])
-    for mine, yours in zip(made["history"], one["history"], strict=True):
+def assert_same(sharded: dict[str, Any], one: dict[str, Any]) -> None:
+    assert len(sharded["history"]) == len(one["history"])
+    for mine, yours in zip(sharded["history"], one["history"], strict=True):
         mine, yours = ({k: v for k, v in stats.items() if not k.startswith("selfcheck/")} for stats in (mine, yours))
         assert mine == pytest.approx(yours, rel=1e-6, abs=1e-9)
-    assert made["weights"].keys() == one["weights"].keys()
-    for name, weight in made["weights"].items():
+    assert sharded["weights"].keys() == one["weights"].keys()
+    for name, weight in sharded["weights"].items():
         torch.testing.assert_close(weight, one["weights"][name], rtol=1e-6, atol=1e-9, msg=name)
 
 
@@ -51,10 +51,10 @@ def assert_same(made: dict[str, Any], one: dict[str, Any]) -> None:
 def test_two_sharded_processes_are_one(runs: Path, tmp_path: Path, case: str):
     one = run(tmp_path, case, 2)
     for rank in (0, 1):
-        made = result(runs / case / f"{case}-2-2-{rank}.pt")
-        assert_same(made, one)
-        assert made["local"] < 0.55 * one["local"]
-        assert made["moments"] < 0.55 * one["moments"]
+        sharded = result(runs / case / f"{case}-2-2-{rank}.pt")
+        assert_same(sharded, one)
+        assert sharded["local"] < 0.55 * one["local"]
+        assert sharded["moments"] < 0.55 * one["moments"]
 
 
 @pytest.mark.parametrize("case", ["full", "lora"])
@@ -68,7 +68,7 @@ def test_epochs_on_two_then_one_then_two_processes_are_those_of_one(runs: Path, 
 
 @pytest.mark.parametrize("case", ["full", "lora"])
 def test_the_saved_folder_is_loaded_without_a_launcher(runs: Path, case: str):
-    made = result(runs / case / f"{case}-2-2-0.pt")["weights"]
+    weights = result(runs / case / f"{case}-2-2-0.pt")["weights"]
     folder = runs / case / f"{case}-2-2"
     if case == "full":
         pipeline = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_the_saved_folder_is_loaded_without_a_launcher(runs: Path, case: str):
         pipeline = modern.flux(dtype=torch.float64)
         pipeline.load_lora_weights(folder)
     loaded = {name.replace("default_0", "default"): weight for name, weight in pipeline.transformer.named_parameters()}
-    for name, weight in made.items():
+    for name, weight in weights.items():
         torch.testing.assert_close(loaded[name].double(), weight, rtol=1e-6, atol=1e-7, msg=name)
     images = pipeline("a cat", num_inference_steps=2, output_type="pt", generator=tiny.generator(), **CALL).images
     assert torch.isfinite(images).all()

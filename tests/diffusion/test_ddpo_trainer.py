@@ -27,10 +27,10 @@ ONE_UPDATE = {"train_batch_size": 8, "train_gradient_accumulation_steps": 1}
 
 
 def trained(folder: Path, epochs: int = 2, **settings: Any) -> DDPOTrainer:
-    made = trainer(str(folder), **settings)
+    ddpo = trainer(str(folder), **settings)
     for epoch in range(epochs):
-        made.step(epoch, made.global_step)
-    return made
+        ddpo.step(epoch, ddpo.global_step)
+    return ddpo
 
 
 def assert_equal(one: DDPOTrainer, other: DDPOTrainer) -> None:
@@ -38,18 +38,18 @@ def assert_equal(one: DDPOTrainer, other: DDPOTrainer) -> None:
     assert all(torch.equal(weight, yours[name]) for name, weight in mine.items())
 
 
-def moved(made: DDPOTrainer, pipeline: Any) -> bool:
+def moved(ddpo: DDPOTrainer, pipeline: Any) -> bool:
     """Whether a trainer's weights are other ones than the pipeline's, built from the same seed."""
     stock = dict(pipeline.unet.named_parameters())
-    return any(not torch.equal(weight, stock[name]) for name, weight in weights(made).items())
+    return any(not torch.equal(weight, stock[name]) for name, weight in weights(ddpo).items())
 
 
 class Rows:
     """Rows that a denoiser computes with gradients, and the times of each."""
 
-    def __init__(self, made: DDPOTrainer):
+    def __init__(self, ddpo: DDPOTrainer):
         self.times: list[float] = []
-        made.sd_pipeline.denoiser.register_forward_hook(self._see, with_kwargs=True)
+        ddpo.sd_pipeline.denoiser.register_forward_hook(self._see, with_kwargs=True)
 
     def _see(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if torch.is_grad_enabled():
@@ -64,7 +64,7 @@ class Rows:
 def test_ratios_start_from_one(tmp_path: Path, kind: str, use_lora: bool, dtype: str | None):
     """With guidance, in micro-batches of three pairs out of pictures drawn in pairs, whatever latents are kept in."""
     pipeline = KINDS[kind]()
-    made = trainer(
+    ddpo = trainer(
         str(tmp_path),
         pipeline,
         use_lora=use_lora,
@@ -76,23 +76,23 @@ def test_ratios_start_from_one(tmp_path: Path, kind: str, use_lora: bool, dtype:
     )
     if use_lora:
         with torch.no_grad():
-            for name, weight in made.sd_pipeline.denoiser.named_parameters():
+            for name, weight in ddpo.sd_pipeline.denoiser.named_parameters():
                 if "lora_B" in name:
                     weight.normal_(generator=tiny.generator(3), std=0.3)
-    made.step(0, 0)
-    assert 0 <= made.last_stats["selfcheck/nats"] / DIMENSIONS < 1e-6
-    assert made.last_stats["ratio"] == pytest.approx(1, abs=1e-6)
-    assert made.last_stats["policy/nats"] / DIMENSIONS < 1e-6
-    made.step(1, made.global_step)
-    assert "selfcheck/nats" not in made.last_stats  # once per run
+    ddpo.step(0, 0)
+    assert 0 <= ddpo.last_stats["selfcheck/nats"] / DIMENSIONS < 1e-6
+    assert ddpo.last_stats["ratio"] == pytest.approx(1, abs=1e-6)
+    assert ddpo.last_stats["policy/nats"] / DIMENSIONS < 1e-6
+    ddpo.step(1, ddpo.global_step)
+    assert "selfcheck/nats" not in ddpo.last_stats  # once per run
 
 
 def test_dropout_that_stays_on_is_caught(tmp_path: Path):
     pipeline = tiny.stable_diffusion()
     pipeline.unet.mid_block.register_forward_hook(lambda module, args, output: F.dropout(output, 0.1))
-    made = trainer(str(tmp_path), pipeline)
+    ddpo = trainer(str(tmp_path), pipeline)
     with pytest.raises(ReplayError, match="dropout"):
-        made.step(0, 0)
+        ddpo.step(0, 0)
 
 
 def test_dropout_layers_are_off_while_training(tmp_path: Path):
@@ -100,23 +100,23 @@ def test_dropout_layers_are_off_while_training(tmp_path: Path):
     pipeline = tiny.stable_diffusion()
     pipeline.unet.mid_block.resnets[0].dropout.p = 0.5
     pipeline.unet.train()
-    made = trained(tmp_path, 1, pipeline=pipeline)
-    assert made.last_stats["ratio"] == pytest.approx(1, abs=1e-6)
+    ddpo = trained(tmp_path, 1, pipeline=pipeline)
+    assert ddpo.last_stats["ratio"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["sd", "sd3"])
 def test_weights_changed_between_drawing_and_learning_are_caught(tmp_path: Path, kind: str):
     def reward(images: Tensor, prompts: Any, metadata: Any) -> Tensor:
         with torch.no_grad():
-            for weight in made.sd_pipeline.denoiser.parameters():
+            for weight in ddpo.sd_pipeline.denoiser.parameters():
                 weight *= 1.02
         return brightness(images, prompts, metadata)
 
-    made = trainer(str(tmp_path), reward=reward, kind=kind)
-    before = made.global_step
+    ddpo = trainer(str(tmp_path), reward=reward, kind=kind)
+    before = ddpo.global_step
     with pytest.raises(ReplayError, match="weights changed"):
-        made.step(0, 0)
-    assert made.global_step == before
+        ddpo.step(0, 0)
+    assert ddpo.global_step == before
 
 
 # -------------------------------------------------------- groups, regression
@@ -138,7 +138,7 @@ def test_groups_are_of_one_prompt(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["sd", "sd3"])
 def test_regression_learns_its_samples(tmp_path: Path, monkeypatch, estimator: str, kind: str):
     """On the same samples again and again its loss falls; the self-check of ratios is not its own."""
-    made = trainer(
+    ddpo = trainer(
         str(tmp_path),
         kind=kind,
         estimator=estimator,
@@ -156,8 +156,8 @@ def test_regression_learns_its_samples(tmp_path: Path, monkeypatch, estimator: s
         return loss, stats
 
     monkeypatch.setattr(ddpo_trainer, "regression_loss", watched)
-    made.step(0, 0)
-    assert "selfcheck/nats" not in made.last_stats
+    ddpo.step(0, 0)
+    assert "selfcheck/nats" not in ddpo.last_stats
     third = len(losses) // 3
     assert sum(losses[-third:]) < 0.95 * sum(losses[:third])
 
@@ -189,64 +189,64 @@ def test_rewards_of_any_dtype(tmp_path: Path, dtype: torch.dtype):
     def ranks(images: Tensor, prompts: Any, metadata: tuple[Any, ...]) -> Tensor:
         return torch.tensor([each["number"] % 4 for each in metadata], dtype=torch.float32) > 1
 
-    plain = trained(tmp_path, 1, reward=lambda *given: ranks(*given).float())
+    plain = trained(tmp_path, 1, reward=lambda *arguments: ranks(*arguments).float())
     assert moved(plain, tiny.stable_diffusion())
-    assert_equal(trained(tmp_path, 1, reward=lambda *given: ranks(*given).to(dtype)[:, None]), plain)
+    assert_equal(trained(tmp_path, 1, reward=lambda *arguments: ranks(*arguments).to(dtype)[:, None]), plain)
 
 
 def test_other_rewards_are_logged_and_not_trained_on(tmp_path: Path):
     seen: list[Any] = []
-    made = trained(
+    ddpo = trained(
         tmp_path,
         1,
         other_rewards={"red": lambda images, *_: images[:, 0].mean((1, 2))},
         image_samples_hook=lambda batches, *_: seen.extend(batches),
     )
     pictures = torch.cat([batch[0] for batch in seen])
-    assert made.last_stats["other/red"] == pytest.approx(float(pictures[:, 0].mean()), rel=1e-5)
-    assert made.last_stats["reward_mean"] == pytest.approx(float(pictures.mean()), rel=1e-5)
+    assert ddpo.last_stats["other/red"] == pytest.approx(float(pictures[:, 0].mean()), rel=1e-5)
+    assert ddpo.last_stats["reward_mean"] == pytest.approx(float(pictures.mean()), rel=1e-5)
     plain = trained(tmp_path, 1)
     assert 0.1 < plain.last_stats["other/jpeg_kb"] < 2
-    assert_equal(made, plain)
+    assert_equal(ddpo, plain)
 
 
 # --------------------------------------------------------- what is trained on
 
 
 def test_each_epoch_and_each_process_draws_by_itself_and_the_same_again(tmp_path: Path, monkeypatch):
-    made = trainer(tmp_path, prompt_function=simple_animals())
-    first, again, later = made.draw(0), made.draw(0), made.draw(1)
-    monkeypatch.setattr(type(made.accelerator), "process_index", 1)
-    elsewhere = made.draw(0)
+    ddpo = trainer(tmp_path, prompt_function=simple_animals())
+    first, again, later = ddpo.draw(0), ddpo.draw(0), ddpo.draw(1)
+    monkeypatch.setattr(type(ddpo.accelerator), "process_index", 1)
+    elsewhere = ddpo.draw(0)
     assert torch.equal(first.trajectories.latents, again.trajectories.latents)
     assert first.prompts == again.prompts
     for other in (later, elsewhere):
         assert not torch.isclose(first.trajectories.first, other.trajectories.first).any(1).all()
         assert first.prompts != other.prompts
     state = random.getstate()
-    made.draw(2)
+    ddpo.draw(2)
     assert random.getstate() == state
 
 
 def test_a_fraction_of_the_steps_is_trained_on(tmp_path: Path):
     """Half of four steps of eight pictures, with two rows each under guidance; all steps get their turn."""
-    made = trainer(str(tmp_path), sample_num_steps=4, train_timestep_fraction=0.5, **ONE_UPDATE)
-    rows = Rows(made)
-    made.step(0, 0)
+    ddpo = trainer(str(tmp_path), sample_num_steps=4, train_timestep_fraction=0.5, **ONE_UPDATE)
+    rows = Rows(ddpo)
+    ddpo.step(0, 0)
     assert len(rows.times) == 8 * 2 * 2
     assert len(set(rows.times)) == 4
-    assert made.global_step == 1
+    assert ddpo.global_step == 1
 
 
 def test_steps_without_noise_are_left_out_and_said_once(tmp_path: Path):
     """The last, where it ends on pictures without any noise."""
     pipeline = tiny.stable_diffusion(scheduler=tiny.ddim(set_alpha_to_one=True))
-    made = trainer(str(tmp_path), pipeline, **ONE_UPDATE, train_num_inner_epochs=2)
-    rows = Rows(made)
+    ddpo = trainer(str(tmp_path), pipeline, **ONE_UPDATE, train_num_inner_epochs=2)
+    rows = Rows(ddpo)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for epoch in range(2):
-            made.step(epoch, made.global_step)
+            ddpo.step(epoch, ddpo.global_step)
     assert [str(each.message)[:7] for each in caught if "have no noise" in str(each.message)] == ["1 of 3 "]
     assert sorted(set(rows.times)) == [334, 667]
     assert len(rows.times) == 4 * 8 * 2 * 2
@@ -264,15 +264,15 @@ def test_the_clip_range_in_nats_is_the_one_per_dimension(tmp_path: Path):
 
 def test_updates_are_counted(tmp_path: Path):
     """Eight pictures, two in each update, twice."""
-    made = trainer(
+    ddpo = trainer(
         str(tmp_path), train_batch_size=1, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, save_freq=9
     )
-    assert made.step(0, 0) == 8
-    assert made.last_stats["queries"] == 8
-    history = made.train(3)
-    assert made.global_step == 24
+    assert ddpo.step(0, 0) == 8
+    assert ddpo.last_stats["queries"] == 8
+    history = ddpo.train(3)
+    assert ddpo.global_step == 24
     assert [each["epoch"] for each in history] == [1.0, 2.0]
-    assert made.train(epochs=0) == []
+    assert ddpo.train(epochs=0) == []
 
 
 # ------------------------------------------------------- memory and precision
@@ -281,7 +281,7 @@ def test_updates_are_counted(tmp_path: Path):
 def test_half_precision_trajectories_take_half_the_memory(tmp_path: Path):
     full, half = (trained(tmp_path, 1, trajectory_dtype=dtype, sample_num_steps=6) for dtype in (None, "bfloat16"))
     latents = 8 * 6 * DIMENSIONS * 4 / 1e6
-    sizes = [made.last_stats["memory/trajectories_mb"] for made in (full, half)]
+    sizes = [ddpo.last_stats["memory/trajectories_mb"] for ddpo in (full, half)]
     assert sizes[0] - sizes[1] == pytest.approx(latents / 2)
     assert sizes[0] > latents
 
@@ -295,12 +295,12 @@ def test_gradient_checkpointing_makes_the_same_update(tmp_path: Path, use_lora: 
     calls: list[int] = []
 
     def run(checkpointing: bool) -> DDPOTrainer:
-        made = trainer(str(tmp_path), use_lora=use_lora, train_gradient_checkpointing=checkpointing, **ONE_UPDATE)
+        ddpo = trainer(str(tmp_path), use_lora=use_lora, train_gradient_checkpointing=checkpointing, **ONE_UPDATE)
         count: list[int] = []
-        made.sd_pipeline.unet.up_blocks[1].resnets[1].register_forward_pre_hook(lambda *_: count.append(1))
-        made.step(0, 0)
+        ddpo.sd_pipeline.unet.up_blocks[1].resnets[1].register_forward_pre_hook(lambda *_: count.append(1))
+        ddpo.step(0, 0)
         calls.append(len(count))
-        return made
+        return ddpo
 
     plain, checkpointed = run(False), run(True)
     assert calls[1] == calls[0] + 3  # computed again for each of the three micro-batches of the update
@@ -321,7 +321,7 @@ def fresh_accelerate() -> Iterator[None]:
 @pytest.mark.parametrize(("kind", "use_lora", "kl"), [("sd", False, 0.1), ("sdxl", True, 0.1), ("sd3", False, 0)])
 def test_bf16_trains(tmp_path: Path, kind: str, use_lora: bool, kl: float):
     """Frozen parts in bf16, what trains in float32; in batches as drawn the replay has no rounding of its own."""
-    made = trainer(
+    ddpo = trainer(
         str(tmp_path),
         kind=kind,
         use_lora=use_lora,
@@ -331,13 +331,13 @@ def test_bf16_trains(tmp_path: Path, kind: str, use_lora: bool, kl: float):
         train_gradient_accumulation_steps=4,
         train_clip_range_nats=1.0,
     )
-    before = weights(made)
-    made.step(0, 0)
+    before = weights(ddpo)
+    ddpo.step(0, 0)
     assert {weight.dtype for weight in before.values()} == {torch.float32}
-    assert made.sd_pipeline.vae.dtype == torch.bfloat16
-    assert made.last_stats["selfcheck/nats"] < 0.1
-    assert any(not torch.equal(weight, before[name]) for name, weight in weights(made).items())
-    assert made.last_stats.get("objective/kl", 0.0) == pytest.approx(0, abs=1e-6)  # the reference computes alike
+    assert ddpo.sd_pipeline.vae.dtype == torch.bfloat16
+    assert ddpo.last_stats["selfcheck/nats"] < 0.1
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights(ddpo).items())
+    assert ddpo.last_stats.get("objective/kl", 0.0) == pytest.approx(0, abs=1e-6)  # the reference computes alike
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -346,17 +346,17 @@ def test_no_mixed_precision_of_the_config_means_that_of_the_launcher(tmp_path, m
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if variable is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
-    made = trainer(str(tmp_path), mixed_precision=None)
-    assert made.accelerator.mixed_precision == precision
-    assert made.sd_pipeline.vae.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    ddpo = trainer(str(tmp_path), mixed_precision=None)
+    assert ddpo.accelerator.mixed_precision == precision
+    assert ddpo.sd_pipeline.vae.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_fp16_of_the_launcher_needs_a_gpu_too(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.warns(UserWarning, match="fp16.*float32"):
-        made = trainer(str(tmp_path), mixed_precision=None, accelerator_kwargs={"cpu": True})
-    assert made.accelerator.mixed_precision == "no"
+        ddpo = trainer(str(tmp_path), mixed_precision=None, accelerator_kwargs={"cpu": True})
+    assert ddpo.accelerator.mixed_precision == "no"
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -373,11 +373,11 @@ def test_the_reward_rises_and_falls_with_its_sign_turned(tmp_path: Path):
     """Same prompts and noise in all: pictures differ by what was learnt alone. Their brightness deviates by 0.005."""
 
     def last(sign: float, rate: float) -> float:
-        made = trained(
+        ddpo = trained(
             tmp_path,
             8,
             kind="sd3",
-            reward=lambda *given: sign * brightness(*given),
+            reward=lambda *arguments: sign * brightness(*arguments),
             train_learning_rate=rate,
             other_rewards={"brightness": brightness},
             sample_batch_size=32,
@@ -389,7 +389,7 @@ def test_the_reward_rises_and_falls_with_its_sign_turned(tmp_path: Path):
             train_num_inner_epochs=2,
             train_warmup_steps=5,
         )
-        return made.last_stats["other/brightness"]
+        return ddpo.last_stats["other/brightness"]
 
     untrained = last(1, 1e-12)
     assert last(1, 1e-2) > untrained + 0.01
@@ -415,7 +415,7 @@ def test_the_penalty_keeps_the_policy_near(tmp_path: Path, use_lora: bool):
 
 def test_the_adaptive_controller_moves(tmp_path: Path):
     """By at most 20 % of 8 pictures in a horizon of 16; the KL of the first update is 0."""
-    made = trainer(
+    ddpo = trainer(
         str(tmp_path),
         init_kl_coef=0.5,
         adap_kl_ctrl=True,
@@ -426,8 +426,8 @@ def test_the_adaptive_controller_moves(tmp_path: Path):
     )
     coefficients = []
     for epoch in range(3):
-        made.step(epoch, made.global_step)
-        coefficients.append(made.last_stats["objective/kl_coef"])
+        ddpo.step(epoch, ddpo.global_step)
+        coefficients.append(ddpo.last_stats["objective/kl_coef"])
     assert coefficients == pytest.approx([0.5, 0.5 * 0.9, 0.5 * 0.9 * 1.1])
 
 
@@ -449,13 +449,13 @@ def test_the_hook_gets_what_is_documented(tmp_path: Path):
     trained(tmp_path, 2, reward=reward, image_samples_hook=hook, **ONE_UPDATE)
     assert [step for _, step in calls] == [0, 1]
     assert [len(batches) for batches, _ in calls] == [4, 4]
-    for number, (images, prompts, metadata, rewards, found) in enumerate(calls[0][0]):
+    for number, (images, prompts, metadata, rewards, reward_metadata) in enumerate(calls[0][0]):
         assert images.shape == (2, 3, 2 * tiny.SIZE, 2 * tiny.SIZE)
         assert 0 <= float(images.min()) < float(images.max()) <= 1
         assert prompts == (("a cat", "two dogs"), ("a red ant", "an owl"))[number % 2]
         assert [each["number"] for each in metadata] == [2 * number, 2 * number + 1]
         torch.testing.assert_close(rewards, images.mean((1, 2, 3)))
-        assert found == {"judge": 2}
+        assert reward_metadata == {"judge": 2}
 
 
 @pytest.mark.usefixtures("offline_wandb")
@@ -470,9 +470,9 @@ def test_the_hook_of_the_2024_example_logs_its_pictures(tmp_path: Path):
         captions.extend(result)
         accelerate_logger.log_images(result, step=global_step)
 
-    made = trained(tmp_path, 1, image_samples_hook=outputs_logger, log_with="wandb")
-    summary = dict(made.tracker._writer.run.summary)  # type: ignore[union-attr]
-    made.tracker.finish()
+    ddpo = trained(tmp_path, 1, image_samples_hook=outputs_logger, log_with="wandb")
+    summary = dict(ddpo.tracker._writer.run.summary)  # type: ignore[union-attr]
+    ddpo.tracker.finish()
     assert [caption.split(" | ")[0] for caption in captions] == ["a red ant", "an owl"]
     assert summary["hook"]["captions"] == captions
     assert summary["hook"]["count"] == 2

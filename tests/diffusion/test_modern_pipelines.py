@@ -100,11 +100,11 @@ def gaps(denoiser: torch.nn.Module, trajectories: Trajectories) -> Tensor:
 )
 @pytest.mark.parametrize("kind", BUILD)
 def test_a_pipeline_is_trained_saved_and_resumed(kind: str, use_lora: bool, tmp_path: Path):
-    made = trainer(kind, tmp_path, use_lora=use_lora)
-    pipeline = made.sd_pipeline.sd_pipeline
+    ddpo = trainer(kind, tmp_path, use_lora=use_lora)
+    pipeline = ddpo.sd_pipeline.sd_pipeline
     parts = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
     before = {name: weights(part) for name, part in parts.items()}
-    history = made.train(2)
+    history = ddpo.train(2)
 
     assert all(torch.isfinite(torch.tensor(stats["loss"])) for stats in history)
     assert history[0]["selfcheck/nats"] < 0.01  # of a joint probability: the ratio is 1 before the first update
@@ -116,20 +116,20 @@ def test_a_pipeline_is_trained_saved_and_resumed(kind: str, use_lora: bool, tmp_
 
     again = trainer(kind, tmp_path, use_lora=use_lora, resume_from=str(tmp_path / "checkpoints" / "checkpoint-1"))
     again.step(1, again.global_step)
-    assert not differing(again.sd_pipeline.denoiser, weights(made.sd_pipeline.denoiser))
+    assert not differing(again.sd_pipeline.denoiser, weights(ddpo.sd_pipeline.denoiser))
     assert again.last_stats["reward_mean"] == history[1]["reward_mean"]
 
 
 @pytest.mark.parametrize("kind", BUILD)
 def test_saved_adapters_are_loaded_by_diffusers(kind: str, tmp_path: Path):
-    made = trainer(kind, tmp_path, use_lora=True)
-    made.step(0, 0)
-    made.save_pretrained(tmp_path / "adapters")
+    ddpo = trainer(kind, tmp_path, use_lora=True)
+    ddpo.step(0, 0)
+    ddpo.save_pretrained(tmp_path / "adapters")
     fresh, stock = BUILD[kind](), BUILD[kind]()
     fresh.load_lora_weights(tmp_path / "adapters")
-    fresh.scheduler = stock.scheduler = made.sd_pipeline.scheduler
+    fresh.scheduler = stock.scheduler = ddpo.sd_pipeline.scheduler
     call = {"prompt": "a cat", "num_inference_steps": 2, "output_type": "pt", **SIZES[kind]}
-    pipelines = (made.sd_pipeline.sd_pipeline, fresh, stock)
+    pipelines = (ddpo.sd_pipeline.sd_pipeline, fresh, stock)
     trained, loaded, untrained = (each(generator=tiny.generator(), **call)[0] for each in pipelines)
     torch.testing.assert_close(loaded, trained)
     assert not torch.allclose(trained, untrained)
@@ -144,11 +144,11 @@ def test_rewards_get_images_or_videos(tmp_path: Path):
         return brightness(images, prompts, metadata)
 
     for kind in ("flux", "wan"):
-        made = trainer(
+        ddpo = trainer(
             kind, tmp_path, use_lora=True, sample_num_batches_per_epoch=1, train_gradient_accumulation_steps=1
         )
-        made.rewards.function = reward
-        samples = made.draw(0)
+        ddpo.rewards.function = reward
+        samples = ddpo.draw(0)
         pictures, captions = samples.captioned(1)
         shapes.append(tuple(pictures[0].shape))
         assert len(pictures) == len(captions) == 1
@@ -241,8 +241,8 @@ def test_the_configs_scale_is_that_of_the_pipelines_guidance(kind: str, tmp_path
 @pytest.mark.parametrize("kind", BUILD)
 def test_samples_of_several_batches_are_replayed_in_one(kind: str, tmp_path: Path):
     """Their prompts differ in length, from batch to batch and from that of guidance."""
-    made = trainer(kind, tmp_path, use_lora=True)
-    assert float(gaps(made.model, made.draw(0).trajectories).abs().max()) < 3e-6
+    ddpo = trainer(kind, tmp_path, use_lora=True)
+    assert float(gaps(ddpo.model, ddpo.draw(0).trajectories).abs().max()) < 3e-6
 
 
 def test_as_many_samples_as_tokens_are_no_rows_of_positions():

@@ -225,22 +225,22 @@ def test_a_pipeline_without_a_denoiser_is_refused():
 
 def test_pictures_come_with_how_they_were_drawn():
     pipeline = DDPOStableDiffusionPipeline(tiny.stable_diffusion())
-    made = pipeline(["a cat", "a dog"], num_inference_steps=3, output_type="pt", generator=tiny.generator())
-    assert isinstance(made, DDPOPipelineOutput)
-    assert made.images.shape == (2, 3, 16, 16)
-    assert [latents.shape for latents in made.latents] == [(2, 4, 8, 8)] * 4
-    assert [logprobs.shape for logprobs in made.log_probs] == [(2,)] * 3
+    sampled = pipeline(["a cat", "a dog"], num_inference_steps=3, output_type="pt", generator=tiny.generator())
+    assert isinstance(sampled, DDPOPipelineOutput)
+    assert sampled.images.shape == (2, 3, 16, 16)
+    assert [latents.shape for latents in sampled.latents] == [(2, 4, 8, 8)] * 4
+    assert [logprobs.shape for logprobs in sampled.log_probs] == [(2,)] * 3
     noise = torch.randn(2, 4, 8, 8, generator=tiny.generator())
-    assert torch.equal(made.latents[0], noise)
-    decoded = pipeline.vae.decode(made.latents[-1] / pipeline.vae.config.scaling_factor).sample
-    torch.testing.assert_close(made.images, (decoded / 2 + 0.5).clamp(0, 1))
-    assert all(not tensor.requires_grad for tensor in (*made.latents, *made.log_probs, made.images))
+    assert torch.equal(sampled.latents[0], noise)
+    decoded = pipeline.vae.decode(sampled.latents[-1] / pipeline.vae.config.scaling_factor).sample
+    torch.testing.assert_close(sampled.images, (decoded / 2 + 0.5).clamp(0, 1))
+    assert all(not tensor.requires_grad for tensor in (*sampled.latents, *sampled.log_probs, sampled.images))
 
 
 @pytest.mark.parametrize("kind", ["stable_diffusion", "stable_diffusion_3"])
 def test_a_step_by_hand_is_the_recorded_one(kind):
     pipeline, eta = DDPOStableDiffusionPipeline(getattr(tiny, kind)()), 0.7
-    made = pipeline(
+    sampled = pipeline(
         ["a cat", "a dog"],
         eta=eta,
         num_inference_steps=4,
@@ -248,17 +248,17 @@ def test_a_step_by_hand_is_the_recorded_one(kind):
         output_type="pt",
         generator=tiny.generator(),
     )
-    tracks = made.trajectories
+    tracks = sampled.trajectories
     for i, time in enumerate(pipeline.scheduler.timesteps):
         rows, steps = torch.arange(2), torch.full((2,), i)
         before = tracks.before(rows, steps, torch.device("cpu"))
-        assert torch.equal(before, made.latents[i])
+        assert torch.equal(before, sampled.latents[i])
         with torch.no_grad():
             output = tracks.predict(pipeline.unet, before, rows, steps)
-        scored = pipeline.scheduler_step(output, time, before, eta=eta, prev_sample=made.latents[i + 1])
+        scored = pipeline.scheduler_step(output, time, before, eta=eta, prev_sample=sampled.latents[i + 1])
         assert isinstance(scored, DDPOSchedulerOutput)
-        assert torch.equal(scored.latents, made.latents[i + 1])
-        torch.testing.assert_close(scored.log_probs, made.log_probs[i])
+        assert torch.equal(scored.latents, sampled.latents[i + 1])
+        torch.testing.assert_close(scored.log_probs, sampled.log_probs[i])
 
 
 def test_a_step_by_hand_draws_what_ddim_does():
@@ -267,11 +267,11 @@ def test_a_step_by_hand_draws_what_ddim_does():
     output, x = torch.randn(2, 3, 4, 8, 8, generator=tiny.generator())
     time = pipeline.scheduler.timesteps[1]
     stock = pipeline.scheduler.step(output, time, x, eta=0.5, generator=tiny.generator(1)).prev_sample
-    made = pipeline.scheduler_step(output, time, x, eta=0.5, generator=tiny.generator(1))
-    torch.testing.assert_close(made.latents, stock, atol=1e-5, rtol=1e-5)
-    again = pipeline.scheduler_step(output, time.expand(3), x, eta=0.5, prev_sample=made.latents)
-    assert torch.equal(again.log_probs, made.log_probs)
-    assert made.log_probs.shape == (3,)
+    stepped = pipeline.scheduler_step(output, time, x, eta=0.5, generator=tiny.generator(1))
+    torch.testing.assert_close(stepped.latents, stock, atol=1e-5, rtol=1e-5)
+    again = pipeline.scheduler_step(output, time.expand(3), x, eta=0.5, prev_sample=stepped.latents)
+    assert torch.equal(again.log_probs, stepped.log_probs)
+    assert stepped.log_probs.shape == (3,)
 
 
 # ---------------------------------------------------------------------------- loading
@@ -286,16 +286,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_the_pipeline_of_a_folder(folder, use_lora):
-    made = DefaultDDPOStableDiffusionPipeline(folder, use_lora=use_lora, lora_rank=3)
+    pipeline = DefaultDDPOStableDiffusionPipeline(folder, use_lora=use_lora, lora_rank=3)
     stock = tiny.stable_diffusion(seed=5)
     call = {"prompt": "a cat", "num_inference_steps": 2, "output_type": "pt"}
-    assert type(made.sd_pipeline) is type(stock)
-    made.set_progress_bar_config(disable=True)
-    images = [each(**call, generator=tiny.generator()).images for each in (made.sd_pipeline, stock)]
+    assert type(pipeline.sd_pipeline) is type(stock)
+    pipeline.set_progress_bar_config(disable=True)
+    images = [each(**call, generator=tiny.generator()).images for each in (pipeline.sd_pipeline, stock)]
     assert torch.equal(*images)
-    trains = {name for name, weight in made.unet.named_parameters() if weight.requires_grad}
-    assert trains == {name for name, _ in made.unet.named_parameters() if "lora_" in name or not use_lora}
-    ranks = {len(weight) for name, weight in made.unet.named_parameters() if "lora_A" in name}
+    trains = {name for name, weight in pipeline.unet.named_parameters() if weight.requires_grad}
+    assert trains == {name for name, _ in pipeline.unet.named_parameters() if "lora_" in name or not use_lora}
+    ranks = {len(weight) for name, weight in pipeline.unet.named_parameters() if "lora_A" in name}
     assert ranks == ({3} if use_lora else set())
 
 
@@ -315,15 +315,15 @@ def test_what_loads_a_pipeline_is_passed_on(monkeypatch):
 
     monkeypatch.setattr(pipelines, "DiffusionPipeline", Library)
     DefaultDDPOStableDiffusionPipeline("someone/sd", pretrained_model_revision="v2", load_kwargs={"variant": "fp16"})
-    made = DefaultDDPOStableDiffusionPipeline("someone/sd", call_kwargs={"height": 24, "width": 8})
+    pipeline = DefaultDDPOStableDiffusionPipeline("someone/sd", call_kwargs={"height": 24, "width": 8})
     assert calls == [
         (("someone/sd",), {"revision": "v2", "variant": "fp16"}),
         (("someone/sd",), {"revision": "main"}),
     ]
-    assert made("a cat", num_inference_steps=2, output_type="pt").images.shape == (1, 3, 24, 8)
-    assert made("a cat", num_inference_steps=2, output_type="pt", height=8).images.shape == (1, 3, 8, 8)
+    assert pipeline("a cat", num_inference_steps=2, output_type="pt").images.shape == (1, 3, 24, 8)
+    assert pipeline("a cat", num_inference_steps=2, output_type="pt", height=8).images.shape == (1, 3, 8, 8)
 
 
 def test_a_dtype_is_that_of_the_frozen_parts(folder):
-    made = DefaultDDPOStableDiffusionPipeline(folder, load_kwargs={"torch_dtype": torch.bfloat16})
-    assert made.vae.dtype is made.text_encoder.dtype is torch.bfloat16
+    pipeline = DefaultDDPOStableDiffusionPipeline(folder, load_kwargs={"torch_dtype": torch.bfloat16})
+    assert pipeline.vae.dtype is pipeline.text_encoder.dtype is torch.bfloat16

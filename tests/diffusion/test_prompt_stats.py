@@ -16,39 +16,39 @@ def tensor(*values: float) -> torch.Tensor:
 def test_each_prompt_is_its_own_measure():
     # cat: 1, 3 have mean 2 and deviation 1; dog: 10, 10, 16 have mean 12 and deviation sqrt(8).
     prompts, rewards = ["cat", "dog", "dog", "cat", "dog"], tensor(1, 10, 10, 3, 16)
-    found = PerPromptStatTracker(buffer_size=8, min_count=2).update(prompts, rewards)
+    advantages = PerPromptStatTracker(buffer_size=8, min_count=2).update(prompts, rewards)
     expected = tensor(-1, -2 / math.sqrt(8), -2 / math.sqrt(8), 1, 4 / math.sqrt(8))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(advantages, expected)
 
 
 def test_earlier_rewards_count():
     tracker = PerPromptStatTracker(buffer_size=8, min_count=2)
     tracker.update(["cat", "cat"], tensor(0, 2))
-    found = tracker.update(["cat", "dog", "cat"], tensor(4, -7, 6))  # 0, 2, 4, 6: mean 3, variance 5
-    torch.testing.assert_close(found[[0, 2]], tensor(1 / math.sqrt(5), 3 / math.sqrt(5)))
+    advantages = tracker.update(["cat", "dog", "cat"], tensor(4, -7, 6))  # 0, 2, 4, 6: mean 3, variance 5
+    torch.testing.assert_close(advantages[[0, 2]], tensor(1 / math.sqrt(5), 3 / math.sqrt(5)))
 
 
 def test_a_prompt_seldom_seen_is_measured_by_all_new_rewards():
     tracker = PerPromptStatTracker(buffer_size=8, min_count=3)
     tracker.update(["dog", "dog"], tensor(100, 200))  # not among the new
-    found = tracker.update(["cat", "bird", "cat", "fish"], tensor(1, 2, 3, 6))  # mean 3, variance 14 / 4
-    torch.testing.assert_close(found, tensor(-2, -1, 0, 3) / math.sqrt(3.5))
+    advantages = tracker.update(["cat", "bird", "cat", "fish"], tensor(1, 2, 3, 6))  # mean 3, variance 14 / 4
+    torch.testing.assert_close(advantages, tensor(-2, -1, 0, 3) / math.sqrt(3.5))
     # The third reward of the cat makes it its own measure: 1, 3, 8 have mean 4 and variance 26 / 3.
-    found = tracker.update(["cat", "mouse"], tensor(8, 0))
-    torch.testing.assert_close(found, tensor(4 / math.sqrt(26 / 3), -1))
+    advantages = tracker.update(["cat", "mouse"], tensor(8, 0))
+    torch.testing.assert_close(advantages, tensor(4 / math.sqrt(26 / 3), -1))
 
 
 def test_the_buffer_forgets_the_oldest():
     tracker = PerPromptStatTracker(buffer_size=2, min_count=2)
     tracker.update(["cat", "cat", "cat"], tensor(-50, 70, 1))
-    found = tracker.update(["cat"], tensor(3))
-    torch.testing.assert_close(found, tensor(1))  # against 1 and 3
+    advantages = tracker.update(["cat"], tensor(3))
+    torch.testing.assert_close(advantages, tensor(1))  # against 1 and 3
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float16, torch.bfloat16, torch.float32])
 def test_rewards_of_any_dtype(dtype):
-    found = PerPromptStatTracker(8, 2).update(["cat", "cat", "cat"], torch.tensor([0, 1, 5], dtype=dtype))
-    torch.testing.assert_close(found, tensor(-2, -1, 3) / math.sqrt(14 / 3))
+    advantages = PerPromptStatTracker(8, 2).update(["cat", "cat", "cat"], torch.tensor([0, 1, 5], dtype=dtype))
+    torch.testing.assert_close(advantages, tensor(-2, -1, 3) / math.sqrt(14 / 3))
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.0, -1e6 / 3, 1e-9 / 7])
@@ -56,21 +56,21 @@ def test_rewards_of_any_dtype(dtype):
 def test_equal_rewards_are_no_news(reward, min_count):
     """Of eleven such numbers the mean is not the number, to the last bit."""
     prompts = ["cat"] * 11 + ["dog"] * 11
-    found = PerPromptStatTracker(12, min_count).update(prompts, torch.full((22,), reward, dtype=torch.float64))
-    assert torch.equal(found, torch.zeros(22, dtype=torch.float64))
+    advantages = PerPromptStatTracker(12, min_count).update(prompts, torch.full((22,), reward, dtype=torch.float64))
+    assert torch.equal(advantages, torch.zeros(22, dtype=torch.float64))
 
 
 def test_a_tie_within_a_prompt_is_no_news_beside_others():
-    found = PerPromptStatTracker(8, 2).update(["cat", "dog", "cat", "dog"], tensor(0.1, 0, 0.1, 1))
-    torch.testing.assert_close(found, tensor(0, -1, 0, 1))
+    advantages = PerPromptStatTracker(8, 2).update(["cat", "dog", "cat", "dog"], tensor(0.1, 0, 0.1, 1))
+    torch.testing.assert_close(advantages, tensor(0, -1, 0, 1))
 
 
 def test_a_near_tie_is_no_landslide():
-    found = PerPromptStatTracker(8, 2).update(["cat", "cat", "dog", "dog"], tensor(5, 5 + 2e-5, 0, 10))
+    advantages = PerPromptStatTracker(8, 2).update(["cat", "cat", "dog", "dog"], tensor(5, 5 + 2e-5, 0, 10))
     everything = float(tensor(5, 5 + 2e-5, 0, 10).std(correction=0))
-    torch.testing.assert_close(found[:2], tensor(-1e-5, 1e-5) / (LEAST_DEVIATION * everything))
-    assert found[:2].abs().max() < 1e-3
-    torch.testing.assert_close(found[2:], tensor(-1, 1))
+    torch.testing.assert_close(advantages[:2], tensor(-1e-5, 1e-5) / (LEAST_DEVIATION * everything))
+    assert advantages[:2].abs().max() < 1e-3
+    torch.testing.assert_close(advantages[2:], tensor(-1, 1))
 
 
 def test_scale_and_shift_of_rewards_do_not_matter():
@@ -84,8 +84,8 @@ def test_prompts_are_told_apart_by_their_whole_text():
     long = "very " * 100  # beyond what a tokenizer keeps
     prompts = [f"{long}good cat", f"{long}bad cat", f"{long}good cat", f"{long}bad cat", "Cat", "cat"]
     tracker = PerPromptStatTracker(8, 2)
-    found = tracker.update(prompts, tensor(0, 10, 2, 14, 5, 5))
-    torch.testing.assert_close(found[:4], tensor(-1, -1, 1, 1))
+    advantages = tracker.update(prompts, tensor(0, 10, 2, 14, 5, 5))
+    torch.testing.assert_close(advantages[:4], tensor(-1, -1, 1, 1))
     assert len(tracker.seen) == 4
 
 
@@ -107,8 +107,8 @@ def test_state_goes_on_elsewhere():
         first.update(*batch)
     second = PerPromptStatTracker(4, 2)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    found = [second.update(*batch) for batch in batches[3:]]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected[3:], strict=True))
+    advantages = [second.update(*batch) for batch in batches[3:]]
+    assert all(torch.equal(one, other) for one, other in zip(advantages, expected[3:], strict=True))
     assert second.state_dict() == straight.state_dict()
 
 

@@ -135,8 +135,8 @@ def test_nouns_with_a(noun: str):
 def test_lines_of_a_file_are_prompts(tmp_path: Path):
     path = tmp_path / "prompts.txt"
     path.write_text("\n  a café at night \r\n\na cat\n   \n", encoding="utf-8-sig")
-    for given in (path, str(path)):
-        assert {prompt for prompt, _ in drawn(from_file(given), 50)} == {"a café at night", "a cat"}
+    for source in (path, str(path)):
+        assert {prompt for prompt, _ in drawn(from_file(source), 50)} == {"a café at night", "a cat"}
     assert from_file(path)()[1] == {}
 
 

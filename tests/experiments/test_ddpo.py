@@ -164,11 +164,11 @@ def test_plain_diffusers_loads_the_pipeline_and_draws(cache: Path):
 def test_the_same_seed_pretrains_the_same_pipeline(cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pretrain, "BATCH", 4)
     kept = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-2")
-    made = pretrain.pretrained_pipeline(2)
+    pipeline = pretrain.pretrained_pipeline(2)
     for part in ("unet", "text_encoder", "vae"):
         for name, weight in getattr(kept, part).state_dict().items():
-            assert torch.equal(weight, getattr(made, part).state_dict()[name]), f"{part}.{name}"
-    captions = [made.tokenizer(prompt)["input_ids"] for prompt in CAPTIONS]
+            assert torch.equal(weight, getattr(pipeline, part).state_dict()[name]), f"{part}.{name}"
+    captions = [pipeline.tokenizer(prompt)["input_ids"] for prompt in CAPTIONS]
     assert [kept.tokenizer(prompt)["input_ids"] for prompt in CAPTIONS] == captions
 
 
@@ -184,8 +184,8 @@ def test_pretraining_lowers_the_loss_on_unseen_pictures(monkeypatch: pytest.Monk
             latents = pipeline.vae.encode(2 * images - 1).latent_dist.mode()
             noise = torch.randn(latents.shape, generator=generator)
             noisy = pipeline.scheduler.add_noise(latents, noise, times)
-            found = pipeline.unet(noisy, times, pipeline.text_encoder(ids)[0]).sample
-        return float((found - noise).square().mean())
+            predicted = pipeline.unet(noisy, times, pipeline.text_encoder(ids)[0]).sample
+        return float((predicted - noise).square().mean())
 
     assert loss(pretrain.pretrained_pipeline(25)) < 0.8 * loss(pretrain.pretrained_pipeline(1))
 
@@ -220,16 +220,16 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
     sizes = {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2}
     sizes["sample_num_batches_per_epoch"] = 1
     train.main(run, train.settings([], **sizes, log_with=None, logdir=str(tmp_path))[1])
-    for found in finished_runs(tmp_path):
-        reward = found.config["reward"]
-        assert found.folder == tmp_path / reward
-        assert found.curve("step", "queries") == ([2, 4], [4, 8])
-        assert "other/shape_match" in found.history[0]
-        assert f"other/{reward}" not in found.history[0]
-        assert set(found.summary) >= {reward, f"{reward}_before", "shape_match", "shape_match_before"}
-        before, after = ((found.folder / sheet).read_bytes() for sheet in ("before.png", "after.png"))
+    for finished in finished_runs(tmp_path):
+        reward = finished.config["reward"]
+        assert finished.folder == tmp_path / reward
+        assert finished.curve("step", "queries") == ([2, 4], [4, 8])
+        assert "other/shape_match" in finished.history[0]
+        assert f"other/{reward}" not in finished.history[0]
+        assert set(finished.summary) >= {reward, f"{reward}_before", "shape_match", "shape_match_before"}
+        before, after = ((finished.folder / sheet).read_bytes() for sheet in ("before.png", "after.png"))
         assert before != after
-        trained = StableDiffusionPipeline.from_pretrained(found.folder / "pipeline")
+        trained = StableDiffusionPipeline.from_pretrained(finished.folder / "pipeline")
         base = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-2")
         assert not torch.equal(trained.unet.conv_out.weight, base.unet.conv_out.weight)
         assert torch.equal(
@@ -261,9 +261,9 @@ def of_all(folder: Path, rewards: dict[str, list[float]]) -> list[Run]:
 
 
 def verdicts(runs: list[Run]) -> dict[str, bool]:
-    found = judge(runs).verdicts
+    judged = judge(runs).verdicts
     plt.close("all")
-    return {verdict.claim.removeprefix("colour: "): verdict.passed for verdict in found}
+    return {verdict.claim.removeprefix("colour: "): verdict.passed for verdict in judged}
 
 
 def test_estimators_that_rank_as_in_the_paper_pass(tmp_path: Path):
@@ -289,8 +289,8 @@ def test_each_way_to_miss_the_claim_fails(tmp_path: Path):
             ("rwr", [0.3, 0.3, 0.4], {regression_ahead}),  # one seed that is not behind
         ]
     ):
-        found = verdicts(of_all(tmp_path / str(number), high | {name: values}))
-        assert {claim for claim, passed in found.items() if not passed} == failed
+        judged = verdicts(of_all(tmp_path / str(number), high | {name: values}))
+        assert {claim for claim, passed in judged.items() if not passed} == failed
 
 
 def test_the_better_regression_is_the_one_to_beat_and_the_control_is_none(tmp_path: Path):

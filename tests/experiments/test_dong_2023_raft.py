@@ -37,7 +37,7 @@ def test_each_round_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(report.samples) == ["query", "before training", "after training, K = 4"]
 
 
-def made(k: int, seed: int, *rewards: float) -> Run:
+def run_of(k: int, seed: int, *rewards: float) -> Run:
     """A run with these rewards of held-out prompts, before the first round and after each."""
     history = [
         {"step": i, "round": i, "eval_reward": reward, "reward_of_best": reward} for i, reward in enumerate(rewards)
@@ -50,7 +50,7 @@ def passed(runs: list[Run]) -> list[bool]:
 
 
 def test_each_k_above_one_must_rise_and_neighbours_are_compared():
-    runs = [made(1, 0, 0.2, 0.1, 0.2), made(4, 0, 0.2, 0.4, 0.5), made(16, 0, 0.2, 0.5, 0.7)]
+    runs = [run_of(1, 0, 0.2, 0.1, 0.2), run_of(4, 0, 0.2, 0.4, 0.5), run_of(16, 0, 0.2, 0.5, 0.7)]
     report = judge(runs)
     assert [verdict.claim.partition(":")[0] for verdict in report.verdicts] == [
         "K = 4",
@@ -67,31 +67,33 @@ def test_each_k_above_one_must_rise_and_neighbours_are_compared():
     [((0.2, 0.4, 0.5), True), ((0.2, 0.4, 0.4), False), ((0.2, 0.95, 0.93), True), ((0.2, 0.89, 0.88), False)],
 )
 def test_a_round_may_stand_still_only_near_the_most_there_is(rewards: tuple[float, ...], rises: bool):
-    assert passed([made(4, 0, *rewards)]) == [rises]
+    assert passed([run_of(4, 0, *rewards)]) == [rises]
 
 
 def test_the_median_of_the_seeds_must_rise():
-    one_falls = [made(4, 0, 0.2, 0.4, 0.6), made(4, 1, 0.2, 0.4, 0.6), made(4, 2, 0.2, 0.4, 0.3)]
-    two_fall = [made(4, 0, 0.2, 0.4, 0.6), made(4, 1, 0.2, 0.4, 0.3), made(4, 2, 0.2, 0.4, 0.3)]
+    one_falls = [run_of(4, 0, 0.2, 0.4, 0.6), run_of(4, 1, 0.2, 0.4, 0.6), run_of(4, 2, 0.2, 0.4, 0.3)]
+    two_fall = [run_of(4, 0, 0.2, 0.4, 0.6), run_of(4, 1, 0.2, 0.4, 0.3), run_of(4, 2, 0.2, 0.4, 0.3)]
     assert passed(one_falls) == [True]
     assert passed(two_fall) == [False]
 
 
 def test_larger_k_must_climb_faster_in_every_seed():
-    slow = [made(4, seed, 0.2, 0.4, 0.5, 0.9) for seed in range(2)]
-    faster = [made(16, 0, 0.2, 0.5, 0.6, 0.7), made(16, 1, 0.2, 0.5, 0.6, 0.7)]
+    slow = [run_of(4, seed, 0.2, 0.4, 0.5, 0.9) for seed in range(2)]
+    faster = [run_of(16, 0, 0.2, 0.5, 0.6, 0.7), run_of(16, 1, 0.2, 0.5, 0.6, 0.7)]
     assert passed(slow + faster)[-1]  # the third round is not of the first
-    assert not passed([*slow, faster[0], made(16, 1, 0.2, 0.4, 0.5, 0.95)])[-1]
-    assert passed([made(4, 0, 0.2, 0.5, 0.4), made(16, 0, 0.2, 0.4, 0.6)])[-1]  # the start is of none, the second is
+    assert not passed([*slow, faster[0], run_of(16, 1, 0.2, 0.4, 0.5, 0.95)])[-1]
+    assert passed([run_of(4, 0, 0.2, 0.5, 0.4), run_of(16, 0, 0.2, 0.4, 0.6)])[
+        -1
+    ]  # the start is of none, the second is
 
 
 def test_seeds_that_are_not_in_both_are_not_compared():
-    assert len(judge([made(4, 0, 0.2, 0.4), made(16, 1, 0.2, 0.5)]).verdicts) == 2
-    assert not judge([made(1, 0, 0.2, 0.2)]).verdicts
+    assert len(judge([run_of(4, 0, 0.2, 0.4), run_of(16, 1, 0.2, 0.5)]).verdicts) == 2
+    assert not judge([run_of(1, 0, 0.2, 0.2)]).verdicts
 
 
 def test_rounds_without_a_look_are_refused_by_name():
-    run = made(4, 0, 0.2, 0.4, 0.6)
+    run = run_of(4, 0, 0.2, 0.4, 0.6)
     cut = Run(Path("cut_run"), run.config, run.history[1:], run.summary)
     with pytest.raises(ValueError, match=r"cut_run.*\[1, 2\].*before the first round"):
         judge([cut])

@@ -66,10 +66,10 @@ def test_a_penalty_balances_the_gradient_of_the_loss():
 def test_a_mean_of_states_is_that_of_the_row_alone_however_long_the_others_are():
     model, rows = tiny.llama().model.eval(), tiny.rows(5, 2, 9)
     together = mean_states(model, rows, batch_size=3)
-    for row, found in zip(rows, together, strict=True):
+    for row, state in zip(rows, together, strict=True):
         with torch.no_grad():
             states = model(input_ids=row[None]).last_hidden_state[0]
-        torch.testing.assert_close(found, states.mean(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state, states.mean(0), rtol=1e-4, atol=1e-5)
 
 
 def test_vectors_have_length_one_and_a_head_on_them_tells_reviews(model: str):
@@ -158,8 +158,8 @@ def test_normalised_is_in_deviations():
 def test_the_fit_finds_the_curve_that_points_lie_on_and_leaves_out_those_at_0():
     true = Fit(alpha=0.9, beta=0.4)
     distances = [0.0, 0.5, 1.0, 3.0, 7.0]
-    found = fit(distances, [5.0, *map(true, distances[1:])])
-    assert (found.alpha, found.beta) == pytest.approx((0.9, 0.4))
+    fitted = fit(distances, [5.0, *map(true, distances[1:])])
+    assert (fitted.alpha, fitted.beta) == pytest.approx((0.9, 0.4))
     assert true(0.0) == 0
     assert true(1.0) == 0.9
 
@@ -230,9 +230,9 @@ def test_curves_that_peak_and_fall_and_move_out_pass():
     runs = [
         made_up(labels, seed, peak=peak + seed / 10) for labels, peak in ((32, 1.5), (128, 3.0)) for seed in range(3)
     ]
-    found = outcomes(runs)
-    assert len(found) == 8
-    assert all(found.values())
+    passed = outcomes(runs)
+    assert len(passed) == 8
+    assert all(passed.values())
     report = judge(runs)
     (further,) = [verdict for verdict in report.verdicts if "further out" in verdict.claim]
     assert further.expected == "above 1.60 (1.50 to 1.70)"
@@ -241,8 +241,8 @@ def test_curves_that_peak_and_fall_and_move_out_pass():
 
 
 def test_gold_that_does_not_fall_in_one_seed_fails():
-    found = outcomes([made_up(32, 0, peak=1.5), made_up(32, 1, peak=50.0)])
-    assert found == {
+    passed = outcomes([made_up(32, 0, peak=1.5), made_up(32, 1, peak=50.0)])
+    assert passed == {
         "32 labels: gold rises": True,
         "32 labels: gold then falls": False,
         "32 labels: the proxy rises from gold's peak to the end": True,
@@ -260,14 +260,14 @@ def test_a_proxy_that_falls_fails():
 
 
 def test_a_peak_that_comes_earlier_with_more_labels_fails():
-    found = outcomes([made_up(32, peak=3.0), made_up(128, peak=2.0)])
-    assert found["128 labels: peaks further out (root of the KL) than 32"] is False
-    assert found["128 labels: reach a higher gold than 32"] is False
+    passed = outcomes([made_up(32, peak=3.0), made_up(128, peak=2.0)])
+    assert passed["128 labels: peaks further out (root of the KL) than 32"] is False
+    assert passed["128 labels: reach a higher gold than 32"] is False
 
 
 def test_a_peak_behind_the_last_step_counts_as_there():
-    found = judge([made_up(32, peak=3.0), made_up(128, peak=1e6)]).verdicts
-    (further,) = [verdict for verdict in found if "further out" in verdict.claim]
+    verdicts = judge([made_up(32, peak=3.0), made_up(128, peak=1e6)]).verdicts
+    (further,) = [verdict for verdict in verdicts if "further out" in verdict.claim]
     assert float(further.obtained) < 8
 
 

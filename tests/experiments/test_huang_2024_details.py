@@ -35,8 +35,8 @@ def test_advantages_are_left_as_they_are_on_request():
     mask = torch.ones(3, 4)
     mask[0, 2:] = 0
     kept, whitened, returns = trainer().compute_advantages(values, rewards * mask, mask)
-    own, raw, same = trainer(whiten_advantages=False).compute_advantages(values, rewards * mask, mask)
-    torch.testing.assert_close(own, kept)
+    unwhitened, raw, same = trainer(whiten_advantages=False).compute_advantages(values, rewards * mask, mask)
+    torch.testing.assert_close(unwhitened, kept)
     torch.testing.assert_close(same, returns)
     torch.testing.assert_close(raw, (returns - kept) * mask)
     counted = whitened[mask.bool()]
@@ -46,24 +46,26 @@ def test_advantages_are_left_as_they_are_on_request():
 
 def test_log_probabilities_can_be_taken_at_the_wrong_temperature():
     queries, _, _ = tiny.batch()
-    given = {"return_prompt": False, "do_sample": True, "max_new_tokens": 4, "temperature": 0.7}
-    found = {}
+    sampling = {"return_prompt": False, "do_sample": True, "max_new_tokens": 4, "temperature": 0.7}
+    by_temperature = {}
     for temperature in (None, 1.0):
-        made = trainer(logprob_temperature=temperature)
-        responses = made.generate(queries, **given)
-        inputs = made.prepare_model_inputs(queries, responses)
-        logprobs, _, _, _ = made.batched_forward_pass(made.model, queries, responses, inputs)
-        found[temperature] = responses, logprobs[0, : len(responses[0])]
+        ppo = trainer(logprob_temperature=temperature)
+        responses = ppo.generate(queries, **sampling)
+        inputs = ppo.prepare_model_inputs(queries, responses)
+        logprobs, _, _, _ = ppo.batched_forward_pass(ppo.model, queries, responses, inputs)
+        by_temperature[temperature] = responses, logprobs[0, : len(responses[0])]
     for temperature, at in ((None, 0.7), (1.0, 1.0)):
-        responses, logprobs = found[temperature]
+        responses, logprobs = by_temperature[temperature]
         expected = tiny.taken_of(tiny.gpt2(), queries[0], responses[0], at)
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
-    assert all(a.equal(b) for a, b in zip(found[None][0], found[1.0][0], strict=True))  # sampled alike
+    assert all(
+        a.equal(b) for a, b in zip(by_temperature[None][0], by_temperature[1.0][0], strict=True)
+    )  # sampled alike
 
 
 def test_adam_has_the_epsilon_and_trains_all_of_the_policy():
-    made = trainer(adam_epsilon=0.5, learning_rate=0.25)
-    (group,) = made.optimizer.param_groups
+    ppo = trainer(adam_epsilon=0.5, learning_rate=0.25)
+    (group,) = ppo.optimizer.param_groups
     assert (group["eps"], group["lr"]) == (0.5, 0.25)
     assert trainer().optimizer.param_groups[0]["eps"] == 1e-5
 
@@ -94,8 +96,8 @@ def test_a_sweep_has_the_recipe_and_reproduce_each_detail_alone(file: Path):
     sweep = read_sweep(file)
     names = set()
     for number in range(grid_size(sweep)):
-        found = suggest(sweep, number=number, seed=0, trials=[], history=lambda trial: [])
-        words = [f"--{name}={value}" for name, value in found.parameters.items()]
+        suggestion = suggest(sweep, number=number, seed=0, trials=[], history=lambda trial: [])
+        words = [f"--{name}={value}" for name, value in suggestion.parameters.items()]
         run, ppo = train.settings(words)
         (name,) = report.by_setting([Run(Path("x"), to_flat_dict(run, ppo), [], {})])
         names.add(name)
@@ -130,8 +132,8 @@ CHANGED = {
 def made_up(setting: str = "recipe", seed: int = 0, **summary: float) -> Run:
     config = to_flat_dict(*train.settings([], log_with=None, seed=seed, **CHANGED.get(setting, {})))
     row = {name: 1.0 for name, _ in report.STABILITY.values()}
-    found = {"reward_before": 0.2, "reward": 0.6, "kl": 4.0, "ended": 0.9} | summary
-    return Run(Path("none", setting, str(seed)), config, [{"step": 1, **row}, {"step": 2, **row}], found)
+    summary_of_run = {"reward_before": 0.2, "reward": 0.6, "kl": 4.0, "ended": 0.9} | summary
+    return Run(Path("none", setting, str(seed)), config, [{"step": 1, **row}, {"step": 2, **row}], summary_of_run)
 
 
 def verdict(setting: str, *gaps: float) -> bool | None:

@@ -74,8 +74,8 @@ def test_sft_learns_speeches(
 
 def test_a_document_is_whole_sentences_of_few_words():
     text = "One two three. Four five! Six seven eight nine ten eleven. Twelve?  Thirteen."
-    found = list(sft.documents(text, words=5))
-    assert found == ["One two three. Four five!", "Six seven eight nine ten eleven.", "Twelve? Thirteen."]
+    documents = list(sft.documents(text, words=5))
+    assert documents == ["One two three. Four five!", "Six seven eight nine ten eleven.", "Twelve? Thirteen."]
     assert list(sft.documents(" ", words=5)) == []
 
 

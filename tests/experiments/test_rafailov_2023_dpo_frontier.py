@@ -79,9 +79,9 @@ def test_ppo_is_looked_at_on_its_way(model: str, tmp_path: Path):
     steps, kls = run.curve("step", "eval_kl")
     assert steps == [1, 2]
     assert abs(kls[1]) > 1e-3
-    found = set(points_of(run))
-    assert {(0, run.summary["reward_before"]), (run.summary["kl"], run.summary["reward"])} <= found
-    assert set(zip(*run.curve("eval_kl", "eval_reward"), strict=True)) <= found
+    points = set(points_of(run))
+    assert {(0, run.summary["reward_before"]), (run.summary["kl"], run.summary["reward"])} <= points
+    assert set(zip(*run.curve("eval_kl", "eval_reward"), strict=True)) <= points
 
 
 # Pairs -----------------------------------------------------------------------------------------------------------
@@ -98,9 +98,9 @@ def test_an_answer_without_a_word_is_in_no_pair():
 
 def test_a_pair_holds_the_models_own_tokens(model: str):
     policy, tokenizer = pairs.load(model)
-    found = pairs.sampled_pairs(policy, tokenizer, offline(model), seed=0)
-    assert found
-    for pair in found:
+    rows = pairs.sampled_pairs(policy, tokenizer, offline(model), seed=0)
+    assert rows
+    for pair in rows:
         assert tokenizer.decode(pair["prompt"]) in OPENINGS[2:]
         chosen, rejected = (by_letters([tokenizer.decode(pair[side])])[0] for side in ("chosen", "rejected"))
         assert chosen > rejected
@@ -142,7 +142,7 @@ SETTINGS = {
 }
 
 
-def made(method: str, seed: int, *points: tuple[float, float]) -> Run:
+def run_of(method: str, seed: int, *points: tuple[float, float]) -> Run:
     """A run with looks at these (KL, reward), the last of them at its end; it starts with a reward of 0.1."""
     history = [{"step": i + 1, "eval_kl": kl, "eval_reward": reward} for i, (kl, reward) in enumerate(points)]
     summary = {"reward_before": 0.1, "kl": points[-1][0], "reward": points[-1][1], "scored_texts": 9}
@@ -150,8 +150,8 @@ def made(method: str, seed: int, *points: tuple[float, float]) -> Run:
 
 
 def test_dpo_passes_where_its_best_reward_within_a_budget_is_at_least_ppos():
-    runs = [made("DPO", 0, (2, 0.3)), made("DPO", 0, (4, 0.4))]
-    runs += [made("PPO", 0, (2, 0.2), (8, 0.5)), made("SFT", 0, (1, 0.99)), made("IPO", 0, (1, 0.98))]
+    runs = [run_of("DPO", 0, (2, 0.3)), run_of("DPO", 0, (4, 0.4))]
+    runs += [run_of("PPO", 0, (2, 0.2), (8, 0.5)), run_of("SFT", 0, (1, 0.99)), run_of("IPO", 0, (1, 0.98))]
     report = judge(runs)
     assert [verdict.passed for verdict in report.verdicts] == [True, True, False]  # 0.3 : 0.2, 0.4 : 0.3, 0.4 : 0.5
     assert [verdict.obtained for verdict in report.verdicts] == ["0.300", "0.400", "0.400"]
@@ -159,26 +159,31 @@ def test_dpo_passes_where_its_best_reward_within_a_budget_is_at_least_ppos():
 
 
 def test_as_much_reward_is_a_pass():
-    assert all(verdict.passed for verdict in judge([made("DPO", 0, (1, 0.5)), made("PPO", 0, (2, 0.5))]).verdicts)
+    assert all(verdict.passed for verdict in judge([run_of("DPO", 0, (1, 0.5)), run_of("PPO", 0, (2, 0.5))]).verdicts)
 
 
 def test_the_median_of_the_seeds_decides():
-    ppo_runs = [made("PPO", seed, (1, 0.5)) for seed in range(3)]
+    ppo_runs = [run_of("PPO", seed, (1, 0.5)) for seed in range(3)]
     better, worse = (1, 0.6), (1, 0.4)
-    mostly = [made("DPO", seed, point) for seed, point in enumerate([better, worse, better])]
-    seldom = [made("DPO", seed, point) for seed, point in enumerate([worse, worse, better])]
+    mostly = [run_of("DPO", seed, point) for seed, point in enumerate([better, worse, better])]
+    seldom = [run_of("DPO", seed, point) for seed, point in enumerate([worse, worse, better])]
     assert all(verdict.passed for verdict in judge(ppo_runs + mostly).verdicts)
     assert not any(verdict.passed for verdict in judge(ppo_runs + seldom).verdicts)
 
 
 def test_seeds_that_one_side_lacks_are_left_out():
-    runs = [made("DPO", 0, (1, 0.6)), made("DPO", 1, (1, 0.0)), made("DPO", 2, (1, 0.0)), made("PPO", 0, (1, 0.5))]
+    runs = [
+        run_of("DPO", 0, (1, 0.6)),
+        run_of("DPO", 1, (1, 0.0)),
+        run_of("DPO", 2, (1, 0.0)),
+        run_of("PPO", 0, (1, 0.5)),
+    ]
     assert [verdict.obtained for verdict in judge(runs).verdicts] == ["0.600"] * 3
 
 
 @pytest.mark.parametrize("missing", ["DPO", "PPO"])
 def test_without_one_side_there_is_no_verdict_and_the_figure_says_so(missing: str):
-    runs = [made(method, 0, (1, 0.5)) for method in SETTINGS if method != missing]
+    runs = [run_of(method, 0, (1, 0.5)) for method in SETTINGS if method != missing]
     report = judge(runs)
     assert not report.verdicts
     assert "DPO and PPO of one seed are needed" in report.figures["figure"].axes[0].get_title()

@@ -84,8 +84,8 @@ def test_spread_is_the_median_with_the_range(values: list[float], shown: str):
 
 
 def test_settings_that_differ_are_shown_with_all_their_values():
-    found = reports.settings([run_with(seed=seed, beta=0.1) for seed in range(3)])
-    assert found == {"seed": "0, 1, 2", "beta": "0.1"}
+    shown = reports.settings([run_with(seed=seed, beta=0.1) for seed in range(3)])
+    assert shown == {"seed": "0, 1, 2", "beta": "0.1"}
     assert reports.settings([run_with(seed=seed) for seed in range(13)]) == {"seed": "13 values"}
 
 
@@ -104,9 +104,9 @@ def test_the_program_exits_by_its_verdicts_and_leaves_them_in_a_file(
     with pytest.raises(SystemExit) as ended:
         reports.main("title", "claim", judge)
     assert ended.value.code == code
-    found = json.loads((tmp_path / "out" / "verdicts.json").read_text())
-    assert found["figures"] == ["figure"]
-    assert [verdict["passed"] for verdict in found["verdicts"]] == [reward > 0 for reward in rewards]
+    stored = json.loads((tmp_path / "out" / "verdicts.json").read_text())
+    assert stored["figures"] == ["figure"]
+    assert [verdict["passed"] for verdict in stored["verdicts"]] == [reward > 0 for reward in rewards]
     assert "<title>title</title>" in (tmp_path / "out" / "report.html").read_text()
     assert (tmp_path / "out" / "figure.png").exists()
     assert capsys.readouterr().out.count("rises") == len(rewards)
@@ -119,8 +119,8 @@ def test_kl_of_samples_is_the_mean_gap_of_log_probabilities():
         (tiny.taken_of(policy, *row) - tiny.taken_of(reference, *row)).sum()
         for row in zip(prompts, answers, strict=True)
     ]
-    found = kl_of_samples(policy, reference, prompts, answers, batch_size=2)
-    assert found == pytest.approx(float(sum(gaps)) / 5, rel=1e-4)
+    kl = kl_of_samples(policy, reference, prompts, answers, batch_size=2)
+    assert kl == pytest.approx(float(sum(gaps)) / 5, rel=1e-4)
     assert policy.training
 
 

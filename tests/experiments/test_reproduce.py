@@ -88,11 +88,11 @@ def test_the_table_has_every_paper_with_its_verdicts_and_figure(tree: Path, monk
     assert third[:5] == ["[b_2020](b_2020/README.md)", "scores / count", "above 0", "0", "FAIL"]
     for paper in ("a_2019", "b_2020"):
         assert f"({paper}/figure.png)" in (home / "README.md").read_text()
-        own = (home / paper / "README.md").read_text()
-        assert own.startswith(f"# {paper}\n")
-        assert own.endswith("end\n")
-        assert "old" not in own
-        assert "(figure.png)" in own
+        readme = (home / paper / "README.md").read_text()
+        assert readme.startswith(f"# {paper}\n")
+        assert readme.endswith("end\n")
+        assert "old" not in readme
+        assert "(figure.png)" in readme
         assert (home / paper / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

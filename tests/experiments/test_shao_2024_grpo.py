@@ -34,9 +34,9 @@ def a_run(right: float = 0.6, *, calls: int = 10, seconds: float = 20.0, **confi
 def verdicts_of(runs: list[Run]) -> dict[str, Verdict]:
     """By the words of their claims that tell them apart."""
     words = ("raises accuracy", "over its deviation", "(less the group's mean)", "the calls", "the seconds")
-    found = report.judge(runs).verdicts
-    named = {word: verdict for verdict in found for word in words if word in verdict.claim}
-    assert len(named) == len(found)
+    verdicts = report.judge(runs).verdicts
+    named = {word: verdict for verdict in verdicts for word in words if word in verdict.claim}
+    assert len(named) == len(verdicts)
     return named
 
 
@@ -45,39 +45,39 @@ def seeds(*rights: float, **config: Any) -> list[Run]:
 
 
 def test_accuracy_must_rise_in_every_seed():
-    found = verdicts_of(seeds(0.6, 0.5, 0.7))["raises accuracy"]
-    assert found.passed
-    assert found.obtained == "0.400 (0.400 to 0.400) before, 0.600 (0.500 to 0.700) after: higher in 3 of 3"
-    found = verdicts_of(seeds(0.9, 0.4, 0.9))["raises accuracy"]
-    assert not found.passed
-    assert found.obtained.endswith("higher in 2 of 3")
+    verdict = verdicts_of(seeds(0.6, 0.5, 0.7))["raises accuracy"]
+    assert verdict.passed
+    assert verdict.obtained == "0.400 (0.400 to 0.400) before, 0.600 (0.500 to 0.700) after: higher in 3 of 3"
+    verdict = verdicts_of(seeds(0.9, 0.4, 0.9))["raises accuracy"]
+    assert not verdict.passed
+    assert verdict.obtained.endswith("higher in 2 of 3")
 
 
 def test_each_kind_of_baseline_must_beat_the_reward_itself_in_every_seed():
     raw = seeds(0.5, 0.7, 0.5, scale_rewards="raw")
-    found = verdicts_of([*raw, *seeds(0.6, 0.8, 0.51), *seeds(0.9, 0.6, 0.9, scale_rewards="none")])
-    assert found["over its deviation"].passed
-    assert found["over its deviation"].expected == "higher accuracy after 320 answers, in every seed"
-    assert not found["(less the group's mean)"].passed
-    assert found["(less the group's mean)"].obtained.endswith("higher in 2 of 3")
+    verdicts = verdicts_of([*raw, *seeds(0.6, 0.8, 0.51), *seeds(0.9, 0.6, 0.9, scale_rewards="none")])
+    assert verdicts["over its deviation"].passed
+    assert verdicts["over its deviation"].expected == "higher accuracy after 320 answers, in every seed"
+    assert not verdicts["(less the group's mean)"].passed
+    assert verdicts["(less the group's mean)"].obtained.endswith("higher in 2 of 3")
 
 
 def test_only_runs_of_the_same_seed_are_compared():
-    found = verdicts_of([a_run(0.6, seed=1), *seeds(0.9, 0.5, 0.9, scale_rewards="raw")])["over its deviation"]
-    assert found.obtained == "0.600 against 0.500: higher in 1 of 1"
-    assert found.passed
+    verdict = verdicts_of([a_run(0.6, seed=1), *seeds(0.9, 0.5, 0.9, scale_rewards="raw")])["over its deviation"]
+    assert verdict.obtained == "0.600 against 0.500: higher in 1 of 1"
+    assert verdict.passed
 
 
 def test_calls_and_seconds_are_judged_apart():
     slow, fast = a_run(), a_run(steps_per_generation=4, calls=2, seconds=8.0)
-    found = verdicts_of([slow, fast])
-    assert not found["the calls"].passed  # 10 steps are two and a half calls
-    assert not found["the seconds"].passed
-    assert found["the seconds"].obtained == "2.50 times fewer"
+    verdicts = verdicts_of([slow, fast])
+    assert not verdicts["the calls"].passed  # 10 steps are two and a half calls
+    assert not verdicts["the seconds"].passed
+    assert verdicts["the seconds"].obtained == "2.50 times fewer"
     eight = {"max_steps": 8, "steps_per_generation": 4}
-    found = verdicts_of([a_run(max_steps=8, calls=8, seconds=20.0), a_run(calls=2, seconds=5.0, **eight)])
-    assert found["the calls"].passed
-    assert found["the seconds"].passed
+    verdicts = verdicts_of([a_run(max_steps=8, calls=8, seconds=20.0), a_run(calls=2, seconds=5.0, **eight)])
+    assert verdicts["the calls"].passed
+    assert verdicts["the seconds"].passed
 
 
 def test_the_median_of_the_seconds_must_reach_the_factor_and_the_calls_in_every_seed():
@@ -86,23 +86,25 @@ def test_the_median_of_the_seconds_must_reach_the_factor_and_the_calls_in_every_
         a_run(seed=seed, calls=calls, seconds=seconds, steps_per_generation=4)
         for seed, (calls, seconds) in enumerate([(2, 2.0), (2, 3.0), (4, 6.0)])
     ]
-    found = verdicts_of([*ones, *others])
-    assert found["the seconds"].passed
-    assert not found["the calls"].passed
+    verdicts = verdicts_of([*ones, *others])
+    assert verdicts["the seconds"].passed
+    assert not verdicts["the calls"].passed
 
 
 def test_short_runs_are_not_judged_by_their_accuracy():
     short = {"max_steps": 2}
-    found = verdicts_of([*seeds(0.6, 0.6), *seeds(0.3, 0.3, **short), *seeds(0.5, 0.5, scale_rewards="raw", **short)])
-    assert found.keys() == {"raises accuracy"}
-    assert found["raises accuracy"].passed
+    verdicts = verdicts_of(
+        [*seeds(0.6, 0.6), *seeds(0.3, 0.3, **short), *seeds(0.5, 0.5, scale_rewards="raw", **short)]
+    )
+    assert verdicts.keys() == {"raises accuracy"}
+    assert verdicts["raises accuracy"].passed
 
 
 def test_there_is_no_verdict_on_what_is_not_there():
-    found = report.judge([a_run(scale_rewards="raw")])
-    assert exit_code(found.verdicts) == 1
-    assert not found.verdicts
-    assert list(found.figures) == ["figure"]
+    judged = report.judge([a_run(scale_rewards="raw")])
+    assert exit_code(judged.verdicts) == 1
+    assert not judged.verdicts
+    assert list(judged.figures) == ["figure"]
     assert verdicts_of([a_run(steps_per_generation=4)]).keys() == set()
 
 
@@ -125,9 +127,9 @@ def test_two_runs_are_judged_as_they_are(tmp_path: Path, monkeypatch: pytest.Mon
     runs = finished_runs(tmp_path)
     assert [run.summary["generation_calls"] for run in runs] == [4, 1]
     assert [run.summary["generation_seconds"] for run in runs] == [4.0, 1.0]
-    found = verdicts_of(runs)
-    assert found["the calls"].passed
-    assert found["the seconds"].passed
+    verdicts = verdicts_of(runs)
+    assert verdicts["the calls"].passed
+    assert verdicts["the seconds"].passed
 
 
 def test_no_sum_of_the_test_is_learnt_in_either_order():

@@ -263,10 +263,10 @@ def test_too_few_comparisons_are_refused(model: str, tmp_path: Path):
         run_of(tmp_path, model, comparisons=(4, 4000))
 
 
-@pytest.mark.parametrize("given", [{"comparisons": ()}, {"best_of": (0, 4)}, {"preferences": "x"}])
-def test_settings_that_mean_nothing_are_refused(given: dict[str, Any]):
+@pytest.mark.parametrize("settings", [{"comparisons": ()}, {"best_of": (0, 4)}, {"preferences": "x"}])
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]):
     with pytest.raises(ValueError, match=r"1 or more|Set gold"):
-        train.RunConfig(**given)
+        train.RunConfig(**settings)
 
 
 def test_flags_and_help(capsys: pytest.CaptureFixture[str]):
@@ -288,8 +288,8 @@ def tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None
 def test_the_pipeline_is_one_run_of_wandb(model: str, tmp_path: Path, tracked: None):
     run_of(tmp_path, model, {"log_with": "wandb"})
     wandb.teardown()
-    (found,) = tmp_path.rglob("run-*.wandb")
-    record = RunFile(found).update()
+    (file,) = tmp_path.rglob("run-*.wandb")
+    record = RunFile(file).update()
     assert record.exit_code == 0
     assert record.summary["final/gold_ppo"] == json.loads((tmp_path / "run" / "summary.json").read_text())["gold_ppo"]
     assert record.config["sft_steps"] == record.config["steps"] == 2
@@ -341,8 +341,8 @@ def test_a_report_passes_what_holds_in_each_seed(seeds: int):
     ],
 )
 def test_a_claim_that_one_seed_of_three_misses_fails(changes: dict[str, float], failed: str):
-    found = outcomes([finished(0), finished(1), finished(2, **changes)])
-    assert [failed in claim for claim, passed in found.items() if not passed] == [True]
+    results = outcomes([finished(0), finished(1), finished(2, **changes)])
+    assert [failed in claim for claim, passed in results.items() if not passed] == [True]
 
 
 def test_accuracy_has_to_grow_in_the_median():

@@ -216,9 +216,9 @@ def program_of(sweep: Sweep) -> Program:
 
 def first_of(sweep: Sweep) -> dict[str, Any]:
     """The parameters of a sweep's first trial."""
-    found = suggest(sweep, number=0, seed=0, trials=[], history=lambda trial: [])
-    assert found is not None
-    return found.parameters
+    suggestion = suggest(sweep, number=0, seed=0, trials=[], history=lambda trial: [])
+    assert suggestion is not None
+    return suggestion.parameters
 
 
 def words_of(parameters: Mapping[str, Any], macro: str, folder: Path) -> list[str]:
@@ -238,13 +238,13 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def assert_holds(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     """A run's configuration has the values, under the names of the fields; a name with its class before it wins."""
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in sorted(flat(parameters), key=lambda item: item[0].partition(".")[0] in SECTIONS):
         head, _, field = name.partition(".")
-        given[field if field and head in SECTIONS else name] = value  # reward is a class, and a field of DDPO too
-    if isinstance(given.get("reward"), list):  # each of its trainings has one
-        (given["reward"],) = given["reward"]
-    assert {name: config.get(name, "missing") for name in given} == given
+        settings[field if field and head in SECTIONS else name] = value  # reward is a class, and a field of DDPO too
+    if isinstance(settings.get("reward"), list):  # each of its trainings has one
+        (settings["reward"],) = settings["reward"]
+    assert {name: config.get(name, "missing") for name in settings} == settings
 
 
 @pytest.fixture(scope="module")
@@ -325,14 +325,14 @@ def test_every_parameter_of_a_sweep_is_a_flag_of_its_program(file: Path, tmp_pat
     assert sweep.metric is not None
     assert sweep.get("project") == file.parent.name
     for number in range(500):  # all of a grid: what a config refuses would end a trial
-        found = suggest(sweep, number=number, seed=0, trials=[], history=lambda trial: [])
-        if found is None or (sweep.method != "grid" and number == 10):
+        suggestion = suggest(sweep, number=number, seed=0, trials=[], history=lambda trial: [])
+        if suggestion is None or (sweep.method != "grid" and number == 10):
             break
-        parsed = [program_of(sweep).parse(words_of(found.parameters, macro, tmp_path)) for macro in COMMANDS]
+        parsed = [program_of(sweep).parse(words_of(suggestion.parameters, macro, tmp_path)) for macro in COMMANDS]
         assert parsed[0] == parsed[1] == parsed[2]
         if number == 0:
             with pytest.raises(SystemExit):
-                program_of(sweep).parse([*words_of(found.parameters, "args", tmp_path), "--no_such_flag=1"])
+                program_of(sweep).parse([*words_of(suggestion.parameters, "args", tmp_path), "--no_such_flag=1"])
 
 
 def test_sweeps_have_names_of_their_own():
@@ -351,8 +351,8 @@ def test_what_an_agent_passes_is_understood_whichever_way_it_is_written(
     for name, value in parameters.items():
         config = next((config for config in parsed if hasattr(config, name)), None)
         if config is not None:
-            found = getattr(config, name)
-            assert (list(found) if isinstance(found, tuple) else found) == value, name
+            setting = getattr(config, name)
+            assert (list(setting) if isinstance(setting, tuple) else setting) == value, name
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
@@ -372,15 +372,15 @@ def test_the_metric_is_in_the_summary_under_its_name(file: Path, here: Path, pla
     config, history = run(program, words_of(parameters, "args", here))
     end_wandb()
     assert_holds(config, parameters)
-    (found,) = here.rglob("run-*.wandb")
-    file_of_run = RunFile(found).update()
+    (run_file,) = here.rglob("run-*.wandb")
+    file_of_run = RunFile(run_file).update()
     assert file_of_run.exit_code == 0
     assert sweep.metric is not None
     assert is_finite(file_of_run.summary[sweep.metric.name])
     if not sweep.metric.name.startswith("final/"):  # those are no part of the history
         assert sweep.metric.name in reported(program, history)
     assert file_of_run.config["seed"] == parameters["seed"]
-    assert_samples_can_be_read(found, file_of_run.summary)
+    assert_samples_can_be_read(run_file, file_of_run.summary)
 
 
 def assert_samples_can_be_read(run_file: Path, summary: Mapping[str, Any]) -> None:
@@ -411,8 +411,8 @@ def test_the_experiments_own_settings_are_in_the_run_without_a_sweep(program: Mo
     parameters = tiny_run(chosen, place)
     run(chosen, words_of(parameters, "args", here))
     end_wandb()
-    (found,) = here.rglob("run-*.wandb")
-    assert_holds(RunFile(found).update().config, parameters)
+    (file,) = here.rglob("run-*.wandb")
+    assert_holds(RunFile(file).update().config, parameters)
 
 
 def test_a_sweeps_run_of_ddpo_is_one_training(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -462,7 +462,7 @@ def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, mon
         assert (record.sweep_id, record.run_id, record.exit_code) == (about["id"], trial["run_id"], 0)
         assert record.summary[sweep.metric.name] == trial["metric"]
         assert {name: record.config[name] for name in trial["parameters"]} == trial["parameters"]
-        (history,) = [found for found in Path("runs").rglob("history.jsonl") if trial["run_id"] in found.parts]
+        (history,) = [path for path in Path("runs").rglob("history.jsonl") if trial["run_id"] in path.parts]
         assert_holds(json.loads((history.parent / "config.json").read_text()), trial["parameters"])
 
 
@@ -476,8 +476,8 @@ def wait_for_second(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert process.poll() is None, trials()
-        found = trials()[1:]
-        if found and any(found[0]["run_id"] in folders for _, folders, _ in os.walk("runs")):
-            return found[0]
+        later = trials()[1:]
+        if later and any(later[0]["run_id"] in folders for _, folders, _ in os.walk("runs")):
+            return later[0]
         time.sleep(0.02)
     raise AssertionError(trials())

@@ -104,18 +104,18 @@ def test_stops_end_responses_where_they_are_sampled(tmp_path: Path, monkeypatch:
 def test_another_trainer_can_be_given(model: str, tmp_path: Path):
     sizes = {"steps": 1, "batch_size": 4, "mini_batch_size": 2}
     _, ppo = train.settings([], **sizes, log_with=None, output_dir=str(tmp_path))
-    made = []
+    trainers = []
 
     def make_trainer(config: Any, policy: Any, **others: Any) -> Any:
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.25)
-        made.append(sentiment_ppo.PPOTrainer(config, policy, optimizer=optimizer, **others))
-        return made[0]
+        trainers.append(sentiment_ppo.PPOTrainer(config, policy, optimizer=optimizer, **others))
+        return trainers[0]
 
     run = StoriesRun(model=model, max_new_tokens=4, eval_prompts=2, samples=1)
     sentiment_ppo.train(run, ppo, sentiment, make_trainer=make_trainer)
     rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [row["ppo/learning_rate"] for row in rows] == [0.25]
-    assert made[0].steps_done == 1
+    assert trainers[0].steps_done == 1
 
 
 @pytest.mark.parametrize("name", ["gpu.yaml"])

@@ -38,7 +38,7 @@ KINDS = {
 }
 
 
-def trainer(kind: str, folder: Path, dataset: Any, model: Any = None, **settings: Any) -> Any:
+def make(kind: str, folder: Path, dataset: Any, model: Any = None, **settings: Any) -> Any:
     make, config, build = KINDS[kind]
     args = config(
         output_dir=str(folder),
@@ -60,13 +60,13 @@ def test_an_empty_dataset_is_refused_in_one_line(kind, tmp_path):
     no_rows = {name: [] for name in COLUMNS[kind]}
     for dataset in (Dataset.from_list([]), Dataset.from_dict(no_rows)):
         with pytest.raises(ValueError, match="The dataset is empty"):
-            trainer(kind, tmp_path, dataset)
+            make(kind, tmp_path, dataset)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "grpo"])
 def test_an_empty_stream_is_refused_in_one_line(kind, tmp_path):
     with pytest.raises(ValueError, match="The dataset is empty"):
-        trainer(kind, tmp_path, IterableDataset.from_generator(lambda: iter([])))
+        make(kind, tmp_path, IterableDataset.from_generator(lambda: iter([])))
 
 
 SHORT, LONG = "ab", "ab" * 40
@@ -84,42 +84,42 @@ SETTINGS = {"grpo": {"max_completion_length": 8, "num_generations": 2}}
 def test_a_row_longer_than_the_positions_of_the_model_is_refused_by_number(kind, tmp_path):
     settings = SETTINGS.get(kind, {})
     with pytest.raises(ValueError, match=r"Row 1: .*GPT2\w+ has 64 positions\. .*max_"):
-        trainer(kind, tmp_path, Dataset.from_dict(ROWS[kind]), **settings)
+        make(kind, tmp_path, Dataset.from_dict(ROWS[kind]), **settings)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "reward"])
 def test_rotary_positions_set_no_limit(kind, tmp_path):
     settings = SETTINGS.get(kind, {})
     model = tiny.llama(max_position_embeddings=16)
-    made = trainer(kind, tmp_path, Dataset.from_dict(ROWS[kind]), model, **settings)
+    trainer = make(kind, tmp_path, Dataset.from_dict(ROWS[kind]), model, **settings)
     if kind == "iterative_sft":
-        assert made.step(texts=[LONG])["global_step"] == 1
+        assert trainer.step(texts=[LONG])["global_step"] == 1
     else:
-        made.train()
-        assert made.state.global_step == 1
+        trainer.train()
+        assert trainer.state.global_step == 1
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_rows_that_are_cut_to_the_positions_are_taken(kind, tmp_path):
     settings = {"reward": {"max_length": 64, "truncation_mode": "keep_end"}}.get(kind, {"max_length": 64})
     with pytest.warns(UserWarning, match="max_length=64"):
-        made = trainer(kind, tmp_path, Dataset.from_dict(ROWS[kind]), **settings)
-    made.train()
-    assert made.state.global_step == 1
+        trainer = make(kind, tmp_path, Dataset.from_dict(ROWS[kind]), **settings)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_rows_of_a_step_are_measured_after_they_are_cut(tmp_path):
     with pytest.raises(ValueError, match=r"Row 1 .*GPT2LMHeadModel has 64 positions"):
-        trainer("iterative_sft", tmp_path, None).step(texts=[SHORT, LONG])
-    made = trainer("iterative_sft", tmp_path, None, max_length=64)
+        make("iterative_sft", tmp_path, None).step(texts=[SHORT, LONG])
+    trainer = make("iterative_sft", tmp_path, None, max_length=64)
     with pytest.warns(UserWarning, match="max_length=64"):
-        assert made.step(texts=[SHORT, LONG])["global_step"] == 1
+        assert trainer.step(texts=[SHORT, LONG])["global_step"] == 1
 
 
 def test_a_tokenized_dataset_of_pairs_is_measured_too(tmp_path):
-    made = trainer("dpo", tmp_path, Dataset.from_dict(ROWS["dpo"]), tiny.llama())
+    trainer = make("dpo", tmp_path, Dataset.from_dict(ROWS["dpo"]), tiny.llama())
     with pytest.raises(ValueError, match=r"Row 1: The rejected answer .*64 positions"):
-        trainer("dpo", tmp_path, made.train_dataset)
+        make("dpo", tmp_path, trainer.train_dataset)
 
 
 class Fixed:
@@ -137,7 +137,7 @@ class Fixed:
 
 
 def test_completions_of_a_sampler_of_the_callers_are_measured_as_they_come(tmp_path):
-    def made(length):
+    def sampling(length):
         args = GRPOConfig(
             output_dir=str(tmp_path),
             use_cpu=True,
@@ -157,28 +157,28 @@ def test_completions_of_a_sampler_of_the_callers_are_measured_as_they_come(tmp_p
             rollout=Fixed(length),
         )
 
-    made(62).train()
+    sampling(62).train()
     with pytest.raises(ValueError, match=r"A prompt of 2 tokens with 63 new ones is too long.*64 positions"):
-        made(63).train()
+        sampling(63).train()
 
 
 def test_a_table_of_samples_is_as_long_as_the_positions_allow(tmp_path):
     rows = Dataset.from_dict({"prompt": ["ab" * 25], "chosen": ["b"], "rejected": ["c"]})
-    made = trainer("dpo", tmp_path, rows, max_new_tokens=100)
-    policy, reference = made.sample_answers(made.model, [torch.full((50,), 9)])
+    trainer = make("dpo", tmp_path, rows, max_new_tokens=100)
+    policy, reference = trainer.sample_answers(trainer.model, [torch.full((50,), 9)])
     assert len(policy) == len(reference) == 1
     with pytest.raises(ValueError, match="64 positions"):
-        made.sample_answers(made.model, [torch.full((65,), 9)])
+        trainer.sample_answers(trainer.model, [torch.full((65,), 9)])
 
 
 def test_a_text_in_rows_of_constant_length_is_measured(tmp_path):
     rows = {"text": ["ab" * 50, SHORT]}
     settings = {"packing": True, "packing_strategy": "constant_length", "max_length": 96}
     with pytest.raises(ValueError, match="64 positions"):
-        trainer("sft", tmp_path, Dataset.from_dict(rows), **settings).train()
-    made = trainer("sft", tmp_path, Dataset.from_dict({"text": [SHORT] * 60}), **settings)
-    made.train()
-    assert made.state.global_step == 1  # short texts, each with positions of its own
+        make("sft", tmp_path, Dataset.from_dict(rows), **settings).train()
+    trainer = make("sft", tmp_path, Dataset.from_dict({"text": [SHORT] * 60}), **settings)
+    trainer.train()
+    assert trainer.state.global_step == 1  # short texts, each with positions of its own
 
 
 def long_rows(count: int, length: int) -> list[torch.Tensor]:
@@ -186,31 +186,31 @@ def long_rows(count: int, length: int) -> list[torch.Tensor]:
 
 
 def test_ppo_refuses_sequences_longer_than_the_positions_of_the_model():
-    made = tiny.ppo()
+    trainer = tiny.ppo()
     with pytest.raises(ValueError, match=r"queries\[0\] with responses\[0\]: 65 tokens.*64 positions"):
-        made.step(long_rows(4, 60), long_rows(4, 5), [0.0] * 4)
+        trainer.step(long_rows(4, 60), long_rows(4, 5), [0.0] * 4)
     with pytest.raises(ValueError, match=r"60 tokens with 5 new ones.*64 positions.*max_new_tokens"):
-        made.generate(long_rows(4, 60), max_new_tokens=5)
-    for length in made.generate(long_rows(1, 60), max_new_tokens=4, return_prompt=False, do_sample=True):
+        trainer.generate(long_rows(4, 60), max_new_tokens=5)
+    for length in trainer.generate(long_rows(1, 60), max_new_tokens=4, return_prompt=False, do_sample=True):
         assert len(length) <= 4
 
 
 def test_ppo_trains_past_rotary_positions():
-    made = tiny.ppo(tiny.with_value_head(tiny.llama(max_position_embeddings=16)))
-    responses = made.generate(long_rows(4, 60), max_new_tokens=5, return_prompt=False, do_sample=True)
-    assert made.step(long_rows(4, 60), responses, [0.0, 1.0, 2.0, 3.0])["ppo/loss/total"]
+    trainer = tiny.ppo(tiny.with_value_head(tiny.llama(max_position_embeddings=16)))
+    responses = trainer.generate(long_rows(4, 60), max_new_tokens=5, return_prompt=False, do_sample=True)
+    assert trainer.step(long_rows(4, 60), responses, [0.0, 1.0, 2.0, 3.0])["ppo/loss/total"]
 
 
 def test_ppo_refuses_texts_in_one_line():
-    made, (queries, responses, scores) = tiny.ppo(), tiny.batch()
+    trainer, (queries, responses, scores) = tiny.ppo(), tiny.batch()
     with pytest.raises(TypeError, match=r"Query 0 is a str; .*Tokenize a text"):
-        made.generate(["abc", "abd"])
+        trainer.generate(["abc", "abd"])
     with pytest.raises(TypeError, match=r"Query 0 is a str; .*Tokenize a text"):
-        made.generate("abc")
+        trainer.generate("abc")
     with pytest.raises(TypeError, match=r"queries\[0\] is a text.*Tokenize it"):
-        made.step(["abc"] * 4, responses, scores)
+        trainer.step(["abc"] * 4, responses, scores)
     with pytest.raises(TypeError, match=r"responses\[0\] is a text.*Tokenize it"):
-        made.step(queries, ["abc"] * 4, scores)
+        trainer.step(queries, ["abc"] * 4, scores)
 
 
 def joined(queries, responses):
@@ -218,10 +218,10 @@ def joined(queries, responses):
 
 
 def test_ppo_refuses_prompts_left_inside_their_responses():
-    made, (queries, responses, scores) = tiny.ppo(), tiny.batch()
+    trainer, (queries, responses, scores) = tiny.ppo(), tiny.batch()
     with pytest.raises(ValueError, match="return_prompt=False"):
-        made.step(queries, joined(queries, responses), scores)
-    assert made.steps_done == 0
+        trainer.step(queries, joined(queries, responses), scores)
+    assert trainer.steps_done == 0
 
 
 def test_ppo_takes_responses_that_repeat_their_query_where_that_may_be_meant():

@@ -114,12 +114,12 @@ def policy(seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -
 
 
 def ppo(
-    model: Any = None, kind: type[PPOTrainer] = PPOTrainer, given: dict[str, Any] | None = None, **config: Any
+    model: Any = None, kind: type[PPOTrainer] = PPOTrainer, arguments: dict[str, Any] | None = None, **config: Any
 ) -> Any:
-    """A trainer of four responses and one update a step. given: PPOTrainer's arguments; config: PPOConfig's."""
+    """A trainer of four responses and one update a step. arguments: of PPOTrainer; config: PPOConfig's."""
     sizes = {"batch_size": 4, "mini_batch_size": 4, "ppo_epochs": 1, "learning_rate": 1e-3}
     model = policy() if model is None else model
-    return kind(PPOConfig(**sizes | config), model, **{"tokenizer": tokenizer(), **(given or {})})
+    return kind(PPOConfig(**sizes | config), model, **{"tokenizer": tokenizer(), **(arguments or {})})
 
 
 def rows(count: int, shortest: int, longest: int, seed: int = 0) -> list[torch.Tensor]:

@@ -23,13 +23,13 @@ def sweep_of(parameters, **rest):
 
 
 def parameter(**settings):
-    (found,) = sweep_of({"x": settings}).parameters
-    return found
+    (parameter,) = sweep_of({"x": settings}).parameters
+    return parameter
 
 
 def suggestions(sweep, count, seed=0):
-    found = [suggest(sweep, number=n, seed=seed, trials=[], history=lambda trial: []) for n in range(count)]
-    return [item.parameters for item in found if item]
+    suggestions = [suggest(sweep, number=n, seed=seed, trials=[], history=lambda trial: []) for n in range(count)]
+    return [item.parameters for item in suggestions if item]
 
 
 # --- distributions -----------------------------------------------------------------------------------------------
@@ -216,10 +216,10 @@ def test_nested_parameters_arrive_as_mappings(method):
 def bayes_run(sweep, objective, count, seed=0):
     trials = []
     for number in range(count):
-        found = suggest(sweep, number=number, seed=seed, trials=trials, history=lambda trial: [])
-        value = objective(found.parameters)
+        suggestion = suggest(sweep, number=number, seed=seed, trials=trials, history=lambda trial: [])
+        value = objective(suggestion.parameters)
         status = FAILED if value is None else FINISHED
-        trials.append(Trial(number, found.parameters, found.point, status=status, metric=value))
+        trials.append(Trial(number, suggestion.parameters, suggestion.point, status=status, metric=value))
     return trials
 
 
@@ -278,9 +278,9 @@ def test_bayes_does_not_crowd_around_running_trials():
     trials = bayes_run(sweep, lambda values: (values["x"] - 0.3) ** 2, 25)
     spread = []
     for _ in range(6):
-        found = suggest(sweep, number=len(trials), seed=0, trials=trials, history=lambda trial: [])
-        trials.append(Trial(len(trials), found.parameters, found.point, status=RUNNING))
-        spread.append(found.parameters["x"])
+        suggestion = suggest(sweep, number=len(trials), seed=0, trials=trials, history=lambda trial: [])
+        trials.append(Trial(len(trials), suggestion.parameters, suggestion.point, status=RUNNING))
+        spread.append(suggestion.parameters["x"])
     assert min(abs(a - b) for i, a in enumerate(spread) for b in spread[:i]) > 0
     assert statistics.pstdev(spread) > 0.01
 

@@ -119,7 +119,7 @@ def test_ids_become_tensors_of_their_own_lengths():
 
 def test_tuples_are_collated_as_torch_does_by_default():
     pairs = [(torch.tensor([i, i + 1]), f"text {i}", float(i)) for i in range(4)]
-    trainer = tiny.ppo(given={"dataset": pairs})
+    trainer = tiny.ppo(arguments={"dataset": pairs})
     (batch,) = trainer.dataloader
     ids, texts, numbers = batch
     order = [int(row[0]) for row in ids]
@@ -137,6 +137,6 @@ def test_ppo_trains_on_fewer_prompts_than_a_batch():
         return [float(i) for i in range(len(queries))]
 
     dataset = Dataset.from_dict({"query": ["a", "b", "c"]})
-    trainer = tiny.ppo(given={"dataset": dataset})
+    trainer = tiny.ppo(arguments={"dataset": dataset})
     trainer.train(reward, steps=3, generation_kwargs={"max_new_tokens": 3})
     assert sorted(seen) == sorted("abc" * 4)

@@ -1,13 +1,12 @@
 """DPO runs on tiny models, for the tests; as a program, those of test_dpo_distributed.py, in each of its processes."""
 
-import os
 import sys
-import warnings
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from tests.processes import process_of_many
 from transformers import BartConfig, BartForConditionalGeneration
 
 from trimtab_lm.dpo import DPOConfig, DPOTrainer
@@ -61,9 +60,14 @@ def dataset(count: int = 8) -> Dataset:
 
 
 def trainer(
-    model: Any, folder: Any, *, kind: type[DPOTrainer] = DPOTrainer, given: dict[str, Any] | None = None, **config: Any
+    model: Any,
+    folder: Any,
+    *,
+    kind: type[DPOTrainer] = DPOTrainer,
+    arguments: dict[str, Any] | None = None,
+    **config: Any,
 ) -> Any:
-    """One step of SGD over eight pairs. given: DPOTrainer's arguments; config: DPOConfig's."""
+    """One step of SGD over eight pairs. arguments: of DPOTrainer; config: DPOConfig's."""
     settings = {
         "max_steps": 1,
         "per_device_train_batch_size": 8,
@@ -78,19 +82,19 @@ def trainer(
         "lr_scheduler_type": "constant",
     }
     args = DPOConfig(str(folder), **settings | config)
-    arguments = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), **(given or {})}
+    arguments = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), **(arguments or {})}
     return kind(model, args=args, **arguments)
 
 
 def trained(model: Any, folder: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """The trainer after training, and the weights."""
-    own = trainer(model, folder, **options)
-    own.train()
-    return own, tiny.weights(own.model)
+    dpo_trainer = trainer(model, folder, **options)
+    dpo_trainer.train()
+    return dpo_trainer, tiny.weights(dpo_trainer.model)
 
 
-def logged(own: Any, name: str) -> list[float]:
-    return [entry[name] for entry in own.state.log_history if name in entry]
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 # 10 rows are no multiple of 4 x 2: the last batch of an evaluation is filled up with repetitions.
@@ -107,18 +111,18 @@ def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
     config = {"max_steps": 2, "seed": 3} | CASES[name]
     size = config.pop("per_device_train_batch_size", 4)
     model = tiny.exact(BUILDERS.get(name, tiny.gpt2)())
-    own, weights = trained(
+    trainer, weights = trained(
         model,
         f"{folder}/{name}-{processes}",
-        given={"train_dataset": dataset(16), "eval_dataset": dataset(10)},
+        arguments={"train_dataset": dataset(16), "eval_dataset": dataset(10)},
         per_device_train_batch_size=size * 2 // processes,
         per_device_eval_batch_size=8 // processes,
         **config,
     )
-    metrics = own.evaluate()
+    metrics = trainer.evaluate()
     stats = [
         {key: value for key, value in entry.items() if "runtime" not in key and "second" not in key}
-        for entry in own.state.log_history
+        for entry in trainer.state.log_history
         if "loss" in entry
     ]
     kept = {
@@ -130,11 +134,9 @@ def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    results = {name: run(name, folder, processes=int(os.environ["WORLD_SIZE"])) for name in CASES}
-    torch.save(results, f"{folder}/{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, world_size):
+        results = {name: run(name, folder, processes=world_size) for name in CASES}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

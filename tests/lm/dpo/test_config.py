@@ -58,8 +58,8 @@ def test_every_loss_is_taken(name):
 
 def test_every_own_field_says_what_it_is():
     inherited = {field.name for field in dataclasses.fields(DPOConfig.__mro__[1])}
-    own = [field for field in dataclasses.fields(DPOConfig) if field.name not in inherited]
-    assert all(len(field.metadata["help"]) > 10 for field in own)
+    added = [field for field in dataclasses.fields(DPOConfig) if field.name not in inherited]
+    assert all(len(field.metadata["help"]) > 10 for field in added)
 
 
 def test_both_parsers_read_it():
@@ -77,8 +77,8 @@ def test_both_parsers_read_it():
     ]
     [ours] = parse_config(DPOConfig, argv=words)
     [theirs] = HfArgumentParser(DPOConfig).parse_args_into_dataclasses(words)
-    for found in (ours, theirs):
-        assert (found.beta, found.loss_type, found.max_length) == (0.2, "hinge", 64)
+    for config in (ours, theirs):
+        assert (config.beta, config.loss_type, config.max_length) == (0.2, "hinge", 64)
     mix = [
         "--output_dir",
         "out",

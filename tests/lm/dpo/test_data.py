@@ -91,8 +91,8 @@ def test_conversations_and_implicit_prompts():
 
 
 def test_an_answer_is_tokenized_behind_its_prompt():
-    own = tokenizer_of()
-    parts = own.split("ab ", "cd")
+    tokenizer = tokenizer_of()
+    parts = tokenizer.split("ab ", "cd")
     assert parts["prompt_input_ids"] + parts["input_ids"] == tiny.tokenizer()("ab cd")["input_ids"]
     assert parts["input_ids"] == tiny.tokenizer()("cd")["input_ids"]
     assert parts["attention_mask"] == [1, 1]
@@ -107,11 +107,14 @@ def test_rows_that_were_tokenized_are_left_alone():
 def test_a_stream_stays_a_stream_and_trains_as_the_rows_do(tmp_path):
     settings = {"train_sampling_strategy": "sequential", "max_steps": 2, "per_device_train_batch_size": 4}
     _, expected = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path, **settings)
-    given = {"train_dataset": dpo.dataset().to_iterable_dataset(), "eval_dataset": dpo.dataset().to_iterable_dataset()}
-    own, found = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path, given=given, **settings)
+    arguments = {
+        "train_dataset": dpo.dataset().to_iterable_dataset(),
+        "eval_dataset": dpo.dataset().to_iterable_dataset(),
+    }
+    trainer, weights = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path, arguments=arguments, **settings)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
-    assert own.evaluate()["eval_loss"] > 0
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 def test_what_was_cut_is_said():
@@ -132,23 +135,23 @@ def test_what_was_cut_is_said():
 def test_rows_that_cannot_be_used_are_named(rows, says, tmp_path):
     rows = {name: [row.get(name) for row in rows] for name in rows[0]}
     with pytest.raises(ValueError, match=says):
-        dpo.trainer(tiny.gpt2(), tmp_path, given={"train_dataset": Dataset.from_dict(rows)})
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments={"train_dataset": Dataset.from_dict(rows)})
 
 
 def test_a_list_of_rows_is_no_data_set(tmp_path):
     with pytest.raises(TypeError, match=r"datasets\.Dataset\.from_list"):
-        dpo.trainer(tiny.gpt2(), tmp_path, given={"train_dataset": [ROW]})
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments={"train_dataset": [ROW]})
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
-    given = {"processing_class": tiny.tokenizer(eos_token=None)}
+    arguments = {"processing_class": tiny.tokenizer(eos_token=None)}
     with pytest.raises(ValueError, match="no EOS token"):
-        dpo.trainer(tiny.gpt2(), tmp_path, given=given)
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments=arguments)
 
 
 def tokenized(count=4, *, seq2seq=False):
-    own = tokenizer_of(seq2seq=seq2seq)
-    return [own.row(row) for row in dpo.pairs(count)]
+    tokenizer = tokenizer_of(seq2seq=seq2seq)
+    return [tokenizer.row(row) for row in dpo.pairs(count)]
 
 
 @pytest.mark.parametrize("layout", ["padded", "tree", "packed"])
@@ -187,9 +190,9 @@ def test_chosen_answers_come_before_rejected_ones():
         whole = joined[f"concatenated_{name}"]
         assert whole.shape == (6, width)
         for side, rows in (("chosen", whole[:3]), ("rejected", whole[3:])):
-            own = batch[f"{side}_{name}"]
-            assert torch.equal(rows[:, : own.shape[1]], own)
-            assert bool((rows[:, own.shape[1] :] == fill).all())
+            columns = batch[f"{side}_{name}"]
+            assert torch.equal(rows[:, : columns.shape[1]], columns)
+            assert bool((rows[:, columns.shape[1] :] == fill).all())
     batch = DPODataCollatorWithPadding(is_encoder_decoder=True)(tokenized(3, seq2seq=True))
     joined = DPOTrainer.concatenated_inputs(batch, is_encoder_decoder=True)
     assert torch.equal(joined["concatenated_input_ids"], batch["prompt_input_ids"].repeat(2, 1))

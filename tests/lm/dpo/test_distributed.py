@@ -20,10 +20,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_two_processes_are_one(name, two, tmp_path):
     one = dpo.run(name, tmp_path, processes=1)
     for rank in range(2):
-        found = two[rank][name]
+        results = two[rank][name]
         for key, value in one["weights"].items():
-            torch.testing.assert_close(found["weights"][key], value, rtol=1e-6, atol=1e-6 * float(value.abs().max()))
-        assert found["metrics"] == pytest.approx(one["metrics"], rel=1e-6)
+            torch.testing.assert_close(results["weights"][key], value, rtol=1e-6, atol=1e-6 * float(value.abs().max()))
+        assert results["metrics"] == pytest.approx(one["metrics"], rel=1e-6)
     assert len(two[0][name]["stats"]) == 2
     for ours, theirs in zip(one["stats"], two[0][name]["stats"], strict=True):
         if name == "precomputed" and ours["step"] == 1:

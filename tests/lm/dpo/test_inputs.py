@@ -39,10 +39,10 @@ def make(folder, **arguments):
     return DPOTrainer(**settings | arguments)
 
 
-def loss_of(own):
+def loss_of(trainer):
     """Of the first batch, after the policy has moved away from the reference."""
-    own.train()
-    return own.evaluate()["eval_loss"]
+    trainer.train()
+    return trainer.evaluate()["eval_loss"]
 
 
 class Note(TrainerCallback):
@@ -58,70 +58,91 @@ def adapters():
     return model
 
 
-def longest(own):
-    return max(len(row["chosen_input_ids"]) for row in own.train_dataset)
+def longest(trainer):
+    return max(len(row["chosen_input_ids"]) for row in trainer.train_dataset)
 
 
-def longest_prompt(own):
-    return max(len(row["prompt_input_ids"]) for row in own.train_dataset)
+def longest_prompt(trainer):
+    return max(len(row["prompt_input_ids"]) for row in trainer.train_dataset)
 
 
-def first_prompt(own):
-    return own.train_dataset[3]["prompt_input_ids"]
+def first_prompt(trainer):
+    return trainer.train_dataset[3]["prompt_input_ids"]
 
 
-def padding(own):
-    batch = own.data_collator([own.train_dataset[0], own.train_dataset[3]])
+def padding(trainer):
+    batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[3]])
     return int(batch["input_ids"][batch["document"] == -1][0])
 
 
 T5 = {"model": lambda: tiny.exact(tiny.t5(initializer_factor=1.0))}
 EFFECTS = {
-    "model": ({"model": lambda: tiny.exact(tiny.llama())}, lambda own: type(own.model).__name__),
+    "model": ({"model": lambda: tiny.exact(tiny.llama())}, lambda trainer: type(trainer.model).__name__),
     "ref_model": ({"ref_model": lambda: tiny.exact(tiny.gpt2(seed=1))}, loss_of),
     "beta": ({"beta": 0.5}, loss_of),
     "label_smoothing": ({"label_smoothing": 0.2}, loss_of),
     "loss_type": ({"loss_type": "hinge"}, loss_of),
-    "args": ({"args": lambda: DPOConfig("out", report_to="none", use_cpu=True, seed=7)}, lambda own: own.args.seed),
-    "data_collator": ({"data_collator": DPODataCollatorWithPadding()}, lambda own: type(own.data_collator).__name__),
-    "label_pad_token_id": ({"label_pad_token_id": -7}, lambda own: own.train_dataset[0]["chosen_labels"][0]),
+    "args": (
+        {"args": lambda: DPOConfig("out", report_to="none", use_cpu=True, seed=7)},
+        lambda trainer: trainer.args.seed,
+    ),
+    "data_collator": (
+        {"data_collator": DPODataCollatorWithPadding()},
+        lambda trainer: type(trainer.data_collator).__name__,
+    ),
+    "label_pad_token_id": ({"label_pad_token_id": -7}, lambda trainer: trainer.train_dataset[0]["chosen_labels"][0]),
     "padding_value": ({"padding_value": 9}, padding),
     "truncation_mode": ({"truncation_mode": "keep_start", "max_prompt_length": 2}, first_prompt),
-    "train_dataset": ({"train_dataset": dpo.dataset(3)}, lambda own: len(own.train_dataset)),
-    "eval_dataset": ({"eval_dataset": {"a": dpo.dataset(3)}}, lambda own: sorted(own.evaluate())),
+    "train_dataset": ({"train_dataset": dpo.dataset(3)}, lambda trainer: len(trainer.train_dataset)),
+    "eval_dataset": ({"eval_dataset": {"a": dpo.dataset(3)}}, lambda trainer: sorted(trainer.evaluate())),
     "tokenizer": (
         {"tokenizer": lambda: tiny.tokenizer(eos_token="z")},
-        lambda own: own.train_dataset[0]["chosen_input_ids"][-1],
+        lambda trainer: trainer.train_dataset[0]["chosen_input_ids"][-1],
     ),
-    "model_init": ({"model": None, "model_init": lambda: tiny.llama()}, lambda own: type(own.model).__name__),
-    "callbacks": ({"callbacks": [Note()]}, lambda own: (setattr(Note, "calls", 0), own.train(), Note.calls)[2]),
+    "model_init": ({"model": None, "model_init": lambda: tiny.llama()}, lambda trainer: type(trainer.model).__name__),
+    "callbacks": ({"callbacks": [Note()]}, lambda trainer: (setattr(Note, "calls", 0), trainer.train(), Note.calls)[2]),
     "optimizers": (
         {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), None)},
-        lambda own: tiny.moved(tiny.weights(tiny.exact(tiny.gpt2())), (own.train(), own.model)[1]) == {},
+        lambda trainer: tiny.moved(tiny.weights(tiny.exact(tiny.gpt2())), (trainer.train(), trainer.model)[1]) == {},
     ),
     "preprocess_logits_for_metrics": (
         {
             "preprocess_logits_for_metrics": lambda x, labels: x[:, :1],
             "compute_metrics": lambda prediction: {"width": prediction.predictions.size},
         },
-        lambda own: own.evaluate().get("eval_width"),
+        lambda trainer: trainer.evaluate().get("eval_width"),
     ),
     "max_length": ({"max_length": 6}, longest),
     "max_prompt_length": ({"max_prompt_length": 2}, longest_prompt),
-    "max_target_length": (T5 | {"max_target_length": 2}, lambda own: len(own.train_dataset[3]["chosen_labels"])),
-    "peft_config": ({"peft_config": LoraConfig(target_modules=["c_attn"])}, lambda own: type(own.model).__name__),
+    "max_target_length": (
+        T5 | {"max_target_length": 2},
+        lambda trainer: len(trainer.train_dataset[3]["chosen_labels"]),
+    ),
+    "peft_config": (
+        {"peft_config": LoraConfig(target_modules=["c_attn"])},
+        lambda trainer: type(trainer.model).__name__,
+    ),
     "is_encoder_decoder": None,
     "disable_dropout": ({"disable_dropout": False}, loss_of),
     "generate_during_eval": (
         {"generate_during_eval": True},
-        lambda own: (setattr(own, "tables", Tables()), own.evaluate(), len(own.tables.added))[2],
+        lambda trainer: (setattr(trainer, "tables", Tables()), trainer.evaluate(), len(trainer.tables.added))[2],
     ),
-    "compute_metrics": ({"compute_metrics": lambda p: {"mine": 1}}, lambda own: own.evaluate().get("eval_mine")),
-    "precompute_ref_log_probs": ({"precompute_ref_log_probs": True}, lambda own: set(own.train_dataset.column_names)),
+    "compute_metrics": (
+        {"compute_metrics": lambda p: {"mine": 1}},
+        lambda trainer: trainer.evaluate().get("eval_mine"),
+    ),
+    "precompute_ref_log_probs": (
+        {"precompute_ref_log_probs": True},
+        lambda trainer: set(trainer.train_dataset.column_names),
+    ),
     "model_init_kwargs": None,
     "ref_model_init_kwargs": None,
-    "model_adapter_name": ({"model": adapters, "model_adapter_name": "other"}, lambda own: own.model.active_adapter),
-    "ref_adapter_name": ({"model": adapters, "ref_adapter_name": "other"}, lambda own: own.reference.adapter),
+    "model_adapter_name": (
+        {"model": adapters, "model_adapter_name": "other"},
+        lambda trainer: trainer.model.active_adapter,
+    ),
+    "ref_adapter_name": ({"model": adapters, "ref_adapter_name": "other"}, lambda trainer: trainer.reference.adapter),
 }
 """Argument -> arguments that set it, and what then differs.
 
@@ -138,8 +159,10 @@ class Tables:
 
 
 def fresh(arguments):
-    made = ("model", "ref_model", "args", "tokenizer")
-    return {name: value() if inspect.isfunction(value) and name in made else value for name, value in arguments.items()}
+    names = ("model", "ref_model", "args", "tokenizer")
+    return {
+        name: value() if inspect.isfunction(value) and name in names else value for name, value in arguments.items()
+    }
 
 
 def test_every_documented_argument_is_in_the_table():
@@ -159,7 +182,7 @@ def test_every_documented_argument_has_an_effect(name, tmp_path):
 def test_the_script_of_2024_trains(tmp_path):
     args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
     with pytest.warns(FutureWarning, match="beta"):
-        own = DPOTrainer(
+        trainer = DPOTrainer(
             tiny.gpt2(),
             tiny.gpt2(seed=1),
             beta=0.1,
@@ -169,8 +192,8 @@ def test_the_script_of_2024_trains(tmp_path):
             max_length=16,
             max_prompt_length=6,
         )
-    own.train()
-    assert isinstance(own.args, DPOConfig)
+    trainer.train()
+    assert isinstance(trainer.args, DPOConfig)
     assert args.remove_unused_columns  # the caller's object is left alone
     with pytest.warns(FutureWarning):
         positional = DPOTrainer(
@@ -195,21 +218,21 @@ def test_the_script_of_2024_trains(tmp_path):
 
 def test_arguments_may_all_be_left_out_but_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own = DPOTrainer(tiny.gpt2(), processing_class=tiny.tokenizer())
-    assert own.args.beta == 0.1
-    assert own.evaluate(dpo.dataset(2))["eval_loss"] == pytest.approx(math.log(2))
+    trainer = DPOTrainer(tiny.gpt2(), processing_class=tiny.tokenizer())
+    assert trainer.args.beta == 0.1
+    assert trainer.evaluate(dpo.dataset(2))["eval_loss"] == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("given", [{"model_init": lambda: tiny.gpt2()}, {"model": None}])
-def test_there_is_one_model(given, tmp_path):
-    model = given.pop("model", tiny.gpt2())
+@pytest.mark.parametrize("arguments", [{"model_init": lambda: tiny.gpt2()}, {"model": None}])
+def test_there_is_one_model(arguments, tmp_path):
+    model = arguments.pop("model", tiny.gpt2())
     with pytest.raises(ValueError, match="either a model or model_init"):
-        dpo.trainer(model, tmp_path, given=given)
+        dpo.trainer(model, tmp_path, arguments=arguments)
 
 
 def test_a_model_without_a_name_needs_its_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="Pass processing_class=tokenizer"):
-        dpo.trainer(tiny.gpt2(), tmp_path, given={"processing_class": None})
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments={"processing_class": None})
 
 
 def test_the_kind_of_model_is_read_off_it(tmp_path):
@@ -222,14 +245,14 @@ def test_the_kind_of_model_is_read_off_it(tmp_path):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_dpo_loss_is_the_loss_of_the_config(name, tmp_path):
-    own = dpo.trainer(tiny.gpt2(), tmp_path, loss_type=name, beta=0.2)
+    trainer = dpo.trainer(tiny.gpt2(), tmp_path, loss_type=name, beta=0.2)
     logps = [
         torch.tensor([-3.0, -1.0]),
         torch.tensor([-2.0, -5.0]),
         torch.tensor([-2.5, -2.0]),
         torch.tensor([-2.0, -4.0]),
     ]
-    losses, chosen, rejected = own.dpo_loss(*logps)
+    losses, chosen, rejected = trainer.dpo_loss(*logps)
     assert losses.shape == (2,)
     torch.testing.assert_close(chosen, torch.tensor([-0.1, 0.2]))
     torch.testing.assert_close(rejected, torch.tensor([0.0, -0.2]))
@@ -241,39 +264,39 @@ def test_dpo_loss_is_the_loss_of_the_config(name, tmp_path):
     }
     if name in closed:
         torch.testing.assert_close(losses, closed[name])
-    free = own.dpo_loss(*logps, reference_free=True)
+    free = trainer.dpo_loss(*logps, reference_free=True)
     torch.testing.assert_close(free[1], 0.2 * logps[0])
 
 
 def test_ipo_divides_by_the_length_of_each_answer(tmp_path):
-    own = dpo.trainer(tiny.gpt2(), tmp_path, loss_type="ipo", beta=0.5)
+    trainer = dpo.trainer(tiny.gpt2(), tmp_path, loss_type="ipo", beta=0.5)
     logps = [torch.tensor([x]) for x in (-4.0, -6.0, -2.0, -3.0)]
-    losses, _, _ = own.dpo_loss(*logps, chosen_length=torch.tensor([2]), rejected_length=torch.tensor([3]))
+    losses, _, _ = trainer.dpo_loss(*logps, chosen_length=torch.tensor([2]), rejected_length=torch.tensor([3]))
     torch.testing.assert_close(losses, torch.tensor([((-4 + 2) / 2 - (-6 + 3) / 3 - 1) ** 2]))
 
 
 def test_a_mix_is_the_weighted_sum(tmp_path):
     def loss(**config):
-        own = dpo.trainer(
-            tiny.exact(tiny.gpt2()), tmp_path, given={"ref_model": tiny.exact(tiny.gpt2(seed=1))}, **config
+        trainer = dpo.trainer(
+            tiny.exact(tiny.gpt2()), tmp_path, arguments={"ref_model": tiny.exact(tiny.gpt2(seed=1))}, **config
         )
-        return own.compute_loss(own.model, own.data_collator(list(own.train_dataset)))
+        return trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset)))
 
     mixed = loss(loss_type=["sigmoid", "ipo"], loss_weights=[0.3, 2.0])
     torch.testing.assert_close(mixed, 0.3 * loss(loss_type="sigmoid") + 2.0 * loss(loss_type="ipo"), rtol=1e-9, atol=0)
 
 
 def test_losses_and_metrics_of_a_batch(tmp_path):
-    own = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given={"ref_model": tiny.exact(tiny.gpt2(seed=1))})
-    batch = own.data_collator(list(own.train_dataset))
-    loss, metrics = own.get_batch_loss_metrics(own.model, batch, "eval")
-    torch.testing.assert_close(loss, own.compute_loss(own.model, batch))
+    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, arguments={"ref_model": tiny.exact(tiny.gpt2(seed=1))})
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch, "eval")
+    torch.testing.assert_close(loss, trainer.compute_loss(trainer.model, batch))
     names = {f"rewards/{x}" for x in ("chosen", "rejected", "accuracies", "margins")} | {
         f"{kind}/{side}" for kind in ("logps", "entropy") for side in ("chosen", "rejected")
     }
     assert set(metrics) == {f"eval_{name}" for name in names}
-    assert set(own.get_batch_loss_metrics(own.model, batch)[1]) == names
-    scores = own.concatenated_forward(own.model, batch)
+    assert set(trainer.get_batch_loss_metrics(trainer.model, batch)[1]) == names
+    scores = trainer.concatenated_forward(trainer.model, batch)
     assert metrics["eval_logps/chosen"] == pytest.approx(float(scores[0].mean()))
 
 
@@ -287,24 +310,26 @@ def test_metrics_are_computed_from_rewards_and_log_probabilities(tmp_path):
         seen.append(prediction)
         return {"wins": float(np.mean(prediction.predictions[:, 0] > prediction.predictions[:, 1]))}
 
-    given = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(7), "compute_metrics": metrics}
-    own = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given=given, per_device_eval_batch_size=3)
-    found = own.evaluate()
+    arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(7), "compute_metrics": metrics}
+    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, arguments=arguments, per_device_eval_batch_size=3)
+    logged = trainer.evaluate()
     assert seen[0].predictions.shape == (7, 4)
     assert seen[0].label_ids.tolist() == [0] * 7
-    assert found["eval_wins"] == found["eval_rewards/accuracies"]
+    assert logged["eval_wins"] == logged["eval_rewards/accuracies"]
     for column, name in enumerate(("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")):
-        assert found[f"eval_{name}"] == pytest.approx(seen[0].predictions[:, column].mean(), rel=1e-9)
-    assert own.predict(dpo.dataset(3)).predictions.shape == (3, 4)
+        assert logged[f"eval_{name}"] == pytest.approx(seen[0].predictions[:, column].mean(), rel=1e-9)
+    assert trainer.predict(dpo.dataset(3)).predictions.shape == (3, 4)
 
 
 def test_the_loss_of_an_evaluation_is_the_mean_over_pairs(tmp_path):
     """7 pairs in batches of 3: a mean of batch means would weigh the last pair three times."""
 
     def loss(size):
-        given = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(7)}
-        own = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given=given, per_device_eval_batch_size=size, beta=1.0)
-        return own.evaluate()["eval_loss"]
+        arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(7)}
+        trainer = dpo.trainer(
+            tiny.exact(tiny.gpt2()), tmp_path, arguments=arguments, per_device_eval_batch_size=size, beta=1.0
+        )
+        return trainer.evaluate()["eval_loss"]
 
     assert loss(3) == pytest.approx(loss(7), rel=1e-9)
 
@@ -323,79 +348,79 @@ def peaked(model, token):
 @pytest.mark.parametrize("build", [lambda seed: tiny.llama(seed), lambda seed: tiny.t5(seed), lambda seed: dpo.bart()])
 def test_samples_of_policy_and_reference_go_into_a_table(build, tmp_path):
     a, b = tiny.VOCABULARY["a"], tiny.VOCABULARY["b"]
-    given = {"ref_model": peaked(build(1), b), "eval_dataset": {"one": dpo.dataset(6)}}
-    own = dpo.trainer(
+    arguments = {"ref_model": peaked(build(1), b), "eval_dataset": {"one": dpo.dataset(6)}}
+    trainer = dpo.trainer(
         peaked(build(0), a),
         tmp_path,
-        given=given,
+        arguments=arguments,
         generate_during_eval=True,
         max_new_tokens=3,
         num_eval_samples=4,
         per_device_eval_batch_size=3,
     )
-    own.tables = Tables()
-    own.evaluate()
-    [(name, columns, rows)] = own.tables.added
+    trainer.tables = Tables()
+    trainer.evaluate()
+    [(name, columns, rows)] = trainer.tables.added
     assert (name, columns) == ("eval_one_samples", ["prompt", "policy", "reference"])
     assert [row[1:] for row in rows] == [("aaa", "bbb")] * 4
-    end = "</s>" if own.is_encoder_decoder else ""
+    end = "</s>" if trainer.is_encoder_decoder else ""
     known = [row["prompt"] + end for row in dpo.pairs(6)]
     prompts = [row[0] for row in rows]
     assert set(prompts) <= set(known)
     assert len(set(prompts)) == 4
-    own.state.global_step = 1
-    own.evaluate()
-    assert [row[0] for row in own.tables.added[1][2]] != prompts  # others at another step
+    trainer.state.global_step = 1
+    trainer.evaluate()
+    assert [row[0] for row in trainer.tables.added[1][2]] != prompts  # others at another step
 
 
 def test_without_a_reference_model_the_table_shows_the_policy(tmp_path):
     for config in ({"reference_free": True}, {"precompute_ref_log_probs": True}):
-        own = dpo.trainer(
+        trainer = dpo.trainer(
             tiny.gpt2(),
             tmp_path,
-            given={"eval_dataset": dpo.dataset(3)},
+            arguments={"eval_dataset": dpo.dataset(3)},
             generate_during_eval=True,
             max_new_tokens=2,
             **config,
         )
-        own.tables = Tables()
-        own.evaluate()
-        assert own.tables.added[0][1] == ["prompt", "policy"]
-        assert [len(row) for row in own.tables.added[0][2]] == [2, 2, 2]
+        trainer.tables = Tables()
+        trainer.evaluate()
+        assert trainer.tables.added[0][1] == ["prompt", "policy"]
+        assert [len(row) for row in trainer.tables.added[0][2]] == [2, 2, 2]
 
 
 def test_samples_of_a_padded_batch(tmp_path):
-    own = dpo.trainer(
+    trainer = dpo.trainer(
         peaked(tiny.llama(), 6),
         tmp_path,
         generate_during_eval=True,
         generation_kwargs={"do_sample": False},
-        given={"ref_model": peaked(tiny.llama(), 7)},
+        arguments={"ref_model": peaked(tiny.llama(), 7)},
         max_new_tokens=2,
     )
-    batch = DPODataCollatorWithPadding()([own.train_dataset[i] for i in range(3)])
-    policy, reference = own.generate_from_model_and_ref(own.model, batch)
+    batch = DPODataCollatorWithPadding()([trainer.train_dataset[i] for i in range(3)])
+    policy, reference = trainer.generate_from_model_and_ref(trainer.model, batch)
     read = tiny.tokenizer()
     assert policy == [read.decode([6, 6])] * 3
     assert reference == [read.decode([7, 7])] * 3
 
 
 def test_bart_trains(tmp_path):
-    own, _ = dpo.trained(dpo.bart(), tmp_path, max_steps=2)
-    assert own.data_collator.layout == "encoder-decoder"
-    assert dpo.logged(own, "rewards/margins")[1] > 0
+    trainer, _ = dpo.trained(dpo.bart(), tmp_path, max_steps=2)
+    assert trainer.data_collator.layout == "encoder-decoder"
+    assert dpo.logged(trainer, "rewards/margins")[1] > 0
 
 
 def test_ipo_trains_on_averages(tmp_path):
-    given = {"ref_model": tiny.exact(tiny.gpt2(seed=1))}
-    own = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given=given, loss_type="ipo", beta=0.5)
-    rows = list(own.train_dataset)
-    batch = own.data_collator(rows)
-    scores, reference = own.concatenated_forward(own.model, batch), own.compute_reference_log_probs(batch)
+    arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1))}
+    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, arguments=arguments, loss_type="ipo", beta=0.5)
+    rows = list(trainer.train_dataset)
+    batch = trainer.data_collator(rows)
+    scores, reference = trainer.concatenated_forward(trainer.model, batch), trainer.compute_reference_log_probs(batch)
     lengths = [
         torch.tensor([sum(label != -100 for label in row[f"{side}_labels"]) for row in rows])
         for side in ("chosen", "rejected")
     ]
     averages = [(scores[i] - reference[i]) / lengths[i] for i in range(2)]
     expected = ((averages[0] - averages[1] - 1) ** 2).mean()
-    torch.testing.assert_close(own.compute_loss(own.model, batch), expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected, rtol=1e-9, atol=0)

@@ -91,8 +91,8 @@ def test_value_and_gradient_where_policy_and_reference_agree(name):
     value, by_chosen, by_rejected = AT_THE_REFERENCE[name]
     numbers = {"beta": BETA, "label_smoothing": SMOOTHING.get(name, 0.0)}
     assert LOSSES[name](pairs_of(0.0, 0.0), **numbers).item() == pytest.approx(value, rel=1e-12)
-    found = [gradient / BETA for gradient in gradients(name, pairs_of(0.0, 0.0), **numbers)]
-    assert found == pytest.approx([by_chosen, by_rejected], rel=1e-12, abs=1e-12)
+    slopes = [gradient / BETA for gradient in gradients(name, pairs_of(0.0, 0.0), **numbers)]
+    assert slopes == pytest.approx([by_chosen, by_rejected], rel=1e-12, abs=1e-12)
 
 
 def test_every_loss_has_a_hand_worked_value_and_gradient():

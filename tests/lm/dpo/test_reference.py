@@ -38,46 +38,48 @@ def files(folder) -> list[Path]:
 def test_precomputed_is_not_precomputed(name, collator, tmp_path):
     def run(folder, **config):
         model = adapted() if name == "lora" else tiny.exact(dpo.BUILDERS.get(name, tiny.gpt2)())
-        given = {"ref_model": tiny.exact(tiny.gpt2(seed=1)) if name == "given" else None, "eval_dataset": SETS}
+        arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1)) if name == "given" else None, "eval_dataset": SETS}
         if collator:
-            given["data_collator"] = DPODataCollatorWithPadding(is_encoder_decoder=name == "t5")
-        own, weights = dpo.trained(model, tmp_path / folder, given=given, max_steps=3, learning_rate=0.1, **config)
-        return own, weights, own.evaluate()
+            arguments["data_collator"] = DPODataCollatorWithPadding(is_encoder_decoder=name == "t5")
+        trainer, weights = dpo.trained(
+            model, tmp_path / folder, arguments=arguments, max_steps=3, learning_rate=0.1, **config
+        )
+        return trainer, weights, trainer.evaluate()
 
     _, expected, metrics = run("online")
-    own, found, cached = run("precomputed", precompute_ref_log_probs=True, per_device_eval_batch_size=3)
-    assert_equal_weights(expected, found)
+    trainer, trained_weights, cached = run("precomputed", precompute_ref_log_probs=True, per_device_eval_batch_size=3)
+    assert_equal_weights(expected, trained_weights)
     for key in ("eval_one_loss", "eval_two_rewards/margins", "eval_two_rewards/accuracies"):
         assert cached[key] == pytest.approx(metrics[key], rel=1e-9), key
     assert cached["eval_two_rewards/margins"] != 0  # the weights of the moment would give 0
-    assert len(files(own.args.cache_folder)) == 3
+    assert len(files(trainer.args.cache_folder)) == 3
 
 
 def test_numbers_are_found_again_by_the_content_of_reference_and_data(tmp_path):
-    def made(model=None, rows=None, **config):
-        own = dpo.trainer(
+    def computes(model=None, rows=None, **config):
+        trainer = dpo.trainer(
             model or tiny.gpt2(),
             tmp_path / "run",
             kind=Counting,
-            given={"train_dataset": rows or dpo.dataset()},
+            arguments={"train_dataset": rows or dpo.dataset()},
             precompute_ref_log_probs=True,
             ref_log_probs_cache=str(tmp_path / "cache"),
             **config,
         )
-        return own.forwards > 0
+        return trainer.forwards > 0
 
-    assert made()
-    assert not made()
-    assert not made(per_device_eval_batch_size=2, beta=0.5)  # changes no log-probability
-    assert not made(rows=Dataset.from_list(dpo.pairs()).add_column("note", ["x"] * 8))
-    assert not made(get_peft_model(tiny.gpt2(), LoraConfig(**LORA)))  # its base is that model
-    assert made(tiny.gpt2(seed=1))
-    assert made(tiny.gpt2(attn_pdrop=0.0, layer_norm_epsilon=1e-3))
-    assert made(rows=Dataset.from_list(dpo.pairs()[::-1]))
-    assert made(max_length=8)
-    assert made(bf16=True)
-    assert made(tiny.gpt2(dtype=torch.bfloat16))
-    assert not made(tiny.gpt2(dtype=torch.bfloat16))
+    assert computes()
+    assert not computes()
+    assert not computes(per_device_eval_batch_size=2, beta=0.5)  # changes no log-probability
+    assert not computes(rows=Dataset.from_list(dpo.pairs()).add_column("note", ["x"] * 8))
+    assert not computes(get_peft_model(tiny.gpt2(), LoraConfig(**LORA)))  # its base is that model
+    assert computes(tiny.gpt2(seed=1))
+    assert computes(tiny.gpt2(attn_pdrop=0.0, layer_norm_epsilon=1e-3))
+    assert computes(rows=Dataset.from_list(dpo.pairs()[::-1]))
+    assert computes(max_length=8)
+    assert computes(bf16=True)
+    assert computes(tiny.gpt2(dtype=torch.bfloat16))
+    assert not computes(tiny.gpt2(dtype=torch.bfloat16))
 
 
 def test_adapters_count_where_they_are_the_reference():
@@ -101,42 +103,44 @@ def test_adapters_count_where_they_are_the_reference():
 
 def test_the_policy_itself_serves_and_no_copy_is_held(tmp_path):
     model = tiny.gpt2()
-    own = dpo.trainer(model, tmp_path, precompute_ref_log_probs=True)
-    assert own.reference.model is model
-    assert not own.has_reference_model
-    own.train()
-    assert own.has_reference_model is False
+    trainer = dpo.trainer(model, tmp_path, precompute_ref_log_probs=True)
+    assert trainer.reference.model is model
+    assert not trainer.has_reference_model
+    trainer.train()
+    assert trainer.has_reference_model is False
 
 
 def test_a_new_set_after_training_is_refused_unless_it_is_known(tmp_path):
     known, unknown = dpo.dataset(4), dpo.dataset(3)
-    own = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given={"eval_dataset": known}, precompute_ref_log_probs=True)
-    before = own.evaluate(dpo.dataset(5))  # nothing has been trained: the policy still is the reference
+    trainer = dpo.trainer(
+        tiny.exact(tiny.gpt2()), tmp_path, arguments={"eval_dataset": known}, precompute_ref_log_probs=True
+    )
+    before = trainer.evaluate(dpo.dataset(5))  # nothing has been trained: the policy still is the reference
     assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-12)
-    own.train()
+    trainer.train()
     with pytest.raises(ValueError, match=r"3 pairs, are not in .* trained since. Give the data set to the constructor"):
-        own.evaluate(unknown)
-    assert own.evaluate(dpo.dataset(4))["eval_rewards/margins"] == own.evaluate()["eval_rewards/margins"]
-    assert own.evaluate(dpo.dataset(5))["eval_rewards/margins"] != 0
-    assert own.predict(known).metrics["test_rewards/margins"] == own.evaluate()["eval_rewards/margins"]
+        trainer.evaluate(unknown)
+    assert trainer.evaluate(dpo.dataset(4))["eval_rewards/margins"] == trainer.evaluate()["eval_rewards/margins"]
+    assert trainer.evaluate(dpo.dataset(5))["eval_rewards/margins"] != 0
+    assert trainer.predict(known).metrics["test_rewards/margins"] == trainer.evaluate()["eval_rewards/margins"]
 
 
 @pytest.mark.parametrize("kind", ["lora", "given"])
 def test_a_reference_that_is_a_model_serves_new_sets_after_training(kind, tmp_path):
     model = adapted() if kind == "lora" else tiny.exact(tiny.gpt2())
-    given = {"ref_model": tiny.exact(tiny.gpt2())} if kind == "given" else {}
+    arguments = {"ref_model": tiny.exact(tiny.gpt2())} if kind == "given" else {}
     settings = {"max_steps": 2, "learning_rate": 0.1}
-    online, _ = dpo.trained(copy.deepcopy(model), tmp_path, given=copy.deepcopy(given), **settings)
-    own, _ = dpo.trained(model, tmp_path, given=given, precompute_ref_log_probs=True, **settings)
+    online, _ = dpo.trained(copy.deepcopy(model), tmp_path, arguments=copy.deepcopy(arguments), **settings)
+    trainer, _ = dpo.trained(model, tmp_path, arguments=arguments, precompute_ref_log_probs=True, **settings)
     expected = online.evaluate(dpo.dataset(3))["eval_rewards/margins"]
-    assert own.evaluate(dpo.dataset(3))["eval_rewards/margins"] == pytest.approx(expected, rel=1e-9)
+    assert trainer.evaluate(dpo.dataset(3))["eval_rewards/margins"] == pytest.approx(expected, rel=1e-9)
     assert expected != 0
 
 
 def test_columns_of_the_data_set_are_taken_for_the_reference(tmp_path):
     rows = dpo.dataset(4).add_column(REFERENCE_COLUMNS[0], [-1.0] * 4).add_column(REFERENCE_COLUMNS[1], [-2.0] * 4)
-    own = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given={"eval_dataset": rows}, beta=0.5)
-    metrics = own.evaluate()
+    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, arguments={"eval_dataset": rows}, beta=0.5)
+    metrics = trainer.evaluate()
     assert metrics["eval_rewards/chosen"] == pytest.approx(0.5 * (metrics["eval_logps/chosen"] + 1), rel=1e-9)
     assert metrics["eval_rewards/rejected"] == pytest.approx(0.5 * (metrics["eval_logps/rejected"] + 2), rel=1e-9)
 
@@ -166,9 +170,11 @@ def test_a_crash_while_writing_leaves_no_file_with_its_name(tmp_path, monkeypatc
 
 
 def test_reference_free_holds_no_model_and_rewards_are_log_probabilities(tmp_path):
-    own = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, given={"eval_dataset": dpo.dataset(3)}, reference_free=True)
-    assert own.reference is None
-    metrics = own.evaluate()
+    trainer = dpo.trainer(
+        tiny.exact(tiny.gpt2()), tmp_path, arguments={"eval_dataset": dpo.dataset(3)}, reference_free=True
+    )
+    assert trainer.reference is None
+    metrics = trainer.evaluate()
     assert metrics["eval_rewards/chosen"] == pytest.approx(0.1 * metrics["eval_logps/chosen"], rel=1e-12)
 
 
@@ -178,16 +184,16 @@ def test_null_ref_context_puts_the_adapters_back_after_an_error(tmp_path):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(0.1)
-    own = dpo.trainer(model, tmp_path)
-    batch = own.data_collator(list(own.train_dataset))
+    trainer = dpo.trainer(model, tmp_path)
+    batch = trainer.data_collator(list(trainer.train_dataset))
 
     def logps():
         with torch.no_grad():
-            return own.concatenated_forward(model, batch).chosen_logps
+            return trainer.concatenated_forward(model, batch).chosen_logps
 
     def fail_inside():
-        with own.null_ref_context():
-            torch.testing.assert_close(logps(), own.compute_reference_log_probs(batch)[0])
+        with trainer.null_ref_context():
+            torch.testing.assert_close(logps(), trainer.compute_reference_log_probs(batch)[0])
             assert float((logps() - trained).abs().max()) > 1e-3
             raise KeyError
 
@@ -203,22 +209,22 @@ def test_models_by_name(tmp_path):
     tiny.gpt2(seed=1).save_pretrained(tmp_path / "reference")
     tiny.gpt2().save_pretrained(tmp_path / "policy")
     tiny.tokenizer().save_pretrained(tmp_path / "policy")
-    own = dpo.trainer(
+    trainer = dpo.trainer(
         str(tmp_path / "policy"),
         tmp_path / "run",
         model_init_kwargs={"torch_dtype": "bfloat16"},
         ref_model_init_kwargs={"dtype": "float64"},
-        given={"ref_model": str(tmp_path / "reference"), "processing_class": None},
+        arguments={"ref_model": str(tmp_path / "reference"), "processing_class": None},
     )
-    assert own.model.dtype == torch.bfloat16
-    assert own.reference.model.dtype == torch.float64
-    wte = own.reference.model.transformer.wte.weight
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.reference.model.dtype == torch.float64
+    wte = trainer.reference.model.transformer.wte.weight
     torch.testing.assert_close(wte, tiny.gpt2(seed=1).double().transformer.wte.weight)
-    assert own.train().training_loss > 0
+    assert trainer.train().training_loss > 0
 
 
 @pytest.mark.parametrize(
-    ("given", "config", "says"),
+    ("arguments", "config", "says"),
     [
         ({"ref_model": "gpt2"}, {"reference_free": True}, "two references"),
         ({"ref_model": "gpt2"}, {"ref_adapter_name": "old"}, "two references"),
@@ -228,20 +234,20 @@ def test_models_by_name(tmp_path):
         ({}, {"model_init_kwargs": {"dtype": "float32"}}, "the model is loaded already"),
     ],
 )
-def test_references_that_contradict_each_other(given, config, says, tmp_path):
+def test_references_that_contradict_each_other(arguments, config, says, tmp_path):
     with pytest.raises(ValueError, match=says):
-        dpo.trainer(tiny.gpt2(), tmp_path, given=given, **config)
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments=arguments, **config)
 
 
 def test_the_policy_is_no_reference_of_its_own(tmp_path):
     model = tiny.gpt2()
     with pytest.raises(ValueError, match="would move with the policy"):
-        dpo.trainer(model, tmp_path, given={"ref_model": model})
+        dpo.trainer(model, tmp_path, arguments={"ref_model": model})
     with pytest.raises(ValueError, match="is the adapter that trains"):
         dpo.trainer(adapted(), tmp_path, ref_adapter_name="default")
 
 
 def test_a_stream_cannot_be_precomputed(tmp_path):
-    given = {"train_dataset": dpo.dataset().to_iterable_dataset()}
+    arguments = {"train_dataset": dpo.dataset().to_iterable_dataset()}
     with pytest.raises(ValueError, match="this one is a stream"):
-        dpo.trainer(tiny.gpt2(), tmp_path, given=given, precompute_ref_log_probs=True)
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments=arguments, precompute_ref_log_probs=True)

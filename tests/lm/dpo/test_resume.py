@@ -37,12 +37,12 @@ def test_stopped_and_resumed_is_uninterrupted(name, tmp_path):
         if name == "lora dropout":
             torch.manual_seed(5)
             model = get_peft_model(model, copy.deepcopy(LORA))
-        given = {"train_dataset": dpo.dataset(16), "eval_dataset": dpo.dataset(4)}
-        given["callbacks"] = [StopAfter(3)] if stops else []
-        own = dpo.trainer(
+        arguments = {"train_dataset": dpo.dataset(16), "eval_dataset": dpo.dataset(4)}
+        arguments["callbacks"] = [StopAfter(3)] if stops else []
+        trainer = dpo.trainer(
             model,
             tmp_path / folder,
-            given=given,
+            arguments=arguments,
             max_steps=7,
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
@@ -55,8 +55,8 @@ def test_stopped_and_resumed_is_uninterrupted(name, tmp_path):
             max_grad_norm=0.1,
             **CASES[name],
         )
-        own.train(resume_from_checkpoint=resumes)
-        return own
+        trainer.train(resume_from_checkpoint=resumes)
+        return trainer
 
     whole = run("whole")
     run("parts", stops=True)
@@ -71,10 +71,10 @@ def test_stopped_and_resumed_is_uninterrupted(name, tmp_path):
 
 def test_sampling_in_an_evaluation_leaves_the_training_as_it_was(tmp_path):
     settings = {"disable_dropout": False, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 1}
-    given = {"eval_dataset": dpo.dataset(4)}
-    plain, expected = dpo.trained(tiny.gpt2(**RATES), tmp_path, given=given, **settings)
-    sampled, found = dpo.trained(
-        tiny.gpt2(**RATES), tmp_path, given=given, generate_during_eval=True, max_new_tokens=4, **settings
+    arguments = {"eval_dataset": dpo.dataset(4)}
+    plain, expected = dpo.trained(tiny.gpt2(**RATES), tmp_path, arguments=arguments, **settings)
+    sampled, weights = dpo.trained(
+        tiny.gpt2(**RATES), tmp_path, arguments=arguments, generate_during_eval=True, max_new_tokens=4, **settings
     )
-    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+    assert all(torch.equal(value, weights[key]) for key, value in expected.items())
     assert dpo.logged(plain, "loss") == dpo.logged(sampled, "loss")

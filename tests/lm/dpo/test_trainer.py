@@ -41,8 +41,8 @@ def test_loss_and_gradients_are_those_of_separate_padded_and_shared_prompts(name
     """Eq. 7 of the paper on plain forward passes, one answer at a time; the prompt once; the prompt twice, padded."""
     policy, reference = (tiny.exact(dpo.BUILDERS[name](seed=seed)).eval() for seed in (0, 1))
     plain, plain_reference = copy.deepcopy(policy), copy.deepcopy(reference)
-    own = dpo.trainer(policy, tmp_path, given={"ref_model": reference}, beta=0.3)
-    rows = list(own.train_dataset)
+    trainer = dpo.trainer(policy, tmp_path, arguments={"ref_model": reference}, beta=0.3)
+    rows = list(trainer.train_dataset)
 
     losses = []
     for row in rows:
@@ -55,11 +55,11 @@ def test_loss_and_gradients_are_those_of_separate_padded_and_shared_prompts(name
     gradients = {key: value.grad for key, value in plain.named_parameters()}
 
     kind = "encoder-decoder" if name == "t5" else "tree"
-    assert own.data_collator.layout == kind
-    for collator in (own.data_collator, DPODataCollatorWithPadding(5, is_encoder_decoder=name == "t5")):
+    assert trainer.data_collator.layout == kind
+    for collator in (trainer.data_collator, DPODataCollatorWithPadding(5, is_encoder_decoder=name == "t5")):
         policy.zero_grad()
         policy.train()
-        loss = own.compute_loss(policy, collator(rows))
+        loss = trainer.compute_loss(policy, collator(rows))
         loss.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
         for key, value in policy.named_parameters():
@@ -72,14 +72,14 @@ def test_loss_and_gradients_are_those_of_separate_padded_and_shared_prompts(name
 def test_accumulated_micro_batches_are_one_update(name, loss_type, tmp_path):
     settings = {"loss_type": loss_type, "max_steps": 2, "seed": 1}
     whole, expected = dpo.trained(tiny.exact(dpo.BUILDERS[name]()), tmp_path, **settings)
-    parts, found = dpo.trained(
+    parts, weights = dpo.trained(
         tiny.exact(dpo.BUILDERS[name]()),
         tmp_path,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4,
         **settings,
     )
-    assert_equal_weights(expected, found)
+    assert_equal_weights(expected, weights)
     for key in ("loss", "rewards/margins", "logps/chosen", "entropy/rejected"):
         tolerance = 1e-6 if key == "loss" else 1e-9  # Trainer adds losses up in float32
         assert dpo.logged(parts, key) == pytest.approx(dpo.logged(whole, key), rel=tolerance)
@@ -87,11 +87,11 @@ def test_accumulated_micro_batches_are_one_update(name, loss_type, tmp_path):
 
 def test_a_short_last_window_is_divided_by_its_own_pairs(tmp_path):
     """12 pairs in windows of 2 x 4: by hand a step of SGD on the mean over 8, and one on the mean over the other 4."""
-    given = {"train_dataset": dpo.dataset(12)}
-    _, found = dpo.trained(
+    arguments = {"train_dataset": dpo.dataset(12)}
+    _, weights = dpo.trained(
         tiny.exact(tiny.gpt2()),
         tmp_path,
-        given=given,
+        arguments=arguments,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         num_train_epochs=1,
@@ -99,15 +99,15 @@ def test_a_short_last_window_is_divided_by_its_own_pairs(tmp_path):
         train_sampling_strategy="sequential",
     )
     model = tiny.exact(tiny.gpt2())
-    own = dpo.trainer(model, tmp_path, given=given)
-    rows = list(own.train_dataset)
+    trainer = dpo.trainer(model, tmp_path, arguments=arguments)
+    rows = list(trainer.train_dataset)
     for part in (rows[:8], rows[8:]):
         model.zero_grad()
-        own.compute_loss(model, own.data_collator(part)).backward()
+        trainer.compute_loss(model, trainer.data_collator(part)).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 1e-2 * parameter.grad
-    assert_equal_weights(tiny.weights(model), found)
+    assert_equal_weights(tiny.weights(model), weights)
 
 
 def adapted(seed=0):
@@ -118,7 +118,7 @@ def adapted(seed=0):
 def test_a_reference_by_adapters_off_is_a_frozen_copy(tmp_path):
     settings = {"max_steps": 3, "learning_rate": 0.5}
     _, off = dpo.trained(adapted(), tmp_path, **settings)
-    _, copied = dpo.trained(adapted(), tmp_path, given={"ref_model": tiny.exact(tiny.gpt2())}, **settings)
+    _, copied = dpo.trained(adapted(), tmp_path, arguments={"ref_model": tiny.exact(tiny.gpt2())}, **settings)
     assert_equal_weights(off, copied)
     assert any(
         "lora_B" in name for name in tiny.moved(tiny.weights(adapted()), dpo.trained(adapted(), tmp_path)[0].model)
@@ -136,15 +136,15 @@ def test_a_second_adapter_is_the_reference_and_the_first_trains(tmp_path):
     merged.set_adapter("old")
     reference = merged.merge_and_unload()
     settings = {"max_steps": 2, "learning_rate": 0.5}
-    own, by_adapter = dpo.trained(
+    trainer, by_adapter = dpo.trained(
         with_two(), tmp_path, model_adapter_name="default", ref_adapter_name="old", **settings
     )
-    _, by_model = dpo.trained(adapted(), tmp_path, given={"ref_model": reference}, **settings)
+    _, by_model = dpo.trained(adapted(), tmp_path, arguments={"ref_model": reference}, **settings)
     assert_equal_weights({k: v for k, v in by_adapter.items() if "old" not in k}, by_model)
-    assert set(tiny.moved(tiny.weights(with_two()), own.model)) == {
+    assert set(tiny.moved(tiny.weights(with_two()), trainer.model)) == {
         k for k in by_adapter if "lora_B.default" in k or "lora_A.default" in k
     }
-    assert own.model.active_adapter == "default"
+    assert trainer.model.active_adapter == "default"
 
 
 def test_model_adapter_name_chooses_what_trains(tmp_path):
@@ -152,15 +152,15 @@ def test_model_adapter_name_chooses_what_trains(tmp_path):
     torch.manual_seed(7)
     model.add_adapter("new", LoraConfig(**LORA))
     before = tiny.weights(model)
-    own, _ = dpo.trained(model, tmp_path, model_adapter_name="new")
-    moved = tiny.moved(before, own.model)
+    trainer, _ = dpo.trained(model, tmp_path, model_adapter_name="new")
+    moved = tiny.moved(before, trainer.model)
     assert moved
     assert all(".new." in name for name in moved)
 
 
 def test_at_the_start_rewards_are_zero_and_a_tie_is_no_success(tmp_path):
-    own, _ = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path)
-    first = own.state.log_history[0]
+    trainer, _ = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path)
+    first = trainer.state.log_history[0]
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-7)  # Trainer adds losses up in float32
     assert [first[f"rewards/{name}"] for name in ("chosen", "rejected", "margins", "accuracies")] == [0, 0, 0, 0]
 
@@ -169,14 +169,15 @@ def test_statistics_are_means_over_pairs_and_entropies_over_tokens(tmp_path):
     reference = tiny.exact(tiny.gpt2(seed=1))
     policy = tiny.exact(tiny.gpt2())
     plain, plain_reference = copy.deepcopy(policy).eval(), copy.deepcopy(reference).eval()
-    given = {"ref_model": reference, "eval_dataset": dpo.dataset(7)}
-    own = dpo.trainer(policy, tmp_path, given=given, beta=0.2, per_device_eval_batch_size=3)
-    metrics = own.evaluate()
+    arguments = {"ref_model": reference, "eval_dataset": dpo.dataset(7)}
+    trainer = dpo.trainer(policy, tmp_path, arguments=arguments, beta=0.2, per_device_eval_batch_size=3)
+    metrics = trainer.evaluate()
     chosen, rejected = (
-        torch.stack([summed_logprob(plain, row, side) for row in own.eval_dataset]) for side in ("chosen", "rejected")
+        torch.stack([summed_logprob(plain, row, side) for row in trainer.eval_dataset])
+        for side in ("chosen", "rejected")
     )
     ref_chosen, ref_rejected = (
-        torch.stack([summed_logprob(plain_reference, row, side) for row in own.eval_dataset])
+        torch.stack([summed_logprob(plain_reference, row, side) for row in trainer.eval_dataset])
         for side in ("chosen", "rejected")
     )
     rewards = 0.2 * (chosen - ref_chosen), 0.2 * (rejected - ref_rejected)
@@ -193,7 +194,7 @@ def test_statistics_are_means_over_pairs_and_entropies_over_tokens(tmp_path):
         assert metrics[f"eval_{name}"] == pytest.approx(float(value), rel=1e-9), name
 
     entropies = []
-    for row in own.eval_dataset:
+    for row in trainer.eval_dataset:
         ids, labels = torch.tensor(row["chosen_input_ids"]), torch.tensor(row["chosen_labels"])
         logprobs = plain(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         entropies.append(-(logprobs.exp() * logprobs).sum(-1)[labels[1:] != -100])
@@ -229,12 +230,12 @@ class ShiftForgotten(DPOTrainer):
 
 @pytest.mark.parametrize(("kind", "learns"), [(DPOTrainer, True), (SignFlipped, False), (ShiftForgotten, False)])
 def test_it_learns_the_preference(kind, learns, tmp_path):
-    given = {"train_dataset": preferences(), "eval_dataset": preferences(32)}
-    own, _ = dpo.trained(
+    arguments = {"train_dataset": preferences(), "eval_dataset": preferences(32)}
+    trainer, _ = dpo.trained(
         tiny.gpt2(),
         tmp_path,
         kind=kind,
-        given=given,
+        arguments=arguments,
         max_steps=40,
         learning_rate=5e-3,
         optim="adamw_torch",
@@ -242,7 +243,7 @@ def test_it_learns_the_preference(kind, learns, tmp_path):
         logging_steps=20,
         beta=0.5,
     )
-    plain = dpo.trainer(own.model, tmp_path, given={**given, "ref_model": tiny.gpt2()}, beta=0.5)
+    plain = dpo.trainer(trainer.model, tmp_path, arguments={**arguments, "ref_model": tiny.gpt2()}, beta=0.5)
     metrics = plain.evaluate()
     assert (metrics["eval_rewards/margins"] > 2 and metrics["eval_rewards/accuracies"] > 0.95) is learns
 
@@ -253,34 +254,34 @@ def test_it_learns_the_preference(kind, learns, tmp_path):
 def test_dropout_is_off_unless_asked_for_and_so_it_is_behind_checkpoints(tmp_path):
     rates = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
     _, expected = dpo.trained(tiny.exact(tiny.gpt2(**dpo.DROPLESS)), tmp_path)
-    own, off = dpo.trained(tiny.exact(tiny.gpt2(**rates)), tmp_path)
+    trainer, off = dpo.trained(tiny.exact(tiny.gpt2(**rates)), tmp_path)
     _, checkpointed = dpo.trained(tiny.exact(tiny.gpt2(**rates)), tmp_path, gradient_checkpointing=True)
     _, on = dpo.trained(tiny.exact(tiny.gpt2(**rates)), tmp_path, disable_dropout=False)
     assert_equal_weights(expected, off)
     assert_equal_weights(expected, checkpointed)
     assert float((on["transformer.wte.weight"] - off["transformer.wte.weight"]).abs().max()) > 1e-6
-    assert own.model.transformer.drop.p == 0.3
+    assert trainer.model.transformer.drop.p == 0.3
 
 
 def test_neftune_noise_reaches_the_policy_and_not_the_reference(tmp_path):
     _, plain = dpo.trained(tiny.exact(tiny.llama()), tmp_path)
-    own, noisy = dpo.trained(tiny.exact(tiny.llama()), tmp_path, neftune_noise_alpha=5.0)
+    trainer, noisy = dpo.trained(tiny.exact(tiny.llama()), tmp_path, neftune_noise_alpha=5.0)
     assert float((noisy["lm_head.weight"] - plain["lm_head.weight"]).abs().max()) > 1e-6
     seen = []
-    own.model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(_[0].training))
-    own.compute_reference_log_probs(own.data_collator(list(own.train_dataset)))
+    trainer.model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(_[0].training))
+    trainer.compute_reference_log_probs(trainer.data_collator(list(trainer.train_dataset)))
     assert not any(seen)
 
 
 def test_activation_checkpointing_with_adapters(tmp_path):
     _, expected = dpo.trained(adapted(), tmp_path, max_steps=2, learning_rate=0.5)
-    _, found = dpo.trained(adapted(), tmp_path, max_steps=2, learning_rate=0.5, gradient_checkpointing=True)
-    assert_equal_weights(expected, found)
+    _, weights = dpo.trained(adapted(), tmp_path, max_steps=2, learning_rate=0.5, gradient_checkpointing=True)
+    assert_equal_weights(expected, weights)
 
 
 def test_bfloat16_runs_policy_and_reference_alike(tmp_path):
-    own, _ = dpo.trained(tiny.gpt2(), tmp_path, bf16=True)
-    assert dpo.logged(own, "rewards/margins") == [0.0]
+    trainer, _ = dpo.trained(tiny.gpt2(), tmp_path, bf16=True)
+    assert dpo.logged(trainer, "rewards/margins") == [0.0]
 
 
 @pytest.mark.parametrize("resize", [False, True])
@@ -291,10 +292,10 @@ def test_lora_trains_and_saves_what_peft_loads(resize, tmp_path):
     base = tmp_path / "base"
     model.save_pretrained(base)
     config = LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["wte"] if resize else None)
-    own, _ = dpo.trained(
+    trainer, _ = dpo.trained(
         AutoModelForCausalLM.from_pretrained(base),
         tmp_path / "run",
-        given={"peft_config": config},
+        arguments={"peft_config": config},
         max_steps=2,
         save_strategy="steps",
         save_steps=2,
@@ -302,13 +303,13 @@ def test_lora_trains_and_saves_what_peft_loads(resize, tmp_path):
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2")
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
-        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, own.model.eval()(input_ids=ids).logits)
+        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("optim", ["galore_adamw", "galore_adamw_layerwise"])
 def test_galore_trains_and_saves_what_transformers_loads(optim, tmp_path):
     pytest.importorskip("galore_torch")
-    own, weights = dpo.trained(
+    trainer, weights = dpo.trained(
         tiny.llama(),
         tmp_path,
         optim=optim,
@@ -317,19 +318,19 @@ def test_galore_trains_and_saves_what_transformers_loads(optim, tmp_path):
         save_strategy="steps",
         save_steps=1,
     )
-    assert tiny.moved(tiny.weights(tiny.llama()), own.model)
+    assert tiny.moved(tiny.weights(tiny.llama()), trainer.model)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     assert_equal_weights(weights, loaded.state_dict())
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_move(tmp_path):
     model = tiny.gpt2()
-    own = dpo.trainer(model, tmp_path, given={"ref_model": tiny.gpt2(seed=1)})
+    trainer = dpo.trainer(model, tmp_path, arguments={"ref_model": tiny.gpt2(seed=1)})
     with torch.no_grad():
-        own.reference.model.transformer.wte.weight.fill_(float("nan"))
+        trainer.reference.model.transformer.wte.weight.fill_(float("nan"))
     before = tiny.weights(model)
     with pytest.raises(TrainingDivergedError, match="no weight has moved"):
-        own.train()
+        trainer.train()
     assert tiny.moved(before, model) == {}
 
 
@@ -338,26 +339,26 @@ def test_the_model_of_another_trainer_gets_a_frozen_copy_as_reference(tmp_path):
     model = tiny.exact(tiny.gpt2())
     _, expected = dpo.trained(copy.deepcopy(model), tmp_path, max_steps=2)
     dpo.trainer(model, tmp_path)
-    own, found = dpo.trained(model, tmp_path, max_steps=2)
-    assert_equal_weights(expected, found)
-    assert dpo.logged(own, "rewards/margins")[1] != 0
+    trainer, weights = dpo.trained(model, tmp_path, max_steps=2)
+    assert_equal_weights(expected, weights)
+    assert dpo.logged(trainer, "rewards/margins")[1] != 0
 
 
 def test_model_init_makes_the_model_that_trains_and_the_reference_is_its_first(tmp_path):
-    given = {"model_init": lambda: tiny.exact(tiny.gpt2())}
-    own, found = dpo.trained(None, tmp_path, given=given, max_steps=2)
+    arguments = {"model_init": lambda: tiny.exact(tiny.gpt2())}
+    trainer, weights = dpo.trained(None, tmp_path, arguments=arguments, max_steps=2)
     _, expected = dpo.trained(tiny.exact(tiny.gpt2()), tmp_path, max_steps=2)
-    assert_equal_weights(expected, found)
-    own.train()
-    assert_equal_weights(expected, tiny.weights(own.model))
+    assert_equal_weights(expected, weights)
+    trainer.train()
+    assert_equal_weights(expected, tiny.weights(trainer.model))
 
 
 def test_the_model_of_model_init_is_its_own_reference_by_its_adapters(tmp_path):
     settings = {"max_steps": 2, "learning_rate": 0.5}
     config = {"peft_config": LoraConfig(**LORA)}
-    given = {"model_init": lambda: tiny.exact(tiny.gpt2()), **config}
-    _, found = dpo.trained(None, tmp_path, given=given, **settings)
-    given = {**given, "ref_model": tiny.exact(tiny.gpt2())}
-    own, expected = dpo.trained(None, tmp_path, given=given, **settings)
-    assert_equal_weights(expected, found)
-    assert dpo.logged(own, "rewards/margins")[1] != 0
+    arguments = {"model_init": lambda: tiny.exact(tiny.gpt2()), **config}
+    _, weights = dpo.trained(None, tmp_path, arguments=arguments, **settings)
+    arguments = {**arguments, "ref_model": tiny.exact(tiny.gpt2())}
+    trainer, expected = dpo.trained(None, tmp_path, arguments=arguments, **settings)
+    assert_equal_weights(expected, weights)
+    assert dpo.logged(trainer, "rewards/margins")[1] != 0

@@ -1,37 +1,101 @@
 """Sharded policies in two processes, whose conversations have different numbers of turns: run by test_sharded."""
 
 import sys
+from collections import defaultdict
+from typing import Any
 
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from datasets import Dataset
 from tests.lm import tiny
-from tests.lm.environments.conversations import rollout, sampler
+from tests.lm.environments.conversations import Script, rollout, sampler
+from tests.lm.environments.test_grpo import Partner
 from tests.lm.grpo.run_distributed import Impatient, trainer
-from tests.processes import let_accelerate_shard_on_cpu
+from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 from torch.distributed.tensor import DTensor
 
+from trimtab_lm import PPOTrainer
+from trimtab_lm.environments import EnvironmentRollout
+
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+TURNS = defaultdict(
+    lambda: ["."],  # what a process samples that has no conversation left
+    {
+        "a": ["bc"],
+        "abcbc.": ["d."],
+        "e": ["f."],
+        "g": ["h"],
+        "ghh.": ["ab"],
+        "ghh.abab.": ["c."],
+        "d": ["efg."],
+    },
+)
+"""What the policy says in four conversations of one to three turns, by what has been said."""
 
 
-def main(folder: str) -> None:
-    let_accelerate_shard_on_cpu()
-    settings = {"max_steps": 3, "num_generations": 2, "beta": 0.1, **SHARDED}
-    grpo = trainer(f"{folder}/run", tiny.gpt2(), None, rollout=rollout(sampler(), Impatient, max_turns=4), **settings)
+def sampling(talk: EnvironmentRollout) -> list[int]:
+    """A list that gets the number of prompts of each generation."""
     turns: list[int] = []
-    generate = grpo.backend.backend.generate
+    generate = talk.backend.generate
 
     def counted(prompts, **options):
         turns.append(len(prompts))
         return generate(prompts, **options)
 
-    grpo.backend.backend.generate = counted
-    grpo.train()
-    weights = {
-        name: value.full_tensor() for name, value in grpo.model.state_dict().items() if isinstance(value, DTensor)
+    talk.backend.generate = counted  # type: ignore[method-assign]
+    return turns
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The full weights. Collective."""
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
     }
-    torch.save({"turns": turns, "weights": weights}, f"{folder}/{torch.distributed.get_rank()}.pt")
-    torch.distributed.destroy_process_group()
+
+
+def by_grpo(folder: str) -> dict[str, Any]:
+    """The prompts of each generation, and the full weights after three steps."""
+    talk = rollout(sampler(), Impatient, max_turns=4)
+    turns = sampling(talk)
+    settings = {"max_steps": 3, "num_generations": 2, "beta": 0.1, **SHARDED}
+    grpo = trainer(f"{folder}/run", tiny.gpt2(), None, rollout=talk, **settings)
+    grpo.train()
+    return {"turns": turns, "weights": whole(grpo.model)}
+
+
+def ppo(talk: EnvironmentRollout, queries: list[str], world_size: int) -> PPOTrainer:
+    """A trainer on four prompts a step over all processes, sharded where there are several."""
+    plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
+    sharded = {"fsdp_plugin": FullyShardedDataParallelPlugin(**plugin)} if world_size > 1 else {}
+    policy = tiny.policy(dtype=torch.float64)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=3e-3, momentum=0.5)
+    arguments = {"dataset": Dataset.from_dict({"query": queries}), "rollout": talk, "optimizer": optimizer}
+    sizes = {"batch_size": 4 // world_size, "mini_batch_size": 4 // world_size, "ppo_epochs": 2}
+    return tiny.ppo(policy, arguments=arguments, accelerator_kwargs=sharded, init_kl_coef=0.3, **sizes)
+
+
+def by_ppo(world_size: int) -> dict[str, Any]:
+    """The same of PPO."""
+    talk = rollout(sampler(), Impatient, max_turns=4)
+    turns = sampling(talk)
+    trained = ppo(talk, list("abcdefgh"), world_size)
+    trained.train(steps=3)
+    return {"turns": turns, "weights": whole(trained.actor_critic)}
+
+
+def scripted(world_size: int) -> dict[str, Any]:
+    """Statistics and full weights of three steps of PPO on the conversations of `TURNS`."""
+    trained = ppo(rollout(Script(TURNS), Partner), list("aegd"), world_size)
+    history = trained.train(steps=3)
+    untimed = [{name: value for name, value in stats.items() if not name.startswith("time/")} for stats in history]
+    return {"stats": untimed, "weights": whole(trained.actor_critic)}
+
+
+def main(folder: str) -> None:
+    with process_of_many(let_accelerate_shard_on_cpu) as (rank, world_size):
+        results = {"grpo": by_grpo(folder), "ppo": by_ppo(world_size), "scripted": scripted(world_size)}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(sys.argv[1])

@@ -108,8 +108,8 @@ def test_rewards_that_fit_no_response_are_refused(rewards, message):
 
 def conversation(kind=PPOTrainer, environment=Partner, **config):
     talk = rollout(Script(TURNS), environment)
-    given = {"dataset": data(), "rollout": talk}
-    return tiny.ppo(kind=kind, given=given, remove_unused_columns=False, **config)
+    arguments = {"dataset": data(), "rollout": talk}
+    return tiny.ppo(kind=kind, arguments=arguments, remove_unused_columns=False, **config)
 
 
 def test_train_is_the_rollout_and_a_step_with_its_masks_and_rewards():
@@ -162,13 +162,13 @@ def test_generate_leaves_no_masks_behind_and_is_refused():
     with pytest.raises(ValueError, match=r"samples by its own settings.*max_new_tokens"):
         conversation().train(steps=1, generation_kwargs={"max_new_tokens": 3})
     with pytest.raises(ValueError, match="needs a reward"):
-        tiny.ppo(given={"dataset": data(), "rollout": sampler()}).train(steps=1)
+        tiny.ppo(arguments={"dataset": data(), "rollout": sampler()}).train(steps=1)
 
 
 def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path):
     def run(folder):
-        given = {"dataset": Dataset.from_dict({"query": list("abcdefgh")}), "rollout": rollout(sampler(), Lottery)}
-        return tiny.ppo(given=given, output_dir=str(tmp_path / folder), save_steps=2, ppo_epochs=2)
+        arguments = {"dataset": Dataset.from_dict({"query": list("abcdefgh")}), "rollout": rollout(sampler(), Lottery)}
+        return tiny.ppo(arguments=arguments, output_dir=str(tmp_path / folder), save_steps=2, ppo_epochs=2)
 
     whole, cut, resumed = run("whole"), run("cut"), run("cut")
     whole.train(steps=4)
@@ -187,7 +187,7 @@ def test_rewards_per_turn_are_learnt():
             return super().step(text, ids)._replace(observation="bc", reward=text.count("a") / len(ids))
 
     sizes = {"batch_size": 16, "mini_batch_size": 16, "ppo_epochs": 2, "learning_rate": 1e-2, "init_kl_coef": 0.0}
-    given = {"dataset": Dataset.from_dict({"query": list("abcdefgh") * 2}), "rollout": rollout(sampler(), Likes)}
-    history = tiny.ppo(given=given, seed=1, **sizes).train(steps=15)
+    arguments = {"dataset": Dataset.from_dict({"query": list("abcdefgh") * 2}), "rollout": rollout(sampler(), Likes)}
+    history = tiny.ppo(arguments=arguments, seed=1, **sizes).train(steps=15)
     scores = [step["ppo/mean_scores"] for step in history]
     assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.5

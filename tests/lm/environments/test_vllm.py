@@ -28,8 +28,8 @@ def test_episodes_and_training_over_the_engine(tmp_path, monkeypatch):
     for prompt, ids, logprobs, mask in zip(
         repeated, sampled.completions, sampled.logprobs, sampled.episodes.masks, strict=True
     ):
-        own = tiny.taken_of(model, prompt, ids)
-        torch.testing.assert_close(logprobs[mask == 1], own[mask == 1], rtol=0, atol=1e-3)
+        policy_logprobs = tiny.taken_of(model, prompt, ids)
+        torch.testing.assert_close(logprobs[mask == 1], policy_logprobs[mask == 1], rtol=0, atol=1e-3)
         assert not logprobs[mask == 0].any()
     again = talk.generate(wide.PROMPTS, num_generations=2, version=1, seed=3)
     assert all(torch.equal(one, other) for one, other in zip(sampled.completions, again.completions, strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from tests.processes import process_of_many
 from torch import Tensor
 
 from trimtab_lm.environments import EnvironmentRollout, Reply
@@ -120,12 +121,12 @@ def trainer(folder: str, model: Any = None, reward: Any = vowels, **settings: An
         "optimizers",
         "reward_processing_classes",
     )
-    given = {name: settings.pop(name) for name in names if name in settings}
-    given = {"train_dataset": prompts(24), "processing_class": tiny.tokenizer(), **given}
-    given.setdefault("rollout", Scripted())
-    if "model_init" not in given and model is None:
+    arguments = {name: settings.pop(name) for name in names if name in settings}
+    arguments = {"train_dataset": prompts(24), "processing_class": tiny.tokenizer(), **arguments}
+    arguments.setdefault("rollout", Scripted())
+    if "model_init" not in arguments and model is None:
         model = tiny.gpt2()
-    return GRPOTrainer(model, reward, config(folder, **settings), **given)
+    return GRPOTrainer(model, reward, config(folder, **settings), **arguments)
 
 
 def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
     talk = EnvironmentRollout(backend, Impatient, tiny.tokenizer(), max_completion_length=50, max_turns=4)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = trainer(
+        grpo = trainer(
             folder,
             tiny.gpt2(dtype=torch.float64),
             per_device_train_batch_size=batch_size,
@@ -145,12 +146,12 @@ def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
             rollout=talk if name == "environment" else backend,
             **CASES[name],
         )
-        made.train()
-        metrics = made.evaluate()
-        logs = [entry for entry in made.state.log_history if "loss" in entry]
+        grpo.train()
+        metrics = grpo.evaluate()
+        logs = [entry for entry in grpo.state.log_history if "loss" in entry]
     timed = ("runtime", "per_second", "preparation")
     return {
-        "weights": {key: value.clone() for key, value in made.model.state_dict().items()},
+        "weights": {key: value.clone() for key, value in grpo.model.state_dict().items()},
         "logs": logs,
         "metrics": {key: value for key, value in metrics.items() if not any(word in key for word in timed)},
         "calls": backend.calls,
@@ -158,11 +159,10 @@ def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    results = {name: run(name, batch_size=GLOBAL_BATCH // 4, accumulation=2) for name in CASES}
-    torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, _):
+        results = {name: run(name, batch_size=GLOBAL_BATCH // 4, accumulation=2) for name in CASES}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(sys.argv[1])

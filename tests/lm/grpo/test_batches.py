@@ -29,10 +29,10 @@ def batches(rows=23, steps=2, prompts_per_step=4, repeats=3, **options):
 
 def group(seed=0, *, counted=(True, True, True), with_logprobs=True):
     prompt, *completions = (row.tolist() for row in tiny.rows(1 + len(counted), 2, 5, seed))
-    made = Group(prompt, completions, list(counted), torch.arange(3.0) + 10 * seed)
+    built = Group(prompt, completions, list(counted), torch.arange(3.0) + 10 * seed)
     if with_logprobs:
-        made.logprobs["old"] = torch.arange(made.num_tokens) + 100.0 * seed
-    return made
+        built.logprobs["old"] = torch.arange(built.num_tokens) + 100.0 * seed
+    return built
 
 
 # Prompts
@@ -58,13 +58,13 @@ def test_a_step_has_the_same_prompts_on_any_number_of_processes():
 
 
 def test_epochs_and_seeds_have_orders_of_their_own_that_come_again():
-    made = batches()
-    first = list(made)
-    made.set_epoch(1)
-    second = list(made)
+    sampler = batches()
+    first = list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
     assert second != first != list(batches(seed=1))
-    made.set_epoch(0)
-    assert list(made) == first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
     assert next(iter(batches(shuffle=False))) == list(range(8))
 
 
@@ -164,11 +164,11 @@ def test_a_rollout_becomes_groups_side_by_side():
 def test_a_completion_that_does_not_count_gives_no_tokens_and_keeps_its_number():
     groups = [group(1, counted=(True, False, True)), group(2)]
     batch = micro_batch(groups, "tree", pad_token_id=tiny.PAD)
-    lengths = [len(ids) for made in groups for ids in made.completions]
+    lengths = [len(ids) for one in groups for ids in one.completions]
     assert batch["lengths"].tolist() == [lengths[0], 0, *lengths[2:]]
     assert batch["sequence"].unique().tolist() == [0, 2, 3, 4, 5]
     assert len(batch["source"]) == len(column(groups, "old", torch.device("cpu"))) == window_of(groups).tokens
-    read = sum(len(made.prompt) for made in groups) + window_of(groups).tokens + 1  # one token of what is masked
+    read = sum(len(one.prompt) for one in groups) + window_of(groups).tokens + 1  # one token of what is masked
     assert int((batch["document"] >= 0).sum()) == read
     assert not any(value.is_floating_point() for value in batch.values() if isinstance(value, torch.Tensor))
 
@@ -176,7 +176,7 @@ def test_a_completion_that_does_not_count_gives_no_tokens_and_keeps_its_number()
 def test_columns_are_in_the_order_of_the_tokens():
     groups = [group(1), group(2)]
     batch = micro_batch(groups, "tree", pad_token_id=tiny.PAD)
-    targets = [token for made in groups for ids in made.completions for token in ids]
+    targets = [token for one in groups for ids in one.completions for token in ids]
     assert batch["targets"].tolist() == targets
     assert column(groups, "old", torch.device("cpu"))[groups[0].num_tokens] == 200.0
     assert column(groups, "ref", torch.device("cpu")) is None
@@ -200,7 +200,7 @@ def filled(passes=3):
 
 
 def taken(buffer, count):
-    return [[made.advantages[0].item() // 10 for made in buffer.next()] for _ in range(count)]
+    return [[group.advantages[0].item() // 10 for group in buffer.next()] for _ in range(count)]
 
 
 def test_each_pass_takes_each_group_once_and_later_ones_in_orders_of_their_own():

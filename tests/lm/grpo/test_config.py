@@ -15,11 +15,15 @@ def config(**settings):
 
 
 def test_the_names_that_users_know_have_the_papers_defaults():
-    made = config()
-    assert (made.num_generations, made.max_completion_length, made.temperature) == (8, 256, 1.0)
-    assert (made.beta, made.num_iterations, made.steps_per_generation, made.epsilon) == (0.0, 1, 1, 0.2)
-    assert (made.loss_type, made.scale_rewards, made.importance_sampling_level) == ("dapo", "group", "token")
-    assert made.clip == {"epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None}
+    defaults = config()
+    assert (defaults.num_generations, defaults.max_completion_length, defaults.temperature) == (8, 256, 1.0)
+    assert (defaults.beta, defaults.num_iterations, defaults.steps_per_generation, defaults.epsilon) == (0.0, 1, 1, 0.2)
+    assert (defaults.loss_type, defaults.scale_rewards, defaults.importance_sampling_level) == (
+        "dapo",
+        "group",
+        "token",
+    )
+    assert defaults.clip == {"epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None}
     assert config(epsilon_high=0.28, delta=2.0).clip == {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 2.0}
 
 
@@ -37,14 +41,14 @@ def test_sampling_settings_reach_the_sampler():
     assert sampling.generation_kwargs == {"typical_p": 0.5}
 
 
-@pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch"), ("raw", "raw")])
-def test_scale_rewards_takes_the_bools_of_old(given, meant, tmp_path):
-    assert config(scale_rewards=given).scale_rewards == meant
-    (file := tmp_path / "grpo.yaml").write_text(yaml.safe_dump({"output_dir": "out", "scale_rewards": given}))
+@pytest.mark.parametrize(("written", "meant"), [(True, "group"), (False, "none"), ("batch", "batch"), ("raw", "raw")])
+def test_scale_rewards_takes_the_bools_of_old(written, meant, tmp_path):
+    assert config(scale_rewards=written).scale_rewards == meant
+    (file := tmp_path / "grpo.yaml").write_text(yaml.safe_dump({"output_dir": "out", "scale_rewards": written}))
     (by_us,) = parse_config(GRPOConfig, argv=["--config", str(file)])
     (by_transformers,) = HfArgumentParser(GRPOConfig).parse_yaml_file(str(file))
     (by_flag,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(
-        ["--output_dir", "out", "--scale_rewards", str(given)]
+        ["--output_dir", "out", "--scale_rewards", str(written)]
     )
     assert by_us.scale_rewards == by_transformers.scale_rewards == by_flag.scale_rewards == meant
 
@@ -84,9 +88,9 @@ def test_what_cannot_work_is_refused(settings, message):
 
 def test_every_own_field_explains_itself():
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
-    own = [field for field in dataclasses.fields(GRPOConfig) if field.name not in inherited]
-    assert len(own) > 25
-    assert all(field.metadata.get("help") for field in own)
+    added = [field for field in dataclasses.fields(GRPOConfig) if field.name not in inherited]
+    assert len(added) > 25
+    assert all(field.metadata.get("help") for field in added)
 
 
 def test_both_parsers_read_it():
@@ -108,6 +112,6 @@ def test_both_parsers_read_it():
     flags = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
     (by_us,) = parse_config(GRPOConfig, argv=[*flags, "--scale_rewards=False", "--reward_weights=[1, 0.5]"])
     assert (by_transformers.scale_rewards, by_us.scale_rewards) == ("batch", "none")
-    for made in (by_transformers, by_us):
-        assert (made.num_generations, made.epsilon_high, made.max_prompt_length) == (4, 0.28, 12)
+    for parsed in (by_transformers, by_us):
+        assert (parsed.num_generations, parsed.epsilon_high, parsed.max_prompt_length) == (4, 0.28, 12)
     assert by_us.reward_weights == [1.0, 0.5]

@@ -49,9 +49,9 @@ def test_fewer_prompts_than_one_call_takes(make):
 
 
 def test_no_dataset(make):
-    made = make(train_dataset=None)
+    grpo = make(train_dataset=None)
     with pytest.raises(ValueError, match="training requires a train_dataset"):
-        made.train()
+        grpo.train()
 
 
 def test_rewards_that_are_no_functions(make):
@@ -75,11 +75,11 @@ def test_rewards_that_cannot_be_learnt_from(make, answer, message):
     def careless(completions, **_):
         return answer(len(completions))
 
-    made = make(reward=careless)
-    before = tiny.weights(made.model)
+    grpo = make(reward=careless)
+    before = tiny.weights(grpo.model)
     with pytest.raises(ValueError, match=message):
-        made.train()
-    assert not tiny.moved(before, made.model)
+        grpo.train()
+    assert not tiny.moved(before, grpo.model)
 
 
 def test_a_reward_function_that_needs_a_column_that_is_not_there(make):
@@ -98,10 +98,10 @@ def test_settings_that_the_sampler_does_not_have(make):
 def test_a_loss_that_is_not_finite(make):
     from trimtab_common.health import TrainingDivergedError
 
-    made = make(reward=lambda completions, **_: [float(i) for i in range(len(completions))])
-    made.model.transformer.wte.weight.data[5:] = float("nan")
+    grpo = make(reward=lambda completions, **_: [float(i) for i in range(len(completions))])
+    grpo.model.transformer.wte.weight.data[5:] = float("nan")
     with pytest.raises(TrainingDivergedError, match="The loss is nan in step 1"):
-        made.train()
+        grpo.train()
 
 
 def test_several_gpus_in_one_process(tmp_path):

@@ -71,8 +71,8 @@ def test_rounding_of_equal_scores_is_not_blown_up(scale):
 
 
 def test_advantages_of_integer_scores():
-    found = advantages(torch.tensor([[0, 1]]), scale="none")
-    assert found.tolist() == [[-0.5, 0.5]]
+    result = advantages(torch.tensor([[0, 1]]), scale="none")
+    assert result.tolist() == [[-0.5, 0.5]]
 
 
 def test_a_baseline_changes_the_noise_of_the_gradient_and_not_its_direction():
@@ -100,17 +100,17 @@ def test_an_unknown_scale_lists_those_there_are():
 def test_the_sequence_ratio_is_the_geometric_mean_of_its_tokens():
     sequence, lengths = flat([2, 3])
     ratios = torch.tensor([2.0, 8.0, 1.0, 1.0, 8.0], dtype=torch.float64)
-    found = sequence_log_ratio(ratios.log() - 5, torch.full_like(ratios, -5), sequence, lengths).exp()
-    torch.testing.assert_close(found, torch.tensor([4.0, 4.0, 2.0, 2.0, 2.0], dtype=torch.float64))
-    found = token_log_ratio(ratios.log() - 5, torch.full_like(ratios, -5), sequence, lengths).exp()
-    torch.testing.assert_close(found, ratios)
+    computed = sequence_log_ratio(ratios.log() - 5, torch.full_like(ratios, -5), sequence, lengths).exp()
+    torch.testing.assert_close(computed, torch.tensor([4.0, 4.0, 2.0, 2.0, 2.0], dtype=torch.float64))
+    computed = token_log_ratio(ratios.log() - 5, torch.full_like(ratios, -5), sequence, lengths).exp()
+    torch.testing.assert_close(computed, ratios)
 
 
 def test_tokens_in_any_order_and_completions_without_tokens():
     old = torch.zeros(5, dtype=torch.float64)
     logprobs = torch.tensor([1.0, 3.0, 0.0, 2.0, 4.0], dtype=torch.float64)
-    found = sequence_log_ratio(logprobs, old, torch.tensor([2, 0, 2, 0, 2]), torch.tensor([2, 0, 3]))
-    torch.testing.assert_close(found, torch.tensor([5 / 3, 2.5, 5 / 3, 2.5, 5 / 3], dtype=torch.float64))
+    computed = sequence_log_ratio(logprobs, old, torch.tensor([2, 0, 2, 0, 2]), torch.tensor([2, 0, 3]))
+    torch.testing.assert_close(computed, torch.tensor([5 / 3, 2.5, 5 / 3, 2.5, 5 / 3], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("level", LOG_RATIOS)
@@ -178,8 +178,8 @@ def test_the_plain_penalty_has_the_gradient_of_the_other_kl():
     logits, log_p, _, log_ref = distributions()
     estimate = (log_p.detach().exp() * k3(log_p, log_ref)).sum()
     reverse = (log_ref.exp() * (log_ref - log_p)).sum()
-    found = torch.autograd.grad(estimate, logits, retain_graph=True)[0]
-    torch.testing.assert_close(found, torch.autograd.grad(reverse, logits)[0])
+    gradient = torch.autograd.grad(estimate, logits, retain_graph=True)[0]
+    torch.testing.assert_close(gradient, torch.autograd.grad(reverse, logits)[0])
 
 
 # --- normalisation ----------------------------------------------------------------------------------------------------
@@ -198,8 +198,8 @@ def summed(loss_type: str, ranks: list[list[int]]) -> float:
     total, first = 0.0, 0
     losses, lengths = list(LOSSES.split(LENGTHS)), list(LENGTHS)
     for micro_batches in ranks:
-        own = sum(lengths[first : first + sum(micro_batches)])
-        window = Window(sequences=len(lengths), tokens=sum(lengths), rank_tokens=own, ranks=len(ranks))
+        count = sum(lengths[first : first + sum(micro_batches)])
+        window = Window(sequences=len(lengths), tokens=sum(lengths), rank_tokens=count, ranks=len(ranks))
         for size in micro_batches:
             rows = slice(first, first + size)
             weights = token_weights(loss_type, *flat(lengths[rows]), window=window, max_completion_length=9)

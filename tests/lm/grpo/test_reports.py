@@ -23,10 +23,10 @@ def make(tmp_path):
 
 
 def test_the_logs_say_what_happened(make):
-    made = make(eval_dataset=prompts(5), per_device_eval_batch_size=2, max_steps=2)
-    made.train()
-    metrics = made.evaluate()
-    log = made.state.log_history[0]
+    grpo = make(eval_dataset=prompts(5), per_device_eval_batch_size=2, max_steps=2)
+    grpo.train()
+    metrics = grpo.evaluate()
+    log = grpo.state.log_history[0]
     for name in (
         "reward",
         "reward_std",
@@ -51,58 +51,58 @@ def test_the_logs_say_what_happened(make):
     sampled = Scripted()
     sampled.sync(None, 0)
     rollout = sampled.generate(
-        [torch.tensor(ids) for ids in made.eval_dataset["prompt_ids"]], num_generations=3, version=0, seed=0
+        [torch.tensor(ids) for ids in grpo.eval_dataset["prompt_ids"]], num_generations=3, version=0, seed=0
     )
     lengths = [len(ids) for ids in rollout.completions]
     assert metrics["eval_completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
     assert metrics["eval_completions/max_length"] == max(lengths)
     assert metrics["eval_completions/clipped_ratio"] == pytest.approx(1 - sum(rollout.ended) / len(lengths))
-    at_once = make(made.model, eval_dataset=prompts(5), per_device_eval_batch_size=5).evaluate()
+    at_once = make(grpo.model, eval_dataset=prompts(5), per_device_eval_batch_size=5).evaluate()
     assert metrics["eval_loss"] == pytest.approx(at_once["eval_loss"], rel=1e-4)  # no mean of unequal batches
     assert abs(metrics["eval_loss"]) > 1e-3
 
 
 def test_a_second_training_logs_nothing_of_the_first(make):
     first_run = [True]
-    made = make(reward=lambda completions, **_: [float(not first_run)] * len(completions), max_steps=3, logging_steps=2)
-    made.train()
+    grpo = make(reward=lambda completions, **_: [float(not first_run)] * len(completions), max_steps=3, logging_steps=2)
+    grpo.train()
     first_run.clear()
-    made.train()
-    assert [entry["reward"] for entry in made.state.log_history if "reward" in entry] == [1.0]
+    grpo.train()
+    assert [entry["reward"] for entry in grpo.state.log_history if "reward" in entry] == [1.0]
 
 
 def test_tokens_are_counted_over_prompts_and_completions(make):
-    made = make(rollout=Fixed([True] * 3), max_steps=2)
-    made.train()
-    read = [len(made.tokenizer(text)["input_ids"]) for text in made.train_dataset["prompt"]]
-    logs = [entry["num_tokens"] for entry in made.state.log_history if "loss" in entry]
+    grpo = make(rollout=Fixed([True] * 3), max_steps=2)
+    grpo.train()
+    read = [len(grpo.tokenizer(text)["input_ids"]) for text in grpo.train_dataset["prompt"]]
+    logs = [entry["num_tokens"] for entry in grpo.state.log_history if "loss" in entry]
     assert logs[0] < logs[1] <= 4 * (3 * max(read) + 6)
     assert logs[1] - logs[0] >= 2 * (3 * min(read) + 6)
 
 
 def test_evaluation_repeats_itself_and_counts_every_prompt_once(make):
-    made = make(rollout=None, eval_dataset={"a": prompts(3), "b": prompts(5)}, per_device_eval_batch_size=2)
-    first, second = made.evaluate(), made.evaluate()
+    grpo = make(rollout=None, eval_dataset={"a": prompts(3), "b": prompts(5)}, per_device_eval_batch_size=2)
+    first, second = grpo.evaluate(), grpo.evaluate()
     names = [name for name in first if "reward" in name or "loss" in name]
     assert "eval_a_reward" in names
     assert [first[name] for name in names] == [second[name] for name in names]
-    assert made.evaluate(prompts(1), metric_key_prefix="new")["new_frac_reward_zero_std"] in (0.0, 1.0)
+    assert grpo.evaluate(prompts(1), metric_key_prefix="new")["new_frac_reward_zero_std"] in (0.0, 1.0)
 
 
 def test_predict_is_an_evaluation_of_other_prompts(make):
-    made = make(rollout=None)
-    output = made.predict(prompts(3))
+    grpo = make(rollout=None)
+    output = grpo.predict(prompts(3))
     assert output.predictions is None
     assert "test_reward" in output.metrics
 
 
 def test_prompts_come_in_order_if_asked(make):
-    made = make(train_sampling_strategy="sequential")
-    assert [row["prompt"] for row in next(iter(made.get_train_dataloader()))] == prompts(2)["prompt"][:]
+    grpo = make(train_sampling_strategy="sequential")
+    assert [row["prompt"] for row in next(iter(grpo.get_train_dataloader()))] == prompts(2)["prompt"][:]
 
 
 def test_neftune_is_noise_in_training_alone(make):
-    made = make(
+    grpo = make(
         tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
         neftune_noise_alpha=50.0,
         max_steps=1,
@@ -110,7 +110,7 @@ def test_neftune_is_noise_in_training_alone(make):
         num_iterations=2,
     )
     with pytest.warns(UserWarning, match="ratios do not start from 1"):
-        made.train()
+        grpo.train()
 
 
 def test_samples_reach_the_tables_and_the_screen(make, monkeypatch, capsys):
@@ -119,9 +119,9 @@ def test_samples_reach_the_tables_and_the_screen(make, monkeypatch, capsys):
         "trimtab_lm.grpo.statistics.Tables.add",
         lambda self, trainer, name, columns, rows: tables.append((name, columns, [list(row) for row in rows])),
     )
-    made = make(max_steps=2, log_completions=True, num_completions_to_print=1, eval_dataset=prompts(2))
-    made.train()
-    made.evaluate()
+    grpo = make(max_steps=2, log_completions=True, num_completions_to_print=1, eval_dataset=prompts(2))
+    grpo.train()
+    grpo.evaluate()
     assert [name for name, _, _ in tables] == ["completions", "completions", "eval_completions"]
     _, columns, rows = tables[0]
     assert columns == ["prompt", "completion", "vowels", "reward", "advantage"]
@@ -136,20 +136,20 @@ def test_samples_reach_the_tables_and_the_screen(make, monkeypatch, capsys):
 
 
 def test_constant_rewards_are_reported(make):
-    made = make(reward=lambda completions, **_: [1.0] * len(completions), max_steps=10)
+    grpo = make(reward=lambda completions, **_: [1.0] * len(completions), max_steps=10)
     with pytest.warns(UserWarning, match="health/constant_rewards"):
-        made.train()
-    assert made.state.log_history[0]["frac_reward_zero_std"] == 1
+        grpo.train()
+    assert grpo.state.log_history[0]["frac_reward_zero_std"] == 1
 
 
 def test_a_start_that_is_not_where_the_rollout_was_is_reported(make):
     dropout = {"resid_pdrop": 0.5, "embd_pdrop": 0.5}
     with pytest.warns(UserWarning, match="ratios do not start from 1. Is disable_dropout off"):
         make(tiny.gpt2(**dropout), disable_dropout=False, num_iterations=2, max_steps=1).train()
-    made = make(beta=0.1, max_steps=1)
-    made.model.transformer.wte.weight.data *= 1.2
+    grpo = make(beta=0.1, max_steps=1)
+    grpo.model.transformer.wte.weight.data *= 1.2
     with pytest.warns(UserWarning, match="policy and reference differ"):
-        made.train()
+        grpo.train()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         make(tiny.gpt2(**dropout), num_iterations=2, beta=0.1, max_steps=1).train()
@@ -163,7 +163,7 @@ def test_a_trained_model_is_saved_as_what_it_is(make, tmp_path):
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1"), GPT2LMHeadModel)
     tiny.gpt2().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")
-    made = make(
+    grpo = make(
         str(tmp_path / "base"),
         peft_config=LORA,
         processing_class=None,
@@ -174,10 +174,10 @@ def test_a_trained_model_is_saved_as_what_it_is(make, tmp_path):
         beta=0.1,
         model_init_kwargs={"torch_dtype": "float32"},
     )
-    made.train()
+    grpo.train()
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     ids = torch.tensor([[5, 6, 7]])
-    torch.testing.assert_close(loaded(input_ids=ids).logits, made.model.eval()(input_ids=ids).logits)
+    torch.testing.assert_close(loaded(input_ids=ids).logits, grpo.model.eval()(input_ids=ids).logits)
 
 
 def test_lora_on_a_model_with_resized_embeddings(make, tmp_path):
@@ -188,11 +188,11 @@ def test_lora_on_a_model_with_resized_embeddings(make, tmp_path):
 
 
 def test_model_init_makes_the_model_and_its_reference(make):
-    made = make(model_init=lambda: tiny.gpt2(3), beta=0.1, max_steps=1)
-    first = made.reference
-    made.train()
-    assert made.reference is not first
-    assert tiny.moved(tiny.weights(made.reference.model), made.model)
+    grpo = make(model_init=lambda: tiny.gpt2(3), beta=0.1, max_steps=1)
+    first = grpo.reference
+    grpo.train()
+    assert grpo.reference is not first
+    assert tiny.moved(tiny.weights(grpo.reference.model), grpo.model)
 
 
 def test_plain_arguments_and_the_tokenizer_of_2024_are_taken(tmp_path):
@@ -205,7 +205,7 @@ def test_plain_arguments_and_the_tokenizer_of_2024_are_taken(tmp_path):
         use_cpu=True,
     )
     with pytest.warns(FutureWarning, match="processing_class"):
-        made = GRPOTrainer(tiny.gpt2(), vowels, args, prompts(4), tokenizer=tiny.tokenizer(), rollout=Scripted(limit=5))
-    made.train()
-    assert made.backend.calls == [2]
+        grpo = GRPOTrainer(tiny.gpt2(), vowels, args, prompts(4), tokenizer=tiny.tokenizer(), rollout=Scripted(limit=5))
+    grpo.train()
+    assert grpo.backend.calls == [2]
     assert args.remove_unused_columns

@@ -79,7 +79,7 @@ def test_a_resumed_training_ends_in_the_same_bits(tmp_path, name):
     assert resumed.state.global_step == STEPS
     for key, weight in whole.model.state_dict().items():
         assert torch.equal(weight, resumed.model.state_dict()[key]), key
-    logs = [[entry for entry in made.state.log_history if "loss" in entry] for made in (whole, resumed)]
+    logs = [[entry for entry in grpo.state.log_history if "loss" in entry] for grpo in (whole, resumed)]
     assert logs[0] == logs[1]
     per_rollout = settings.get("steps_per_generation", 1) * settings.get("num_iterations", 1)
     assert len(calls) == -(-STEPS // per_rollout) - -(-at // per_rollout)
@@ -116,7 +116,7 @@ def test_other_settings_in_the_middle_of_a_rollout_are_refused(tmp_path):
 
 
 def test_a_save_of_the_model_alone_holds_no_rollout(tmp_path):
-    made = make(tmp_path, {"save_only_model": True}, max_steps=1)
-    quietly(made.train)
-    made.save_model(str(tmp_path / "final"))
+    grpo = make(tmp_path, {"save_only_model": True}, max_steps=1)
+    quietly(grpo.train)
+    grpo.save_model(str(tmp_path / "final"))
     assert not list(Path(tmp_path).rglob("rollout_*.pt"))

@@ -36,22 +36,22 @@ def make(tmp_path):
 def groups_of(count=2, size=3, seed=0, counted=True):
     """Groups with advantages, and old and reference log-probabilities that are plausible."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    sampled = []
     for i in range(count):
         prompt, *completions = (row.tolist() for row in tiny.rows(1 + size, 2, 6, 10 * seed + i))
         flags = [counted or k > 0 for k in range(size)]
         group = Group(prompt, completions, flags, torch.randn(size, generator=generator, dtype=torch.float64))
         for name in ("old", "ref"):
             group.logprobs[name] = -3 + torch.randn(group.num_tokens, generator=generator, dtype=torch.float64)
-        made.append(group)
-    return made
+        sampled.append(group)
+    return sampled
 
 
-def gradients(made, groups, model=None):
+def gradients(grpo, groups, model=None):
     """Loss and all gradients of a micro-batch by itself."""
-    model = model or made.model
+    model = model or grpo.model
     model.zero_grad()
-    loss = made.compute_loss(model, made.lay_out(groups))
+    loss = grpo.compute_loss(model, grpo.lay_out(groups))
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -61,10 +61,10 @@ def gradients(made, groups, model=None):
 
 def test_one_call_of_generation_serves_all_steps(make):
     """4 prompts a step and 8 steps: one call with 32 prompts; a second pass costs no more."""
-    made = make(per_device_train_batch_size=4, steps_per_generation=8, max_steps=8, train_dataset=prompts(32))
-    made.train()
-    assert made.backend.calls == [32]
-    made = make(
+    grpo = make(per_device_train_batch_size=4, steps_per_generation=8, max_steps=8, train_dataset=prompts(32))
+    grpo.train()
+    assert grpo.backend.calls == [32]
+    grpo = make(
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         steps_per_generation=2,
@@ -72,16 +72,16 @@ def test_one_call_of_generation_serves_all_steps(make):
         max_steps=12,
         train_dataset=prompts(16),
     )
-    made.train()
-    assert made.backend.calls == [8, 8]
-    assert made.state.global_step == 12
+    grpo.train()
+    assert grpo.backend.calls == [8, 8]
+    assert grpo.state.global_step == 12
 
 
 def test_epochs_are_counted_in_passes_over_the_prompts(make):
-    made = make(max_steps=-1, num_train_epochs=2, num_iterations=2, steps_per_generation=3, train_dataset=prompts(13))
-    made.train()
-    assert made.backend.calls == [6] * 4  # two whole calls of 6 in 13 prompts, in each of two epochs
-    assert (made.state.global_step, made.state.epoch) == (24, 2)
+    grpo = make(max_steps=-1, num_train_epochs=2, num_iterations=2, steps_per_generation=3, train_dataset=prompts(13))
+    grpo.train()
+    assert grpo.backend.calls == [6] * 4  # two whole calls of 6 in 13 prompts, in each of two epochs
+    assert (grpo.state.global_step, grpo.state.epoch) == (24, 2)
 
 
 def test_each_rollout_is_of_the_weights_as_they_are(make):
@@ -96,16 +96,16 @@ def test_each_rollout_is_of_the_weights_as_they_are(make):
             seen.append(self.weights["transformer.wte.weight"])
             return super().generate(prompts, **options)
 
-    made = make(rollout=Watching(), steps_per_generation=2, max_steps=6, eval_dataset=prompts(2))
-    made.train()
-    made.evaluate()
+    grpo = make(rollout=Watching(), steps_per_generation=2, max_steps=6, eval_dataset=prompts(2))
+    grpo.train()
+    grpo.evaluate()
     assert len(seen) == 4
     assert all(not torch.equal(one, other) for one, other in pairwise(seen))
-    assert torch.equal(seen[-1], made.model.transformer.wte.weight)
-    versions = list(made.backend.versions)
+    assert torch.equal(seen[-1], grpo.model.transformer.wte.weight)
+    versions = list(grpo.backend.versions)
     assert versions == sorted(set(versions))
-    made.train()
-    assert made.backend.versions[4] > versions[-1]
+    grpo.train()
+    assert grpo.backend.versions[4] > versions[-1]
 
 
 def test_a_sampler_of_old_weights_is_found_out(make):
@@ -127,23 +127,23 @@ def test_generation_and_rewards_do_not_touch_the_random_numbers_of_training(make
     def state():
         return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
-    made = make(reward=noisy, rollout=None, eval_dataset=prompts(4), per_device_eval_batch_size=2)
-    rows = made.train_dataset.select(range(2)).to_list()
+    grpo = make(reward=noisy, rollout=None, eval_dataset=prompts(4), per_device_eval_batch_size=2)
+    rows = grpo.train_dataset.select(range(2)).to_list()
     before = state()
-    first = made.get_batch_samples(iter([rows]), 1, made.args.device)[0][0]
-    made.evaluate()
+    first = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)[0][0]
+    grpo.evaluate()
     assert state() == before
     random.seed(7), np.random.seed(7), torch.manual_seed(7)
-    made._begin()
-    again = made.get_batch_samples(iter([rows]), 1, made.args.device)[0][0]
+    grpo._begin()
+    again = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)[0][0]
     assert draws[0] == draws[-1]  # a step's numbers do not depend on where the global generators are
     assert [group.completions for group in first["groups"]] == [group.completions for group in again["groups"]]
 
 
 def test_the_end_token_is_learnt_and_special_tokens_are_not_in_the_texts(make):
     texts = []
-    made = make(reward=lambda completions, **_: texts.extend(completions) or vowels(completions))
-    batch = made.get_batch_samples(iter([made.train_dataset.select(range(2)).to_list()]), 1, made.args.device)[0][0]
+    grpo = make(reward=lambda completions, **_: texts.extend(completions) or vowels(completions))
+    batch = grpo.get_batch_samples(iter([grpo.train_dataset.select(range(2)).to_list()]), 1, grpo.args.device)[0][0]
     completions = [ids for group in batch["groups"] for ids in group.completions]
     assert any(ids[-1] == tiny.EOS for ids in completions)
     assert batch["targets"].tolist() == [token for ids in completions for token in ids]
@@ -183,15 +183,15 @@ def test_async_functions_models_and_weights(make):
         await asyncio.sleep(0.001)
         return [float(len(text)) for text in completions]
 
-    made = make(
+    grpo = make(
         reward=[slow, tiny.scorer(), vowels],
         reward_processing_classes=[None, tiny.tokenizer(), None],
         reward_weights=[1.0, 0.5, 2.0],
         reward_names=["length", "taste", "vowels"],
         max_steps=1,
     )
-    made.train()
-    log = made.state.log_history[0]
+    grpo.train()
+    log = grpo.state.log_history[0]
     parts = {name: log[f"rewards/{name}/mean"] for name in ("length", "taste", "vowels")}
     assert log["reward"] == pytest.approx(parts["length"] + 0.5 * parts["taste"] + 2 * parts["vowels"], rel=1e-5)
     assert all(log[f"rewards/{name}/std"] > 0 for name in parts)
@@ -205,10 +205,10 @@ def test_async_functions_models_and_weights(make):
     "settings", [{"loss_type": "dapo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}]
 )
 def test_a_prompt_once_is_a_prompt_for_each_completion(make, name, settings):
-    made = make(MODELS[name](), beta=0.3, temperature=0.7, **settings)
+    grpo = make(MODELS[name](), beta=0.3, temperature=0.7, **settings)
     groups = groups_of(3)
-    assert made.lay_out.keywords["layout"] == ("encoder-decoder" if name == "t5" else "tree")
-    loss, grads = gradients(made, groups)
+    assert grpo.lay_out.keywords["layout"] == ("encoder-decoder" if name == "t5" else "tree")
+    loss, grads = gradients(grpo, groups)
     apart = [
         Group(group.prompt, [ids], [True], group.advantages[k : k + 1], {})
         for group in groups
@@ -218,8 +218,8 @@ def test_a_prompt_once_is_a_prompt_for_each_completion(make, name, settings):
         values = torch.cat([group.logprobs[column] for group in groups]).split([one.num_tokens for one in apart])
         for one, value in zip(apart, values, strict=True):
             one.logprobs[column] = value
-    made.lay_out = partial(made.lay_out, layout="encoder-decoder" if name == "t5" else "padded")
-    other_loss, other_grads = gradients(made, apart)
+    grpo.lay_out = partial(grpo.lay_out, layout="encoder-decoder" if name == "t5" else "padded")
+    other_loss, other_grads = gradients(grpo, apart)
     torch.testing.assert_close(loss, other_loss, rtol=1e-9, atol=1e-12)
     assert grads.keys() == other_grads.keys()
     assert loss != 0
@@ -230,11 +230,11 @@ def test_a_prompt_once_is_a_prompt_for_each_completion(make, name, settings):
 def test_on_policy_the_gradient_is_reinforce_with_a_baseline(make):
     """d/dw of -(1/S) sum_i A_i (1/|o_i|) sum_t log pi(o_it), at the sampling temperature, by plain forward passes."""
     model = tiny.gpt2(dtype=torch.float64)
-    made = make(model, loss_type="grpo", temperature=0.7)
+    grpo = make(model, loss_type="grpo", temperature=0.7)
     groups = groups_of(2)
     for group in groups:
         group.logprobs = {}
-    _, grads = gradients(made, groups)
+    _, grads = gradients(grpo, groups)
     model.eval().zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
@@ -249,45 +249,45 @@ def test_on_policy_the_gradient_is_reinforce_with_a_baseline(make):
 
 
 def test_a_completion_that_is_masked_might_as_well_not_be_there(make):
-    made = make(tiny.gpt2(dtype=torch.float64))
+    grpo = make(tiny.gpt2(dtype=torch.float64))
     masked = groups_of(2, counted=False)
     without = [
         Group(group.prompt, group.completions[1:], [True] * 2, group.advantages[1:], group.logprobs) for group in masked
     ]
-    loss, grads = gradients(made, masked)
-    other_loss, other_grads = gradients(made, without)
+    loss, grads = gradients(grpo, masked)
+    other_loss, other_grads = gradients(grpo, without)
     torch.testing.assert_close(loss, other_loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(grads, other_grads, rtol=1e-9, atol=1e-12)
 
 
 def test_truncated_completions_are_in_neither_baseline_nor_loss(make):
     rewards = [1.0, 5.0, 100.0]
-    made = make(
+    grpo = make(
         reward=lambda completions, **_: rewards * 2,
         rollout=Fixed([True, True, False]),
         scale_rewards="none",
         mask_truncated_completions=True,
         max_completion_length=3,
     )
-    rows = made.train_dataset.select(range(2)).to_list()
-    batches, window = made.get_batch_samples(iter([rows]), 1, made.args.device)
+    rows = grpo.train_dataset.select(range(2)).to_list()
+    batches, window = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)
     assert [group.advantages.tolist() for group in batches[0]["groups"]] == [[-2.0, 2.0, 0.0]] * 2
     assert batches[0]["targets"].tolist() == [5, 6, 6] * 2
     assert (window.sequences, window.tokens) == (4, 6)
-    made.config.mask_truncated_completions = False
-    made._begin()
-    batches, window = made.get_batch_samples(iter([rows]), 1, made.args.device)
+    grpo.config.mask_truncated_completions = False
+    grpo._begin()
+    batches, window = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)
     assert (window.sequences, window.tokens) == (6, 12)
     assert batches[0]["groups"][0].advantages.sum() == pytest.approx(0, abs=1e-5)
 
 
 def test_a_step_in_which_all_is_masked_changes_nothing(make):
-    made = make(rollout=Fixed([False] * 3), mask_truncated_completions=True, max_completion_length=3, max_steps=2)
-    before = tiny.weights(made.model)
-    made.train()
-    assert not tiny.moved(before, made.model)
-    assert made.state.log_history[0]["loss"] == 0
-    assert "entropy" not in made.state.log_history[0]
+    grpo = make(rollout=Fixed([False] * 3), mask_truncated_completions=True, max_completion_length=3, max_steps=2)
+    before = tiny.weights(grpo.model)
+    grpo.train()
+    assert not tiny.moved(before, grpo.model)
+    assert grpo.state.log_history[0]["loss"] == 0
+    assert "entropy" not in grpo.state.log_history[0]
 
 
 @pytest.mark.parametrize("corrected", [True, False])
@@ -307,13 +307,13 @@ def test_adapters_off_are_a_frozen_copy(make, corrected):
     merged.load_state_dict(adapted.model.state_dict())
     model.load_state_dict(merged.merge_and_unload().state_dict())
     losses = []
-    for made in (adapted, copied):
+    for grpo in (adapted, copied):
         groups = groups_of(2)
         for group in groups:
             group.logprobs = {}
             group.advantages.zero_()
-        made._attach_reference(groups)
-        losses.append(made.compute_loss(made.model, made.lay_out(groups)))
+        grpo._attach_reference(groups)
+        losses.append(grpo.compute_loss(grpo.model, grpo.lay_out(groups)))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=1e-12)
     assert losses[0] > 0.01
 
@@ -322,12 +322,12 @@ def test_without_beta_there_is_no_reference_in_memory(make):
     def count(**settings):
         gc.collect()
         before = sum(isinstance(thing, GPT2LMHeadModel) for thing in gc.get_objects())
-        made = make(max_steps=1, **settings)
-        made.train()
+        grpo = make(max_steps=1, **settings)
+        grpo.train()
         gc.collect()
         number = sum(isinstance(thing, GPT2LMHeadModel) for thing in gc.get_objects()) - before
-        assert (made.reference is None) == (number == 1)
-        return number, "kl" in made.state.log_history[0]
+        assert (grpo.reference is None) == (number == 1)
+        return number, "kl" in grpo.state.log_history[0]
 
     assert count() == (1, False)
     assert count(beta=0.1) == (2, True)
@@ -335,21 +335,21 @@ def test_without_beta_there_is_no_reference_in_memory(make):
 
 def test_old_logprobs_are_kept_where_the_policy_moves_and_only_there(make):
     for settings, expected in (({}, False), ({"num_iterations": 2}, True), ({"steps_per_generation": 2}, True)):
-        made = make(**settings)
-        rows = made.train_dataset.select(range(2 * settings.get("steps_per_generation", 1))).to_list()
-        group = made.get_batch_samples(iter([rows]), 1, made.args.device)[0][0]["groups"][0]
+        grpo = make(**settings)
+        rows = grpo.train_dataset.select(range(2 * settings.get("steps_per_generation", 1))).to_list()
+        group = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)[0][0]["groups"][0]
         assert ("old" in group.logprobs) == expected
         if expected:
             row, ids = torch.tensor(group.prompt), torch.tensor(group.completions[0])
             first = group.logprobs["old"][: len(ids)]
-            torch.testing.assert_close(first, tiny.taken_of(made.model, row, ids), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(first, tiny.taken_of(grpo.model, row, ids), rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_stays_off_until_the_end_of_backward(make):
     """A checkpointed block runs again in backward: with dropout back on by then, its gradient would be another's."""
     grads = []
     for checkpointing in (False, True):
-        made = make(
+        grpo = make(
             tiny.gpt2(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
             max_steps=1,
             learning_rate=0.0,
@@ -357,11 +357,11 @@ def test_dropout_stays_off_until_the_end_of_backward(make):
             max_grad_norm=0.0,
         )
         seen = {}
-        for name, weight in made.model.named_parameters():
+        for name, weight in grpo.model.named_parameters():
             weight.register_hook(lambda grad, name=name, seen=seen: seen.__setitem__(name, grad.clone()))
-        made.train()
+        grpo.train()
         grads.append(seen)
-        assert made.model.training
+        assert grpo.model.training
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -383,7 +383,7 @@ def test_it_learns_to_write_the_letter_a_and_not_with_a_broken_loss(make, monkey
         import trimtab_lm.grpo.trainer as module
 
         monkeypatch.setattr(module, "policy_losses", wrong_sign(module.policy_losses))
-    made = make(
+    grpo = make(
         reward=letter_a,
         rollout=None,
         per_device_train_batch_size=8,
@@ -392,8 +392,8 @@ def test_it_learns_to_write_the_letter_a_and_not_with_a_broken_loss(make, monkey
         learning_rate=1e-2,
         logging_steps=4,
     )
-    made.train()
-    rewards = [entry["reward"] for entry in made.state.log_history if "reward" in entry]
+    grpo.train()
+    rewards = [entry["reward"] for entry in grpo.state.log_history if "reward" in entry]
     assert (rewards[-1] > 0.6) == (not is_broken)
     assert rewards[0] < 0.4
 
@@ -413,11 +413,11 @@ def test_it_learns_to_write_the_letter_a_and_not_with_a_broken_loss(make, monkey
     ],
 )
 def test_every_form_trains(make, settings):
-    made = make(rollout=None, steps_per_generation=2, max_steps=2, **settings)
-    before = tiny.weights(made.model)
-    made.train()
-    assert tiny.moved(before, made.model)
-    logs = [entry for entry in made.state.log_history if "loss" in entry]
+    grpo = make(rollout=None, steps_per_generation=2, max_steps=2, **settings)
+    before = tiny.weights(grpo.model)
+    grpo.train()
+    assert tiny.moved(before, grpo.model)
+    logs = [entry for entry in grpo.state.log_history if "loss" in entry]
     assert logs[0]["ratio"] == pytest.approx(1, abs=1e-4)
     mismatch = logs[0].get("sampling/logp_difference/mean", 0.0)
     assert mismatch == pytest.approx(0, abs=1e-3)
@@ -427,12 +427,12 @@ def test_every_form_trains(make, settings):
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_other_models_train(make, name):
     model = {"llama": tiny.llama, "t5": partial(tiny.t5, initializer_factor=1.0)}[name]()
-    made = make(model, rollout=None, max_steps=2, steps_per_generation=2, beta=0.1)
-    ends = {ids[-1] == tiny.EOS for ids in made.train_dataset["prompt_ids"]}
+    grpo = make(model, rollout=None, max_steps=2, steps_per_generation=2, beta=0.1)
+    ends = {ids[-1] == tiny.EOS for ids in grpo.train_dataset["prompt_ids"]}
     assert ends == {name == "t5"}  # an encoder reads a text to its end, a decoder goes on with it
-    before = tiny.weights(made.model)
-    made.train()
-    assert tiny.moved(before, made.model)
+    before = tiny.weights(grpo.model)
+    grpo.train()
+    assert tiny.moved(before, grpo.model)
 
 
 # Statistics

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.lm.hf.run_resume import make
+from tests.processes import process_of_many
 from transformers import TrainerCallback
 
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
@@ -34,7 +35,6 @@ def run(folder: Path, name: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     folder, name, steps = sys.argv[1].split(",")
-    run(Path(folder), name, int(steps))
-    torch.distributed.destroy_process_group()  # after the trainer is gone, whose DDP holds on to it
+    with process_of_many():
+        run(Path(folder), name, int(steps))

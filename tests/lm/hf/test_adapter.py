@@ -65,9 +65,9 @@ def make(folder, weight=2.0, values=VALUES, **settings):
         "max_grad_norm": 0.0,
     }
     data = DataOptions(train_dataset=rows(values), eval_dataset=rows(values), data_collator=collate)
-    own = LineTrainer(Line(weight), TrainerConfig(str(folder), **defaults | settings), tiny.tokenizer(), data=data)
-    own.prepare_datasets()
-    return own
+    trainer = LineTrainer(Line(weight), TrainerConfig(str(folder), **defaults | settings), tiny.tokenizer(), data=data)
+    trainer.prepare_datasets()
+    return trainer
 
 
 MEAN = sum((2 * 2 * x) ** 2 * count for x, count in zip(VALUES, COUNTS, strict=True)) / sum(COUNTS)
@@ -75,29 +75,29 @@ MEAN = sum((2 * 2 * x) ** 2 * count for x, count in zip(VALUES, COUNTS, strict=T
 
 @pytest.mark.parametrize(("size", "accumulation"), [(7, 1), (2, 4), (1, 7)])
 def test_a_step_is_the_mean_over_its_items_however_it_is_cut(size, accumulation, tmp_path):
-    made = make(tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
-    made.train()
-    assert made.state.log_history[0]["loss"] == pytest.approx(MEAN, rel=1e-6)
-    assert float(made.model.weight) == pytest.approx(2 - 0.01 * 2 * MEAN / 2, rel=1e-9)  # d/dw of w^2 c is 2 w c
+    trainer = make(tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(MEAN, rel=1e-6)
+    assert float(trainer.model.weight) == pytest.approx(2 - 0.01 * 2 * MEAN / 2, rel=1e-9)  # d/dw of w^2 c is 2 w c
 
 
 def test_an_evaluation_weighs_items_and_a_loss_by_itself_divides_by_its_own(tmp_path):
-    made = make(tmp_path, per_device_eval_batch_size=2)
-    assert made.evaluate()["eval_loss"] == pytest.approx(MEAN, rel=1e-9)
-    new = made.evaluate(rows([1.0]), metric_key_prefix="new")
+    trainer = make(tmp_path, per_device_eval_batch_size=2)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(MEAN, rel=1e-9)
+    new = trainer.evaluate(rows([1.0]), metric_key_prefix="new")
     assert new["new_loss"] == pytest.approx(16.0)  # a new dataset is prepared: x is doubled
-    batch = collate(list(made.train_dataset))
-    assert float(made.compute_loss(made.model.train(), batch)) == pytest.approx(MEAN, rel=1e-9)  # without dropout
+    batch = collate(list(trainer.train_dataset))
+    assert float(trainer.compute_loss(trainer.model.train(), batch)) == pytest.approx(MEAN, rel=1e-9)  # without dropout
 
 
 def test_items_that_are_none_give_loss_0(tmp_path):
-    made = make(tmp_path)
+    trainer = make(tmp_path)
     batch = collate([{"x": 1.0, "counts": 0}])
-    assert float(made.compute_loss(made.model, batch)) == 0.0
+    assert float(trainer.compute_loss(trainer.model, batch)) == 0.0
 
 
 def test_a_loss_that_is_not_finite_moves_no_weight(tmp_path):
-    made = make(tmp_path, values=[math.inf, 1.0])
+    trainer = make(tmp_path, values=[math.inf, 1.0])
     with pytest.raises(TrainingDivergedError, match="in step 1"):
-        made.train()
-    assert float(made.model.weight) == 2.0
+        trainer.train()
+    assert float(trainer.model.weight) == 2.0

@@ -180,10 +180,18 @@ def test_another_dataset_is_refused(tmp_path, name):
 
 def make_with(name: str, folder: Path, data: Dataset) -> Any:
     trainer = make(name, folder)
-    given = {"model": trainer.model, "args": trainer.args, "train_dataset": data, "processing_class": trainer.tokenizer}
+    arguments = {
+        "model": trainer.model,
+        "args": trainer.args,
+        "train_dataset": data,
+        "processing_class": trainer.tokenizer,
+    }
     if name == "grpo":
-        given |= {"reward_funcs": trainer.sampler.rewards.functions[0], "train_dataset": data.select_columns("prompt")}
-    return type(trainer)(**given)
+        arguments |= {
+            "reward_funcs": trainer.sampler.rewards.functions[0],
+            "train_dataset": data.select_columns("prompt"),
+        }
+    return type(trainer)(**arguments)
 
 
 def test_another_model_is_refused(tmp_path):

@@ -32,7 +32,7 @@ PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for tex
 IDS = torch.tensor([[5, 9, 7, 21, tiny.EOS]])
 
 
-def trainer(folder: Path, model: Any = None, columns: Any = None, given: Any = None, **config: Any) -> SFTTrainer:
+def trainer(folder: Path, model: Any = None, columns: Any = None, arguments: Any = None, **config: Any) -> SFTTrainer:
     settings = {
         "max_steps": 1,
         "per_device_train_batch_size": 8,
@@ -45,7 +45,7 @@ def trainer(folder: Path, model: Any = None, columns: Any = None, given: Any = N
     }
     data = {"train_dataset": Dataset.from_dict(columns or {"text": TEXTS}), "processing_class": tiny.tokenizer()}
     args = SFTConfig(str(folder), **settings | config)
-    return SFTTrainer(still() if model is None else model, args, **data | (given or {}))
+    return SFTTrainer(still() if model is None else model, args, **data | (arguments or {}))
 
 
 def still() -> Any:
@@ -58,8 +58,8 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
         return model.eval()(input_ids=ids).logits
 
 
-def losses(own: SFTTrainer) -> list[float]:
-    return [log["loss"] for log in own.state.log_history if "loss" in log]
+def losses(sft: SFTTrainer) -> list[float]:
+    return [log["loss"] for log in sft.state.log_history if "loss" in log]
 
 
 # Optimizers, adapters and what is saved ------------------------------------------------------------------------------
@@ -75,29 +75,29 @@ def test_an_optimizer_by_name_trains_and_the_checkpoint_loads(optim: str, tmp_pa
         pytest.importorskip("bitsandbytes", reason="8-bit optimizers are bitsandbytes'")
     model = tiny.llama()
     before = tiny.weights(model)
-    own = trainer(tmp_path, model, optim=optim, save_strategy="steps", save_steps=1, max_steps=2, **config)
-    own.train()
-    moved = tiny.moved(before, own.model)
+    sft = trainer(tmp_path, model, optim=optim, save_strategy="steps", save_steps=1, max_steps=2, **config)
+    sft.train()
+    moved = tiny.moved(before, sft.model)
     assert set(moved) == set(before)
     if optim.startswith("galore"):
         # The update of a weight whose gradient is projected has the projection's rank, apart from rounding.
         name = "model.layers.0.self_attn.q_proj.weight"
-        sizes = torch.linalg.svdvals(own.model.state_dict()[name] - before[name])
+        sizes = torch.linalg.svdvals(sft.model.state_dict()[name] - before[name])
         assert sizes[4] < 1e-3 * sizes[0] < sizes[1]  # two steps, each of rank 2
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
-    torch.testing.assert_close(logits(again), logits(own.model), rtol=0, atol=0)
+    torch.testing.assert_close(logits(again), logits(sft.model), rtol=0, atol=0)
 
 
 def test_adapters_are_saved_so_that_peft_loads_them(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    own = trainer(
-        tmp_path, base, given={"peft_config": adapters}, save_strategy="steps", save_steps=1, learning_rate=1.0
+    sft = trainer(
+        tmp_path, base, arguments={"peft_config": adapters}, save_strategy="steps", save_steps=1, learning_rate=1.0
     )
-    own.train()
+    sft.train()
     again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
-    torch.testing.assert_close(logits(again), logits(own.model), rtol=0, atol=0)
+    torch.testing.assert_close(logits(again), logits(sft.model), rtol=0, atol=0)
     assert (logits(again) - logits(tiny.llama())).abs().max() > 1e-3
 
 
@@ -113,20 +113,20 @@ def test_adapters_on_a_resized_model_are_saved_so_that_peft_loads_them(is_tied, 
     trained = ["embed_tokens"] if is_tied else ["embed_tokens", "lm_head"]
     extra = {"modules_to_save": trained, "ensure_weight_tying": is_tied} if trains_embeddings else {}
     adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **extra)
-    own = trainer(
+    sft = trainer(
         tmp_path,
         base,
         {"text": [f"{text}<new>" for text in TEXTS]},
         learning_rate=1.0,
         save_strategy="steps",
         save_steps=1,
-        given={"peft_config": adapters, "processing_class": tokenizer},
+        arguments={"peft_config": adapters, "processing_class": tokenizer},
     )
     row = base.get_input_embeddings().weight[-1].detach().clone()
-    own.train()
+    sft.train()
     ids = torch.tensor([[5, len(tokenizer) - 1, 7]])
     again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
-    torch.testing.assert_close(logits(again, ids), logits(own.model, ids), rtol=0, atol=0)
+    torch.testing.assert_close(logits(again, ids), logits(sft.model, ids), rtol=0, atol=0)
     assert torch.equal(row, again.get_input_embeddings().weight[-1]) != trains_embeddings
 
 
@@ -137,14 +137,14 @@ def test_old_checkpoints_are_deleted(tmp_path):
 
 def test_training_stops_early_with_the_best_weights(tmp_path):
     """At a rate that is far too high only the first step helps, if any."""
-    given = {
+    arguments = {
         "eval_dataset": Dataset.from_dict({"text": TEXTS}),
         "callbacks": [EarlyStoppingCallback(early_stopping_patience=1)],
     }
     config = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    own = trainer(
+    sft = trainer(
         tmp_path,
-        given=given,
+        arguments=arguments,
         max_steps=10,
         learning_rate=30.0,
         load_best_model_at_end=True,
@@ -152,11 +152,11 @@ def test_training_stops_early_with_the_best_weights(tmp_path):
         max_grad_norm=0.0,
         **config,
     )
-    own.train()
-    evaluated = [log["eval_loss"] for log in own.state.log_history if "eval_loss" in log]
+    sft.train()
+    evaluated = [log["eval_loss"] for log in sft.state.log_history if "eval_loss" in log]
     assert len(evaluated) == 1 + evaluated.index(min(evaluated)) + 1 < 10
-    assert own.state.best_metric == min(evaluated)
-    assert own.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-6)
+    assert sft.state.best_metric == min(evaluated)
+    assert sft.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-6)
 
 
 # The hub -------------------------------------------------------------------------------------------------------------
@@ -195,19 +195,19 @@ def test_the_hub_gets_what_the_strategy_says(strategy: str, tmp_path, monkeypatc
     hub = Hub()
     monkeypatch.setattr("transformers.trainer.hf_api", lambda *args, **kwargs: hub)
     config = {"push_to_hub": True, "hub_strategy": strategy, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    own = trainer(tmp_path / "model", **config)
-    own.train()
+    sft = trainer(tmp_path / "model", **config)
+    sft.train()
     assert [folder for _, folder, _ in hub.uploads] == FOLDERS[strategy]
     for message, folder, files in hub.uploads:
         assert message.startswith("Training in progress, step ")
         assert files >= (MODEL | STATE if folder else MODEL)
         assert folder or not files & STATE
     del hub.uploads[:]
-    own.save_model()
-    own.push_to_hub("done")
+    sft.save_model()
+    sft.push_to_hub("done")
     assert [message for message, _, _ in hub.uploads] == ["Model save", "done"]
     assert all(files >= MODEL | {"README.md"} and not files & STATE for _, _, files in hub.uploads)
-    assert own.hub_model_id == "someone/model"
+    assert sft.hub_model_id == "someone/model"
 
 
 # Logs and trackers ---------------------------------------------------------------------------------------------------
@@ -227,8 +227,8 @@ def test_log_levels_are_those_of_the_process(place, tmp_path, monkeypatch):
         monkeypatch.setattr(SFTConfig, name, property(lambda self, index=index: index))
     try:
         for on_each_node, level in zip((True, False), LEVELS[place], strict=True):
-            own = trainer(tmp_path, log_level="info", log_level_replica="error", log_on_each_node=on_each_node)
-            assert own.args.get_process_log_level() == transformers.logging.get_verbosity() == level
+            sft = trainer(tmp_path, log_level="info", log_level_replica="error", log_on_each_node=on_each_node)
+            assert sft.args.get_process_log_level() == transformers.logging.get_verbosity() == level
     finally:
         transformers.logging.set_verbosity(before)
 
@@ -237,17 +237,19 @@ def test_tensorboard_gets_the_recorded_statistics(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    given = {"eval_dataset": Dataset.from_dict({"text": TEXTS})}
-    own = trainer(tmp_path, given=given, report_to="tensorboard", max_steps=2, eval_strategy="steps", eval_steps=2)
-    own.train()
+    arguments = {"eval_dataset": Dataset.from_dict({"text": TEXTS})}
+    sft = trainer(
+        tmp_path, arguments=arguments, report_to="tensorboard", max_steps=2, eval_strategy="steps", eval_steps=2
+    )
+    sft.train()
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     for name in ("loss", "entropy"):
-        found = [event.value for event in events.Scalars(f"train/{name}")]
-        assert found == pytest.approx([log[name] for log in own.state.log_history if name in log], rel=1e-6)
-        assert len(found) == 2
+        values = [event.value for event in events.Scalars(f"train/{name}")]
+        assert values == pytest.approx([log[name] for log in sft.state.log_history if name in log], rel=1e-6)
+        assert len(values) == 2
         (event,) = events.Scalars(f"eval/{name}")
-        assert (event.step, event.value) == (2, pytest.approx(own.state.log_history[2][f"eval_{name}"], rel=1e-6))
+        assert (event.step, event.value) == (2, pytest.approx(sft.state.log_history[2][f"eval_{name}"], rel=1e-6))
 
 
 @pytest.mark.usefixtures("offline_wandb")
@@ -258,11 +260,11 @@ def test_wandb_without_a_key_runs_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setattr(wandb, "login", lambda **how: bool(how["prompt"]))  # there is no key, and nobody to ask
-    own = trainer(tmp_path, report_to="wandb", run_name="first")
+    sft = trainer(tmp_path, report_to="wandb", run_name="first")
     try:
         assert os.environ["WANDB_MODE"] == "offline"
         assert "wandb sync" in capsys.readouterr().err
-        own.train()
+        sft.train()
         assert (wandb.run.settings._offline, wandb.run.name) == (True, "first")
         assert wandb.run.config["packing"] is False  # our settings, not transformers' alone
         assert {"train/loss", "train/entropy"} <= set(wandb.run.summary.keys())
@@ -275,14 +277,14 @@ def test_wandb_without_a_key_runs_offline(tmp_path, monkeypatch, capsys):
 
 def test_tokens_that_were_read_are_counted(tmp_path):
     read = sum(len(text) + 1 for text in TEXTS)
-    own = trainer(tmp_path, max_steps=2, include_num_input_tokens_seen="non_padding")
-    own.train()
-    assert own.state.num_input_tokens_seen == 2 * read
-    assert [log["num_input_tokens_seen"] for log in own.state.log_history[:2]] == [read, 2 * read]
+    sft = trainer(tmp_path, max_steps=2, include_num_input_tokens_seen="non_padding")
+    sft.train()
+    assert sft.state.num_input_tokens_seen == 2 * read
+    assert [log["num_input_tokens_seen"] for log in sft.state.log_history[:2]] == [read, 2 * read]
     whole = trainer(tmp_path, include_num_input_tokens_seen="all")
     whole.train()
     assert whole.state.num_input_tokens_seen == next(iter(whole.get_train_dataloader()))["input_ids"].numel() >= read
-    assert json.loads(json.dumps(own.state.log_history)) == own.state.log_history  # as a checkpoint writes it
+    assert json.loads(json.dumps(sft.state.log_history)) == sft.state.log_history  # as a checkpoint writes it
 
 
 # Forward passes ------------------------------------------------------------------------------------------------------
@@ -294,8 +296,8 @@ def test_a_compiled_model_takes_the_same_steps(tmp_path):
     plain = trainer(tmp_path / "plain", tiny.llama(), **config)
     compiled = trainer(tmp_path / "compiled", tiny.llama(), torch_compile=True, torch_compile_backend="eager", **config)
     torch._dynamo.reset()
-    for own in (plain, compiled):
-        own.train()
+    for sft in (plain, compiled):
+        sft.train()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "compiled" / "checkpoint-3")
@@ -306,12 +308,12 @@ def test_activations_computed_again_change_no_number(tmp_path):
     calls = {}
 
     def run(**config: Any) -> list[float]:
-        own = trainer(tmp_path, max_steps=2, **config)
-        block = own.model.transformer.h[0]
+        sft = trainer(tmp_path, max_steps=2, **config)
+        block = sft.model.transformer.h[0]
         calls[len(config)] = 0
         block.attn.register_forward_hook(lambda *_: calls.__setitem__(len(config), calls[len(config)] + 1))
-        own.train()
-        return losses(own)
+        sft.train()
+        return losses(sft)
 
     again = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
     assert run() == pytest.approx(run(**again), rel=1e-6)
@@ -328,11 +330,11 @@ def test_rows_of_like_length_share_a_batch(packing: bool, tmp_path):
 
     def spread(strategy: str) -> int:
         config = {"train_sampling_strategy": strategy, "per_device_train_batch_size": 2, "max_length": 33}
-        own = trainer(tmp_path, columns=columns, packing=packing, **config)
-        own.train()
-        order = list(own._get_train_sampler())
-        lengths = [len(own.train_dataset[i]["input_ids"]) for i in order]
-        assert sorted(order) == list(range(len(own.train_dataset)))
+        sft = trainer(tmp_path, columns=columns, packing=packing, **config)
+        sft.train()
+        order = list(sft._get_train_sampler())
+        lengths = [len(sft.train_dataset[i]["input_ids"]) for i in order]
+        assert sorted(order) == list(range(len(sft.train_dataset)))
         return sum(abs(one - other) for one, other in zip(lengths[::2], lengths[1::2], strict=False))
 
     if packing:
@@ -351,56 +353,58 @@ def test_a_collator_of_the_users_makes_the_batches(tmp_path):
         labels = torch.where(mask.cumsum(1) > 1, ids, -100)  # nothing but padding stands before a row's first token
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
-    plain, own = trainer(tmp_path, max_steps=2), trainer(tmp_path, given={"data_collator": collate}, max_steps=2)
-    for one in (plain, own):
+    plain, sft = trainer(tmp_path, max_steps=2), trainer(tmp_path, arguments={"data_collator": collate}, max_steps=2)
+    for one in (plain, sft):
         one.train()
-    assert losses(own) == pytest.approx(losses(plain), rel=1e-5)
+    assert losses(sft) == pytest.approx(losses(plain), rel=1e-5)
 
     def t5() -> Any:
         return tiny.t5(initializer_factor=1.0, dropout_rate=0.0)
 
     collator = DataCollatorForSeq2Seq(tiny.tokenizer())
-    plain, own = trainer(tmp_path, t5(), PAIRS), trainer(tmp_path, t5(), PAIRS, {"data_collator": collator})
-    for one in (plain, own):
+    plain, sft = trainer(tmp_path, t5(), PAIRS), trainer(tmp_path, t5(), PAIRS, {"data_collator": collator})
+    for one in (plain, sft):
         one.train()
-    assert losses(own) == pytest.approx(losses(plain), rel=1e-5)
+    assert losses(sft) == pytest.approx(losses(plain), rel=1e-5)
 
 
 def test_predictions_are_those_of_each_row(tmp_path):
     model = tiny.exact(still())
-    own = trainer(tmp_path, model, per_device_eval_batch_size=3)
+    sft = trainer(tmp_path, model, per_device_eval_batch_size=3)
     data = Dataset.from_dict({"text": TEXTS})
-    found = own.predict(data)
+    output = sft.predict(data)
     rows = [torch.tensor([[tiny.VOCABULARY[c] for c in text] + [tiny.EOS]]) for text in TEXTS]
     for i, ids in enumerate(rows):
         expected = logits(model, ids)[0].numpy()
-        np.testing.assert_allclose(found.predictions[i, : ids.shape[1]], expected, rtol=1e-6, atol=1e-6)
-        assert found.label_ids[i, 1 : ids.shape[1]].tolist() == ids[0, 1:].tolist()
+        np.testing.assert_allclose(output.predictions[i, : ids.shape[1]], expected, rtol=1e-6, atol=1e-6)
+        assert output.label_ids[i, 1 : ids.shape[1]].tolist() == ids[0, 1:].tolist()
     nll = [-tiny.taken_of(model, ids[0, :1], ids[0, 1:]) for ids in rows]
-    assert found.metrics["test_loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-6)
+    assert output.metrics["test_loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-6)
     measured = trainer(
-        tmp_path, model, given={"eval_dataset": data, "compute_metrics": lambda _: {}}, per_device_eval_batch_size=3
+        tmp_path, model, arguments={"eval_dataset": data, "compute_metrics": lambda _: {}}, per_device_eval_batch_size=3
     )
-    assert measured.evaluate()["eval_loss"] == pytest.approx(found.metrics["test_loss"], rel=1e-6)
+    assert measured.evaluate()["eval_loss"] == pytest.approx(output.metrics["test_loss"], rel=1e-6)
 
 
 def test_hyperparameters_are_searched(tmp_path):
     pytest.importorskip("optuna", reason="the search is optuna's")
-    given = {"model_init": still, "eval_dataset": Dataset.from_dict({"text": TEXTS})}
+    arguments = {"model_init": still, "eval_dataset": Dataset.from_dict({"text": TEXTS})}
     args = SFTConfig(str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, optim="sgd", disable_tqdm=True)
-    own = SFTTrainer(None, args, train_dataset=given["eval_dataset"], processing_class=tiny.tokenizer(), **given)
+    sft = SFTTrainer(
+        None, args, train_dataset=arguments["eval_dataset"], processing_class=tiny.tokenizer(), **arguments
+    )
 
     def rates(trial: Any) -> dict[str, Any]:
         return {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2, 1e-9])}
 
-    best = own.hyperparameter_search(rates, n_trials=4, direction="minimize", backend="optuna")
+    best = sft.hyperparameter_search(rates, n_trials=4, direction="minimize", backend="optuna")
     assert best.hyperparameters == {"learning_rate": 1e-2}
 
 
 def test_a_seq2seq_checkpoint_loads(tmp_path):
-    own = trainer(tmp_path, tiny.t5(), PAIRS, save_strategy="steps", save_steps=1)
-    own.train()
+    sft = trainer(tmp_path, tiny.t5(), PAIRS, save_strategy="steps", save_steps=1)
+    sft.train()
     again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "checkpoint-1")
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1").eos_token_id == tiny.EOS
-    for name, weight in tiny.weights(own.model).items():
+    for name, weight in tiny.weights(sft.model).items():
         assert torch.equal(weight, again.state_dict()[name])

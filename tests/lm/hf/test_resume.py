@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import launch
 
 ROOT = Path(__file__).parents[3]
 TRAINERS = ("sft", "dpo", "reward", "grpo", "iterative_sft")
@@ -49,13 +50,8 @@ def test_one_sealed_checkpoint_and_no_remnant_stay(runs, name):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_processes_stop_and_resume_to_the_bits_of_the_run_that_went_through(tmp_path):
-    paths = os.pathsep.join(path for path in sys.path if path)
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     for session in (f"{tmp_path}/straight,grpo,9", f"{tmp_path}/stopped,grpo,2", f"{tmp_path}/stopped,grpo,9"):
-        command = [*launch, "-m", "tests.lm.hf.run_distributed", session]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
-        assert done.returncode == 0, done.stderr[-3000:]
+        launch("tests.lm.hf.run_distributed", session, processes=2)
     one, other = (torch.load(tmp_path / run / "final.pt", weights_only=True) for run in ("straight", "stopped"))
     assert all(torch.equal(one[weight], other[weight]) for weight in one)
     files = {path.name for path in (tmp_path / "stopped" / "checkpoint-4").iterdir()}

@@ -17,7 +17,7 @@ def exact():
     return tiny.exact(tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
-def trainer(model=None, tmp_path="unused", given=None, **config) -> IterativeSFTTrainer:
+def trainer(model=None, tmp_path="unused", arguments=None, **config) -> IterativeSFTTrainer:
     settings = {
         "optim": "sgd",
         "learning_rate": 1e-2,
@@ -30,7 +30,7 @@ def trainer(model=None, tmp_path="unused", given=None, **config) -> IterativeSFT
     }
     args = IterativeSFTConfig(str(tmp_path), use_cpu=True, **settings | config)
     return IterativeSFTTrainer(
-        exact() if model is None else model, args, processing_class=tiny.tokenizer(), **(given or {})
+        exact() if model is None else model, args, processing_class=tiny.tokenizer(), **(arguments or {})
     )
 
 
@@ -48,10 +48,10 @@ def same(one: IterativeSFTTrainer, other: IterativeSFTTrainer) -> None:
 
 
 def test_the_documented_step_needs_no_labels():
-    own = trainer()
-    before = tiny.weights(own.model)
-    stats = own.step(input_ids=ROWS, attention_mask=[torch.ones_like(row) for row in ROWS])
-    assert tiny.moved(before, own.model)
+    sft = trainer()
+    before = tiny.weights(sft.model)
+    stats = sft.step(input_ids=ROWS, attention_mask=[torch.ones_like(row) for row in ROWS])
+    assert tiny.moved(before, sft.model)
     nll = [-tiny.taken_of(exact(), row[:1], row[1:]) for row in ROWS[:2]]
     assert stats["num_tokens"] == sum(len(row) - 1 for row in ROWS)
     assert stats["global_step"] == 3  # 5 rows, 2 at a time, the last one alone: nothing is left over
@@ -135,51 +135,51 @@ def test_it_learns_and_a_flipped_loss_does_not():
     losses = []
     for kind in (IterativeSFTTrainer, Flipped):
         args = IterativeSFTConfig("unused", use_cpu=True, learning_rate=3e-3, save_strategy="no", max_steps=60)
-        own = kind(tiny.gpt2(), args, processing_class=tiny.tokenizer())
-        losses.append([own.step(texts=["abcab"] * 4, texts_labels=["cab"] * 4)["loss"] for _ in range(60)][-1])
+        sft = kind(tiny.gpt2(), args, processing_class=tiny.tokenizer())
+        losses.append([sft.step(texts=["abcab"] * 4, texts_labels=["cab"] * 4)["loss"] for _ in range(60)][-1])
     assert losses[0] < 0.5 < losses[1]
 
 
 def test_the_order_of_rows_moves_no_global_random_number():
     state = torch.get_rng_state()
-    own = trainer()
+    sft = trainer()
     torch.set_rng_state(state)
-    own.step(ROWS)
+    sft.step(ROWS)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_end_of_the_schedule_ends_training():
-    own = trainer(max_steps=1, lr_scheduler_type="linear")
-    own.step(ROWS[:1])
+    sft = trainer(max_steps=1, lr_scheduler_type="linear")
+    sft.step(ROWS[:1])
     with pytest.raises(ValueError, match="max_steps=1"):
-        own.step(ROWS[:1])
+        sft.step(ROWS[:1])
 
 
 def test_without_max_steps_the_learning_rate_is_constant_and_it_is_said():
-    own = trainer(max_steps=-1, lr_scheduler_type="linear")
+    sft = trainer(max_steps=-1, lr_scheduler_type="linear")
     with pytest.warns(UserWarning, match="max_steps is not set"):
-        assert [own.step(ROWS[:1])["learning_rate"] for _ in range(3)] == [1e-2] * 3
+        assert [sft.step(ROWS[:1])["learning_rate"] for _ in range(3)] == [1e-2] * 3
 
 
 def test_evaluation_logging_and_saving_go_by_optimizer_steps(tmp_path):
     data = Dataset.from_dict({"text": ["abc", "de"]})
-    own = trainer(
+    sft = trainer(
         tmp_path=tmp_path,
-        given={"eval_dataset": data},
+        arguments={"eval_dataset": data},
         eval_strategy="steps",
         eval_steps=2,
         save_strategy="steps",
         save_steps=2,
         logging_steps=1,
     )
-    own.step(ROWS)
-    own.step(ROWS)
-    logs = own.state.log_history
+    sft.step(ROWS)
+    sft.step(ROWS)
+    logs = sft.state.log_history
     assert [log["step"] for log in logs if "loss" in log] == [1, 2, 3, 4, 5, 6]
     assert [log["step"] for log in logs if "eval_loss" in log] == [2, 4, 6]
     assert sorted(folder.name for folder in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{i}" for i in (2, 4, 6)]
-    nll = [-tiny.taken_of(own.model, row[:1], row[1:]) for row in tensors("abc$", "de$")]
-    assert own.evaluate()["eval_loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-9)
+    nll = [-tiny.taken_of(sft.model, row[:1], row[1:]) for row in tensors("abc$", "de$")]
+    assert sft.evaluate()["eval_loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-9)
 
 
 @pytest.mark.parametrize("after", [2, 3, 4])
@@ -197,37 +197,39 @@ def test_a_resumed_trainer_goes_on_as_if_nothing_had_happened(after: int, tmp_pa
     torch.rand(3)  # somebody else's random numbers
     again.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{after}"))
     first = after // 3
-    found = [again.step(rows)["loss"] for rows in calls[first:]]
-    assert found[1:] == expected[first + 1 :]
+    losses = [again.step(rows)["loss"] for rows in calls[first:]]
+    assert losses[1:] == expected[first + 1 :]
     assert again.state.global_step == 9
     for name, value in tiny.weights(whole.model).items():
         assert torch.equal(value, again.model.state_dict()[name]), name
 
 
 def test_train_without_data_only_resumes(tmp_path):
-    own = trainer(tmp_path=tmp_path)
+    sft = trainer(tmp_path=tmp_path)
     with pytest.raises(ValueError, match="train_dataset"):
-        own.train()
+        sft.train()
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        own.train(resume_from_checkpoint=True)
-    own.step(ROWS)
+        sft.train(resume_from_checkpoint=True)
+    sft.step(ROWS)
     with pytest.raises(ValueError, match="already"):
-        own.train(resume_from_checkpoint=str(tmp_path))
+        sft.train(resume_from_checkpoint=str(tmp_path))
     with pytest.raises(TypeError, match="model_path"):
-        own.train(model_path="x")
+        sft.train(model_path="x")
 
 
 def test_train_goes_through_a_data_set(tmp_path):
-    own = trainer(given={"train_dataset": Dataset.from_dict({"text": ["abc", "de"]})}, tmp_path=tmp_path, max_steps=3)
-    assert own.train().global_step == 3
+    sft = trainer(
+        arguments={"train_dataset": Dataset.from_dict({"text": ["abc", "de"]})}, tmp_path=tmp_path, max_steps=3
+    )
+    assert sft.train().global_step == 3
 
 
 def test_models_are_saved_and_pushed_as_transformers_does(tmp_path, monkeypatch):
-    own = trainer(tmp_path=tmp_path)
-    own.step(ROWS)
-    own.save_model()
-    again = type(own.model).from_pretrained(tmp_path)
-    assert torch.equal(again.lm_head.weight.float(), own.model.lm_head.weight.float())
+    sft = trainer(tmp_path=tmp_path)
+    sft.step(ROWS)
+    sft.save_model()
+    again = type(sft.model).from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight.float(), sft.model.lm_head.weight.float())
     assert not (tmp_path / "iterative_sft.json").exists()
     pushed = {}
 
@@ -239,8 +241,8 @@ def test_models_are_saved_and_pushed_as_transformers_does(tmp_path, monkeypatch)
             pushed.update(settings)
 
     monkeypatch.setattr("transformers.trainer.hf_api", lambda *args, **kwargs: Api())
-    own.args.hub_model_id = "someone/model"
-    own.push_to_hub("done", token="secret")
+    sft.args.hub_model_id = "someone/model"
+    sft.push_to_hub("done", token="secret")
     assert (pushed["repo_id"], pushed["commit_message"]) == ("someone/model", "done")
 
 
@@ -249,9 +251,9 @@ def test_2024s_constructor_and_a_model_by_name(tmp_path):
 
     args = TrainingArguments(str(tmp_path), use_cpu=True, save_strategy="no", max_steps=2)
     with pytest.warns(FutureWarning, match="tokenizer"):
-        own = IterativeSFTTrainer(exact(), args, tiny.tokenizer(), max_length=4)
-    assert own.args.max_length == 4
-    own.step(texts=["abc"])
+        sft = IterativeSFTTrainer(exact(), args, tiny.tokenizer(), max_length=4)
+    assert sft.args.max_length == 4
+    sft.step(texts=["abc"])
     exact().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     settings = {"max_length": 8, "model_init_kwargs": {"torch_dtype": "float64"}, "save_strategy": "no", "max_steps": 1}
@@ -286,12 +288,12 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_rows_that_cannot_be_learnt_are_refused(name: str):
-    given, message = BAD[name]
-    own = trainer()
-    before = tiny.weights(own.model)
+    rows, message = BAD[name]
+    sft = trainer()
+    before = tiny.weights(sft.model)
     with pytest.raises(ValueError, match=message):
-        own.step(**given)
-    assert not tiny.moved(before, own.model)
+        sft.step(**rows)
+    assert not tiny.moved(before, sft.model)
 
 
 @pytest.mark.parametrize("settings", [{"truncation_mode": "middle"}, {"max_length": 1}])
@@ -301,7 +303,7 @@ def test_settings_are_checked(settings):
 
 
 def test_a_checkpoint_says_how_far_the_caller_has_come(tmp_path):
-    own = trainer(tmp_path=tmp_path, save_strategy="steps", save_steps=1)
-    own.step(ROWS)
+    sft = trainer(tmp_path=tmp_path, save_strategy="steps", save_steps=1)
+    sft.step(ROWS)
     read = [json.loads((tmp_path / f"checkpoint-{i}" / "iterative_sft.json").read_text()) for i in (1, 2, 3)]
     assert read == [{"calls": 0, "updates": 1}, {"calls": 0, "updates": 2}, {"calls": 1, "updates": 0}]

@@ -113,8 +113,10 @@ def test_characters_of_many_tokens_behind_a_template_are_learnt_whole(build, ans
 def test_the_surroundings_change_the_tokens_of_the_template():
     """What makes the test above one: the template's own ids are not in the row."""
     tokenizer = sentencepiece()
-    own, row = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (RESPONSE, f"who?\n{RESPONSE} a"))
-    assert not any(row[i : i + len(own)] == own for i in range(len(row)))
+    template, row = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (RESPONSE, f"who?\n{RESPONSE} a")
+    )
+    assert not any(row[i : i + len(template)] == template for i in range(len(row)))
 
 
 @pytest.mark.parametrize("build", [byte_level, sentencepiece])

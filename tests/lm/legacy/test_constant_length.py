@@ -46,8 +46,8 @@ def trainer(dataset, folder, tokenizer=None, **settings) -> SFTTrainer:
 def packed(columns, folder, stream: bool = False, **settings) -> list[dict[str, list[int]]]:
     dataset = Dataset.from_dict(columns)
     options = {"packing": True, "max_length": WIDTH, "num_of_sequences": 7, "max_steps": 1}
-    made = trainer(dataset.to_iterable_dataset() if stream else dataset, folder, **options | settings)
-    return [{name: torch.as_tensor(ids).tolist() for name, ids in row.items()} for row in made.train_dataset]
+    sft = trainer(dataset.to_iterable_dataset() if stream else dataset, folder, **options | settings)
+    return [{name: torch.as_tensor(ids).tolist() for name, ids in row.items()} for row in sft.train_dataset]
 
 
 def learnt(rows) -> str:
@@ -115,11 +115,11 @@ class Seen(TrainerCallback):
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_a_trainer_trains_whole_epochs_of_them(batch_size, tmp_path):
     rows, seen = texts(), Seen()
-    made = trainer(rows, tmp_path, num_train_epochs=3, per_device_train_batch_size=batch_size)
-    made.add_callback(seen)
-    made.train()
-    assert made.state.global_step == made.state.max_steps == 3 * math.ceil(len(rows) / batch_size)
-    assert made.state.epoch == 3
+    sft = trainer(rows, tmp_path, num_train_epochs=3, per_device_train_batch_size=batch_size)
+    sft.add_callback(seen)
+    sft.train()
+    assert sft.state.global_step == sft.state.max_steps == 3 * math.ceil(len(rows) / batch_size)
+    assert sft.state.epoch == 3
     assert seen.rates[-1] == 0  # the linear schedule ends with the last step
 
 
@@ -132,6 +132,6 @@ class Overestimated(ConstantLengthDataset):
 
 def test_a_length_that_is_too_great_does_not_break_a_run(tmp_path):
     rows = texts(kind=Overestimated)
-    made = trainer(rows, tmp_path, num_train_epochs=2, per_device_train_batch_size=2)
-    made.train()
-    assert made.state.global_step == 2 * math.ceil(len(rows) / 3 / 2)
+    sft = trainer(rows, tmp_path, num_train_epochs=2, per_device_train_batch_size=2)
+    sft.train()
+    assert sft.state.global_step == 2 * math.ceil(len(rows) / 3 / 2)

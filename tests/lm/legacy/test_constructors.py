@@ -246,9 +246,9 @@ def silently(make, *args, **kwargs):
 
 def warned(make, *args, **kwargs):
     with pytest.warns(FutureWarning) as seen:
-        made = make(*args, **kwargs)
+        result = make(*args, **kwargs)
     assert {warning.filename for warning in seen} == {__file__}
-    return made, " ".join(str(warning.message) for warning in seen)
+    return result, " ".join(str(warning.message) for warning in seen)
 
 
 def place(trainer, name):
@@ -308,9 +308,9 @@ def test_documented_order_of_all_positional_arguments(name):
 )
 def test_todays_order_of_positional_arguments(name, values):
     trainer = silently(TRAINERS[name], *values)
-    given = dict(zip(trainer.got, values, strict=False))
-    assert {key: trainer.got[key] for key in given if key != "args"} == {
-        key: value for key, value in given.items() if key != "args"
+    passed = dict(zip(trainer.got, values, strict=False))
+    assert {key: trainer.got[key] for key in passed if key != "args"} == {
+        key: value for key, value in passed.items() if key != "args"
     }
 
 

@@ -76,7 +76,7 @@ def test_the_sentiment_loop_runs(tmp_path):
 
 def test_train_tokenizes_texts_by_itself():
     dataset = Dataset.from_dict({"prompt": ["the film", "a story", "i liked", "so so"]})
-    trainer = tiny.ppo(given={"dataset": dataset}, steps=1)
+    trainer = tiny.ppo(arguments={"dataset": dataset}, steps=1)
     seen = []
     trainer.train(
         lambda queries, responses: (seen.extend(queries), [0.5] * 4)[1], generation_kwargs={"max_new_tokens": 2}

@@ -26,8 +26,8 @@ def tokenized_pairs() -> Dataset:
     rows = tiny.rows(4, 3, 6)
     columns = {"chosen": rows[:2], "rejected": rows[2:]}
     return Dataset.from_dict(
-        {f"input_ids_{name}": [ids.tolist() for ids in own] for name, own in columns.items()}
-        | {f"attention_mask_{name}": [[1] * len(ids) for ids in own] for name, own in columns.items()}
+        {f"input_ids_{name}": [ids.tolist() for ids in rows] for name, rows in columns.items()}
+        | {f"attention_mask_{name}": [[1] * len(ids) for ids in rows] for name, rows in columns.items()}
     )
 
 
@@ -150,10 +150,10 @@ def test_both_parsers_make_every_config(kind, tmp_path):
 # Constructors ------------------------------------------------------------------------------------------------------
 
 
-def trains(own) -> None:
-    before = tiny.weights(own.model)
-    own.train()
-    assert tiny.moved(before, own.model)
+def trains(trainer) -> None:
+    before = tiny.weights(trainer.model)
+    trainer.train()
+    assert tiny.moved(before, trainer.model)
 
 
 SFT = {
@@ -175,14 +175,14 @@ SFT = {
 @pytest.mark.parametrize("name", SFT)
 def test_sft(name: str, tmp_path):
     model = saved(tmp_path, tiny.gpt2()) if name == "model_init_kwargs" else tiny.gpt2()
-    given = {"tokenizer": tiny.tokenizer(), **({} if name == "tokenizer" else {name: SFT[name]})}
+    arguments = {"tokenizer": tiny.tokenizer(), **({} if name == "tokenizer" else {name: SFT[name]})}
     if name in ("infinite", "num_of_sequences", "chars_per_token"):
-        given["packing"] = True
+        arguments["packing"] = True
     with pytest.warns(FutureWarning, match=name):
-        own = SFTTrainer(model, args=plain(tmp_path), train_dataset=TEXTS, **given)
-    trains(own)
+        trainer = SFTTrainer(model, args=plain(tmp_path), train_dataset=TEXTS, **arguments)
+    trains(trainer)
     if name != "tokenizer":
-        assert getattr(own.args, legacy.NEW_NAMES.get(name, name)) == SFT[name]
+        assert getattr(trainer.args, legacy.NEW_NAMES.get(name, name)) == SFT[name]
 
 
 def test_sft_by_position(tmp_path):
@@ -208,9 +208,9 @@ def test_sft_by_position(tmp_path):
         16,
     ]
     with pytest.warns(FutureWarning):
-        own = SFTTrainer(*positional)
-    assert (own.args.packing, own.args.max_length, own.formatting_func) == (True, 16, first_column)
-    trains(own)
+        trainer = SFTTrainer(*positional)
+    assert (trainer.args.packing, trainer.args.max_length, trainer.formatting_func) == (True, 16, first_column)
+    trains(trainer)
 
 
 DPO = {
@@ -238,7 +238,7 @@ DPO = {
 @pytest.mark.parametrize("name", DPO)
 def test_dpo(name: str, tmp_path):
     model, ref_model = tiny.gpt2(), None
-    given = {"tokenizer": tiny.tokenizer(), **({} if name == "tokenizer" else {name: DPO[name]})}
+    arguments = {"tokenizer": tiny.tokenizer(), **({} if name == "tokenizer" else {name: DPO[name]})}
     if name == "max_target_length":
         model = tiny.t5(initializer_factor=1.0)
     elif name == "model_init_kwargs":
@@ -247,17 +247,19 @@ def test_dpo(name: str, tmp_path):
         ref_model = saved(tmp_path, tiny.gpt2(1))
     elif name.endswith("adapter_name"):
         model = two_adapters(model)
-        given |= {"model_adapter_name": "own", "ref_adapter_name": "ref"}
+        arguments |= {"model_adapter_name": "own", "ref_adapter_name": "ref"}
     with pytest.warns(FutureWarning, match=name):
-        own = DPOTrainer(model, ref_model, args=plain(tmp_path, learning_rate=0.1), train_dataset=PAIRS, **given)
-    trains(own)
+        trainer = DPOTrainer(
+            model, ref_model, args=plain(tmp_path, learning_rate=0.1), train_dataset=PAIRS, **arguments
+        )
+    trains(trainer)
     if name != "tokenizer":
-        assert getattr(own.args, name) == DPO[name]
+        assert getattr(trainer.args, name) == DPO[name]
 
 
 def test_dpo_by_position(tmp_path):
     with pytest.warns(FutureWarning):
-        own = DPOTrainer(
+        trainer = DPOTrainer(
             tiny.gpt2(),
             tiny.gpt2(1),
             0.2,
@@ -272,26 +274,28 @@ def test_dpo_by_position(tmp_path):
             PAIRS,
             tiny.tokenizer(),
         )
-    assert (own.args.beta, own.args.loss_type) == (0.2, "hinge")
-    trains(own)
+    assert (trainer.args.beta, trainer.args.loss_type) == (0.2, "hinge")
+    trains(trainer)
 
 
 def test_reward(tmp_path):
     args = RewardConfig(str(tmp_path), use_cpu=True, save_strategy="no", max_steps=1, max_length=8)
     with pytest.warns(FutureWarning, match="tokenizer"):
-        own = RewardTrainer(model=tiny.scorer(), args=args, tokenizer=tiny.tokenizer(), train_dataset=tokenized_pairs())
-    trains(own)
+        trainer = RewardTrainer(
+            model=tiny.scorer(), args=args, tokenizer=tiny.tokenizer(), train_dataset=tokenized_pairs()
+        )
+    trains(trainer)
 
 
 @pytest.mark.parametrize("by_position", [False, True])
 def test_reward_with_plain_arguments(by_position: bool, tmp_path):
     order = [tiny.scorer(), plain(tmp_path), None, tokenized_pairs(), None, tiny.tokenizer()]
     named = {"model": order[0], "args": order[1], "train_dataset": order[3], "tokenizer": order[5], "max_length": 5}
-    given = ([*order, None, None, None, (None, None), None, 5], {}) if by_position else ([], named)
+    arguments = ([*order, None, None, None, (None, None), None, 5], {}) if by_position else ([], named)
     with pytest.warns(FutureWarning):
-        own = RewardTrainer(*given[0], **given[1])
-    assert own.args.max_length == 5
-    trains(own)
+        trainer = RewardTrainer(*arguments[0], **arguments[1])
+    assert trainer.args.max_length == 5
+    trains(trainer)
 
 
 ITERATIVE = {"max_length": 4, "truncation_mode": "keep_start", "optimize_device_cache": True}
@@ -301,15 +305,15 @@ ITERATIVE = {"max_length": 4, "truncation_mode": "keep_start", "optimize_device_
 def test_iterative_sft(name: str, tmp_path):
     model, args = tiny.gpt2(), plain(tmp_path, learning_rate=0.1)
     before = tiny.weights(model)
-    given: tuple = ([], {"model": model, "args": args, "tokenizer": tiny.tokenizer(), name: ITERATIVE.get(name)})
+    arguments: tuple = ([], {"model": model, "args": args, "tokenizer": tiny.tokenizer(), name: ITERATIVE.get(name)})
     if name == "by position":
-        given = ([model, args, tiny.tokenizer(), optimizers(model)], {})
+        arguments = ([model, args, tiny.tokenizer(), optimizers(model)], {})
     with pytest.warns(FutureWarning, match="tokenizer"):
-        own = IterativeSFTTrainer(*given[0], **given[1])
-    own.step(texts=["abc"])
+        trainer = IterativeSFTTrainer(*arguments[0], **arguments[1])
+    trainer.step(texts=["abc"])
     assert tiny.moved(before, model)
     if name in ITERATIVE:
-        assert getattr(own.args, name) == ITERATIVE[name]
+        assert getattr(trainer.args, name) == ITERATIVE[name]
 
 
 def test_every_constructor_argument_of_2024_is_seen_here():

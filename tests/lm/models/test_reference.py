@@ -110,7 +110,7 @@ def test_shared_layers_are_one_storage_frozen_in_both(name, shared):
     before = logits(policy.eval())
     reference = create_reference_model(policy, num_shared_layers=shared)
     tied = {"gpt2", "opt", "t5", "bart"}
-    for (key, own), (_, other) in zip(policy.named_parameters(), reference.named_parameters(), strict=True):
+    for (key, weight), (_, other) in zip(policy.named_parameters(), reference.named_parameters(), strict=True):
         layer = [int(part) for part in key.split(".") if part.isdigit()]
         if key.startswith(("lm_head", "embed_out")):
             expected = name in tied
@@ -121,8 +121,8 @@ def test_shared_layers_are_one_storage_frozen_in_both(name, shared):
         else:
             expected = not key.endswith(("ln_f.weight", "ln_f.bias", "norm.weight", "norm.bias", "project_out.weight"))
             expected = expected or "emb" in key
-        assert (own.data_ptr() == other.data_ptr()) is expected, key
-        assert own.requires_grad is not expected, key
+        assert (weight.data_ptr() == other.data_ptr()) is expected, key
+        assert weight.requires_grad is not expected, key
         assert not other.requires_grad
     if shared < 3:
         train(policy)
@@ -213,15 +213,15 @@ def test_a_reference_is_a_copy_by_default():
 
 @pytest.mark.parametrize("wrap", [lambda m: m, AutoModelForCausalLMWithValueHead])
 def test_a_given_reference_is_frozen_and_used(wrap):
-    policy, given = build(), build("llama").train()
-    reference = Reference.of(policy, wrap(given))
+    policy, ref_model = build(), build("llama").train()
+    reference = Reference.of(policy, wrap(ref_model))
     with reference.active() as model:
-        assert model is given
-    assert not any(p.requires_grad for p in given.parameters())
-    assert not given.training
+        assert model is ref_model
+    assert not any(p.requires_grad for p in ref_model.parameters())
+    assert not ref_model.training
     assert all(p.requires_grad for p in policy.parameters())
     with pytest.warns(UserWarning, match="no effect: ref_model was given"):
-        Reference.of(policy, given, num_shared_layers=1)
+        Reference.of(policy, ref_model, num_shared_layers=1)
 
 
 def test_the_policy_is_no_reference_of_itself():

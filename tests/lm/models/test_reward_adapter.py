@@ -111,8 +111,8 @@ def test_the_multi_adapter_script_of_2024_runs(tmp_path):
     def collator(data):
         return {key: [d[key] for d in data] for key in data[0]}
 
-    given = {"ref_model": None, "tokenizer": tokenizer, "dataset": dataset, "data_collator": collator}
-    trainer: PPOTrainer = tiny.ppo(model, given=given, learning_rate=0.1)
+    arguments = {"ref_model": None, "tokenizer": tokenizer, "dataset": dataset, "data_collator": collator}
+    trainer: PPOTrainer = tiny.ppo(model, arguments=arguments, learning_rate=0.1)
     for batch in trainer.dataloader:
         responses = trainer.generate(batch["input_ids"], return_prompt=False, max_new_tokens=5, do_sample=True, top_k=0)
         batch["response"] = tokenizer.batch_decode(responses, skip_special_tokens=True)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -11,6 +10,7 @@ import torch
 from datasets import Dataset
 from tests.lm import tiny
 from tests.lm.ppo.test_overrides import ForwardOf2024
+from tests.processes import process_of_many
 from transformers import BartConfig, BartForConditionalGeneration
 
 from trimtab_lm import PPOTrainer
@@ -110,17 +110,17 @@ def make(case: Case, *, minibatch: int, accumulation: int, world_size: int) -> P
         "gradient_accumulation_steps": accumulation,
     }
     fixed = {"ppo_epochs": 3, "ratio_threshold": 1e9}
-    return tiny.ppo(model, case.trainer, given={"optimizer": optimizer}, **fixed | sizes | case.config)
+    return tiny.ppo(model, case.trainer, arguments={"optimizer": optimizer}, **fixed | sizes | case.config)
 
 
 def steps(case: Case, *, minibatch: int, accumulation: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
     """Statistics of every step, and the weights after them."""
     trainer = make(case, minibatch=minibatch, accumulation=accumulation, world_size=world_size)
-    own = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
+    share = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
     history = []
     for step in range(STEPS):
         columns = global_batch(step, has_masks=case.has_masks)
-        history.append(trainer.step(**{name: column[own] for name, column in columns.items()}))
+        history.append(trainer.step(**{name: column[share] for name, column in columns.items()}))
     module = trainer.accelerator.unwrap_model(trainer.actor_critic)
     return {"stats": history, "weights": tiny.weights(module), "kl_coef": trainer.kl_ctl.value}
 
@@ -130,7 +130,7 @@ def loop() -> dict[str, Any]:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     prompts = Dataset.from_dict({"input_ids": [row.tolist() for row in tiny.rows(20, 2, 5)]})
     trainer = tiny.ppo(
-        given={"dataset": prompts},
+        arguments={"dataset": prompts},
         batch_size=GLOBAL_BATCH // world_size,
         mini_batch_size=2,
         steps=2,
@@ -158,15 +158,13 @@ def loop() -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results = {
-        name: steps(case, minibatch=case.minibatch, accumulation=case.accumulation, rank=rank, world_size=world_size)
-        for name, case in CASES.items()
-    }
-    torch.save({**results, "train": loop()}, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, world_size):
+        process = {"rank": rank, "world_size": world_size}
+        results = {
+            name: steps(case, minibatch=case.minibatch, accumulation=case.accumulation, **process)
+            for name, case in CASES.items()
+        }
+        torch.save({**results, "train": loop()}, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

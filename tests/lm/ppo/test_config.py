@@ -49,9 +49,9 @@ class Spy(PPOTrainer):
 def shaped_scores(scores, responses=None, model=None, **config):
     """What step makes of the scores of several batches before they become rewards."""
     trainer = tiny.ppo(model, Spy, **config)
-    queries, own, _ = tiny.batch()
+    queries, sampled, _ = tiny.batch()
     for part in scores:
-        trainer.step(queries, responses or own, [torch.tensor(score) for score in part])
+        trainer.step(queries, responses or sampled, [torch.tensor(score) for score in part])
     return [part.tolist() for part in trainer.shaped]
 
 
@@ -194,7 +194,7 @@ def test_seed_orders_the_dataset():
     data = datasets.Dataset.from_dict({"input_ids": [[i] for i in range(4, 20)]})
 
     def order(seed):
-        loader = tiny.ppo(given={"dataset": data}, seed=seed).dataloader
+        loader = tiny.ppo(arguments={"dataset": data}, seed=seed).dataloader
         return [int(ids) for batch in loader for ids in batch["input_ids"]]
 
     assert order(1) == order(1) != order(2)
@@ -254,7 +254,7 @@ def test_max_grad_norm_limits_every_update():
 
 def test_reported_gradient_norm_is_that_of_the_update():
     model = tiny.policy(dtype=torch.float64)
-    trainer = tiny.ppo(model, given={"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
+    trainer = tiny.ppo(model, arguments={"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
     before = tiny.weights(model)
     stats = trainer.step(*tiny.batch())
     moves = [(value.detach() - before[name]).flatten() for name, value in model.named_parameters()]
@@ -267,7 +267,7 @@ def test_reported_gradient_norm_is_that_of_the_update():
 def kl_step(**config):
     """One step of a model against another one, in float64: trainer, statistics, and the data."""
     trainer = tiny.ppo(
-        tiny.policy(dtype=torch.float64), given={"ref_model": tiny.policy(seed=1, dtype=torch.float64)}, **config
+        tiny.policy(dtype=torch.float64), arguments={"ref_model": tiny.policy(seed=1, dtype=torch.float64)}, **config
     )
     data = tiny.batch()
     return trainer, trainer.step(*data), data
@@ -393,18 +393,18 @@ def loss_of(logratio=0.0, vpred=0.0, advantage=1.0, returns=0.0, **config):
     ],
 )
 def test_cliprange_stops_the_gradient(cliprange, ratio, advantage, loss, gradient):
-    found = loss_of(math.log(ratio), advantage=advantage, cliprange=cliprange)
-    assert found[0] == pytest.approx(loss, rel=1e-5)
-    assert found[2] == pytest.approx(gradient, rel=1e-5)
-    assert found[4]["policy/clipfrac"].value == (gradient == 0)
+    terms = loss_of(math.log(ratio), advantage=advantage, cliprange=cliprange)
+    assert terms[0] == pytest.approx(loss, rel=1e-5)
+    assert terms[2] == pytest.approx(gradient, rel=1e-5)
+    assert terms[4]["policy/clipfrac"].value == (gradient == 0)
 
 
 @pytest.mark.parametrize(("cliprange_value", "loss", "gradient"), [(0.2, 0.32, 0.0), (0.9, 0.125, -0.5)])
 def test_cliprange_value_stops_the_gradient(cliprange_value, loss, gradient):
-    found = loss_of(vpred=0.5, returns=1.0, cliprange_value=cliprange_value, vf_coef=1.0)
-    assert found[1] == pytest.approx(loss)
-    assert found[3] == pytest.approx(gradient)
-    assert found[4]["val/clipfrac"].value == (gradient == 0)
+    terms = loss_of(vpred=0.5, returns=1.0, cliprange_value=cliprange_value, vf_coef=1.0)
+    assert terms[1] == pytest.approx(loss)
+    assert terms[3] == pytest.approx(gradient)
+    assert terms[4]["val/clipfrac"].value == (gradient == 0)
 
 
 @pytest.mark.parametrize("name", ["cliprange", "cliprange_value"])
@@ -507,15 +507,15 @@ def test_use_score_scaling_divides_by_the_deviation_of_all_scores_so_far():
 
 
 def test_use_score_norm_also_subtracts_the_mean():
-    (found,) = shaped_scores([[1.0, 2.0, 3.0, 6.0]], use_score_scaling=True, use_score_norm=True)
+    (scores,) = shaped_scores([[1.0, 2.0, 3.0, 6.0]], use_score_scaling=True, use_score_norm=True)
     deviation = (14 / 3) ** 0.5  # of 1, 2, 3, 6 around 3, of a sample
-    assert found == pytest.approx([-2 / deviation, -1 / deviation, 0, 3 / deviation], rel=1e-5)
+    assert scores == pytest.approx([-2 / deviation, -1 / deviation, 0, 3 / deviation], rel=1e-5)
 
 
 def test_score_clip_comes_after_scaling():
     assert shaped_scores([[-9.0, 0.5, 1.0, 9.0]], score_clip=0.75) == [[-0.75, 0.5, 0.75, 0.75]]
-    (found,) = shaped_scores([[1.0, 2.0, 3.0, 6.0]], use_score_scaling=True, score_clip=1.0)
-    assert found == pytest.approx([1 / (14 / 3) ** 0.5, 2 / (14 / 3) ** 0.5, 1.0, 1.0], rel=1e-5)
+    (scores,) = shaped_scores([[1.0, 2.0, 3.0, 6.0]], use_score_scaling=True, score_clip=1.0)
+    assert scores == pytest.approx([1 / (14 / 3) ** 0.5, 2 / (14 / 3) ** 0.5, 1.0, 1.0], rel=1e-5)
 
 
 def test_statistics_hold_the_scores_as_given():
@@ -549,16 +549,16 @@ def test_missing_eos_penalty_takes_the_end_token_that_generate_was_given():
 
 def test_missing_eos_penalty_is_subtracted_where_no_end_token_stands_last():
     responses = [torch.tensor([5, tiny.EOS]), torch.tensor([tiny.EOS, 5]), torch.tensor([5]), torch.tensor([tiny.EOS])]
-    (found,) = shaped_scores([[1.0, 1.0, 2.0, 2.0]], responses, missing_eos_penalty=0.5)
-    assert found == [1.0, 0.5, 1.5, 2.0]
+    (scores,) = shaped_scores([[1.0, 1.0, 2.0, 2.0]], responses, missing_eos_penalty=0.5)
+    assert scores == [1.0, 0.5, 1.5, 2.0]
 
 
 def test_any_of_several_end_tokens_ends_a_response():
     model = tiny.policy()
     model.generation_config.eos_token_id = [tiny.EOS, 9]
     responses = [torch.tensor([5, tiny.EOS]), torch.tensor([5, 9]), torch.tensor([5, 5]), torch.tensor([9, 5])]
-    (found,) = shaped_scores([[1.0] * 4], responses, model, missing_eos_penalty=1.0)
-    assert found == [1.0, 1.0, 0.0, 0.0]
+    (scores,) = shaped_scores([[1.0] * 4], responses, model, missing_eos_penalty=1.0)
+    assert scores == [1.0, 1.0, 0.0, 0.0]
 
 
 # -------------------------------------------------------------- temperature

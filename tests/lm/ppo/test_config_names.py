@@ -40,8 +40,8 @@ def test_query_dataset_is_loaded_and_tokenized(column, tmp_path):
 def test_query_dataset_may_be_a_saved_folder_and_a_given_dataset_wins(tmp_path):
     prompts().save_to_disk(tmp_path)
     assert len(tiny.ppo(query_dataset=str(tmp_path)).dataset) == 8
-    given = datasets.Dataset.from_dict({"input_ids": [[5]] * 4})
-    assert tiny.ppo(query_dataset=str(tmp_path), given={"dataset": given}).dataset is given
+    arguments = datasets.Dataset.from_dict({"input_ids": [[5]] * 4})
+    assert tiny.ppo(query_dataset=str(tmp_path), arguments={"dataset": arguments}).dataset is arguments
 
 
 @pytest.mark.parametrize("is_dropped", [True, False])
@@ -49,7 +49,7 @@ def test_remove_unused_columns(is_dropped):
     data = datasets.Dataset.from_dict(
         {"input_ids": [[5]] * 4, "query": ["b"] * 4, "response": [""] * 4, "label": [1] * 4, "prompt_id": [3] * 4}
     )
-    (batch,) = tiny.ppo(given={"dataset": data}, remove_unused_columns=is_dropped).dataloader
+    (batch,) = tiny.ppo(arguments={"dataset": data}, remove_unused_columns=is_dropped).dataloader
     assert set(batch) == {"input_ids", "query", "response", "label"} | (set() if is_dropped else {"prompt_id"})
 
 
@@ -67,10 +67,10 @@ def test_model_name_loads_model_value_head_and_tokenizer(kind, tmp_path):
 
 @pytest.mark.parametrize("what", ["model", "tokenizer"])
 def test_without_a_model_name_model_and_tokenizer_are_needed(what):
-    given = {"model": tiny.policy(), "tokenizer": tiny.tokenizer()}
-    del given[what]
+    arguments = {"model": tiny.policy(), "tokenizer": tiny.tokenizer()}
+    del arguments[what]
     with pytest.raises(ValueError, match=f"PPOTrainer needs a {what}: .*model_name"):
-        PPOTrainer(PPOConfig(), **given)
+        PPOTrainer(PPOConfig(), **arguments)
 
 
 def test_reward_model_scores_in_train(tmp_path):
@@ -84,7 +84,7 @@ def test_reward_model_scores_in_train(tmp_path):
         rewards.extend(stats["env/reward_dist"].tolist())
 
     trainer = tiny.ppo(
-        given={"dataset": datasets.Dataset.from_dict({"input_ids": [[5, 6]] * 4})}, reward_model=str(tmp_path)
+        arguments={"dataset": datasets.Dataset.from_dict({"input_ids": [[5, 6]] * 4})}, reward_model=str(tmp_path)
     )
     trainer.train(
         steps=1,
@@ -98,7 +98,7 @@ def test_reward_model_scores_in_train(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:The sampler is not the policy")
 def test_steps_are_the_length_of_train():
-    trainer = tiny.ppo(given={"dataset": datasets.Dataset.from_dict({"input_ids": [[5]] * 4})}, steps=3)
+    trainer = tiny.ppo(arguments={"dataset": datasets.Dataset.from_dict({"input_ids": [[5]] * 4})}, steps=3)
     history = trainer.train(lambda queries, responses: [0.0, 1.0, 2.0, 3.0], generation_kwargs={"max_new_tokens": 3})
     assert (len(history), trainer.steps_done) == (3, 3)
 
@@ -109,7 +109,7 @@ def test_steps_are_the_length_of_train():
 def test_output_dir_save_steps_and_save_total_limit(limit, kept, tmp_path):
     data = datasets.Dataset.from_dict({"input_ids": [[5]] * 4})
     trainer = tiny.ppo(
-        given={"dataset": data}, steps=7, output_dir=str(tmp_path / "out"), save_steps=2, save_total_limit=limit
+        arguments={"dataset": data}, steps=7, output_dir=str(tmp_path / "out"), save_steps=2, save_total_limit=limit
     )
     trainer.train(lambda queries, responses: [0.0, 1.0, 2.0, 3.0], generation_kwargs={"max_new_tokens": 3})
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == kept

@@ -46,7 +46,7 @@ def test_batched_forward_pass_equals_rows_alone(kind, side, mini_batch_size):
 
 
 def test_batched_forward_pass_of_the_reference_has_no_values():
-    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), given={"ref_model": tiny.gpt2(1, DOUBLE)})
+    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), arguments={"ref_model": tiny.gpt2(1, DOUBLE)})
     queries, responses, _ = tiny.batch()
     inputs = trainer.prepare_model_inputs(queries, responses)
     logprobs, _, values, _ = trainer.batched_forward_pass(trainer.ref_model, queries, responses, inputs)
@@ -82,8 +82,8 @@ def test_a_decoder_start_token_in_front_of_a_response_is_not_part_of_it():
         stats = trainer.step(queries, rows, scores, masks)
         return tiny.weights(trainer.model), stats["tokens/responses_len_mean"]
 
-    (own, length), (same, same_length) = weights(False), weights(True)
-    assert all(torch.equal(own[name], same[name]) for name in own)
+    (without_start, length), (same, same_length) = weights(False), weights(True)
+    assert all(torch.equal(without_start[name], same[name]) for name in without_start)
     assert length == same_length
 
 

@@ -17,13 +17,13 @@ from trimtab_lm import (
 
 @pytest.mark.parametrize("return_prompt", [True, False])
 def test_generate_gives_a_list_for_a_list_and_a_row_for_a_tensor(return_prompt):
-    trainer, (queries, _, _) = tiny.ppo(tiny.policy(dtype=DOUBLE), given=PADS_WITH_EOS), tiny.batch(6)
+    trainer, (queries, _, _) = tiny.ppo(tiny.policy(dtype=DOUBLE), arguments=PADS_WITH_EOS), tiny.batch(6)
     expected = [greedy(tiny.gpt2(0, DOUBLE).eval(), query) for query in queries]
     if return_prompt:
         expected = [torch.cat(pair) for pair in zip(queries, expected, strict=True)]
     with pytest.warns(UserWarning, match="do_sample=False"):
-        found = trainer.generate(queries, return_prompt=return_prompt, **GREEDY)
-    assert [row.tolist() for row in found] == [row.tolist() for row in expected]
+        responses = trainer.generate(queries, return_prompt=return_prompt, **GREEDY)
+    assert [row.tolist() for row in responses] == [row.tolist() for row in expected]
     single = trainer.generate(queries[0], return_prompt=return_prompt, **GREEDY)
     assert single.tolist() == [expected[0].tolist()]
 
@@ -31,10 +31,10 @@ def test_generate_gives_a_list_for_a_list_and_a_row_for_a_tensor(return_prompt):
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.filterwarnings("ignore:The sampler is not the policy")
 def test_generate_keeps_the_order_whatever_the_batching(batch_size):
-    trainer, queries = tiny.ppo(tiny.policy(dtype=DOUBLE), given=PADS_WITH_EOS), tiny.rows(8, 1, 9)
-    found = trainer.generate(queries, batch_size=batch_size, return_prompt=False, **GREEDY)
+    trainer, queries = tiny.ppo(tiny.policy(dtype=DOUBLE), arguments=PADS_WITH_EOS), tiny.rows(8, 1, 9)
+    responses = trainer.generate(queries, batch_size=batch_size, return_prompt=False, **GREEDY)
     model = tiny.gpt2(0, DOUBLE).eval()
-    assert [row.tolist() for row in found] == [greedy(model, query).tolist() for query in queries]
+    assert [row.tolist() for row in responses] == [greedy(model, query).tolist() for query in queries]
 
 
 def test_batch_size_of_generate_is_rows_at_a_time():
@@ -48,7 +48,7 @@ def test_batch_size_of_generate_is_rows_at_a_time():
 
 
 def test_responses_end_with_their_end_token_and_hold_no_padding():
-    trainer = tiny.ppo(tiny.policy(initializer_range=0.02), given=PADS_WITH_EOS)
+    trainer = tiny.ppo(tiny.policy(initializer_range=0.02), arguments=PADS_WITH_EOS)
     responses = trainer.generate(
         tiny.rows(200, 2, 9), batch_size=200, return_prompt=False, do_sample=True, max_new_tokens=20
     )
@@ -59,13 +59,13 @@ def test_responses_end_with_their_end_token_and_hold_no_padding():
 
 def test_an_end_token_inside_the_prompt_is_harmless():
     query = torch.tensor([tiny.EOS, 7, tiny.EOS, 8])
-    found = tiny.ppo().generate([query], return_prompt=True, **SAMPLED)[0]
-    assert found[:4].tolist() == query.tolist()
-    assert len(found) > 4
+    row = tiny.ppo().generate([query], return_prompt=True, **SAMPLED)[0]
+    assert row[:4].tolist() == query.tolist()
+    assert len(row) > 4
 
 
 def test_length_sampler_sets_the_number_of_new_tokens():
-    trainer, lengths = tiny.ppo(given=PADS_WITH_EOS), iter([3, 5])
+    trainer, lengths = tiny.ppo(arguments=PADS_WITH_EOS), iter([3, 5])
     queries = tiny.rows(20, 2, 4)
     for length in (3, 5):
         rows = trainer.generate(queries, length_sampler=lambda: next(lengths), return_prompt=False, do_sample=True)
@@ -79,18 +79,18 @@ def test_length_sampler_sets_the_number_of_new_tokens():
 def test_generate_ref_response_gives_the_text_of_the_reference_too(kind):
     queries, _, _ = tiny.batch()
     if kind == "adapter":
-        trainer = tiny.ppo(lora_policy(DOUBLE), given=PADS_WITH_EOS)
+        trainer = tiny.ppo(lora_policy(DOUBLE), arguments=PADS_WITH_EOS)
     else:
-        trainer = tiny.ppo(tiny.policy(1, DOUBLE), given={"ref_model": tiny.gpt2(0, DOUBLE), **PADS_WITH_EOS})
-    own, ref = trainer.generate(queries, generate_ref_response=True, return_prompt=False, **GREEDY)
+        trainer = tiny.ppo(tiny.policy(1, DOUBLE), arguments={"ref_model": tiny.gpt2(0, DOUBLE), **PADS_WITH_EOS})
+    responses, ref = trainer.generate(queries, generate_ref_response=True, return_prompt=False, **GREEDY)
     base = tiny.gpt2(0, DOUBLE).eval()
     assert [row.tolist() for row in ref] == [greedy(base, query).tolist() for query in queries]
-    assert [row.tolist() for row in own] != [row.tolist() for row in ref]
-    assert [row.tolist() for row in own] == [
+    assert [row.tolist() for row in responses] != [row.tolist() for row in ref]
+    assert [row.tolist() for row in responses] == [
         row.tolist() for row in trainer.generate(queries, return_prompt=False, **GREEDY)
     ]
     single, single_ref = trainer.generate(queries[0], generate_ref_response=True, return_prompt=False, **GREEDY)
-    assert (single.tolist(), single_ref.tolist()) == ([own[0].tolist()], [ref[0].tolist()])
+    assert (single.tolist(), single_ref.tolist()) == ([responses[0].tolist()], [ref[0].tolist()])
 
 
 def test_sampling_neither_reads_nor_moves_global_random_numbers():
@@ -152,7 +152,7 @@ def test_settings_that_make_the_sampler_another_policy_are_reported_once(setting
 def test_generate_has_no_dropout_and_leaves_the_mode_as_it_was(is_training):
     model = tiny.policy(dtype=DOUBLE, resid_pdrop=0.5, embd_pdrop=0.5).train(is_training)
     queries, _, _ = tiny.batch()
-    found = tiny.ppo(model, given=PADS_WITH_EOS).generate(queries, return_prompt=False, **GREEDY)
+    responses = tiny.ppo(model, arguments=PADS_WITH_EOS).generate(queries, return_prompt=False, **GREEDY)
     plain = tiny.gpt2(0, DOUBLE).eval()
-    assert [row.tolist() for row in found] == [greedy(plain, query).tolist() for query in queries]
+    assert [row.tolist() for row in responses] == [greedy(plain, query).tolist() for query in queries]
     assert all(module.training == is_training for module in model.modules())

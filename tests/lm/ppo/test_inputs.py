@@ -142,18 +142,18 @@ def test_generate_refuses_more_than_one_response_per_query(setting):
 
 def test_a_tokenizer_without_pad_token_is_refused():
     with pytest.raises(ValueError, match=r"no pad token. Set tokenizer.pad_token = tokenizer.eos_token"):
-        tiny.ppo(given={"tokenizer": tiny.tokenizer(pad_token=None)})
+        tiny.ppo(arguments={"tokenizer": tiny.tokenizer(pad_token=None)})
 
 
 def test_a_pad_token_that_is_the_end_token_changes_nothing():
     def weights(**special):
-        trainer = tiny.ppo(given={"tokenizer": tiny.tokenizer(**special)})
+        trainer = tiny.ppo(arguments={"tokenizer": tiny.tokenizer(**special)})
         queries, responses, scores = tiny.batch()
         trainer.step(queries, [torch.cat([row, torch.tensor([tiny.EOS])]) for row in responses], scores)
         return tiny.weights(trainer.model)
 
-    own, shared = weights(), weights(pad_token="</s>")
-    assert all(torch.equal(own[name], shared[name]) for name in own)
+    apart, shared = weights(), weights(pad_token="</s>")
+    assert all(torch.equal(apart[name], shared[name]) for name in apart)
 
 
 def test_a_model_without_value_head_is_refused():
@@ -164,16 +164,16 @@ def test_a_model_without_value_head_is_refused():
 def test_the_policy_as_its_own_reference_is_refused():
     model = tiny.policy()
     with pytest.raises(ValueError, match="ref_model is the policy itself"):
-        tiny.ppo(model, given={"ref_model": model})
+        tiny.ppo(model, arguments={"ref_model": model})
 
 
 def test_an_optimizer_that_misses_parameters_is_refused():
     model = tiny.policy()
     optimizer = torch.optim.Adam(model.v_head.parameters(), lr=1e-3)
     with pytest.raises(ValueError, match=r"\d+ of \d+ trainable tensors are not in the optimizer"):
-        tiny.ppo(model, given={"optimizer": optimizer})
+        tiny.ppo(model, arguments={"optimizer": optimizer})
     model.pretrained_model.requires_grad_(False)
-    tiny.ppo(model, given={"optimizer": optimizer})
+    tiny.ppo(model, arguments={"optimizer": optimizer})
 
 
 def test_a_policy_with_nothing_to_train_is_refused():
@@ -190,12 +190,12 @@ def test_a_policy_with_virtual_tokens_before_its_rows_is_refused():
 
 def test_a_critic_with_a_trunk_of_another_type_is_refused():
     with pytest.raises(TypeError, match=r"value_model must be a transformers model.* got Linear"):
-        tiny.ppo(given={"value_model": torch.nn.Linear(3, 1)})
+        tiny.ppo(arguments={"value_model": torch.nn.Linear(3, 1)})
 
 
 def test_an_empty_dataset_is_refused():
     with pytest.raises(ValueError, match="The dataset has no rows"):
-        tiny.ppo(given={"dataset": Dataset.from_dict({"input_ids": [[5]]}).select([])})
+        tiny.ppo(arguments={"dataset": Dataset.from_dict({"input_ids": [[5]]}).select([])})
 
 
 def test_a_query_dataset_without_prompts_is_refused(tmp_path):
@@ -209,16 +209,16 @@ def test_train_needs_a_dataset_and_a_reward():
     with pytest.raises(ValueError, match=r"train.. needs prompts"):
         tiny.ppo().train(lambda queries, responses: [0.0] * 4)
     with pytest.raises(ValueError, match=r"train.. needs a reward"):
-        tiny.ppo(given={"dataset": data}).train()
+        tiny.ppo(arguments={"dataset": data}).train()
     config = copy.deepcopy(tiny.scorer().config)
     config.num_labels = 2
     classifier = AutoModelForSequenceClassification.from_config(config)
     with pytest.raises(ValueError, match=r"2 labels .*label=1"):
-        tiny.ppo(given={"dataset": data}).train(classifier)
+        tiny.ppo(arguments={"dataset": data}).train(classifier)
 
 
 def test_a_reward_of_the_wrong_length_is_refused():
-    trainer = tiny.ppo(given={"dataset": Dataset.from_dict({"input_ids": [[5]] * 4})})
+    trainer = tiny.ppo(arguments={"dataset": Dataset.from_dict({"input_ids": [[5]] * 4})})
     with pytest.raises(ValueError, match="returned 3 scores for 4 completions"):
         trainer.train(lambda queries, responses: [0.0] * 3, steps=1, generation_kwargs={"max_new_tokens": 2})
 
@@ -273,7 +273,7 @@ def test_a_checkpoint_needs_a_folder():
         tiny.ppo().save_checkpoint()
     data = Dataset.from_dict({"input_ids": [[5]] * 4})
     with pytest.raises(ValueError, match=r'resume_from="latest" looks into PPOConfig\(output_dir'):
-        tiny.ppo(given={"dataset": data}).train(lambda **_: [], resume_from="latest")
+        tiny.ppo(arguments={"dataset": data}).train(lambda **_: [], resume_from="latest")
 
 
 def damage_nothing_there(folder):
@@ -322,7 +322,7 @@ def test_a_checkpoint_of_other_weights_or_parts_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds other weights than this trainer: .*h\.2\."):
         deeper.load_checkpoint(folder)
     data = Dataset.from_dict({"input_ids": [[5]] * 4})
-    with_data = tiny.ppo(given={"dataset": data}, resume_with_changes=True)
+    with_data = tiny.ppo(arguments={"dataset": data}, resume_with_changes=True)
     with pytest.raises(CheckpointError, match="holds other parts than this trainer: batches"):
         with_data.load_checkpoint(folder)
 

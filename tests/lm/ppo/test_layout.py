@@ -29,8 +29,8 @@ TRAINERS = {
     "gpt2": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE)),
     "llama": lambda: tiny.ppo(tiny.with_value_head(tiny.exact(tiny.llama()))),
     "t5": lambda: tiny.ppo(tiny.with_value_head(tiny.exact(tiny.t5(initializer_factor=1.0)))),
-    "critic": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE), given={"value_model": tiny.exact(tiny.llama(1))}),
-    "reference": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE), given={"ref_model": tiny.exact(tiny.llama(1))}),
+    "critic": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE), arguments={"value_model": tiny.exact(tiny.llama(1))}),
+    "reference": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE), arguments={"ref_model": tiny.exact(tiny.llama(1))}),
 }
 
 
@@ -56,8 +56,8 @@ def test_scores_and_gradients_are_those_of_padded_rows(kind, samples):
         (policy.logprobs.sum() + policy.entropy.square().sum() + policy.values.square().sum()).backward()
         return policy, [p.grad.clone() for p in trainer.model_params if p.grad is not None]
 
-    (own, gradients), (expected, expected_gradients) = outputs(samples), outputs(padded(trainer, samples))
-    assert_equal(own, expected)
+    (numbers, gradients), (expected, expected_gradients) = outputs(samples), outputs(padded(trainer, samples))
+    assert_equal(numbers, expected)
     largest = max(float(gradient.abs().max()) for gradient in expected_gradients)
     for gradient, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-10 * largest)

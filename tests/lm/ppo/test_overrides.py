@@ -33,7 +33,7 @@ class ForwardOf2024(PPOTrainer):
             mask = torch.zeros_like(attention)
             mask[:, :-1] = attention[:, 1:]
             for j, (query, response) in enumerate(zip(queries[span], responses[span], strict=True)):
-                start = len(query) - 1
+                start = 0 if self.is_encoder_decoder else len(query) - 1
                 mask[j, :start] = 0
                 mask[j, start + len(response) :] = 0
                 if response_masks is not None:
@@ -147,6 +147,8 @@ class Delegating(PPOTrainer):
 
 
 def policy(kind: str):
+    if kind == "encoder-decoder":
+        return tiny.with_value_head(tiny.t5(0, DOUBLE, initializer_factor=1.0))
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.5)
     base = tiny.gpt2(0, DOUBLE, **rates)
     if kind != "adapter":
@@ -192,7 +194,9 @@ def assert_same(one, other):
             )
 
 
-@pytest.mark.parametrize("kind", ["plain", "adapter", "critic", "bare reference", "wrapped reference"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "adapter", "critic", "bare reference", "wrapped reference", "encoder-decoder"]
+)
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_forward_pass_of_2024_gives_the_statistics_and_weights_of_the_built_in(kind, masks):
     replaced, built_in = (two_steps(one, kind, masks=masks) for one in (ForwardOf2024, PPOTrainer))

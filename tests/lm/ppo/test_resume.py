@@ -42,9 +42,9 @@ def assert_same_run(killed: Path, straight: Path, rank: int = 0) -> None:
     """Every step that was ever made, before a kill or after it, is the straight run's; so are the last weights."""
     expected = {line["step"]: without_run(line) for line in steps(straight, rank)}
     assert list(expected) == list(range(1, STEPS + 1))
-    found = steps(killed, rank)
-    assert {line["step"] for line in found} == set(expected)
-    for line in found:
+    lines = steps(killed, rank)
+    assert {line["step"] for line in lines} == set(expected)
+    for line in lines:
         assert without_run(line) == expected[line["step"]], line["step"]
     one, other = (torch.load(folder / f"final-{rank}.pt", weights_only=True) for folder in (killed, straight))
     assert one.keys() == other.keys()

@@ -12,7 +12,7 @@ ROWS = Dataset.from_dict({"query": [letter * 3 for letter in "abcd"], "label": [
 
 def train(reward, steps: int = 1, **options):
     seen = []
-    trainer = tiny.ppo(given={"dataset": ROWS}, steps=steps)
+    trainer = tiny.ppo(arguments={"dataset": ROWS}, steps=steps)
     history = trainer.train(
         reward, generation_kwargs={"max_new_tokens": 4}, on_step=lambda _, __, batch: seen.append(batch), **options
     )

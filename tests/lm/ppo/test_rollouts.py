@@ -45,7 +45,7 @@ class Recorder:
 def test_a_backend_samples_what_the_policy_writes(backend):
     """Top 1 of the policy at any temperature is its greedy continuation."""
     trainer = tiny.ppo(
-        tiny.with_value_head(tiny.llama()), given={"rollout": backend(SamplingSettings(4, 0.7, top_k=1))}
+        tiny.with_value_head(tiny.llama()), arguments={"rollout": backend(SamplingSettings(4, 0.7, top_k=1))}
     )
     with pytest.warns(UserWarning, match="top_k=1"):
         responses = trainer.generate(QUERIES, return_prompt=False)
@@ -60,8 +60,8 @@ def test_a_backend_samples_what_the_policy_writes(backend):
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_train_learns_from_a_backend(backend):
     sizes = {"batch_size": 8, "mini_batch_size": 8, "ppo_epochs": 2, "steps": 2, "learning_rate": 1e-2}
-    given = {"dataset": data(), "rollout": backend(SamplingSettings(4, 0.9))}
-    trainer = tiny.ppo(tiny.with_value_head(tiny.llama()), given=given, **sizes)
+    arguments = {"dataset": data(), "rollout": backend(SamplingSettings(4, 0.9))}
+    trainer = tiny.ppo(tiny.with_value_head(tiny.llama()), arguments=arguments, **sizes)
     before = tiny.weights(trainer.model)
     history = trainer.train(share_of_a)
     assert len(history) == 2
@@ -74,7 +74,7 @@ def test_train_learns_from_a_backend(backend):
 
 def test_log_probabilities_are_taken_at_the_temperature_of_the_backend():
     model = tiny.policy(dtype=torch.float64)
-    trainer = tiny.ppo(model, given={"rollout": Recorder(temperature=0.5)})
+    trainer = tiny.ppo(model, arguments={"rollout": Recorder(temperature=0.5)})
     responses = trainer.generate(QUERIES, return_prompt=False)
     stats = trainer.step(QUERIES, responses, [0.0, 1.0, 2.0, 3.0])
     expected = [
@@ -83,12 +83,12 @@ def test_log_probabilities_are_taken_at_the_temperature_of_the_backend():
     ]
     torch.testing.assert_close(stats["objective/logprobs"], torch.cat(expected))
     with pytest.raises(ValueError, match=r"temperature 0.5, but .* at 0.7"):
-        tiny.ppo(temperature=0.7, given={"rollout": Recorder(temperature=0.5)}).generate(QUERIES)
+        tiny.ppo(temperature=0.7, arguments={"rollout": Recorder(temperature=0.5)}).generate(QUERIES)
 
 
 def test_every_rollout_has_the_weights_of_its_step_and_a_seed_of_its_own():
     backend = Recorder()
-    trainer = tiny.ppo(given={"dataset": data(), "rollout": backend}, steps=3, learning_rate=1e-2)
+    trainer = tiny.ppo(arguments={"dataset": data(), "rollout": backend}, steps=3, learning_rate=1e-2)
     trainer.train(lambda completion_ids: [float(i) for i in range(4)])
     assert len({float(weight.sum()) for weight in backend.weights}) == 3
     assert len(set(backend.seeds)) == 3
@@ -97,7 +97,7 @@ def test_every_rollout_has_the_weights_of_its_step_and_a_seed_of_its_own():
 def test_the_config_names_the_backend_of_train():
     trainer = tiny.ppo(
         tiny.with_value_head(tiny.llama()),
-        given={"dataset": data()},
+        arguments={"dataset": data()},
         steps=1,
         rollout_backend="continuous_batching",
         rollout_backend_kwargs={"max_batch_tokens": 512},
@@ -113,20 +113,20 @@ def test_the_config_names_the_backend_of_train():
 
 
 def step_of(sampler_logprobs: Any = None, **config: Any) -> dict[str, Any]:
-    trainer = tiny.ppo(tiny.policy(dtype=torch.float64), given={"rollout": Recorder()}, **config)
+    trainer = tiny.ppo(tiny.policy(dtype=torch.float64), arguments={"rollout": Recorder()}, **config)
     responses = trainer.generate(QUERIES, return_prompt=False)
     return trainer.step(QUERIES, responses, [0.0, 1.0, 2.0, 3.0], sampler_logprobs=sampler_logprobs)
 
 
 def test_the_loss_is_weighed_by_how_much_likelier_a_token_is_than_it_was_sampled():
     model = tiny.gpt2(0, torch.float64)
-    own = [tiny.taken_of(model, query, torch.tensor([5, 6])) for query in QUERIES]
+    logprobs = [tiny.taken_of(model, query, torch.tensor([5, 6])) for query in QUERIES]
     learnt = "ppo/policy/advantages"  # what the surrogate multiplies by the ratio
     plain = step_of()
-    same = step_of(own, importance_sampling_cap=2.0)
+    same = step_of(logprobs, importance_sampling_cap=2.0)
     torch.testing.assert_close(same[learnt], plain[learnt])
     assert same["ppo/sampling/token_ratio/max"] == pytest.approx(1)
-    rarer = [row - 3.0 for row in own]  # the sampler gave every token a twentieth of the policy's probability
+    rarer = [row - 3.0 for row in logprobs]  # the sampler gave every token a twentieth of the policy's probability
     weighed, told = step_of(rarer, importance_sampling_cap=1.5), step_of(rarer)
     assert weighed["ppo/sampling/token_ratio/truncated"] == 1
     torch.testing.assert_close(weighed[learnt], 1.5 * plain[learnt])
@@ -141,14 +141,14 @@ def test_the_loss_is_weighed_by_how_much_likelier_a_token_is_than_it_was_sampled
 
 
 def test_settings_beside_a_rollout_are_refused():
-    trainer = tiny.ppo(given={"dataset": data(), "rollout": Recorder()})
+    trainer = tiny.ppo(arguments={"dataset": data(), "rollout": Recorder()})
     for refused in ({"max_new_tokens": 3}, {"generate_ref_response": True}, {"length_sampler": lambda: 3}):
         with pytest.raises(ValueError, match="The rollout samples by its own settings"):
             trainer.generate(QUERIES, **refused)
     with pytest.raises(ValueError, match="The rollout samples by its own settings"):
         trainer.train(share_of_a, generation_kwargs={"temperature": 0.5})
     with pytest.raises(ValueError, match="rollout_backend='vllm' and a rollout: leave one of them out"):
-        tiny.ppo(given={"rollout": Recorder()}, rollout_backend="vllm")
+        tiny.ppo(arguments={"rollout": Recorder()}, rollout_backend="vllm")
     with pytest.raises(ValueError, match="rollout_backend='sglang' is none of transformers, continuous_batching, vllm"):
         tiny.ppo(rollout_backend="sglang")
     with pytest.raises(ValueError, match="rollout_backend_kwargs needs a rollout_backend other than transformers"):

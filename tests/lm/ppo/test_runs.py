@@ -11,7 +11,7 @@ CHANGES = {"learning_rate": 3e-5, "seed": 5, "gamma": 0.9, "init_kl_coef": 0.7, 
 
 def trainer(folder, rows=((5,), (6,), (7,), (8,)), **settings):
     data = Dataset.from_dict({"input_ids": [list(row) for row in rows]})
-    return tiny.ppo(given={"dataset": data}, output_dir=str(folder), save_steps=1, **settings)
+    return tiny.ppo(arguments={"dataset": data}, output_dir=str(folder), save_steps=1, **settings)
 
 
 def train(one, steps, resume_from=None):

@@ -118,7 +118,7 @@ def share_of_a(queries, responses, **_):
 def test_train_learns_a_toy_reward():
     trainer = tiny.ppo(
         tiny.policy(initializer_range=0.05),
-        given={"dataset": toy_data()},
+        arguments={"dataset": toy_data()},
         batch_size=8,
         mini_batch_size=8,
         ppo_epochs=4,
@@ -138,7 +138,7 @@ def test_a_kl_penalty_holds_the_policy_back():
     def kl(init_kl_coef):
         trainer = tiny.ppo(
             tiny.policy(initializer_range=0.05),
-            given={"dataset": toy_data()},
+            arguments={"dataset": toy_data()},
             batch_size=8,
             mini_batch_size=8,
             learning_rate=1e-2,
@@ -162,7 +162,7 @@ def test_train_hands_texts_and_columns_to_the_reward_and_steps_to_on_step():
         return [torch.tensor(float(x)) for x in label]
 
     data = toy_data(label=list(range(8)), note=["x"] * 8)
-    trainer = tiny.ppo(given={"dataset": data}, steps=2)
+    trainer = tiny.ppo(arguments={"dataset": data}, steps=2)
     trainer.run._tracker = FakeTracker()
     history = trainer.train(
         reward,
@@ -184,7 +184,7 @@ def test_train_takes_a_reward_model():
     scorer = tiny.scorer()
     data = Dataset.from_dict({"input_ids": [[5, 6]] * 4})
     steps = []
-    tiny.ppo(given={"dataset": data}).train(
+    tiny.ppo(arguments={"dataset": data}).train(
         scorer, steps=1, generation_kwargs={"max_new_tokens": 3}, on_step=lambda *args: steps.append(args)
     )
     ((_, stats, batch),) = steps
@@ -195,16 +195,16 @@ def test_train_takes_a_reward_model():
     assert float(stats["env/reward_dist"][0]) == pytest.approx(expected, abs=1e-5)
 
 
-def interrupted(tmp_path, model=tiny.policy, kill_at=None, **given):
+def interrupted(tmp_path, model=tiny.policy, kill_at=None, **arguments):
     """The weights and last statistics of five steps, killed and resumed after `kill_at` of them."""
 
     def trainer():
         policy = model()
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        made = tiny.ppo(
+        ppo = tiny.ppo(
             policy,
-            given={"dataset": toy_data(), "optimizer": optimizer, "lr_scheduler": scheduler, **given},
+            arguments={"dataset": toy_data(), "optimizer": optimizer, "lr_scheduler": scheduler, **arguments},
             output_dir=str(tmp_path),
             save_steps=1,
             steps=5,
@@ -213,8 +213,8 @@ def interrupted(tmp_path, model=tiny.policy, kill_at=None, **given):
             horizon=20,
             seed=4,
         )
-        next(iter(made.prepare_dataloader(toy_data(4))))  # another loader is not part of the run
-        return made
+        next(iter(ppo.prepare_dataloader(toy_data(4))))  # another loader is not part of the run
+        return ppo
 
     options = {"reward": share_of_a, "generation_kwargs": {"max_new_tokens": 6}, "resume_from": "latest"}
     if kill_at:
@@ -248,14 +248,14 @@ def test_training_resumes_to_the_same_bits(kind, tmp_path):
 
 
 def test_resume_from_a_folder_and_from_nothing(tmp_path):
-    trainer = tiny.ppo(given={"dataset": toy_data()}, steps=1)
+    trainer = tiny.ppo(arguments={"dataset": toy_data()}, steps=1)
     trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 3})
     folder = trainer.save_checkpoint(tmp_path)
     assert folder == tmp_path / "checkpoint-1"
-    second = tiny.ppo(tiny.policy(seed=5), given={"dataset": toy_data()}, steps=1)
+    second = tiny.ppo(tiny.policy(seed=5), arguments={"dataset": toy_data()}, steps=1)
     assert second.train(share_of_a, resume_from=folder) == []
     assert tiny.moved(tiny.weights(trainer.model), second.model) == {}
-    fresh = tiny.ppo(given={"dataset": toy_data()}, steps=1, output_dir=str(tmp_path / "empty"))
+    fresh = tiny.ppo(arguments={"dataset": toy_data()}, steps=1, output_dir=str(tmp_path / "empty"))
     history = fresh.train(share_of_a, generation_kwargs={"max_new_tokens": 3}, resume_from="latest")
     assert len(history) == 1
 

@@ -71,7 +71,7 @@ def test_constructor_leaves_global_random_numbers_and_the_callers_objects_alone(
     model.train()
     np_state, state, weights = np.random.get_state()[1].copy(), torch.get_rng_state(), tiny.weights(model)
     side = (tokenizer.padding_side, tokenizer.truncation_side)
-    tiny.ppo(model, given={"tokenizer": tokenizer}, seed=5)
+    tiny.ppo(model, arguments={"tokenizer": tokenizer}, seed=5)
     assert torch.equal(torch.get_rng_state(), state)
     assert (np.random.get_state()[1] == np_state).all()
     assert tiny.moved(weights, model) == {}
@@ -96,7 +96,7 @@ def test_without_ref_model_the_reference_is_the_model_as_it_was():
 def test_another_ref_model_gives_kl_from_the_start_and_says_so(is_wrapped):
     reference = tiny.policy(1, DOUBLE) if is_wrapped else tiny.gpt2(1, DOUBLE)
     before = tiny.weights(reference)
-    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), given={"ref_model": reference})
+    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), arguments={"ref_model": reference})
     queries, responses, scores = tiny.batch()
     with pytest.warns(UserWarning, match="Before the first update, policy and reference differ by up to"):
         stats = trainer.step(queries, responses, scores)
@@ -107,7 +107,7 @@ def test_another_ref_model_gives_kl_from_the_start_and_says_so(is_wrapped):
 
 
 def test_num_shared_layers_shares_storage_and_freezes_it():
-    trainer = tiny.ppo(tiny.policy(), given={"num_shared_layers": 1}, learning_rate=1e-2)
+    trainer = tiny.ppo(tiny.policy(), arguments={"num_shared_layers": 1}, learning_rate=1e-2)
     policy = dict(trainer.model.pretrained_model.named_parameters())
     before = tiny.weights(trainer.model)
     trainer.step(*tiny.batch())
@@ -124,15 +124,15 @@ def test_lr_scheduler_is_stepped_once_per_ppo_step():
     model = tiny.policy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    given = {"optimizer": optimizer, "lr_scheduler": scheduler}
-    trainer = tiny.ppo(model, given=given, mini_batch_size=1, ppo_epochs=3)
+    arguments = {"optimizer": optimizer, "lr_scheduler": scheduler}
+    trainer = tiny.ppo(model, arguments=arguments, mini_batch_size=1, ppo_epochs=3)
     rates = [trainer.step(*tiny.batch())["ppo/learning_rate"] for _ in range(3)]
     assert rates == [0.1, 0.05, 0.025]
 
 
 def test_the_given_optimizer_makes_the_update():
     model = tiny.policy(dtype=DOUBLE)
-    trainer = tiny.ppo(model, given={"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)})
+    trainer = tiny.ppo(model, arguments={"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)})
     before = tiny.weights(model)
     trainer.step(*tiny.batch())
     assert tiny.moved(before, model) == {}
@@ -140,7 +140,7 @@ def test_the_given_optimizer_makes_the_update():
 
 def test_critic_with_a_trunk_of_its_own():
     model, critic = tiny.policy(dtype=DOUBLE), tiny.policy(1, DOUBLE)
-    trainer = tiny.ppo(model, given={"value_model": critic}, vf_coef=1.0)
+    trainer = tiny.ppo(model, arguments={"value_model": critic}, vf_coef=1.0)
     queries, responses, scores = tiny.batch()
     critic.eval()
     with torch.no_grad():
@@ -164,8 +164,8 @@ def test_policy_and_critic_do_not_share_a_loss():
         model = tiny.policy(dtype=DOUBLE)
         critic = tiny.policy(1, DOUBLE)
         parameters = [*model.parameters(), *critic.parameters()]
-        given = {"value_model": critic, "optimizer": torch.optim.SGD(parameters, lr=0.1)}
-        tiny.ppo(model, given=given, vf_coef=vf_coef).step(*tiny.batch())
+        arguments = {"value_model": critic, "optimizer": torch.optim.SGD(parameters, lr=0.1)}
+        tiny.ppo(model, arguments=arguments, vf_coef=vf_coef).step(*tiny.batch())
         return tiny.weights(model)
 
     without, heavy = policy_after(0.0), policy_after(10.0)
@@ -177,7 +177,7 @@ def test_a_sequence_classifier_goes_on_as_critic(has_bias: bool):
     scorer = tiny.scorer(1, DOUBLE).eval()
     if has_bias:
         scorer.score = torch.nn.Linear(scorer.score.in_features, 1, dtype=DOUBLE)
-    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), given={"value_model": scorer})
+    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), arguments={"value_model": scorer})
     queries, responses, scores = tiny.batch()
     inputs = trainer.prepare_model_inputs(queries, responses)
     _, _, values, _ = trainer.batched_forward_pass(trainer.model, queries, responses, inputs)
@@ -222,7 +222,7 @@ def test_dataloader_shuffles_drops_the_remainder_and_keeps_columns():
     data = Dataset.from_dict(
         {"input_ids": [[4 + i] * (1 + i % 3) for i in range(11)], "query": [str(i) for i in range(11)]}
     )
-    loader = tiny.ppo(given={"dataset": data}).dataloader
+    loader = tiny.ppo(arguments={"dataset": data}).dataloader
     epochs = [[row for batch in loader for row in batch["query"]] for _ in range(2)]
     assert [len(epoch) for epoch in epochs] == [8, 8]
     assert all(len(set(epoch)) == 8 for epoch in epochs)
@@ -236,7 +236,7 @@ def test_data_collator_makes_the_batches():
     def collate(rows):
         return {"first": torch.tensor([row["input_ids"][0] for row in rows])}
 
-    (batch,) = tiny.ppo(given={"dataset": toy_data(4), "data_collator": collate}).dataloader
+    (batch,) = tiny.ppo(arguments={"dataset": toy_data(4), "data_collator": collate}).dataloader
     assert sorted(batch["first"].tolist()) == [tiny.VOCABULARY[letter] for letter in "abcd"]
 
 
@@ -267,7 +267,7 @@ def test_compute_advantages_whitens_and_goes_across_gaps():
     trainer = tiny.ppo(gamma=0.5, lam=0.5)
     values, rewards = torch.tensor([[0.1, 7.0, 0.2, 0.3]]), torch.tensor([[0.0, 7.0, 0.0, 1.0]])
     mask = torch.tensor([[1, 0, 1, 1]])
-    found, advantages, returns = trainer.compute_advantages(values, rewards, mask)
+    kept_values, advantages, returns = trainer.compute_advantages(values, rewards, mask)
     torch.testing.assert_close(returns, torch.tensor([[0.13125, 0.0, 0.325, 1.0]]))  # as without the second token
     raw = np.array([0.03125, 0.125, 0.7])
     expected = (raw - raw.mean()) / raw.std()
@@ -275,7 +275,7 @@ def test_compute_advantages_whitens_and_goes_across_gaps():
         advantages[mask.bool()], torch.tensor(expected, dtype=torch.float32), rtol=1e-4, atol=1e-4
     )
     assert advantages[0, 1] == 0
-    assert found.tolist() == [pytest.approx([0.1, 0.0, 0.2, 0.3])]
+    assert kept_values.tolist() == [pytest.approx([0.1, 0.0, 0.2, 0.3])]
 
 
 def columns_of(trainer, seed=0):
@@ -301,17 +301,17 @@ def columns_of(trainer, seed=0):
 
 def test_loss_is_the_mean_over_counted_tokens_and_takes_logits():
     trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), vf_coef=0.3)
-    given = columns_of(trainer)
+    arguments = columns_of(trainer)
     names = ("old_logprobs", "values", "logits", "vpreds", "logprobs", "mask", "advantages", "returns")
-    policy_loss, value_loss, stats = trainer.loss(*(given[name] for name in names))
+    policy_loss, value_loss, stats = trainer.loss(*(arguments[name] for name in names))
     policy, value, entropies = [], [], []
-    for i, j in given["mask"].nonzero().tolist():
-        at = {name: float(tensor[i, j].detach()) for name, tensor in given.items() if name != "logits"}
+    for i, j in arguments["mask"].nonzero().tolist():
+        at = {name: float(tensor[i, j].detach()) for name, tensor in arguments.items() if name != "logits"}
         ratio = math.exp(at["logprobs"] - at["old_logprobs"])
         policy.append(max(-ratio * at["advantages"], -min(max(ratio, 0.8), 1.2) * at["advantages"]))
         near = min(max(at["vpreds"], at["values"] - 0.2), at["values"] + 0.2)
         value.append(max((at["vpreds"] - at["returns"]) ** 2, (near - at["returns"]) ** 2) / 2)
-        p = given["logits"][i, j].softmax(-1)
+        p = arguments["logits"][i, j].softmax(-1)
         entropies.append(float(-(p * p.log()).sum()))
     assert float(policy_loss.detach()) == pytest.approx(np.mean(policy))
     assert float(value_loss.detach()) == pytest.approx(0.3 * np.mean(value))
@@ -323,14 +323,14 @@ def test_loss_is_the_mean_over_counted_tokens_and_takes_logits():
 def test_train_minibatch_alone_is_one_update_with_the_gradient_of_its_loss(is_after_a_step):
     model = tiny.policy(dtype=DOUBLE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer = tiny.ppo(model, given={"optimizer": optimizer}, mini_batch_size=2)
+    trainer = tiny.ppo(model, arguments={"optimizer": optimizer}, mini_batch_size=2)
     if is_after_a_step:
         optimizer.param_groups[0]["lr"] = 1e-3
         trainer.step(*tiny.batch())
         optimizer.param_groups[0]["lr"] = 1.0
     names = ("old_logprobs", "values", "logits", "vpreds", "logprobs", "mask", "advantages", "returns")
-    given = columns_of(trainer)
-    policy_loss, value_loss, _ = trainer.loss(*(given[name] for name in names))
+    arguments = columns_of(trainer)
+    policy_loss, value_loss, _ = trainer.loss(*(arguments[name] for name in names))
     (gradient,) = torch.autograd.grad(policy_loss + value_loss, model.v_head.summary.weight)
     before = model.v_head.summary.weight.detach().clone()
     stats = trainer.train_minibatch(**columns_of(trainer))
@@ -344,7 +344,7 @@ def test_train_minibatch_alone_is_one_update_with_the_gradient_of_its_loss(is_af
 
 @pytest.mark.parametrize("kind", ["plain", "adapter", "critic", "dropout", "llama", "t5"])
 def test_the_first_minibatch_finds_the_policy_that_was_rolled_out(kind):
-    given = {}
+    arguments = {}
     if kind == "adapter":
         model = lora_policy(DOUBLE)
     elif kind in ("llama", "t5"):
@@ -353,9 +353,9 @@ def test_the_first_minibatch_finds_the_policy_that_was_rolled_out(kind):
         drops = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5} if kind == "dropout" else {}
         model = tiny.policy(dtype=DOUBLE, **drops)
     if kind == "critic":
-        given = {"value_model": tiny.policy(1, DOUBLE)}
+        arguments = {"value_model": tiny.policy(1, DOUBLE)}
     model.train()
-    trainer = tiny.ppo(model, FirstMinibatch, given, mini_batch_size=2)
+    trainer = tiny.ppo(model, FirstMinibatch, arguments, mini_batch_size=2)
     queries, _, scores = tiny.batch()
     responses = trainer.generate(queries, return_prompt=False, temperature=0.7, **SAMPLED)
     with warnings.catch_warnings(action="ignore"):
@@ -375,13 +375,13 @@ def test_masked_tokens_at_the_end_change_nothing():
             stats = trainer.step(queries, responses, scores)
         else:
             rows = [torch.cat(pair) for pair in zip(responses, tails, strict=True)]
-            masks = [(torch.arange(len(r)) < len(own)).long() for r, own in zip(rows, responses, strict=True)]
+            masks = [(torch.arange(len(r)) < len(shorter)).long() for r, shorter in zip(rows, responses, strict=True)]
             stats = trainer.step(queries, rows, scores, masks)
         return tiny.weights(trainer.model), stats
 
-    (own, stats), (longer, longer_stats) = weights(False), weights(True)
-    for name in own:
-        torch.testing.assert_close(longer[name], own[name], rtol=0, atol=1e-6)
+    (usual, stats), (longer, longer_stats) = weights(False), weights(True)
+    for name in usual:
+        torch.testing.assert_close(longer[name], usual[name], rtol=0, atol=1e-6)
     for name in (
         "objective/kl",
         "objective/entropy",
@@ -435,9 +435,9 @@ def test_dropout_is_off_and_gradient_checkpointing_engages(is_checkpointing, is_
         return tiny.weights(model), len(calls)
 
     plain, plain_calls = run(0.0, False)
-    found, calls = run(0.5, is_checkpointing)
+    weights, calls = run(0.5, is_checkpointing)
     for name in plain:
-        torch.testing.assert_close(found[name], plain[name], rtol=0, atol=1e-8)
+        torch.testing.assert_close(weights[name], plain[name], rtol=0, atol=1e-8)
     assert calls == plain_calls + 2 * is_checkpointing  # each of the two layers once more, in backward
 
 
@@ -512,8 +512,8 @@ def test_statistics_of_minibatches_are_weighed_by_tokens():
 
     def stats_of(mini_batch_size):
         model = tiny.policy(dtype=DOUBLE)
-        given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
-        return tiny.ppo(model, given=given, mini_batch_size=mini_batch_size).step(queries, responses, scores)
+        arguments = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
+        return tiny.ppo(model, arguments=arguments, mini_batch_size=mini_batch_size).step(queries, responses, scores)
 
     whole, parts = stats_of(4), stats_of(1)
     for name in ("ppo/policy/entropy", "ppo/val/vpred", "ppo/val/error", "ppo/loss/value", "ppo/loss/policy"):

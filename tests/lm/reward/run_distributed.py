@@ -1,13 +1,12 @@
 """Tiny scorers, pairs and trainers, and the program that two processes run for test_reward_distributed."""
 
-import os
 import sys
-import warnings
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from tests.processes import process_of_many
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -62,8 +61,8 @@ def scorer(kind: str = "gpt2", *, seed: int = 0, dtype: torch.dtype = torch.floa
         "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     }
     still = dict.fromkeys(names[kind], 0.0)
-    made = tiny.seeded(model, config(**sizes | tiny.TOKENS | still | {"num_labels": 1} | settings), seed)
-    return tiny.exact(made) if dtype is D else made
+    model_of_scores = tiny.seeded(model, config(**sizes | tiny.TOKENS | still | {"num_labels": 1} | settings), seed)
+    return tiny.exact(model_of_scores) if dtype is D else model_of_scores
 
 
 def pairs(count: int, *, seed: int = 0, with_margin: bool = False) -> Dataset:
@@ -97,10 +96,10 @@ def config(folder: Any, **settings: Any) -> RewardConfig:
     return RewardConfig(output_dir=str(folder), **quiet | settings)
 
 
-def trainer(model: Any, folder: Any, given: dict[str, Any] | None = None, **settings: Any) -> RewardTrainer:
-    """given: arguments of the trainer; settings: of its config."""
-    given = {"processing_class": tiny.tokenizer(), **(given or {})}
-    return RewardTrainer(model, config(folder, **settings), **given)
+def trainer(model: Any, folder: Any, arguments: dict[str, Any] | None = None, **settings: Any) -> RewardTrainer:
+    """arguments: of the trainer; settings: of its config."""
+    arguments = {"processing_class": tiny.tokenizer(), **(arguments or {})}
+    return RewardTrainer(model, config(folder, **settings), **arguments)
 
 
 GLOBAL_BATCH = 8
@@ -108,7 +107,7 @@ GLOBAL_BATCH = 8
 
 def trained(kind: str, folder: str, *, world_size: int = 1, accumulation: int = 1) -> dict[str, Any]:
     """Weights after three steps of eight pairs, statistics of training, and of evaluation on an odd number of pairs."""
-    made = trainer(
+    reward_trainer = trainer(
         scorer(kind, dtype=D),
         folder,
         {"train_dataset": pairs(24, with_margin=True), "eval_dataset": pairs(7, seed=1, with_margin=True)},
@@ -122,19 +121,17 @@ def trained(kind: str, folder: str, *, world_size: int = 1, accumulation: int = 
         center_rewards_coefficient=0.1,
         optim="sgd",
     )
-    made.train()
-    logs = [log for log in made.state.log_history if "loss" in log]
-    metrics = {**made.evaluate(), **made.predict(pairs(5, seed=2)).metrics}
+    reward_trainer.train()
+    logs = [log for log in reward_trainer.state.log_history if "loss" in log]
+    metrics = {**reward_trainer.evaluate(), **reward_trainer.predict(pairs(5, seed=2)).metrics}
     kept = {name: value for name, value in metrics.items() if not name.endswith(("runtime", "per_second", "_time"))}
-    return {"logs": logs, "metrics": kept, "weights": tiny.weights(made.model)}
+    return {"logs": logs, "metrics": kept, "weights": tiny.weights(reward_trainer.model)}
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    results = {kind: trained(kind, folder, world_size=2) for kind in ("gpt2", "bert")}
-    torch.save(results, f"{folder}/{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, world_size):
+        results = {kind: trained(kind, folder, world_size=world_size) for kind in ("gpt2", "bert")}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

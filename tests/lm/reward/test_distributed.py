@@ -21,11 +21,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_two_processes_are_one(two, kind: str, tmp_path):
     """Seven pairs to evaluate, two a batch on either process: the last batch of one would repeat a pair."""
     one = trained(kind, str(tmp_path))
-    for found in (two[0][kind], two[1][kind]):
-        for mine, yours in zip(found["logs"], one["logs"], strict=True):
+    for results in (two[0][kind], two[1][kind]):
+        for mine, yours in zip(results["logs"], one["logs"], strict=True):
             assert mine == pytest.approx(yours, rel=1e-6, abs=1e-9)
-        assert found["metrics"] == pytest.approx(one["metrics"], rel=1e-6, abs=1e-9)
+        assert results["metrics"] == pytest.approx(one["metrics"], rel=1e-6, abs=1e-9)
         for name, weight in one["weights"].items():
-            torch.testing.assert_close(found["weights"][name], weight, **TOLERANCE, msg=name)
+            torch.testing.assert_close(results["weights"][name], weight, **TOLERANCE, msg=name)
     assert len(one["logs"]) == 3
     assert {"eval_loss", "eval_accuracy", "test_calibration_error"} <= one["metrics"].keys()

@@ -26,8 +26,8 @@ def test_the_loss_is_the_mean_over_pairs_and_labels(kind, tmp_path):
     expected = (-F.logsigmoid(chosen - rejected - margins) + 0.1 * (chosen + rejected) ** 2).mean()
     gradients = torch.autograd.grad(expected, model.score.weight if kind == "gpt2" else model.classifier.weight)
     with pytest.warns(UserWarning, match=TWO):
-        made = trainer(model, tmp_path, center_rewards_coefficient=0.1)
-    loss, outputs = made.compute_loss(model, made.data_collator(list(data)), return_outputs=True)
+        reward_trainer = trainer(model, tmp_path, center_rewards_coefficient=0.1)
+    loss, outputs = reward_trainer.compute_loss(model, reward_trainer.data_collator(list(data)), return_outputs=True)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0, check_dtype=False)
     loss.backward()
     head = model.score if kind == "gpt2" else model.classifier
@@ -42,14 +42,17 @@ def test_equal_labels_are_one_score(tmp_path):
     two.load_state_dict({**one.state_dict(), "score.weight": one.score.weight.detach().repeat(2, 1)})
     with pytest.warns(UserWarning, match=TWO):
         other = trainer(two, tmp_path)
-    losses = [made.compute_loss(made.model, made.data_collator(list(data))) for made in (trainer(one, tmp_path), other)]
+    losses = [
+        reward_trainer.compute_loss(reward_trainer.model, reward_trainer.data_collator(list(data)))
+        for reward_trainer in (trainer(one, tmp_path), other)
+    ]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
 
 
 def test_every_label_learns_to_tell_the_answers_apart(tmp_path):
     data = good_and_bad(32, seed=0)
     with pytest.warns(UserWarning, match=TWO):
-        made = trainer(
+        reward_trainer = trainer(
             scorer(num_labels=2),
             tmp_path,
             {"train_dataset": data, "eval_dataset": data},
@@ -57,8 +60,8 @@ def test_every_label_learns_to_tell_the_answers_apart(tmp_path):
             learning_rate=1e-2,
             init_reward_head=True,
         )
-    made.train()
-    assert made.evaluate()["eval_accuracy"] == 1.0
-    tokenized = made.train_dataset
-    chosen, rejected = own_scores(made.model.eval(), tokenized)
+    reward_trainer.train()
+    assert reward_trainer.evaluate()["eval_accuracy"] == 1.0
+    tokenized = reward_trainer.train_dataset
+    chosen, rejected = own_scores(reward_trainer.model.eval(), tokenized)
     assert (chosen > rejected).float().mean(0).tolist() == [1.0, 1.0]

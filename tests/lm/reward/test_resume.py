@@ -15,7 +15,7 @@ DROPOUT = {"gpt2": {"resid_pdrop": 0.3}, "bert": {"hidden_dropout_prob": 0.3}, "
 def run(kind: str, folder: Path, *, resume: str | None = None, **settings: Any) -> Any:
     """Six steps over ten pairs: three steps an epoch, the last of them short."""
     adapters = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2)} if kind == "llama" else {}
-    made = trainer(
+    reward_trainer = trainer(
         scorer(kind, **DROPOUT[kind]),
         folder,
         {"train_dataset": pairs(10, with_margin=True), **adapters},
@@ -30,8 +30,8 @@ def run(kind: str, folder: Path, *, resume: str | None = None, **settings: Any) 
         init_reward_head=True,
         **settings,
     )
-    made.train(resume_from_checkpoint=resume)
-    return made
+    reward_trainer.train(resume_from_checkpoint=resume)
+    return reward_trainer
 
 
 @pytest.mark.parametrize("kind", DROPOUT)
@@ -41,7 +41,9 @@ def test_resuming_in_mid_epoch_changes_no_bit(kind: str, tmp_path):
         resumed = run(kind, tmp_path / "again", resume=str(tmp_path / "whole" / f"checkpoint-{step}"))
         for name, weight in tiny.weights(whole.model).items():
             assert torch.equal(weight, tiny.weights(resumed.model)[name]), name
-        logs = [[log for log in made.state.log_history if "loss" in log] for made in (whole, resumed)]
+        logs = [
+            [log for log in reward_trainer.state.log_history if "loss" in log] for reward_trainer in (whole, resumed)
+        ]
         assert len(logs[0]) == 6
         assert logs[0] == logs[1]
 

@@ -48,13 +48,13 @@ def test_layouts_give_the_loss_and_gradients_of_texts_by_themselves(kind: str, t
     margins = torch.tensor(data["margin"], dtype=D)
     expected, gradients = loss_and_gradients(model, -F.logsigmoid(scores[:, 0] - scores[:, 1] - margins).mean())
     assert len(gradients) > 10
-    made = trainer(model, tmp_path)
+    reward_trainer = trainer(model, tmp_path)
     for layout in ["documented"] if kind in ("bert", "t5") else LAYOUTS:
         collate = LAYOUTS[layout]()
-        made.tokenizer.padding_side = getattr(collate, "tokenizer", made.tokenizer).padding_side
-        found, own = loss_and_gradients(model, made.compute_loss(model, collate(list(data))))
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, check_dtype=False)
-        for one, other in zip(own, gradients, strict=True):
+        reward_trainer.tokenizer.padding_side = getattr(collate, "tokenizer", reward_trainer.tokenizer).padding_side
+        computed, slopes = loss_and_gradients(model, reward_trainer.compute_loss(model, collate(list(data))))
+        torch.testing.assert_close(computed, expected, rtol=1e-9, atol=1e-12, check_dtype=False)
+        for one, other in zip(slopes, gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()) + 1e-15)
 
 
@@ -67,9 +67,9 @@ def test_decoders_read_a_prompt_once_and_classifiers_padded_rows(tmp_path):
     assert isinstance(trainer(scorer("bert"), tmp_path).data_collator, RewardDataCollatorWithPadding)
 
 
-def fixed_scores(made: RewardTrainer, monkeypatch: pytest.MonkeyPatch, scores: list[list[float]]) -> Any:
+def fixed_scores(reward_trainer: RewardTrainer, monkeypatch: pytest.MonkeyPatch, scores: list[list[float]]) -> Any:
     """A model that gives these scores."""
-    monkeypatch.setattr(made, "scores_in_forward", True)
+    monkeypatch.setattr(reward_trainer, "scores_in_forward", True)
     return Fixed(scores)
 
 
@@ -83,41 +83,46 @@ class Fixed(torch.nn.Module):
 
 
 def test_a_margin_meets_its_own_pair_alone(tmp_path, monkeypatch):
-    made = trainer(scorer(), tmp_path)
-    model = fixed_scores(made, monkeypatch, [[2.0, 1.0], [0.5, 1.0], [3.0, 3.0]])
-    batch = made.data_collator([row | {"margin": m} for row, m in zip(pairs(3), (1.0, -0.5, 0.0), strict=True)])
-    _, outputs = made.compute_loss(model, batch, return_outputs=True)
+    reward_trainer = trainer(scorer(), tmp_path)
+    model = fixed_scores(reward_trainer, monkeypatch, [[2.0, 1.0], [0.5, 1.0], [3.0, 3.0]])
+    batch = reward_trainer.data_collator(
+        [row | {"margin": m} for row, m in zip(pairs(3), (1.0, -0.5, 0.0), strict=True)]
+    )
+    _, outputs = reward_trainer.compute_loss(model, batch, return_outputs=True)
     # Every difference equals its margin: log 2 each. Margins of other pairs would give other losses.
     torch.testing.assert_close(outputs["losses"], torch.full((3,), math.log(2), dtype=D))
     batch["margin"] = batch["margin"][:, None]  # [B, 1], of a collator of the user
-    torch.testing.assert_close(float(made.compute_loss(model, batch).detach()), math.log(2))
+    torch.testing.assert_close(float(reward_trainer.compute_loss(model, batch).detach()), math.log(2))
 
 
 def test_centering_adds_the_square_of_the_sum(tmp_path, monkeypatch):
     scores = [[1.0, 0.5], [-2.0, 0.0]]
     losses = []
     for weight in (None, 0.1):
-        made = trainer(scorer(), tmp_path, center_rewards_coefficient=weight)
-        batch = made.data_collator(list(pairs(2)))
-        losses.append(float(made.compute_loss(fixed_scores(made, monkeypatch, scores), batch).detach()))
+        reward_trainer = trainer(scorer(), tmp_path, center_rewards_coefficient=weight)
+        batch = reward_trainer.data_collator(list(pairs(2)))
+        losses.append(
+            float(reward_trainer.compute_loss(fixed_scores(reward_trainer, monkeypatch, scores), batch).detach())
+        )
     assert losses[1] - losses[0] == pytest.approx(0.1 * (1.5**2 + 2.0**2) / 2)
 
 
 def test_the_score_is_read_at_eos_where_padding_is_eos(tmp_path):
     tokenizer = tiny.tokenizer(pad_token="</s>")
     with pytest.warns(UserWarning, match="EOS is also the padding token"):
-        made = trainer(scorer(), tmp_path, {"processing_class": tokenizer})
+        reward_trainer = trainer(scorer(), tmp_path, {"processing_class": tokenizer})
     data = pairs(4)
-    predictions = made.predict(data).predictions
-    found = []
+    predictions = reward_trainer.predict(data).predictions
+    scores = []
     for row in data:
         hidden = [
-            made.model.transformer(input_ids=torch.tensor([row[f"input_ids_{s}"]])) for s in ("chosen", "rejected")
+            reward_trainer.model.transformer(input_ids=torch.tensor([row[f"input_ids_{s}"]]))
+            for s in ("chosen", "rejected")
         ]
-        found.append([made.model.score(one.last_hidden_state[0, -1]).item() for one in hidden])
-    torch.testing.assert_close(torch.tensor(predictions), torch.tensor(found), rtol=1e-5, atol=1e-6)
+        scores.append([reward_trainer.model.score(one.last_hidden_state[0, -1]).item() for one in hidden])
+    torch.testing.assert_close(torch.tensor(predictions), torch.tensor(scores), rtol=1e-5, atol=1e-6)
     padded = trainer(
-        made.model,
+        reward_trainer.model,
         tmp_path,
         {
             "processing_class": tokenizer,
@@ -125,7 +130,7 @@ def test_the_score_is_read_at_eos_where_padding_is_eos(tmp_path):
         },
     )
     torch.testing.assert_close(
-        torch.tensor(padded.predict(data).predictions), torch.tensor(found), rtol=1e-5, atol=1e-6
+        torch.tensor(padded.predict(data).predictions), torch.tensor(scores), rtol=1e-5, atol=1e-6
     )
 
 
@@ -133,7 +138,7 @@ def test_the_score_is_read_at_eos_where_padding_is_eos(tmp_path):
 
 
 def learnt_accuracy(folder: Any) -> float:
-    made = trainer(
+    reward_trainer = trainer(
         scorer(),
         folder,
         {"train_dataset": good_and_bad(200, 0), "eval_dataset": good_and_bad(100, 1)},
@@ -141,8 +146,8 @@ def learnt_accuracy(folder: Any) -> float:
         per_device_train_batch_size=16,
         learning_rate=1e-2,
     )
-    made.train()
-    return made.evaluate()["eval_accuracy"]
+    reward_trainer.train()
+    return reward_trainer.evaluate()["eval_accuracy"]
 
 
 def test_it_learns(tmp_path):
@@ -156,9 +161,9 @@ def test_a_broken_loss_does_not_learn(tmp_path, monkeypatch):
 
 
 def test_accumulation_does_not_matter(tmp_path):
-    found = []
+    weights = []
     for size, accumulation in ((8, 1), (2, 4)):
-        made = trainer(
+        reward_trainer = trainer(
             scorer(dtype=D),
             tmp_path,
             {"train_dataset": pairs(16, with_margin=True)},
@@ -168,16 +173,16 @@ def test_accumulation_does_not_matter(tmp_path):
             gradient_accumulation_steps=accumulation,
             optim="sgd",
         )
-        made.train()
-        found.append(tiny.weights(made.model))
-    assert tiny.moved(found[0], scorer(dtype=D))
-    for name, weight in found[0].items():
-        torch.testing.assert_close(found[1][name], weight, rtol=1e-9, atol=1e-12, msg=name)
+        reward_trainer.train()
+        weights.append(tiny.weights(reward_trainer.model))
+    assert tiny.moved(weights[0], scorer(dtype=D))
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_a_short_last_window_counts_its_own_pairs(tmp_path):
     """Five pairs, in micro-batches of two of which two make a step: the second step has one pair."""
-    made = trainer(
+    reward_trainer = trainer(
         scorer(dtype=D),
         tmp_path,
         {"train_dataset": pairs(5)},
@@ -188,9 +193,9 @@ def test_a_short_last_window_counts_its_own_pairs(tmp_path):
         logging_strategy="steps",
         logging_steps=1,
     )
-    made.train()
-    losses = [log["loss"] for log in made.state.log_history if "loss" in log]
-    whole = made.evaluate(pairs(5))["eval_loss"]
+    reward_trainer.train()
+    losses = [log["loss"] for log in reward_trainer.state.log_history if "loss" in log]
+    whole = reward_trainer.evaluate(pairs(5))["eval_loss"]
     assert (4 * losses[0] + losses[1]) / 5 == pytest.approx(whole, rel=1e-6)
 
 
@@ -201,11 +206,11 @@ def test_the_head_is_drawn_with_a_deviation_of_one_over_the_root_of_its_inputs(t
     wide = {"n_embd": 512, "n_layer": 1, "n_head": 1}
     before = scorer(**wide)
     trunk = tiny.weights(before.transformer)
-    made = trainer(scorer(**wide), tmp_path, init_reward_head=True)
-    weight = made.model.score.weight.detach()
+    reward_trainer = trainer(scorer(**wide), tmp_path, init_reward_head=True)
+    weight = reward_trainer.model.score.weight.detach()
     assert float(weight.std()) * math.sqrt(513) == pytest.approx(1, abs=0.12)  # 4 standard errors
     assert abs(float(weight.mean())) * math.sqrt(513) < 4 / math.sqrt(512)
-    assert not tiny.moved(trunk, made.model.transformer)
+    assert not tiny.moved(trunk, reward_trainer.model.transformer)
     again = trainer(scorer(**wide), tmp_path, init_reward_head=True).model.score.weight
     other = trainer(scorer(**wide), tmp_path, init_reward_head=True, seed=1).model.score.weight
     assert torch.equal(again, weight)
@@ -233,9 +238,9 @@ def test_dropout_is_off_where_it_is_asked_for(kind: str, checkpointing: bool, tm
         "t5": ("dropout_rate",),
         "bert": ("hidden_dropout_prob",),
     }
-    found = []
+    weights = []
     for rate, disable_dropout in ((0.0, False), (0.5, True), (0.5, False)):
-        made = trainer(
+        reward_trainer = trainer(
             scorer(kind, **dict.fromkeys(rates[kind], rate)),
             tmp_path,
             {"train_dataset": pairs(8)},
@@ -245,11 +250,11 @@ def test_dropout_is_off_where_it_is_asked_for(kind: str, checkpointing: bool, tm
             learning_rate=1e-2,
             optim="sgd",
         )
-        before = [vars(module).get("p") for module in made.model.modules()]
-        made.train()
-        found.append(tiny.weights(made.model))
-        assert [vars(module).get("p") for module in made.model.modules()] == before
-    without, off, on = found
+        before = [vars(module).get("p") for module in reward_trainer.model.modules()]
+        reward_trainer.train()
+        weights.append(tiny.weights(reward_trainer.model))
+        assert [vars(module).get("p") for module in reward_trainer.model.modules()] == before
+    without, off, on = weights
     for name, weight in without.items():
         torch.testing.assert_close(off[name], weight, rtol=1e-5, atol=1e-6, msg=name)
     assert any(not torch.allclose(on[name], without[name], rtol=1e-5, atol=1e-6) for name in without)
@@ -259,10 +264,10 @@ def test_activation_checkpointing_is_on_and_engages(tmp_path):
     counts = []
     for checkpointing in (None, False):
         settings = {} if checkpointing is None else {"gradient_checkpointing": checkpointing}
-        made = trainer(scorer(), tmp_path, {"train_dataset": pairs(2)}, max_steps=1, **settings)
+        reward_trainer = trainer(scorer(), tmp_path, {"train_dataset": pairs(2)}, max_steps=1, **settings)
         calls = []
-        made.model.transformer.h[0].ln_1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        made.train()
+        reward_trainer.model.transformer.h[0].ln_1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        reward_trainer.train()
         counts.append(len(calls))
     assert counts == [2, 1]  # again in backward
 
@@ -273,8 +278,8 @@ def test_a_model_without_activation_checkpointing_warns_and_trains(tmp_path, mon
     monkeypatch.setattr(type(model.transformer), "supports_gradient_checkpointing", False)
     args = config(tmp_path, max_steps=1)
     with pytest.warns(UserWarning, match="does not support activation checkpointing"):
-        made = RewardTrainer(model, args, train_dataset=pairs(2), processing_class=tiny.tokenizer())
-    made.train()
+        reward_trainer = RewardTrainer(model, args, train_dataset=pairs(2), processing_class=tiny.tokenizer())
+    reward_trainer.train()
     assert checkpointing_of(args)[0]  # the caller's are left alone
     assert args.remove_unused_columns
 
@@ -300,10 +305,10 @@ def test_evaluation_is_over_pairs_and_not_over_batches(tmp_path):
         return {"margins": float((prediction.predictions[:, 0] - prediction.predictions[:, 1]).mean())}
 
     model = scorer(dtype=D)
-    made = trainer(
+    reward_trainer = trainer(
         model, tmp_path, {"eval_dataset": data, "compute_metrics": compute_metrics}, per_device_eval_batch_size=4
     )
-    metrics = made.evaluate()
+    metrics = reward_trainer.evaluate()
     with torch.no_grad():
         scores = plain_scores(model.eval(), data)
     chosen, rejected = scores.unbind(1)
@@ -319,7 +324,7 @@ def test_evaluation_is_over_pairs_and_not_over_batches(tmp_path):
 
 
 def test_training_logs_the_statistics_of_its_steps(tmp_path):
-    made = trainer(
+    reward_trainer = trainer(
         scorer(dtype=D),
         tmp_path,
         {"train_dataset": pairs(8)},
@@ -330,9 +335,9 @@ def test_training_logs_the_statistics_of_its_steps(tmp_path):
         logging_strategy="steps",
         logging_steps=2,
     )
-    made.train()
-    log = next(log for log in made.state.log_history if "loss" in log)
-    whole = made.evaluate(pairs(8))
+    reward_trainer.train()
+    log = next(log for log in reward_trainer.state.log_history if "loss" in log)
+    whole = reward_trainer.evaluate(pairs(8))
     for name in ("loss", "accuracy", "scores/margin", "scores/chosen", "scores/rejected", "calibration_error"):
         assert log[name] == pytest.approx(whole[f"eval_{name}"], rel=1e-5, abs=1e-7), name
 
@@ -341,31 +346,33 @@ def test_samples_are_shown_with_their_scores(tmp_path, monkeypatch):
     shown: list[Any] = []
     data = Dataset.from_list([{"prompt": "ab ", "chosen": f"c{x}", "rejected": f"dd{x}"} for x in "efg"])
     for collator in (None, RewardDataCollatorWithPadding(tiny.tokenizer())):
-        made = trainer(
+        reward_trainer = trainer(
             scorer(),
             tmp_path,
             {"eval_dataset": data, "data_collator": collator},
             num_eval_samples=2,
             per_device_eval_batch_size=1,
         )
-        monkeypatch.setattr(made.tables, "add", lambda _, name, columns, rows: shown.append((name, columns, rows)))
-        made.evaluate()
-        scores = made.predict(data).predictions
+        monkeypatch.setattr(
+            reward_trainer.tables, "add", lambda _, name, columns, rows: shown.append((name, columns, rows))
+        )
+        reward_trainer.evaluate()
+        scores = reward_trainer.predict(data).predictions
         name, columns, rows = shown[0]
         assert (name, len(columns)) == ("eval_pairs", 4)
         assert [row[:2] for row in rows] == [["ab ce</s>", "ab dde</s>"], ["ab cf</s>", "ab ddf</s>"]]
         torch.testing.assert_close(torch.tensor([row[2:] for row in rows]), torch.tensor(scores[:2]))
         shown.clear()
-    made = trainer(scorer(), tmp_path, {"eval_dataset": data}, num_eval_samples=0)
-    monkeypatch.setattr(made.tables, "add", lambda *args: shown.append(args))
-    made.evaluate()
+    reward_trainer = trainer(scorer(), tmp_path, {"eval_dataset": data}, num_eval_samples=0)
+    monkeypatch.setattr(reward_trainer.tables, "add", lambda *args: shown.append(args))
+    reward_trainer.evaluate()
     assert not shown
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_tokens_are_counted_with_either_collator(kind: str, tmp_path):
     for collator in (None, RewardDataCollatorWithPadding(tiny.tokenizer())):
-        made = trainer(
+        reward_trainer = trainer(
             scorer(kind),
             tmp_path,
             {"train_dataset": pairs(2), "data_collator": collator},
@@ -373,9 +380,9 @@ def test_tokens_are_counted_with_either_collator(kind: str, tmp_path):
             include_num_input_tokens_seen=True,
             per_device_train_batch_size=2,
         )
-        made.train()
-        assert made.state.num_input_tokens_seen > 30
-        assert made.state.total_flos > 0
+        reward_trainer.train()
+        assert reward_trainer.state.num_input_tokens_seen > 30
+        assert reward_trainer.state.total_flos > 0
 
 
 # Data sets ---------------------------------------------------------------------------------------------------------
@@ -383,31 +390,31 @@ def test_tokens_are_counted_with_either_collator(kind: str, tmp_path):
 
 def test_sets_given_to_evaluate_and_predict_are_tokenized(tmp_path):
     texts = good_and_bad(3, 0)
-    made = trainer(scorer(), tmp_path, {"eval_dataset": {"one": texts, "two": pairs(2)}}, max_length=40)
-    metrics = made.evaluate()
+    reward_trainer = trainer(scorer(), tmp_path, {"eval_dataset": {"one": texts, "two": pairs(2)}}, max_length=40)
+    metrics = reward_trainer.evaluate()
     assert {"eval_one_accuracy", "eval_two_accuracy", "eval_one_loss"} <= metrics.keys()
-    again = made.evaluate(good_and_bad(3, 0))
+    again = reward_trainer.evaluate(good_and_bad(3, 0))
     assert again["eval_loss"] == metrics["eval_one_loss"]
-    prediction = made.predict(texts)
+    prediction = reward_trainer.predict(texts)
     assert prediction.predictions.shape == (3, 2)
     assert prediction.metrics["test_loss"] == metrics["eval_one_loss"]
 
 
 def test_predictions_pass_through_the_users_function(tmp_path):
-    given = {"preprocess_logits_for_metrics": lambda scores, labels: scores[:, :1] - scores[:, 1:]}
-    assert trainer(scorer(), tmp_path, given).predict(pairs(3)).predictions.shape == (3, 1)
+    arguments = {"preprocess_logits_for_metrics": lambda scores, labels: scores[:, :1] - scores[:, 1:]}
+    assert trainer(scorer(), tmp_path, arguments).predict(pairs(3)).predictions.shape == (3, 1)
 
 
 def test_streams_train(tmp_path):
     stream = good_and_bad(8, 0).to_iterable_dataset()
-    made = trainer(scorer(), tmp_path, {"train_dataset": stream}, max_steps=2, per_device_train_batch_size=2)
-    made.train()
-    assert made.state.global_step == 2
+    reward_trainer = trainer(scorer(), tmp_path, {"train_dataset": stream}, max_steps=2, per_device_train_batch_size=2)
+    reward_trainer.train()
+    assert reward_trainer.state.global_step == 2
 
 
 def test_batches_by_length(tmp_path):
     data = Dataset.from_list([{"chosen": "a" * n, "rejected": "b" * n} for n in (9, 1, 9, 1)])
-    made = trainer(
+    reward_trainer = trainer(
         scorer(),
         tmp_path,
         {"train_dataset": data},
@@ -415,10 +422,10 @@ def test_batches_by_length(tmp_path):
         max_steps=1,
         per_device_train_batch_size=2,
     )
-    lengths = [sorted(batch["lengths"].shape) for batch in made.get_train_dataloader()]
+    lengths = [sorted(batch["lengths"].shape) for batch in reward_trainer.get_train_dataloader()]
     assert len(lengths) == 2
-    assert made.train_dataset["length"] == [20, 4, 20, 4]
-    made.train()
+    assert reward_trainer.train_dataset["length"] == [20, 4, 20, 4]
+    reward_trainer.train()
 
 
 def test_nothing_warns_that_should_not(tmp_path):

@@ -43,8 +43,8 @@ def test_a_reward_is_the_weighted_sum_of_those_that_apply():
 def test_a_function_is_given_the_keywords_it_takes_repeated_per_completion():
     seen: dict[str, Any] = {}
 
-    def everything(**given: Any) -> list[int]:
-        seen["everything"] = given
+    def everything(**keywords: Any) -> list[int]:
+        seen["everything"] = keywords
         return [0] * 4
 
     def few(answer: list[int], *, completion_ids: list[list[int]], prompts: list[str], absent: int = 7) -> list[int]:

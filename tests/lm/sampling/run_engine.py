@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from tests.lm.grpo.run_distributed import trainer
 from tests.lm.sampling import wide
-from tests.processes import let_accelerate_shard_on_cpu
+from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 
@@ -24,9 +24,8 @@ def train(folder: str, policy: str, server: str, is_sharded: str, is_asynchronou
 
 
 def main(folder: str, *args: str) -> None:
-    logs = train(folder, *args)  # the trainer is gone before the process group is
-    torch.save(logs, f"{folder}/{torch.distributed.get_rank()}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many() as (rank, _):
+        torch.save(train(folder, *args), f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

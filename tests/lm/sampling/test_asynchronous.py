@@ -27,9 +27,9 @@ def grpo(folder: Path, backend: Any, **settings: Any) -> Any:
 
 def ppo(backend: Any, **config: Any) -> Any:
     data = Dataset.from_dict({"query": [letter * 3 for letter in "abcdefghi"]})
-    given = {"dataset": data, "rollout": backend}
+    arguments = {"dataset": data, "rollout": backend}
     options = {"steps": 6, "learning_rate": 1e-2, "asynchronous_rollouts": True, **config}
-    return tiny.ppo(given=given, **options)
+    return tiny.ppo(arguments=arguments, **options)
 
 
 def count_a(completions: list[str]) -> list[float]:
@@ -207,8 +207,8 @@ def test_the_ratio_is_to_the_policy_that_sampled():
     """With the learning rate at 0 the sampler's probabilities are the policy's, and shifted ones move the ratio."""
     model, queries = tiny.policy(dtype=torch.float64), tiny.rows(4, 2, 5)
     responses = [torch.tensor([5, 6, 7])] * 4
-    own = [tiny.taken_of(tiny.gpt2(0, torch.float64), *pair) for pair in zip(queries, responses, strict=True)]
-    shifted = [row - 0.1 for row in own]
+    logprobs = [tiny.taken_of(tiny.gpt2(0, torch.float64), *pair) for pair in zip(queries, responses, strict=True)]
+    shifted = [row - 0.1 for row in logprobs]
     ratios = {}
     for cap in (None, 2.0):
         trainer = tiny.ppo(model, asynchronous_rollouts=True, importance_sampling_cap=cap, learning_rate=1e-9)

@@ -69,7 +69,7 @@ def test_ppo_stays_on_policy(folder: str, backend: dict[str, Any], sampling: dic
     model = tiny.with_value_head(wide.loaded(folder))
     before = tiny.weights(model)
     rows = Dataset.from_dict({"query": [letter * 3 for letter in "abcdefgh"]})
-    trainer = tiny.ppo(model, given={"dataset": rows}, steps=3, importance_sampling_cap=2.0, **sampling, **backend)
+    trainer = tiny.ppo(model, arguments={"dataset": rows}, steps=3, importance_sampling_cap=2.0, **sampling, **backend)
     history = trainer.train(
         lambda completions: [text.count("a") / 8 for text in completions], generation_kwargs={"max_new_tokens": 6}
     )
@@ -110,7 +110,7 @@ def test_grpo_and_ppo_sample_ahead_on_a_server(folder: str, servers: list[Server
     assert logs[0]["sampling/token_ratio/max"] == pytest.approx(1, abs=1e-3)
     assert all(entry["sampling/token_ratio/max"] > 1.01 for entry in logs[1:])
     rows = Dataset.from_dict({"query": [letter * 3 for letter in "abcdefgh"]})
-    ppo = tiny.ppo(tiny.with_value_head(wide.loaded(folder)), given={"dataset": rows}, steps=4, **settings)
+    ppo = tiny.ppo(tiny.with_value_head(wide.loaded(folder)), arguments={"dataset": rows}, steps=4, **settings)
     history = ppo.train(
         lambda completions: [text.count("a") / 8 for text in completions], generation_kwargs={"max_new_tokens": 6}
     )

@@ -37,28 +37,13 @@ def test_the_servers_sample_from_the_policy_after_every_change_of_its_weights(se
     if adapters is not None:
         config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, **adapters)
         policy = get_peft_model(policy, config).eval()
-    rollouts = sampler(servers[:2])
-    for version in range(3):
-        rollouts.sync(policy, version)
-        rollout = rollouts.generate(wide.PROMPTS, num_generations=4, version=version, seed=version)
-        ratios = wide.ratios(policy, rollout, 4, temperature=0.8)
-        torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=0, atol=1e-3)
-        assert rollout.ended == [int(row[-1]) == tiny.EOS for row in rollout.completions]
-        for parameter in policy.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    wide.assert_samples_are_the_policys(sampler(servers[:2]), policy, temperature=0.8)
 
 
 @torch.no_grad()
 def test_greedy_completions_are_the_policys_after_a_change_of_its_weights(servers: list[Server]):
-    policy, rollouts = wide.llama(seed=3), sampler(servers[:2], settings={"top_k": 1})
-    before = wide.greedy(policy, LIMIT)
-    rollouts.sync(policy, 0)
-    answers = rollouts.generate(wide.PROMPTS, num_generations=1, version=0, seed=0).completions
-    assert [row.tolist() for row in answers] == before
-    policy.lm_head.weight.neg_()
-    rollouts.sync(policy, 1)
-    answers = rollouts.generate(wide.PROMPTS, num_generations=1, version=1, seed=0).completions
-    assert [row.tolist() for row in answers] == wide.greedy(policy, LIMIT) != before
+    rollouts = sampler(servers[:2], settings={"top_k": 1})
+    wide.assert_greedy_completions_follow_the_policy(rollouts, limit=LIMIT)
 
 
 @torch.no_grad()

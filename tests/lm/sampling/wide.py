@@ -7,6 +7,8 @@ import torch
 from tests.lm import tiny
 from transformers import LlamaForCausalLM
 
+from trimtab_lm.sampling.rollout import RolloutBackend
+
 LENGTH = 64
 PROMPTS = tiny.rows(3, 2, 6)
 SIZES = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 2, "initializer_range": 0.1}
@@ -25,6 +27,30 @@ def saved(folder: Path, **settings: Any) -> str:
 
 def loaded(folder: str) -> Any:
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def assert_samples_are_the_policys(rollouts: RolloutBackend, policy: Any, *, temperature: float) -> None:
+    """Three times: the sampler's probabilities are the policy's, whose weights then change."""
+    for version in range(3):
+        rollouts.sync(policy, version)
+        rollout = rollouts.generate(PROMPTS, num_generations=4, version=version, seed=version)
+        each = ratios(policy, rollout, 4, temperature)
+        torch.testing.assert_close(each, torch.ones_like(each), rtol=0, atol=1e-3)
+        assert rollout.ended == [int(row[-1]) == tiny.EOS for row in rollout.completions]
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def assert_greedy_completions_follow_the_policy(rollouts: RolloutBackend, *, limit: int) -> None:
+    """A sampler that takes the likeliest token completes as the policy does, before and after a change of weights."""
+    policy, answers = llama(seed=3), []
+    for version in range(2):
+        rollouts.sync(policy, version)
+        rows = rollouts.generate(PROMPTS, num_generations=1, version=version, seed=0).completions
+        answers.append([row.tolist() for row in rows])
+        assert answers[-1] == greedy(policy, limit)
+        policy.lm_head.weight.neg_()
+    assert answers[0] != answers[1]
 
 
 def ratios(model: Any, rollout: Any, generations: int, temperature: float) -> torch.Tensor:

@@ -1,8 +1,6 @@
 """Fine-tuning on a global batch of which each process takes its share: all cases, results in the folder given."""
 
-import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from tests.lm import tiny
+from tests.processes import process_of_many
 
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
 from trimtab_lm.sft import SFTConfig, SFTTrainer
@@ -47,6 +46,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], Any]]] = 
     "packed": (llama, {"packing": True, "max_length": 24}, rows),
     "encoder-decoder": (t5, {"gradient_accumulation_steps": 2}, lambda: Dataset.from_dict(PAIRS)),
     "stream": (gpt2, {}, lambda: rows(streamed=True)),
+    "iterative": (llama, {"gradient_accumulation_steps": 2}, rows),  # IterativeSFTTrainer.train
 }
 
 
@@ -60,20 +60,21 @@ def trained(name: str, folder: str, *, world_size: int = 1) -> dict[str, Any]:
         "max_steps": 3,
     }
     columns = PAIRS if build is t5 else {"text": TEXTS}
-    own = SFTTrainer(
+    kind, config = (IterativeSFTTrainer, IterativeSFTConfig) if name == "iterative" else (SFTTrainer, SFTConfig)
+    trainer = kind(
         build(),
-        SFTConfig(folder, **QUIET | RATES | sizes | settings),
+        config(folder, **QUIET | RATES | sizes | settings),
         train_dataset=data(),
         eval_dataset=Dataset.from_dict({name: column[:7] for name, column in columns.items()}),
         processing_class=tiny.tokenizer(),
     )
-    own.train()
-    metrics = own.evaluate()
-    logs = own.state.log_history[: own.args.max_steps]
+    trainer.train()
+    metrics = trainer.evaluate()
+    logs = trainer.state.log_history[: trainer.args.max_steps]
     return {
         "logs": [{key: log[key] for key in ("loss", "entropy", "grad_norm")} for log in logs],
         "metrics": {key: metrics[key] for key in ("eval_loss", "eval_entropy")},
-        "weights": tiny.weights(own.model),
+        "weights": tiny.weights(trainer.model),
     }
 
 
@@ -81,6 +82,7 @@ STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "gpt2": (gpt2, {}),
     "unclipped": (gpt2, {"max_grad_norm": 0.0}),
     "several windows": (llama, {"gradient_accumulation_steps": 2}),
+    "a short last batch": (gpt2, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 3}),
     "encoder-decoder": (t5, {}),
 }
 """Of IterativeSFTTrainer.step: the model and its settings."""
@@ -91,14 +93,14 @@ def stepped(name: str, folder: str, *, rank: int = 0, world_size: int = 1) -> di
     build, settings = STEPS[name]
     accumulation = settings.get("gradient_accumulation_steps", 1)
     columns = {name: column[:7] for name, column in (PAIRS if build is t5 else {"text": TEXTS}).items()}
-    own = iterative(build(), folder, GLOBAL_BATCH // world_size // accumulation, columns, **settings)
+    trainer = iterative(build(), folder, GLOBAL_BATCH // world_size // accumulation, columns, **settings)
     history = []
     for call in range(2):
         inputs, targets = tiny.rows(GLOBAL_BATCH, 3, 9, seed=call), tiny.rows(GLOBAL_BATCH, 2, 5, seed=10 + call)
         half = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
-        history.append(own.step(inputs[half], labels=targets[half] if build is t5 else None))
-    history.append({"loss": own.evaluate()["eval_loss"]})
-    return {"stats": history, "weights": tiny.weights(own.model)}
+        history.append(trainer.step(inputs[half], labels=targets[half] if build is t5 else None))
+    history.append({"loss": trainer.evaluate()["eval_loss"]})
+    return {"stats": history, "weights": tiny.weights(trainer.model)}
 
 
 def iterative(
@@ -112,39 +114,34 @@ def iterative(
 
 def unequal_rows(folder: str, rank: int) -> str:
     """What a call says in which this process has one row more than the other; the trainer works on after it."""
-    own = iterative(gpt2(), folder, 4, {"text": TEXTS[:1]})
+    trainer = iterative(gpt2(), folder, 4, {"text": TEXTS[:1]})
     try:
-        own.step(tiny.rows(3 + rank, 3, 5))
+        trainer.step(tiny.rows(3 + rank, 3, 5))
     except ValueError as error:
-        own.step(tiny.rows(3, 3, 5))
+        trainer.step(tiny.rows(3, 3, 5))
         return str(error)
     return "no error"
 
 
-def with_adapters(folder: str) -> dict[str, torch.Tensor]:
+def with_adapters(folder: str, rank: int) -> dict[str, torch.Tensor]:
     """The weights after a step on adapters, each process having drawn other ones."""
-    torch.manual_seed(int(os.environ["RANK"]))
+    torch.manual_seed(rank)
     args = SFTConfig(folder, **QUIET | RATES, max_steps=1, per_device_train_batch_size=4)
     adapters = LoraConfig(r=2, target_modules=["c_attn"])
-    own = SFTTrainer(gpt2(), args, train_dataset=rows(), processing_class=tiny.tokenizer(), peft_config=adapters)
-    own.train()
-    return tiny.weights(own.model)
+    trainer = SFTTrainer(gpt2(), args, train_dataset=rows(), processing_class=tiny.tokenizer(), peft_config=adapters)
+    trainer.train()
+    return tiny.weights(trainer.model)
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    rank = int(os.environ["RANK"])
-    torch.save(
-        {
-            "sft": {name: trained(name, folder, world_size=2) for name in CASES},
-            "steps": {name: stepped(name, folder, rank=rank, world_size=2) for name in STEPS},
+    with process_of_many() as (rank, world_size):
+        results = {
+            "sft": {name: trained(name, folder, world_size=world_size) for name in CASES},
+            "steps": {name: stepped(name, folder, rank=rank, world_size=world_size) for name in STEPS},
             "unequal rows": unequal_rows(folder, rank),
-            "adapters": with_adapters(folder),
-        },
-        f"{folder}/{rank}.pt",
-    )
-    torch.distributed.destroy_process_group()
+            "adapters": with_adapters(folder, rank),
+        }
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

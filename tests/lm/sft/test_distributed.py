@@ -16,30 +16,32 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return results_of_two("tests.lm.sft.run_distributed", tmp_path_factory.mktemp("two"))
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for mine, yours in zip(found, expected, strict=True):
+def assert_close(results: dict[str, Any], expected: dict[str, Any]) -> None:
+    for mine, yours in zip(results, expected, strict=True):
         assert mine == pytest.approx(yours, rel=1e-6)
 
 
-def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-6) -> None:
-    assert found.keys() == expected.keys()
+def assert_same_weights(
+    weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-6
+) -> None:
+    assert weights.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=rtol, atol=rtol * float(weight.abs().max()), msg=name)
+        torch.testing.assert_close(weights[name], weight, rtol=rtol, atol=rtol * float(weight.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_are_one(two, name: str, tmp_path):
-    found, expected = two[0]["sft"][name], trained(name, str(tmp_path))
-    assert_close([*found["logs"], found["metrics"]], [*expected["logs"], expected["metrics"]])
-    assert_same_weights(found["weights"], expected["weights"])
-    assert len(found["logs"]) == 3
+    results, expected = two[0]["sft"][name], trained(name, str(tmp_path))
+    assert_close([*results["logs"], results["metrics"]], [*expected["logs"], expected["metrics"]])
+    assert_same_weights(results["weights"], expected["weights"])
+    assert len(results["logs"]) == 3
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_two_processes_with_half_of_the_rows_take_the_same_step(two, name: str, tmp_path):
-    found, expected = two[0]["steps"][name], stepped(name, str(tmp_path))
-    assert_close(found["stats"], expected["stats"])
-    assert_same_weights(found["weights"], expected["weights"])
+    results, expected = two[0]["steps"][name], stepped(name, str(tmp_path))
+    assert_close(results["stats"], expected["stats"])
+    assert_same_weights(results["weights"], expected["weights"])
 
 
 def test_both_processes_hold_the_same_to_the_bit(two):

@@ -63,17 +63,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def trainer(name: str, folder: Path, kind: type[SFTTrainer] = SFTTrainer, **more: Any) -> SFTTrainer:
     """Nothing of the case is made anew but the model: what one run leaves in the data would show in the other."""
-    architecture, given, settings = CASES.get(name, ("gpt2", {}, {}))
+    architecture, arguments, settings = CASES.get(name, ("gpt2", {}, {}))
     quiet = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
     sizes = {"max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
     args = SFTConfig(str(folder), **quiet | sizes | settings | more)
     data = {"train_dataset": stream() if name == "stream" else Dataset.from_dict({"text": TEXTS})}
     torch.manual_seed(0)  # of the adapters
-    return kind(model(architecture), args, processing_class=tiny.tokenizer(), **data | given)
+    return kind(model(architecture), args, processing_class=tiny.tokenizer(), **data | arguments)
 
 
-def losses(own: SFTTrainer) -> list[dict[str, Any]]:
-    return [log for log in own.state.log_history if "loss" in log]
+def losses(sft: SFTTrainer) -> list[dict[str, Any]]:
+    return [log for log in sft.state.log_history if "loss" in log]
 
 
 def rng_states() -> tuple[Any, ...]:
@@ -119,16 +119,16 @@ def test_fetching_batches_draws_no_random_number(name: str, tmp_path):
     class Watched(SFTTrainer):
         def get_batch_samples(self, *args: Any) -> Any:
             before = rng_states()
-            found = super().get_batch_samples(*args)
+            samples = super().get_batch_samples(*args)
             moved.append(rng_states() != before)
-            return found
+            return samples
 
-    own = trainer(name, tmp_path, kind=Watched, max_steps=2, save_strategy="no")
-    own.train()
+    sft = trainer(name, tmp_path, kind=Watched, max_steps=2, save_strategy="no")
+    sft.train()
     assert moved[1:] == [False]
-    collate = own.data_collator
-    own.data_collator = lambda rows: (torch.rand(1), collate(rows))[1]  # what the check is for
-    own.train()
+    collate = sft.data_collator
+    sft.data_collator = lambda rows: (torch.rand(1), collate(rows))[1]  # what the check is for
+    sft.train()
     assert moved[-1]
 
 
@@ -136,9 +136,9 @@ def test_dropout_and_the_order_of_the_rows_matter(tmp_path):
     """What the tests above rest on."""
 
     def final(**seeds: int) -> torch.Tensor:
-        own = trainer("padding-free", tmp_path, max_steps=3, save_strategy="no", **seeds)
-        own.train()
-        return torch.cat([weight.flatten() for weight in tiny.weights(own.model).values()])
+        sft = trainer("padding-free", tmp_path, max_steps=3, save_strategy="no", **seeds)
+        sft.train()
+        return torch.cat([weight.flatten() for weight in tiny.weights(sft.model).values()])
 
     base = final(seed=1, data_seed=1)
     assert torch.equal(base, final(seed=1, data_seed=1))

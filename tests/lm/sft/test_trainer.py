@@ -16,7 +16,7 @@ TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no
 PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for text in TEXTS]}
 
 
-def trainer(model, tmp_path, columns=None, *, kind=SFTTrainer, given=None, **config) -> SFTTrainer:
+def trainer(model, tmp_path, columns=None, *, kind=SFTTrainer, arguments=None, **config) -> SFTTrainer:
     settings = {
         "max_steps": 1,
         "per_device_train_batch_size": 8,
@@ -27,14 +27,14 @@ def trainer(model, tmp_path, columns=None, *, kind=SFTTrainer, given=None, **con
         "disable_tqdm": True,
     }
     args = SFTConfig(str(tmp_path), use_cpu=True, **settings | config)
-    given = {"train_dataset": Dataset.from_dict(columns or {"text": TEXTS}), **(given or {})}
-    return kind(model, args, processing_class=tiny.tokenizer(), **given)
+    arguments = {"train_dataset": Dataset.from_dict(columns or {"text": TEXTS}), **(arguments or {})}
+    return kind(model, args, processing_class=tiny.tokenizer(), **arguments)
 
 
 def trained(model, tmp_path, columns=None, **options) -> tuple[SFTTrainer, dict[str, torch.Tensor]]:
-    own = trainer(model, tmp_path, columns, **options)
-    own.train()
-    return own, tiny.weights(own.model)
+    sft = trainer(model, tmp_path, columns, **options)
+    sft.train()
+    return sft, tiny.weights(sft.model)
 
 
 def assert_equal_weights(one, other, rtol=1e-9):
@@ -50,7 +50,7 @@ def exact(build):
 
 @pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama])
 def test_rows_packed_or_padded_or_accumulated_are_one_update(build, tmp_path):
-    _, expected = trained(exact(build), tmp_path, given={"data_collator": DocumentCollator(0, layout="padded")})
+    _, expected = trained(exact(build), tmp_path, arguments={"data_collator": DocumentCollator(0, layout="padded")})
     _, padding_free = trained(exact(build), tmp_path)
     _, packed = trained(exact(build), tmp_path, packing=True, max_length=40)
     _, accumulated = trained(exact(build), tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)
@@ -70,14 +70,14 @@ def test_an_encoder_decoder_model_accumulates_to_one_update(tmp_path):
 
 def test_the_update_is_that_of_the_models_own_loss(tmp_path):
     """One SGD step on transformers' cross-entropy of padded rows, by hand."""
-    own, found = trained(exact(tiny.gpt2), tmp_path, max_grad_norm=0.0)
+    sft, weights = trained(exact(tiny.gpt2), tmp_path, max_grad_norm=0.0)
     model = exact(tiny.gpt2).train()
-    batch = DocumentCollator(0, layout="padded")(list(own.train_dataset))
+    batch = DocumentCollator(0, layout="padded")(list(sft.train_dataset))
     model(**batch).loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 1e-2 * parameter.grad
-    assert_equal_weights(found, tiny.weights(model), rtol=1e-6)  # transformers' loss is computed in float32
+    assert_equal_weights(weights, tiny.weights(model), rtol=1e-6)  # transformers' loss is computed in float32
 
 
 def loss_of(model, text: str) -> float:
@@ -100,11 +100,11 @@ def test_it_learns_and_a_flipped_or_unmasked_loss_does_not(tmp_path):
 
     losses = {}
     for kind in (SFTTrainer, Flipped, Unmasked):
-        own, _ = trained(tiny.gpt2(), tmp_path, columns, kind=kind, **config)
-        losses[kind] = own.evaluate(Dataset.from_dict(columns))["eval_loss"] if kind is SFTTrainer else None
+        sft, _ = trained(tiny.gpt2(), tmp_path, columns, kind=kind, **config)
+        losses[kind] = sft.evaluate(Dataset.from_dict(columns))["eval_loss"] if kind is SFTTrainer else None
         losses[kind] = (
             losses[kind]
-            or SFTTrainer.evaluate(trainer(own.model, tmp_path, columns), Dataset.from_dict(columns))["eval_loss"]
+            or SFTTrainer.evaluate(trainer(sft.model, tmp_path, columns), Dataset.from_dict(columns))["eval_loss"]
         )
     assert losses[SFTTrainer] < 0.5 < min(losses[Flipped], losses[Unmasked])
 
@@ -113,19 +113,19 @@ def test_it_learns_and_a_flipped_or_unmasked_loss_does_not(tmp_path):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_step_whose_rows_have_no_answer_has_loss_0_and_moves_no_weight(build, smoothing, tmp_path):
     collator = DataCollatorForCompletionOnlyLM("w", tokenizer=tiny.tokenizer())
-    options = {"given": {"data_collator": collator}, "per_device_train_batch_size": 1}
+    options = {"arguments": {"data_collator": collator}, "per_device_train_batch_size": 1}
     before = tiny.weights(build())
     with pytest.warns(UserWarning, match="no answer"):
-        own, after = trained(build(), tmp_path, {"text": ["abc."]}, label_smoothing_factor=smoothing, **options)
-    assert own.state.log_history[0]["loss"] == 0.0
-    assert own.state.log_history[0]["grad_norm"] == 0.0
+        sft, after = trained(build(), tmp_path, {"text": ["abc."]}, label_smoothing_factor=smoothing, **options)
+    assert sft.state.log_history[0]["loss"] == 0.0
+    assert sft.state.log_history[0]["grad_norm"] == 0.0
     assert_equal_weights(before, after, rtol=0.0)
 
 
 def test_a_row_without_an_answer_changes_nothing_for_the_others(tmp_path):
     collator = DataCollatorForCompletionOnlyLM("w", tokenizer=tiny.tokenizer())
     options = {
-        "given": {"data_collator": collator},
+        "arguments": {"data_collator": collator},
         "per_device_train_batch_size": 1,
         "train_sampling_strategy": "sequential",
     }
@@ -139,15 +139,15 @@ def test_a_row_without_an_answer_changes_nothing_for_the_others(tmp_path):
 def test_the_loss_of_an_evaluation_weighs_tokens(tmp_path):
     model = exact(tiny.gpt2)
     columns = {"text": ["ab", "a longer text.", "x"]}
-    own = trainer(model, tmp_path, per_device_eval_batch_size=1, given={"eval_dataset": Dataset.from_dict(columns)})
+    sft = trainer(model, tmp_path, per_device_eval_batch_size=1, arguments={"eval_dataset": Dataset.from_dict(columns)})
     lengths = [len(text) for text in columns["text"]]  # of tokens that another predicts
     expected = sum(loss_of(model, text) * n for text, n in zip(columns["text"], lengths, strict=True)) / sum(lengths)
-    assert own.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert sft.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_evaluation_of_packed_rows_counts_every_token(tmp_path):
     """A batch of two packed rows holds more documents than two."""
-    data = {"given": {"eval_dataset": Dataset.from_dict({"text": TEXTS[:7]})}, "per_device_eval_batch_size": 2}
+    data = {"arguments": {"eval_dataset": Dataset.from_dict({"text": TEXTS[:7]})}, "per_device_eval_batch_size": 2}
     expected = trainer(exact(tiny.gpt2), tmp_path, **data).evaluate()["eval_loss"]
     packed = trainer(exact(tiny.gpt2), tmp_path, packing=True, max_length=32, **data).evaluate()["eval_loss"]
     assert packed == pytest.approx(expected, rel=1e-9)
@@ -163,13 +163,13 @@ def test_metrics_see_the_logits_of_each_row(tmp_path):
         return {"accuracy": hits[prediction.label_ids[:, 1:] != -100].mean()}
 
     data = Dataset.from_dict({"text": TEXTS})
-    own = trainer(
-        model, tmp_path, given={"eval_dataset": {"one": data, "two": data.select([1])}, "compute_metrics": accuracy}
+    sft = trainer(
+        model, tmp_path, arguments={"eval_dataset": {"one": data, "two": data.select([1])}, "compute_metrics": accuracy}
     )
-    metrics = own.evaluate()
+    metrics = sft.evaluate()
     assert {"eval_one_accuracy", "eval_two_accuracy"} <= set(metrics)
     assert seen["shape"] == (1, 5, len(tiny.VOCABULARY))
-    prediction = own.predict(data)
+    prediction = sft.predict(data)
     assert prediction.predictions.shape[0] == len(TEXTS)
     ids = torch.tensor([[tiny.VOCABULARY[c] for c in "abc."] + [tiny.EOS]])
     plain = model.eval()(input_ids=ids).logits[0].detach().numpy()
@@ -179,40 +179,40 @@ def test_metrics_see_the_logits_of_each_row(tmp_path):
 def test_a_stream_trains(tmp_path):
     stream = IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS))
     for packing in (False, True):
-        own, _ = trained(tiny.gpt2(), tmp_path, given={"train_dataset": stream}, packing=packing, max_length=40)
-        assert own.state.global_step == 1
+        sft, _ = trained(tiny.gpt2(), tmp_path, arguments={"train_dataset": stream}, packing=packing, max_length=40)
+        assert sft.state.global_step == 1
 
 
 @pytest.mark.parametrize("infinite", [False, True])
 def test_rows_of_constant_length_train(infinite: bool, tmp_path):
     settings = {"packing": True, "packing_strategy": "constant_length", "max_length": 16, "num_of_sequences": 2}
-    own, _ = trained(tiny.gpt2(), tmp_path, infinite=infinite, chars_per_token=1.0, **settings)
-    assert isinstance(own.train_dataset, ConstantLengthDataset if infinite else Dataset)
-    assert own.state.global_step == 1
-    given = {
+    sft, _ = trained(tiny.gpt2(), tmp_path, infinite=infinite, chars_per_token=1.0, **settings)
+    assert isinstance(sft.train_dataset, ConstantLengthDataset if infinite else Dataset)
+    assert sft.state.global_step == 1
+    arguments = {
         "train_dataset": ConstantLengthDataset(tiny.tokenizer(), [{"text": t} for t in TEXTS], "text", seq_length=16)
     }
-    assert trained(tiny.gpt2(), tmp_path, given=given)[0].state.global_step == 1
+    assert trained(tiny.gpt2(), tmp_path, arguments=arguments)[0].state.global_step == 1
 
 
 def test_the_completion_collator_learns_answers_alone(tmp_path):
     collator = DataCollatorForCompletionOnlyLM("w", tokenizer=tiny.tokenizer())
     columns = {"text": ["hello world.", "a word."]}
     model = exact(tiny.gpt2)
-    own = trainer(
-        model, tmp_path, columns, given={"data_collator": collator, "eval_dataset": Dataset.from_dict(columns)}
+    sft = trainer(
+        model, tmp_path, columns, arguments={"data_collator": collator, "eval_dataset": Dataset.from_dict(columns)}
     )
     counted = 0.0
     for text in columns["text"]:
         ids = torch.tensor([tiny.VOCABULARY[c] for c in text] + [tiny.EOS])
         after = text.index("w") + 1
         counted += float(-tiny.taken_of(model, ids[:after], ids[after:]).sum())
-    assert own.evaluate()["eval_loss"] == pytest.approx(counted / (len("orld.") + len("ord.") + 2), rel=1e-9)
+    assert sft.evaluate()["eval_loss"] == pytest.approx(counted / (len("orld.") + len("ord.") + 2), rel=1e-9)
 
 
 def test_transformers_own_collator_works(tmp_path):
     collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
-    assert trained(tiny.gpt2(), tmp_path, given={"data_collator": collator})[0].state.global_step == 1
+    assert trained(tiny.gpt2(), tmp_path, arguments={"data_collator": collator})[0].state.global_step == 1
 
 
 def test_losses_of_whole_logits_are_transformers_own(tmp_path):
@@ -220,13 +220,13 @@ def test_losses_of_whole_logits_are_transformers_own(tmp_path):
 
     def half_smoothed(outputs, labels, num_items_in_batch=None):
         logp = outputs.logits[:, :-1].log_softmax(-1)[labels[:, 1:] != -100]
-        own = logp.gather(1, labels[:, 1:][labels[:, 1:] != -100][:, None])
-        return -(own.sum() + logp.mean(-1).sum()) / 2 / num_items_in_batch
+        taken = logp.gather(1, labels[:, 1:][labels[:, 1:] != -100][:, None])
+        return -(taken.sum() + logp.mean(-1).sum()) / 2 / num_items_in_batch
 
-    by_hand, _ = trained(exact(tiny.gpt2), tmp_path, given={"compute_loss_func": half_smoothed})
+    by_hand, _ = trained(exact(tiny.gpt2), tmp_path, arguments={"compute_loss_func": half_smoothed})
     smoothed, _ = trained(exact(tiny.gpt2), tmp_path, label_smoothing_factor=0.5, per_device_train_batch_size=8)
     plain, _ = trained(exact(tiny.gpt2), tmp_path)
-    losses = [own.state.log_history[0]["loss"] for own in (by_hand, smoothed, plain)]
+    losses = [sft.state.log_history[0]["loss"] for sft in (by_hand, smoothed, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert losses[0] != pytest.approx(losses[2], rel=1e-3)
 
@@ -265,11 +265,11 @@ def test_models_come_by_name_by_function_or_with_adapters(tmp_path):
     with pytest.raises(ValueError, match="processing_class"):
         SFTTrainer(tiny.gpt2(), SFTConfig(str(tmp_path), use_cpu=True), train_dataset=data)
 
-    given = {"model_init": lambda: tiny.gpt2(), "peft_config": LoraConfig(r=2, target_modules=["c_attn"])}
-    own, _ = trained(None, tmp_path, given=given)
-    moved = tiny.moved(tiny.weights(own.model), own.model)
+    arguments = {"model_init": lambda: tiny.gpt2(), "peft_config": LoraConfig(r=2, target_modules=["c_attn"])}
+    sft, _ = trained(None, tmp_path, arguments=arguments)
+    moved = tiny.moved(tiny.weights(sft.model), sft.model)
     assert not moved
-    assert all("lora" in name for name, p in own.model.named_parameters() if p.requires_grad)
+    assert all("lora" in name for name, p in sft.model.named_parameters() if p.requires_grad)
 
 
 def test_quantized_weights_are_prepared(tmp_path, monkeypatch):
@@ -289,8 +289,8 @@ def test_quantized_weights_are_prepared(tmp_path, monkeypatch):
 def test_gradient_checkpointing_changes_no_number(with_adapters: bool, tmp_path):
     def run(**config):
         torch.manual_seed(0)
-        given = {"peft_config": LoraConfig(r=2, target_modules=["c_attn"])} if with_adapters else {}
-        return trained(exact(tiny.gpt2), tmp_path, given=given, **config)[1]
+        arguments = {"peft_config": LoraConfig(r=2, target_modules=["c_attn"])} if with_adapters else {}
+        return trained(exact(tiny.gpt2), tmp_path, arguments=arguments, **config)[1]
 
     assert_equal_weights(run(), run(gradient_checkpointing=True))
 
@@ -312,9 +312,16 @@ def test_callbacks_see_every_event(tmp_path):
                 return lambda *args, **kwargs: events.append(name)
             return super().__getattribute__(name)
 
-    given = {"callbacks": [Listener()], "eval_dataset": Dataset.from_dict({"text": TEXTS})}
+    arguments = {"callbacks": [Listener()], "eval_dataset": Dataset.from_dict({"text": TEXTS})}
     config = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trained(tiny.gpt2(), tmp_path, given=given, gradient_accumulation_steps=2, per_device_train_batch_size=4, **config)
+    trained(
+        tiny.gpt2(),
+        tmp_path,
+        arguments=arguments,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+        **config,
+    )
     expected = {
         "on_init_end",
         "on_train_begin",
@@ -344,6 +351,6 @@ def test_hooks_of_a_subclass_are_called(tmp_path):
             return 2 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     plain, _ = trained(exact(tiny.gpt2), tmp_path)
-    own, _ = trained(exact(tiny.gpt2), tmp_path, kind=Custom)
-    assert own.asked_for_data
-    assert own.state.log_history[0]["loss"] == pytest.approx(2 * plain.state.log_history[0]["loss"], rel=1e-9)
+    sft, _ = trained(exact(tiny.gpt2), tmp_path, kind=Custom)
+    assert sft.asked_for_data
+    assert sft.state.log_history[0]["loss"] == pytest.approx(2 * plain.state.log_history[0]["loss"], rel=1e-9)

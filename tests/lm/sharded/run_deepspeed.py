@@ -4,9 +4,7 @@
 the weights and, where it holds them, the full weights, as folder/<rank>.pt.
 """
 
-import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from tests.lm.sharded import run_ppo
 from tests.lm.sharded.run_trainers import CASES, dpo, llama, local_size, train, untimed
+from tests.processes import process_of_many
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -114,20 +113,16 @@ def resumed(case: str, folder: str, stage: int, world_size: int) -> dict[str, di
 
 
 def main(folder: str, stage: str, *cases: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    let_accelerate_use_gloo()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results = {}
-    for case in cases or [*DEEPSPEED_CASES, *PPO_CASES]:
-        if case in RESUMED_CASES:
-            results[case] = resumed(RESUMED_CASES[case], folder, int(stage), world_size)
-        elif case in DEEPSPEED_CASES:
-            results[case] = trained(case, folder, int(stage), world_size)
-        else:
-            results[case] = stepped_by_ppo(case, rank, world_size, int(stage))
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many(let_accelerate_use_gloo) as (rank, world_size):
+        results = {}
+        for case in cases or [*DEEPSPEED_CASES, *PPO_CASES]:
+            if case in RESUMED_CASES:
+                results[case] = resumed(RESUMED_CASES[case], folder, int(stage), world_size)
+            elif case in DEEPSPEED_CASES:
+                results[case] = trained(case, folder, int(stage), world_size)
+            else:
+                results[case] = stepped_by_ppo(case, rank, world_size, int(stage))
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -3,23 +3,21 @@
 `folder,case,...`: those cases, or all. Each process saves its results as folder/<rank>.pt.
 """
 
-import os
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from _pytest.monkeypatch import MonkeyPatch
-from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from tests.lm.ppo.run_distributed import GLOBAL_BATCH, global_batch
 from tests.lm.ppo.test_overrides import ForwardOf2024, MinibatchOf2024
 from tests.lm.sharded.run_trainers import local_size
-from tests.processes import let_accelerate_shard_on_cpu
+from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 
 from trimtab_lm import PPOTrainer
 from trimtab_lm.ppo.samples import Samples
@@ -57,7 +55,7 @@ class Case:
     model: Callable[[], Any] = gpt2
     trainer: type[PPOTrainer] = PPOTrainer
     has_masks: bool = False
-    given: Callable[[], dict[str, Any]] = dict
+    arguments: Callable[[], dict[str, Any]] = dict
     config: dict[str, Any] = field(default_factory=dict)
     plugin: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)  # of the launcher, in place of a plugin
@@ -76,10 +74,10 @@ CASES = {
     "llama, masks": Case(llama, has_masks=True),
     "t5": Case(t5),
     "lora": Case(lora, has_masks=True),
-    "critic": Case(given=lambda: {"value_model": tiny.scorer(dtype=torch.float64)}),
-    "critic of its own kind": Case(lora, given=lambda: {"value_model": tiny.exact(tiny.llama(seed=1))}),
-    "another reference": Case(given=lambda: {"ref_model": tiny.policy(seed=1, dtype=torch.float64)}),
-    "shared layers": Case(llama, given=lambda: {"num_shared_layers": 1}),
+    "critic": Case(arguments=lambda: {"value_model": tiny.scorer(dtype=torch.float64)}),
+    "critic of its own kind": Case(lora, arguments=lambda: {"value_model": tiny.exact(tiny.llama(seed=1))}),
+    "another reference": Case(arguments=lambda: {"ref_model": tiny.policy(seed=1, dtype=torch.float64)}),
+    "shared layers": Case(llama, arguments=lambda: {"num_shared_layers": 1}),
     "exact KL": Case(lora, config={"kl_penalty": "full"}),
     "forward of 2024": Case(trainer=ForwardOf2024, has_masks=True),
     "forward of 2024, lora": Case(lora, trainer=ForwardOf2024),
@@ -90,17 +88,17 @@ CASES = {
 }
 BFLOAT16, REFUSED, CONTINUOUS = "bfloat16", "version 1", "loop with continuous batching"
 LOOPS = {
-    "loop": Case(llama, given=prompts),
-    CONTINUOUS: Case(llama, given=prompts, config={"rollout_backend": "continuous_batching"}),
+    "loop": Case(llama, arguments=prompts),
+    CONTINUOUS: Case(llama, arguments=prompts, config={"rollout_backend": "continuous_batching"}),
 }
 
 
 def make(case: Case, world_size: int, **accelerator_kwargs: Any) -> PPOTrainer:
     """A trainer of this process's share, sharded where there are several processes."""
-    model, given = case.model(), case.given()
-    if "value_model" not in given:  # else the trainer creates a value head
+    model, arguments = case.model(), case.arguments()
+    if "value_model" not in arguments:  # else the trainer creates a value head
         # Unlike Adam, SGD shows a gradient of the wrong size, and does not magnify rounding where there is none.
-        given["optimizer"] = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.5)
+        arguments["optimizer"] = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.5)
     if world_size > 1 and not case.environment and "deepspeed_plugin" not in accelerator_kwargs:
         plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
         accelerator_kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin(**plugin | case.plugin)
@@ -114,7 +112,7 @@ def make(case: Case, world_size: int, **accelerator_kwargs: Any) -> PPOTrainer:
     with MonkeyPatch.context() as patch:
         for name, value in case.environment.items() if world_size > 1 else ():
             patch.setenv(name, value)
-        return tiny.ppo(model, case.trainer, given=given, **sizes | terms | case.config)
+        return tiny.ppo(model, case.trainer, arguments=arguments, **sizes | terms | case.config)
 
 
 def share(columns: dict[str, list[Any]], rank: int, world_size: int) -> dict[str, list[Any]]:
@@ -192,14 +190,9 @@ def session(case: str, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def main(folder: str, *cases: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    PartialState(cpu=True)
-    let_accelerate_shard_on_cpu()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results = {case: session(case, rank, world_size) for case in cases or [*CASES, *LOOPS, BFLOAT16, REFUSED]}
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many(let_accelerate_shard_on_cpu) as (rank, world_size):
+        results = {case: session(case, rank, world_size) for case in cases or [*CASES, *LOOPS, BFLOAT16, REFUSED]}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

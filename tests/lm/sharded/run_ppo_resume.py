@@ -4,19 +4,17 @@
 is not empty. `folder/<loop>-<processes>-<steps>-<rank>.pt` gets statistics, samples and weights.
 """
 
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from tests.lm import tiny
 from tests.lm.ppo.run_distributed import GLOBAL_BATCH, global_batch
 from tests.lm.sharded.run_ppo import gpt2, llama, lora, share
-from tests.processes import let_accelerate_shard_on_cpu
+from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 
 from trimtab_lm import PPOConfig, PPOTrainer
 
@@ -75,19 +73,12 @@ def run(folder: Path, loop: str, steps: int, *, is_resumed: bool, rank: int = 0,
 
 
 def main(*sessions: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1:
-        PartialState(cpu=True)
-        let_accelerate_shard_on_cpu()
-    for session in sessions:
-        name, loop, steps, resume = session.split(",")
-        torch.manual_seed(rank if not resume else 100)  # a resumed session must not depend on how its process began
-        result = run(Path(name), loop, int(steps), is_resumed=bool(resume), rank=rank, world_size=world_size)
-        torch.save(result, f"{name}/{loop}-{world_size}-{steps}-{rank}.pt")
-    if world_size > 1:
-        torch.distributed.destroy_process_group()
+    with process_of_many(let_accelerate_shard_on_cpu) as (rank, world_size):
+        for session in sessions:
+            name, loop, steps, resume = session.split(",")
+            torch.manual_seed(rank if not resume else 100)  # a resumed session must not depend on how its process began
+            result = run(Path(name), loop, int(steps), is_resumed=bool(resume), rank=rank, world_size=world_size)
+            torch.save(result, f"{name}/{loop}-{world_size}-{steps}-{rank}.pt")
 
 
 if __name__ == "__main__":

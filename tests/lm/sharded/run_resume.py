@@ -4,15 +4,13 @@
 step `start`, or anew at 0, until step `stop`. The full weights after each session are saved in folder/<name>-<stop>.pt.
 """
 
-import os
 import sys
-import warnings
 from pathlib import Path
 
 import torch
 from tests.lm.hf.run_distributed import Stop
 from tests.lm.sharded.run_trainers import CASES, train
-from tests.processes import let_accelerate_shard_on_cpu
+from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 from torch.distributed.checkpoint import FileSystemReader
 
 from trimtab_common.sealing import verify
@@ -39,21 +37,17 @@ def went_on(run: Path, case: str, format: str, start: int, stop: int, world_size
 
 
 def main(folder: str, *sessions: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    let_accelerate_shard_on_cpu()
-    world_size = int(os.environ["WORLD_SIZE"])
-    for name, start, stop in (session.split(":") for session in sessions):
-        weights = {
-            f"{case} {format}": went_on(
-                Path(folder, f"{name} {case} {format}"), case, format, int(start), int(stop), world_size
-            )
-            for case in RESUMED
-            for format in FORMATS
-        }
-        if os.environ["RANK"] == "0":
-            torch.save(weights, f"{folder}/{name}-{stop}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many(let_accelerate_shard_on_cpu) as (rank, world_size):
+        for name, start, stop in (session.split(":") for session in sessions):
+            weights = {
+                f"{case} {format}": went_on(
+                    Path(folder, f"{name} {case} {format}"), case, format, int(start), int(stop), world_size
+                )
+                for case in RESUMED
+                for format in FORMATS
+            }
+            if rank == 0:
+                torch.save(weights, f"{folder}/{name}-{stop}.pt")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
-from tests.processes import let_accelerate_shard_on_cpu
+from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForSequenceClassification
 
@@ -280,16 +279,12 @@ def local_size(tensor: torch.Tensor) -> int:
 
 
 def main(folder: str, *cases: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    let_accelerate_shard_on_cpu()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results: dict[str, Any] = {case: trained(case, folder, world_size) for case in cases or CASES}
-    if not cases:
-        results["bfloat16"] = {name: in_bfloat16(name, folder) for name in ROUGH}
-        results["refusal"] = refusal(folder)
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with process_of_many(let_accelerate_shard_on_cpu) as (rank, world_size):
+        results: dict[str, Any] = {case: trained(case, folder, world_size) for case in cases or CASES}
+        if not cases:
+            results["bfloat16"] = {name: in_bfloat16(name, folder) for name in ROUGH}
+            results["refusal"] = refusal(folder)
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":

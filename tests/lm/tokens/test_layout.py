@@ -64,10 +64,10 @@ def test_a_group_is_cut_where_its_sequences_part_or_a_token_counts():
 
 def test_labels_say_where_they_are_predicted():
     labels = torch.tensor([[-100, 5, -100, 6], [7, 8, -100, -100]])
-    found = from_labels(labels)
-    assert found["source"].tolist() == [0, 2, 4]  # 7 stands first in its row: nothing predicts it
-    assert found["targets"].tolist() == [5, 6, 8]
-    assert (found["sequence"].tolist(), found["lengths"].tolist()) == ([0, 0, 1], [2, 1])
+    columns = from_labels(labels)
+    assert columns["source"].tolist() == [0, 2, 4]  # 7 stands first in its row: nothing predicts it
+    assert columns["targets"].tolist() == [5, 6, 8]
+    assert (columns["sequence"].tolist(), columns["lengths"].tolist()) == ([0, 0, 1], [2, 1])
     assert from_labels(labels, is_encoder_decoder=True)["source"].tolist() == [1, 3, 4, 5]
 
 
@@ -80,11 +80,11 @@ def test_sums_per_sequence():
 
 
 def groups(count: int = 3) -> list[TokenGroup]:
-    made = []
+    drawn = []
     for i in range(count):
         prefix, *branches = (row.tolist() for row in tiny.rows(4, 2, 6, seed=i))
-        made.append(TokenGroup(prefix, branches, [[1] * (len(row) - 1) + [0] for row in branches]))
-    return made
+        drawn.append(TokenGroup(prefix, branches, [[1] * (len(row) - 1) + [0] for row in branches]))
+    return drawn
 
 
 def lora(model):
@@ -122,8 +122,8 @@ def test_layouts_give_equal_scores_and_gradients(name: str):
     assert len(expected_grads) > 2
     for layout in ("tree", "packed"):
         for width in (1, 40):
-            found, grads = weighed(model, lay_out(groups(), layout, pad_token_id=0, width=width))
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+            columns, grads = weighed(model, lay_out(groups(), layout, pad_token_id=0, width=width))
+            torch.testing.assert_close(columns, expected, rtol=1e-9, atol=1e-9)
             for one, other in zip(grads, expected_grads, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()) + 1e-15)
 
@@ -152,9 +152,9 @@ def test_an_encoder_reads_a_shared_prefix_once(name: str):
     ]
     ids = {"pad_token_id": 0, "decoder_start_token_id": 0}
     expected, expected_grads = weighed(model, lay_out(alone, "encoder-decoder", **ids))
-    found, grads = weighed(model, lay_out(groups(), "encoder-decoder", **ids))
+    columns, grads = weighed(model, lay_out(groups(), "encoder-decoder", **ids))
     assert rows == [9, 3]
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(columns, expected, rtol=1e-9, atol=1e-9)
     for one, other in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()) + 1e-15)
 
@@ -223,5 +223,5 @@ def test_a_classifier_reads_the_last_token_whatever_it_is(layout: str):
         hidden.append(model.score(state))
     assert score_sequences_in_forward(model)
     group = TokenGroup.of_sequences(sequences, [[0, 0, 1], [0, 0, 1, 1, 1]])
-    found = model(tokens=lay_out([group], layout, pad_token_id=tiny.PAD, width=12))
-    torch.testing.assert_close(found.to(D), torch.stack(hidden), rtol=1e-5, atol=1e-6)
+    columns = model(tokens=lay_out([group], layout, pad_token_id=tiny.PAD, width=12))
+    torch.testing.assert_close(columns.to(D), torch.stack(hidden), rtol=1e-5, atol=1e-6)

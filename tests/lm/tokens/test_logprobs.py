@@ -26,8 +26,9 @@ from transformers import (
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from trimtab_lm.ppo.policy import ActorCritic, PolicyOutputs, TokenOutputs
 from trimtab_lm.ppo.samples import Padding, Samples, padded_inputs
-from trimtab_lm.tokens import logprobs
-from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl, score_logits
+from trimtab_lm.tokens import scores
+from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl
+from trimtab_lm.tokens.scores import score_logits
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]
@@ -93,8 +94,8 @@ def test_padding_on_either_side_changes_nothing(build, side):
     together = score(module, batch_of(module, [0, 1, 2], side), 0.7)
     for i in range(3):
         alone = score(module, batch_of(module, [i]), 0.7)
-        for whole, own in zip(together[:3], alone[:3], strict=True):
-            torch.testing.assert_close(whole[i, : len(RESPONSES[i])], own[0], **EXACT)
+        for whole, one in zip(together[:3], alone[:3], strict=True):
+            torch.testing.assert_close(whole[i, : len(RESPONSES[i])], one[0], **EXACT)
             assert (whole[i, len(RESPONSES[i]) :] == 0).all()
 
 
@@ -109,9 +110,9 @@ def test_chunks_change_neither_values_nor_gradients(build, chunk, monkeypatch):
         objective(outputs).backward()
         return [outputs.logprobs, outputs.entropy, *[p.grad.clone() for p in module.parameters()]]
 
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 10**9)
+    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 10**9)
     whole = gradients()
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", chunk)
     for a, b in zip(whole, gradients(), strict=True):
         assert_same(b, a)
 
@@ -141,7 +142,7 @@ def test_they_and_their_gradients_are_those_of_plain_logits(build):
 
 @pytest.mark.parametrize("build", [gpt2, llama, t5])
 def test_full_kl_is_the_sum_over_the_vocabulary(build, monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 100)
     policy, ref = (LanguageHead(build(seed).double().eval()) for seed in range(2))
     module = actor_critic(build)
     batch = batch_of(module, [0, 1, 2])
@@ -206,8 +207,8 @@ def test_a_model_that_cannot_be_split_is_run_whole_and_says_so():
     batch = batch_of(module, [0])
     source = tokens_of(module, batch)["source"]
     plain = module.policy.pretrained_model(**batch.model_inputs).logits.flatten(0, 1)[source].log_softmax(-1)
-    own = plain.gather(-1, RESPONSES[0][:, None])[:, 0]
-    torch.testing.assert_close(score(module, batch).logprobs[0], own, **EXACT)
+    expected = plain.gather(-1, RESPONSES[0][:, None])[:, 0]
+    torch.testing.assert_close(score(module, batch).logprobs[0], expected, **EXACT)
 
 
 def test_a_biased_coin_by_hand():
@@ -266,7 +267,7 @@ class Rows(TorchDispatchMode):
 @pytest.mark.parametrize("build", [llama, lora], ids=["plain head", "LoRA on the head"])
 def test_no_tensor_of_positions_by_vocabulary_is_made(build, monkeypatch):
     module = actor_critic(lambda: build(vocab_size=5000))
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * 5000)
+    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 2 * 5000)
     responses = [torch.arange(4, 14)] * 3
     batch = Samples(QUERIES, responses)
     with Rows(5000) as rows:

@@ -19,6 +19,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Number of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def sum_over_ranks(x: Tensor) -> Tensor:
     """Elementwise sum of `x` over all processes, on each of them. Collective; `x` does not change."""
     if world_size() == 1:

@@ -15,6 +15,7 @@ from torch import nn
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
+from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.ranks import watch_ranks
 from trimtab_common.run import Run, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings
@@ -131,7 +132,8 @@ def return_float32(denoiser: nn.Module, accelerator: Accelerator) -> None:
 
 def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
     """AdamW over what trains, with 8-bit moments if asked for."""
-    kind: Any = torch.optim.AdamW
+    trainable = [weight for weight in denoiser.parameters() if weight.requires_grad]
+    kind: Any = partial(torch.optim.AdamW, fused=fused_if_possible(trainable))
     if config.train_use_8bit_adam:
         try:
             from bitsandbytes.optim import AdamW8bit
@@ -139,7 +141,7 @@ def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimiz
             raise ImportError("train_use_8bit_adam needs the package bitsandbytes: pip install bitsandbytes") from error
         kind = AdamW8bit
     return kind(
-        [weight for weight in denoiser.parameters() if weight.requires_grad],
+        trainable,
         lr=config.train_learning_rate,
         betas=(config.train_adam_beta1, config.train_adam_beta2),
         weight_decay=config.train_adam_weight_decay,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimtab_common.stats import Mean
 from trimtab_lm.tokens.layout import from_labels, sum_per_sequence, token_columns
-from trimtab_lm.tokens.logprobs import TokenScores, score_logits
+from trimtab_lm.tokens.scores import TokenScores, score_logits
 
 from .collator import SIDES
 

@@ -249,7 +249,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """
         is_alone = num_items_in_batch is None
         items = self.items_of([inputs], of_all_processes=False) if is_alone else num_items_in_batch
-        with self.dropout_off(model):
+        # training_step keeps dropout off until the end of backward.
+        with self.dropout_off(model) if is_alone else nullcontext():
             loss, stats, outputs = self.batch_loss(model, inputs, items)
         self.recorder.add(stats, training=model.training)
         loss = loss if is_alone else loss * self.num_averaged
@@ -324,7 +325,9 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last log of training."""
-        super().log(self.statistics(training=True) | logs if "loss" in logs else logs, start_time)
+        if "loss" in logs:
+            logs = self.statistics(training=True) | logs
+        super().log(logs, start_time)
 
     def hyperparameter_search(
         self,

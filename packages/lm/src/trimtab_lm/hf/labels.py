@@ -15,8 +15,8 @@ from trimtab_lm.data.formats import Row
 from trimtab_lm.models.interface import Model, base_of, decoder_start_of
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import from_labels, token_columns
-from trimtab_lm.tokens.logprobs import TokenScores, score_logits
 from trimtab_lm.tokens.positions import Positions
+from trimtab_lm.tokens.scores import TokenScores, score_logits
 
 from .adapter import TrainerAdapter
 from .config import Config
@@ -115,7 +115,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
 
 
 def score_labels(model: nn.Module, batch: Batch, *, policy: Model) -> TokenScores:
-    """Scores [N] of the labels that count.
+    """Scores [N] of the labels that count, for a loss that is their sum or mean.
 
     Args:
         model: as it is wrapped; its forward takes `tokens`.
@@ -128,7 +128,7 @@ def score_labels(model: nn.Module, batch: Batch, *, policy: Model) -> TokenScore
     if is_encoder_decoder and "decoder_input_ids" not in batch:
         batch = {**batch, "decoder_input_ids": base.prepare_decoder_input_ids_from_labels(batch["labels"])}
     labels = from_labels(batch["labels"], is_encoder_decoder=is_encoder_decoder)
-    return model(tokens=token_columns(batch) | labels)
+    return model(tokens=token_columns(batch) | labels, is_summed=True)
 
 
 def label_stats(scores: TokenScores) -> dict[str, Mean]:

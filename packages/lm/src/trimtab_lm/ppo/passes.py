@@ -1,5 +1,6 @@
 """Forward passes over samples, by the built-in pass or by one that a subclass of PPOTrainer brings."""
 
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from functools import partial
 from typing import cast
@@ -17,7 +18,7 @@ from .sampler import Sampler
 from .samples import Samples, full_logprobs, in_minibatches, padded_inputs, token_entropy
 
 
-class ForwardPasses:
+class ForwardPasses(ABC):
     """The methods of PPOTrainer that run the models. PPOTrainer's constructor sets the attributes."""
 
     config: PPOConfig
@@ -27,9 +28,9 @@ class ForwardPasses:
     scorer: Scorer
     sampler: Sampler
 
+    @abstractmethod
     def _replaces(self, *names: str) -> bool:
         """Whether somebody replaces one of PPOTrainer's methods; PPOTrainer knows."""
-        raise NotImplementedError
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
         """Padded inputs, as `batched_forward_pass` takes them; `step` needs none unless a subclass replaces either."""
@@ -46,9 +47,10 @@ class ForwardPasses:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Log-probabilities, logits, values and mask of B responses, `mini_batch_size` rows of like length at a time.
 
-        A subclass's method may return columns of its own layout, such as [B, T - 1] over query and response: `step`
-        reads the positions where the mask is 1, and calls it for one minibatch at a time, with gradients in the
-        updates. `model` is then a module that gives (logits, loss, values) of the model inputs.
+        A subclass's method may return columns of its own layout, such as [B, T - 1] over query and response, or over
+        what the decoder reads: `step` reads the positions where the mask is 1, and calls it for one minibatch at a
+        time, with gradients in the updates. `model` is then a module that gives (logits, loss, values) of the model
+        inputs.
 
         Args:
             model: `trainer.model`, or `trainer.ref_model`, which is None where the adapters are switched off.

@@ -12,7 +12,7 @@ from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.tokens.forward import best_layout
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out, lean_width
-from trimtab_lm.tokens.logprobs import score_logits
+from trimtab_lm.tokens.scores import score_logits
 
 
 class Layouts(NamedTuple):
@@ -162,6 +162,8 @@ class Samples:
 def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], padding: Padding) -> dict[str, Tensor]:
     """What a causal model reads (query and response in one row), or an encoder-decoder one, padded on the right.
 
+    The last token of each response is read too: callers that shift the columns themselves find it as a label.
+
     Args:
         queries: B rows of token ids.
         responses: B rows of token ids.
@@ -169,16 +171,16 @@ def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], paddin
 
     Returns:
         `input_ids` and `attention_mask` [B, T]; for an encoder-decoder model the query's, and
-        `decoder_input_ids` and `decoder_attention_mask` [B, R] beside them.
+        `decoder_input_ids` and `decoder_attention_mask` [B, 1 + R] of the decoder start and the response.
     """
     pad_token_id, decoder_start = padding
     if decoder_start is None:
         rows = [torch.cat([query, response]) for query, response in zip(queries, responses, strict=True)]
         return dict(zip(("input_ids", "attention_mask"), pad(rows, pad_token_id), strict=True))
-    shifted = [torch.cat([response.new_tensor([decoder_start]), response[:-1]]) for response in responses]
+    read = [torch.cat([response.new_tensor([decoder_start]), response]) for response in responses]
     return {
         **dict(zip(("input_ids", "attention_mask"), pad(queries, pad_token_id), strict=True)),
-        **dict(zip(("decoder_input_ids", "decoder_attention_mask"), pad(shifted, pad_token_id), strict=True)),
+        **dict(zip(("decoder_input_ids", "decoder_attention_mask"), pad(read, pad_token_id), strict=True)),
     }
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
+from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.ranks import watch_ranks
 from trimtab_common.run import Run, WeighingAccelerator, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
@@ -136,7 +137,7 @@ def optimizer_of(config: PPOConfig, optimizer: torch.optim.Optimizer | None, mod
             "Nothing to train: no parameter of the model has requires_grad. Unfreeze some, or add an adapter."
         )
     if optimizer is None:
-        return torch.optim.Adam(trainable, lr=config.learning_rate)
+        return torch.optim.Adam(trainable, lr=config.learning_rate, fused=fused_if_possible(trainable))
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     missing = sum(id(weight) not in held for weight in trainable)
     if missing:

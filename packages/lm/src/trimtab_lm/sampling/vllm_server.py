@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_common.sharding import whole_weights
-from trimtab_common.stats import gather_over_ranks, world_size
+from trimtab_common.stats import gather_over_ranks, rank
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import (
@@ -37,11 +37,6 @@ from trimtab_lm.sampling.weights import checkpoint_weights
 from trimtab_lm.tokens.positions import Positions
 
 TRANSFERS = ("files", "nccl")
-
-
-def rank() -> int:
-    """This process's number among those that train together."""
-    return torch.distributed.get_rank() if world_size() > 1 else 0
 
 
 def everywhere(call: Callable[[], None]) -> None:

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out, tree_mask
-from trimtab_lm.tokens.logprobs import LanguageHead, TokenScores
+from trimtab_lm.tokens.logprobs import LanguageHead
 from trimtab_lm.tokens.positions import positioned
+from trimtab_lm.tokens.scores import TokenScores
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 def score_tokens_in_forward(model: Model) -> LanguageHead:
     """Adds `model(tokens=batch, temperature=1.0)`, which returns the TokenScores [N] of the batch's counted tokens.
 
-    Calls without `tokens` run the model's own forward. A second call with the same model changes nothing.
+    With `is_summed=True` it computes the gradient of their sum or mean on the way; see `score_linear`. Calls without
+    `tokens` run the model's own forward. A second call with the same model changes nothing.
 
     Args:
         model: a language model. Its batches are those of `lay_out`, or model inputs with the columns of `from_labels`.
@@ -43,9 +45,9 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
     run = model.forward
     head = LanguageHead(model, run)
 
-    def score(tokens: Batch, temperature: float = 1.0) -> TokenScores:
-        inputs = model_inputs(model, tokens)
-        return head.score(tokens["source"], tokens["targets"], temperature=temperature, **inputs)[0]
+    def score(tokens: Batch, temperature: float = 1.0, is_summed: bool = False) -> TokenScores:
+        inputs, places = model_inputs(model, tokens), (tokens["source"], tokens["targets"])
+        return head.score(*places, temperature=temperature, is_summed=is_summed, **inputs)[0]
 
     _extend_forward(model, run, score, language_head=head)
     return head

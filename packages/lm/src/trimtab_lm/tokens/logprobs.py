@@ -1,12 +1,12 @@
 """Log-probabilities, entropies and KL of chosen tokens: the one place that applies the LM head.
 
 No tensor [B, T, V] of logits exists at any time. The trunk runs once and gives the vectors that the LM head reads, at
-counted positions only. The head is applied to chunks of them, in float32 or more, and again in backward.
+counted positions only. The head is applied to chunks of them; see `scores`.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,175 +17,10 @@ from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
 from trimtab_lm.tokens.heads import forward_replaced, is_linear, last_hidden_state, lm_head_of
 from trimtab_lm.tokens.positions import positioned
-
-CHUNK_ELEMENTS = 2**24
-"""Logits of one chunk: 64 MiB in float32. Two such buffers exist at a time, three with an entropy's gradient.
-
-Smaller chunks would fragment a CPU's memory: glibc does not return freed blocks of up to 32 MiB."""
+from trimtab_lm.tokens.scores import TokenScores, chunks_of, score_linear, score_logits, upcast
 
 LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 """Settings that change the logits after the head: a factor (Cohere), a divisor (Granite), a soft cap (Gemma)."""
-
-
-class TokenScores(NamedTuple):
-    """Scores of N chosen tokens, in nats, float32 or more.
-
-    Args:
-        logprobs: [N], log-probability of each token.
-        entropy: [N], entropy of the distribution that the token was chosen from.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-
-
-def _softmax_(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns probabilities [n, V], log-probability of the targets [n] and entropy [n]; overwrites the logits [n, V].
-
-    Works in place, with two buffers [n, V] instead of four: these buffers bound the memory of a step.
-    """
-    logits.sub_(logits.amax(-1, keepdim=True))
-    logits.clamp_(min=torch.finfo(logits.dtype).min)  # a forbidden token: p log p is 0, not 0 x infinity
-    p = logits.softmax(-1)
-    logsumexp = -p.amax(-1).log()  # the largest logit is 0
-    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - logsumexp
-    return p, logprobs, logsumexp - torch.linalg.vecdot(p, logits)
-
-
-def _grad_logits(
-    p: Tensor, entropy: Tensor, targets: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None
-) -> Tensor:
-    """Returns the gradient [n, V] with respect to the logits.
-
-    of_logprobs, of_entropy: [n], the gradients with respect to the two scores; one of them may be None, which is 0.
-    """
-    if of_entropy is None:
-        grad = p * -cast(Tensor, of_logprobs)[:, None]
-    else:  # dH/dz_j = -p_j (log p_j + H)
-        # log p is finite where p = 0, and its product with any gradient too: p then makes the term 0.
-        grad = p.clamp(min=torch.finfo(p.dtype).tiny).log_().add_(entropy[:, None]).mul_(of_entropy[:, None])
-        grad = (grad if of_logprobs is None else grad.add_(of_logprobs[:, None])).mul_(p).neg_()
-    if of_logprobs is not None:  # dlog p_t/dz_j = [j = t] - p_j
-        grad.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
-    return grad
-
-
-class _Context(Protocol):
-    """What an autograd function remembers between its two passes."""
-
-    temperature: float
-    dtype: torch.dtype
-    chunks: list[slice]
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Any, ...]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-
-class _ScoreLogits(torch.autograd.Function):
-    """Log-probability of targets and entropy from logits [n, V]; keeps one such buffer between the passes."""
-
-    @staticmethod
-    def forward(ctx: _Context, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        p, logprobs, entropy = _softmax_(_upcast(logits) / temperature, targets)
-        ctx.save_for_backward(p, entropy, targets)
-        ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: _Context, *of_scores: Tensor | None) -> tuple[Tensor, None, None]:
-        scaled = (x if x is None else x / ctx.temperature for x in of_scores)
-        return _grad_logits(*ctx.saved_tensors, *scaled).to(ctx.dtype), None, None
-
-
-class _ScoreLinear(torch.autograd.Function):
-    """The same scores from what a linear head reads, chunk by chunk; the chunks share one gradient of the weight.
-
-    Backward computes a chunk's logits again. A single chunk keeps its probabilities instead, which takes no more memory
-    than forward took.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        ctx.chunks = _spans(len(hidden), len(weight))
-        ctx.temperature = temperature
-        scores = []
-        for chunk in ctx.chunks:
-            p, *score = _softmax_(_linear(hidden[chunk], weight, bias, temperature), targets[chunk])
-            scores.append(score)
-            kept = p if len(ctx.chunks) == 1 and ctx.needs_input_grad[0] else None
-            del p  # frees the buffer before the next chunk's logits
-        logprobs, entropy = (torch.cat(column) for column in zip(*scores, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, kept)
-        ctx.set_materialize_grads(False)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: _Context, *of_scores: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
-        _, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden)
-        # A bfloat16 sum over chunks would lose what the later ones add.
-        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=entropy.dtype) if needs_bias else None
-        for chunk in ctx.chunks:
-            p = kept
-            if kept is None:
-                p, _, _ = _softmax_(_linear(hidden[chunk], weight, bias, ctx.temperature), targets[chunk])
-            scaled = (x if x is None else x[chunk] / ctx.temperature for x in of_scores)
-            grad = _grad_logits(p, entropy[chunk], targets[chunk], *scaled)
-            del p
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(weight.dtype)
-            torch.mm(grad, weight, out=grad_hidden[chunk])
-            if grad_weight is not None and grad_weight.dtype == weight.dtype:
-                grad_weight.addmm_(grad.T, hidden[chunk])
-            elif grad_weight is not None:
-                grad_weight += grad.T @ hidden[chunk]
-            del grad
-        grads = (x if x is None else x.to(weight.dtype) for x in (grad_weight, grad_bias))
-        return grad_hidden, *grads, None, None
-
-
-def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
-    """Scores targets under softmax(logits / temperature), in float32 or, for float64 logits, in float64.
-
-    Args:
-        logits: [N, V], any floating dtype.
-        targets: [N], ids of the chosen tokens.
-        temperature: of the softmax.
-
-    Returns:
-        Scores that are differentiable in the logits.
-    """
-    return TokenScores(*_ScoreLogits.apply(logits, targets, temperature))
-
-
-def score_linear(hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
-    """Returns `score_logits(head(hidden), targets)` without holding logits [N, V].
-
-    Args:
-        hidden: [N, H], any floating dtype.
-        head: [V, H], the LM head.
-        targets: [N], ids of the chosen tokens.
-        temperature: of the softmax.
-
-    Returns:
-        Scores that are differentiable in hidden and in the head's weight and bias.
-    """
-    device = hidden.device.type
-    weight: Tensor = head.weight
-    bias: Tensor | None = head.bias
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    with torch.autocast(device, enabled=False):
-        return TokenScores(*_ScoreLinear.apply(hidden, weight, bias, targets, temperature))
 
 
 class HeadInputs(NamedTuple):
@@ -237,7 +72,14 @@ class LanguageHead:
         return cast(nn.Module, lm_head_of(self.model))
 
     def score(
-        self, where: Tensor, targets: Tensor, *, temperature: float = 1.0, needs_state: bool = False, **inputs: Tensor
+        self,
+        where: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        needs_state: bool = False,
+        is_summed: bool = False,
+        **inputs: Tensor,
     ) -> tuple[TokenScores, HeadInputs]:
         """Runs the model and scores targets at N positions; the LM head scores them inside its own call.
 
@@ -250,6 +92,7 @@ class LanguageHead:
             targets: [N], ids of the chosen tokens.
             temperature: of the softmax.
             needs_state: whether value heads will read the decoder's last hidden state.
+            is_summed: see `score_linear`; makes no difference to a head that is no plain linear layer.
             inputs: `input_ids`, `attention_mask`, and for encoder-decoder models `decoder_input_ids`,
                 `decoder_attention_mask`, each [B, T], padded on either side.
 
@@ -264,8 +107,9 @@ class LanguageHead:
 
         def score_at_head(hidden: Tensor) -> TokenScores:
             if is_linear(head, run_head) and not any(self._changes.values()):
-                return score_linear(hidden, cast(nn.Linear, head), targets, temperature=temperature)
-            spans = _spans(len(targets), self.config.vocab_size)
+                linear = cast(nn.Linear, head)
+                return score_linear(hidden, linear, targets, temperature=temperature, is_summed=is_summed)
+            spans = chunks_of(len(targets), self.config.vocab_size)
             parts = [
                 checkpoint(score_chunk, hidden[span], targets[span], use_reentrant=False, preserve_rng_state=False)
                 for span in spans
@@ -373,28 +217,12 @@ def exact_kl(
 
     def log_p(head: Callable[[HeadInputs], Tensor], inputs: HeadInputs, span: slice) -> Tensor:
         part = HeadInputs(inputs.hidden[span], None if inputs.logits is None else inputs.logits[span])
-        return (_upcast(head(part)) / temperature).log_softmax(-1)
+        return (upcast(head(part)) / temperature).log_softmax(-1)
 
-    spans = _spans(len(policy_inputs.hidden), vocab_size)
+    spans = chunks_of(len(policy_inputs.hidden), vocab_size)
     return torch.cat([full(log_p(policy, policy_inputs, span), log_p(ref, ref_inputs, span)) for span in spans])
 
 
 def _chosen(states: Tensor, where: Tensor) -> Tensor:
     """Returns states [B, T, ...] at N positions, given as a mask [B, T] or as places in [B * T]: [N, ...]."""
     return states[where] if where.dtype == torch.bool else states.flatten(0, 1).index_select(0, where)
-
-
-def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Returns logits at a temperature, in float32 or more, in a tensor that shares no memory with others."""
-    logits = _upcast(nn.functional.linear(hidden, weight, bias))
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _spans(positions: int, vocab_size: int) -> list[slice]:
-    """Splits the positions into runs whose logits fill one chunk; returns one empty run where there are none."""
-    size = max(1, CHUNK_ELEMENTS // vocab_size)
-    return [slice(start, start + size) for start in range(0, max(positions, 1), size)]
-
-
-def _upcast(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
