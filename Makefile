@@ -14,7 +14,8 @@ DEEPSPEED := .venv-deepspeed
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
-SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py
+SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py \
+  tests/common/test_ranks.py tests/test_failed_ranks.py
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
@@ -45,7 +46,7 @@ test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions 
 test-vllm: $(VLLM)/.installed ## sample with vLLM's engine, in the process and as a server on the CPU, in .venv-vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(ARGS) tests/lm
 
-test-sharded: $(STAMP) ## train on two processes that share each model (FSDP2 over gloo), and compare with one
+test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (FSDP2) trains as one, a failure ends both
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow --durations=10 $(SHARDED) $(ARGS)
 
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU

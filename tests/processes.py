@@ -1,13 +1,16 @@
 """Processes that train together, as torchrun starts them, gloo between them and one thread each."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
@@ -22,15 +25,19 @@ def results_of_two(module: str, folder: Path, *, seconds: int = 170) -> list[dic
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-def launch(module: str, *args: str, processes: int, seconds: int = 170) -> None:
-    """Run `python -m module *args` in processes that know each other; they are killed after so many seconds."""
-    environment = os.environ | {
+def environment() -> dict[str, str]:
+    """The environment of a process that imports what this one does, with one thread."""
+    return os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
+
+
+def launch(module: str, *args: str, processes: int, seconds: int = 170) -> None:
+    """Run `python -m module *args` in processes that know each other; they are killed after so many seconds."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
-        [*torchrun, "-m", module, *args], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
+        [*torchrun, "-m", module, *args], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=seconds
     )
     assert done.returncode == 0, done.stderr[-6000:]
 
@@ -73,3 +80,50 @@ def let_accelerate_shard_on_cpu() -> None:
                 fsdp_plugin.set_mixed_precision(self.mixed_precision)
 
     AcceleratorState.__init__ = with_plugin
+
+
+class Ended(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        status: of exit; -9 after SIGKILL.
+        output: what it printed.
+        errors: what it wrote to stderr.
+        time: of the end, in seconds of `time.monotonic`.
+    """
+
+    status: int
+    output: str
+    errors: str
+    time: float
+
+
+def ends_of_two(module: str, *args: str, seconds: int = 100) -> list[Ended]:
+    """Run `python -m module *args` in two processes that know each other, each of which ends by itself.
+
+    There is no torchrun, which would kill one as soon as the other has failed.
+    """
+    with socket.create_server(("localhost", 0)) as unused:
+        port = unused.getsockname()[1]
+    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            cwd=ROOT,
+            env=environment() | group | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+
+    def end_of(process: subprocess.Popen[str]) -> Ended:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        finally:
+            process.kill()
+        return Ended(process.returncode, output, errors, time.monotonic())
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(end_of, started))

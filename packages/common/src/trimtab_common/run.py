@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from trimtab_common.health import HealthMonitor, Vitals
 from trimtab_common.hub import push_folder
+from trimtab_common.ranks import phase
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
 from trimtab_common.shards import Owner, Place
@@ -140,6 +141,7 @@ class Run:
 
     # ---------------------------------------------------------------- checkpoints
 
+    @phase("saving")
     def save(self, root: str | Path, step: int, *, keep: int | None = None) -> Path:
         """Writes root/checkpoint-<step> with everything that the next step depends on. Collective.
 
@@ -175,6 +177,7 @@ class Run:
             keep=keep,
         )
 
+    @phase("resuming")
     def load(self, path: str | Path) -> None:
         """Goes on from a checkpoint: everything that `save` wrote is put back.
 
@@ -306,7 +309,7 @@ class Run:
         alerts = self.health.check(vitals, stats)
         if self.accelerator.is_main_process:
             for alert in alerts:
-                warnings.warn(f"{when}: {alert}", stacklevel=3)
+                warnings.warn(f"{when}: {alert}", stacklevel=4)
         return self.health.metrics(alerts)
 
     def push(self, write: Callable[[str], None], repo_id: str, **options: Any) -> CommitInfo | None:

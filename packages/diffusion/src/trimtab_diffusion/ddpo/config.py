@@ -86,6 +86,10 @@ class DDPOConfig:
     trajectory_dtype: str | None = setting("Round latents to float32, float16 or bfloat16.", default=None)
     trajectory_on_cpu: bool = setting("Keep trajectories in the host's memory.", default=False)
     resume_with_changes: bool = setting("Resume with other settings, with a warning.", default=False)
+    rank_failure_timeout: NotNegative | None = setting(
+        "Seconds within which a process ends after another one has failed. 0 or None: it waits as long as torch does.",
+        default=60,
+    )
 
     def __post_init__(self) -> None:
         check_tracker_name(self.log_with)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from trimtab_common.ranks import phase
 from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import Deviation, Mean
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
@@ -106,6 +107,7 @@ class Rewards:
         self.function, self.others = function, others
         self._pool = None if workers is None else ThreadPoolExecutor(workers)
 
+    @phase("rewards")
     def start(self, images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> Callable[[], Scored]:
         """Begins to score a batch; the result is a function that waits for its rewards."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
+from trimtab_common.ranks import phase
 from trimtab_common.run import Run
 from trimtab_common.tracking import Tracker
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
@@ -64,6 +65,7 @@ class PipelineServices:
         """
         self._write(save_directory, self._full_weights())
 
+    @phase("saving")
     def _full_weights(self) -> dict[str, Tensor] | None:
         """The denoiser's weights, gathered on the main process; None where each process has them. Collective."""
         return self.accelerator.get_state_dict(self.model) if self.accelerator.is_fsdp2 else None

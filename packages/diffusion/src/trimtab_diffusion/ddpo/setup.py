@@ -16,6 +16,7 @@ from torch import nn
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
+from trimtab_common.ranks import watch_ranks
 from trimtab_common.run import Run, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings
 from trimtab_common.sharding import prepared_for_inference
@@ -29,7 +30,7 @@ from .objective import Reference
 WITHOUT_EFFECT = (
     *("exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq"),
     *("num_checkpoint_limit", "resume_*", "max_workers", "async_reward_computation", "train_gradient_checkpointing"),
-    *("train_compile", "train_channels_last", "trajectory_on_cpu"),
+    *("train_compile", "train_channels_last", "trajectory_on_cpu", "rank_failure_timeout"),
 )
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
@@ -38,7 +39,9 @@ DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def accelerator_of(config: DDPOConfig) -> Accelerator:
-    """The accelerator that the config asks for; without a GPU fp16 becomes float32, with a warning.
+    """The accelerator that the config asks for, whose processes watch each other. Collective.
+
+    Without a GPU fp16 becomes float32, with a warning.
 
     Raises:
         ValueError: if the config leaves the precision to the launcher, and the launcher's is not in `DTYPES`.
@@ -56,7 +59,9 @@ def accelerator_of(config: DDPOConfig) -> Accelerator:
         precision = "no"
     if config.allow_tf32 and has_gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
-    return create_accelerator(config.accelerator_kwargs, config.project_kwargs, mixed_precision=precision)
+    accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs, mixed_precision=precision)
+    watch_ranks(config.rank_failure_timeout)
+    return accelerator
 
 
 def place(config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> None:

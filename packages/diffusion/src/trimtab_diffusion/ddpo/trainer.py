@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trimtab_common.health import TrainingDivergedError, Vitals
 from trimtab_common.kl import kl_controller
+from trimtab_common.ranks import begin, phase
 from trimtab_common.run import Stateful
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
@@ -89,6 +90,7 @@ class DDPOTrainer(PipelineServices):
 
     # ------------------------------------------------------------ the algorithm
 
+    @phase("training")
     def train(self, epochs: int | None = None) -> list[dict[str, float]]:
         """Runs epochs up to number `epochs` (default: the config's); logs and saves.
 
@@ -111,6 +113,7 @@ class DDPOTrainer(PipelineServices):
                 self.save_checkpoint()
         return history
 
+    @phase("update")
     def step(self, epoch: int, global_step: int) -> int:
         """One epoch: samples images, scores them, learns from them, and logs.
 
@@ -121,6 +124,7 @@ class DDPOTrainer(PipelineServices):
         Returns:
             Optimizer steps after it.
         """
+        begin(f"epoch {epoch}")
         started = time.perf_counter()
         self.global_step = global_step
         samples = self.draw(epoch)
@@ -141,6 +145,7 @@ class DDPOTrainer(PipelineServices):
         self._log(epoch, samples, advantages, stats)
         return self.global_step
 
+    @phase("sampling")
     def draw(self, epoch: int) -> Samples:
         """Samples an epoch's images on this process, and scores them."""
         config, generator = self.config, self._generator(SAMPLE, epoch, self.accelerator.device)

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trimtab_common.kl import k3
+from trimtab_common.ranks import phase
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
@@ -178,6 +179,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         local_count = sum(len(group.prompt) + len(ids) for group in groups for ids in group.completions)
         self.progress.num_tokens += sum(gather_over_ranks(local_count))
 
+    @phase("generation")
     def roll_out(self, rows: Sequence[Row], *, draw: int, training: bool, count: int | None = None) -> list[Group]:
         """A group of completions for each row, with its advantages; statistics are recorded of the first `count`.
 

@@ -16,6 +16,7 @@ from transformers import Trainer, set_seed
 from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
+from trimtab_common.ranks import begin, phase, watch_ranks
 from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
 from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.models.interface import Model, Processor, tokenizer_of
@@ -116,6 +117,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         super().__init__(
             model=self.prepare_model(loaded), args=self.config, processing_class=processing_class, **data, **options
         )
+        watch_ranks(self.config.rank_failure_timeout)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
         self.checkpoints = Checkpoints(self.accelerator)
@@ -181,6 +183,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         else:
             self.eval_dataset = self.prepare_dataset(self.eval_dataset, "eval")
 
+    @phase("preparing the dataset")
     def prepare_dataset(self, dataset: DataSource | None, use: Use = "train") -> Any:
         """A dataset as the data collator reads it; None stays None. Collective."""
         if dataset is None:
@@ -204,6 +207,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """The micro-batches of an optimizer step, and what their loss divides by; none once all steps are done."""
+        begin(f"step {self.state.global_step + 1}")
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -296,6 +300,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
             loss, outputs = self.compute_loss(model, batch, return_outputs=True)
         return loss.detach(), outputs["predictions"], outputs["labels"]
 
+    @phase("evaluation")
     def evaluation_loop(
         self,
         dataloader: DataLoader[Batch],
@@ -337,6 +342,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
+    @phase("training")
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -375,6 +381,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """The dataset by which a run is told from another."""
         return self.train_dataset
 
+    @phase("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that `from_pretrained` loads it; for a checkpoint, open its folder first."""
         if is_checkpoint := _internal_call and output_dir is not None:

@@ -185,6 +185,6 @@ def _cut(
         warnings.warn(
             f"max_length={config.max_length}: cut {cut:,} tokens of {len(rows):,} rows; truncation_mode is "
             f"{config.truncation_mode!r}.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return kept

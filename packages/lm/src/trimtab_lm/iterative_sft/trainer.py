@@ -20,6 +20,7 @@ from transformers.integrations.deepspeed import deepspeed_init
 from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType, TrainOutput
 
+from trimtab_common.ranks import begin, phase
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use
@@ -114,6 +115,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
     # One call ---------------------------------------------------------------------------------------------------------
 
+    @phase("update")
     def step(
         self,
         input_ids: Sequence[Tensor] | None = None,
@@ -185,6 +187,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
     def update(self, window: Sequence[Batch]) -> dict[str, Any]:
         """One optimizer step over micro-batches; returns its statistics."""
+        begin(f"step {self.state.global_step + 1}")
         model, args = self.model_wrapped, self.args
         count = self.items_of(window)
         self._notify("on_step_begin")
@@ -228,6 +231,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
+    @phase("training")
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -284,7 +288,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
                 f"max_steps is not set, so the {SchedulerType(args.lr_scheduler_type).value} schedule of the learning "
                 "rate has no end to go to: the learning rate stays constant. Set max_steps, or "
                 "lr_scheduler_type='constant'.",
-                stacklevel=3,
+                stacklevel=4,
             )
             args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
         horizon = args.max_steps if args.max_steps > 0 else sys.maxsize

@@ -157,6 +157,11 @@ class PPOConfig(_Taken):
         """Whether the ratio is to the policy that sampled, by the sampler's own log-probabilities."""
         return self.asynchronous_rollouts and self.importance_sampling_cap is None
 
+    rank_failure_timeout: NotNegative | None = setting(
+        "Seconds within which a process ends after another one has failed. 0 or None: it waits as long as torch does.",
+        default=60,
+    )
+
     @property
     def kl_target(self) -> float | None:
         """What the KL coefficient moves towards, in nats per response; None where it stays."""

@@ -30,7 +30,7 @@ def check_reference(rollout: Rollout, *, most: float) -> None:
             f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token (at most {most:g} "
             "is rounding). That is right if ref_model is another model, or an adapter was trained before. If not: were "
             "the weights changed after the trainer was made, or do the two run in different precision?",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -42,7 +42,7 @@ def check_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, most: f
             f"Before the first update, log-probabilities differ from the rollout's by up to {gap:.3g} nats (at most "
             f"{most:g} is rounding), so that ratios do not start from 1. Is there dropout that the model applies by "
             "itself, batch-dependent routing (mixture of experts), or an overridden batched_forward_pass?",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -85,5 +85,5 @@ def check_sampler(
             f"generate and the trainer differ by up to {gap:.3g} nats on the same tokens (at most {most:g} is "
             "rounding): the KL will be biased. Does the model need position ids or a mask that generate alone passes, "
             "a fixed cache, or an attention implementation that ignores padding? Try attn_implementation='eager'.",
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
 from trimtab_common.kl import FixedKLController
+from trimtab_common.ranks import begin, phase
 from trimtab_common.run import Run, WeighingAccelerator
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
@@ -126,6 +127,7 @@ class PolicyServices(ForwardPasses):
             generator=torch.Generator(),  # else each epoch's start, and each resume, draws from torch's global one
         )
 
+    @phase("generation")
     def generate(
         self,
         query_tensor: Tensor | list[Tensor],
@@ -152,6 +154,7 @@ class PolicyServices(ForwardPasses):
             A [1, T] tensor for one query, a list of 1-D tensors for several; a pair of these with
             `generate_ref_response`.
         """
+        begin(f"step {self.steps_done + 1}")
         is_single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
         if length_sampler is not None:
@@ -184,15 +187,15 @@ class PolicyServices(ForwardPasses):
         queries = batch["input_ids"]
         if self.rollout is None or options:  # which `generate` refuses beside a rollout
             responses = self.generate(queries, return_prompt=False, **options)
-            return Sampled(
-                responses, [any(int(last) in self.sampler.eos_ids for last in row[-1:]) for row in responses]
-            )
+            ends = self.sampler.eos_ids
+            return Sampled(responses, [any(int(last) in ends for last in row[-1:]) for row in responses])
         return self._from_backend(self.rollout, queries, rows_of(batch))
 
     def _ahead_if_asked(self, backend: RolloutBackend) -> RolloutBackend:
         return AsynchronousRollout(backend, self.pending) if self.config.asynchronous_rollouts else backend
 
     def _begin_step(self, *, is_last: bool) -> None:
+        begin(f"step {self.steps_done + 1}")
         if isinstance(self.rollout, AsynchronousRollout) and self.dataloader is not None:
             upcoming = None if is_last else upcoming_queries(self.dataloader)
             self.sampler.begin_step(self.rollout, self.steps_done, upcoming)
@@ -210,17 +213,13 @@ class PolicyServices(ForwardPasses):
         """Arguments of `generate` for whole batches; makes the sampler where the config names one."""
         config = self.config
         if config.asynchronous_rollouts and self.rollout is None and config.rollout_backend == "transformers":
-            raise ValueError(
-                "asynchronous_rollouts=True needs a sampler in another process: rollout_backend='vllm_server'."
-            )
+            raise ValueError("asynchronous_rollouts needs a sampler in another process: rollout_backend='vllm_server'.")
         if config.rollout_backend != "transformers":
             at = {} if config.temperature is None else {"temperature": config.temperature}
             settings = SamplingSettings.of({**at, **generation_kwargs})
             if self.rollout is None or self.rollout.settings != settings:
-                options = config.rollout_backend_kwargs
-                backend = make_backend(
-                    config.rollout_backend, settings, self.tokenizer, options, batch_size=config.batch_size
-                )
+                kind, options, size = config.rollout_backend, config.rollout_backend_kwargs, config.batch_size
+                backend = make_backend(kind, settings, self.tokenizer, options, batch_size=size)
                 self.rollout = self._ahead_if_asked(backend)
             return {}
         if self.rollout is not None:
@@ -351,6 +350,7 @@ class PolicyServices(ForwardPasses):
         """
         self._write_policy(str(save_directory), self._full_weights(), **kwargs)
 
+    @phase("saving")
     def _full_weights(self) -> dict[str, Tensor] | None:
         """The policy's weights, gathered on the main process; None where each process has them. Collective."""
         if self.accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
-from trimtab_common.run import Run
+from trimtab_common.ranks import watch_ranks
+from trimtab_common.run import Run, WeighingAccelerator, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
 from trimtab_common.tracking import start_tracking
 from trimtab_lm.environments.rollout import EnvironmentRollout
@@ -33,11 +34,19 @@ from .config import PPOConfig
 WITHOUT_EFFECT = (
     *("exp_name", "log_with", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
     *("compare_steps", "steps", "model_name", "query_dataset", "reward_model", "optimize_device_cache", "output_dir"),
-    *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size"),
+    *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size", "rank_failure_timeout"),
 )
 """Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
 HELD = ("learning_rate", "init_kl_coef")
 """Fields of PPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
+
+
+def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
+    """The accelerator that the config asks for, whose processes watch each other. Collective; see `check_engine`."""
+    accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs)
+    check_engine(config, accelerator.distributed_type)
+    watch_ranks(config.rank_failure_timeout)
+    return accelerator
 
 
 def check_engine(config: PPOConfig, engine: DistributedType) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.kl import SAMPLED_KL, full, kl_controller
 from trimtab_common.masking import rescale, whiten
-from trimtab_common.run import create_accelerator
+from trimtab_common.ranks import begin, phase
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
@@ -35,7 +35,7 @@ from .sampler import Sampler, completions_of, told_by
 from .samples import Padding, Samples, carry, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
-from .setup import check_engine, filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
+from .setup import accelerator_of, filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
 from .statistics import Clock, Rollout, as_sampled, sampling_stats, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
@@ -89,12 +89,11 @@ class PPOTrainer(PolicyServices):
         actor_critic = ActorCritic(model, value_model)
         optimizer = optimizer_of(config, optimizer, actor_critic)
 
-        self.accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs)
+        self.accelerator = accelerator_of(config)
         self.config = filled(config, model, self.accelerator.num_processes)
         self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
         keep_output_precision(self.accelerator)
-        check_engine(config, self.accelerator.distributed_type)
         tell_deepspeed_of_batches(self.accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
@@ -107,7 +106,6 @@ class PPOTrainer(PolicyServices):
         self.pending = Pending()
         self.rollout = None if rollout is None else self._ahead_if_asked(rollout)
         self.steps_done, self.best_score = 0, float("-inf")
-
         self.data_collator = data_collator
         self.dataset, self.dataloader, self.batches = self._open_data(dataset, data_collator)
         self.run = run_of(self.config, self.accelerator, self.actor_critic, self.dataset)
@@ -118,6 +116,7 @@ class PPOTrainer(PolicyServices):
 
     # ---------------------------------------------------------------- the algorithm
 
+    @phase("training")
     def train(
         self,
         reward: Any = None,
@@ -149,8 +148,7 @@ class PPOTrainer(PolicyServices):
         rewards = rewards_of_run(reward, reward_weights, self.config, self.rollout, self.tokenizer, self.current_device)
         self._resume(resume_from)
         options = self._sampling_options(generation_kwargs or {})
-        total, history = steps or self.config.steps, []
-        batches = endless(self.dataloader)
+        total, history, batches = steps or self.config.steps, [], endless(self.dataloader)
         for _ in progress(range(self.steps_done, total), "PPO steps"):
             batch = next(batches)
             self._begin_step(is_last=self.steps_done + 1 == total)
@@ -172,6 +170,7 @@ class PPOTrainer(PolicyServices):
                 self.save_checkpoint()
         return history
 
+    @phase("update")
     def step(
         self,
         queries: list[Tensor],
@@ -197,6 +196,7 @@ class PPOTrainer(PolicyServices):
         Returns:
             The statistics, equal on all processes.
         """
+        begin(f"step {self.steps_done + 1}")
         clock, config = Clock(), self.config
         columns = (queries, responses, scores, response_masks, response_rewards)
         samples, raw_scores = check_step(

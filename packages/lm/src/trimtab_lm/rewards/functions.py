@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trimtab_common.ranks import phase
 from trimtab_common.stats import Deviation, Mean, Variance
 from trimtab_lm.data.formats import Text
 from trimtab_lm.models.interface import Model
@@ -108,6 +109,7 @@ class RewardSet:
         ]
         self._loop: EventLoop | None = None
 
+    @phase("rewards")
     def __call__(
         self,
         prompts: Sequence[Text],
