@@ -129,7 +129,8 @@ class _Gradients(NamedTuple):
         grad = grad.to(weight.dtype)
         torch.mm(grad, weight, out=self.hidden[chunk])
         if self.weight is not None and self.weight.dtype == weight.dtype:
-            self.weight.addmm_(grad.T, hidden[chunk])
+            # The first chunk writes what was never set, so that nobody fills a matrix of the weight's size with zeros.
+            self.weight.addmm_(grad.T, hidden[chunk], beta=float(chunk.start > 0))
         elif self.weight is not None:
             self.weight.add_(grad.T @ hidden[chunk])
 
@@ -168,10 +169,11 @@ class _LinearHead:
         return _score(logits, targets[chunk], out=self.exponentials[: len(hidden)])
 
     def no_gradients(self, *, needs_weight: bool, needs_bias: bool) -> _Gradients:
-        """Gradients that are 0 so far; a bfloat16 sum over chunks would lose what the later ones add."""
+        """Room for gradients to `add` to; a bfloat16 sum over chunks would lose what the later ones add."""
+        room = torch.empty_like if self.weight.dtype == self.dtype else torch.zeros_like
         return _Gradients(
             torch.empty_like(self.hidden),
-            torch.zeros_like(self.weight, dtype=self.dtype) if needs_weight else None,
+            room(self.weight, dtype=self.dtype) if needs_weight else None,
             None if self.bias is None or not needs_bias else torch.zeros_like(self.bias, dtype=self.dtype),
         )
 
