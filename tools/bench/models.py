@@ -1,0 +1,80 @@
+"""The tokenizer, and the models that both sides load from disk.
+
+`python -m tools.bench.models SIZE FOLDER` writes the models."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tools.bench.sizes import SIZES, Size
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+PAD, BOS, EOS = range(3)
+SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+
+
+def write(size: Size, folder: Path) -> None:
+    """Writes a policy, a reference of other weights, a reward model, and a Stable Diffusion, all of random weights."""
+    config = LlamaConfig(**size.llama, **SPECIAL, num_labels=1)  # type: ignore[arg-type]
+    for name, kind, seed in (
+        ("policy", LlamaForCausalLM, 0),
+        ("reference", LlamaForCausalLM, 1),
+        ("reward", LlamaForSequenceClassification, 2),
+    ):
+        torch.manual_seed(seed)
+        kind(config).save_pretrained(folder / name)
+    pipeline = stable_diffusion(size)
+    pipeline.save_pretrained(folder / "diffusion")
+    # transformers 4 reads CLIP's tokenizer from these two files, which transformers 5 does not write.
+    words = json.dumps(pipeline.tokenizer.get_vocab())
+    (folder / "diffusion/tokenizer/vocab.json").write_text(words)
+    (folder / "diffusion/tokenizer/merges.txt").write_text("#version: 0.2\n")
+
+
+def stable_diffusion(size: Size) -> Any:
+    """The Stable Diffusion of tools.gpu, with a U-Net of the size's widths."""
+    from diffusers import UNet2DConditionModel
+    from tools.gpu.models import UNET_SMALL, stable_diffusion
+    from tools.gpu.models import Size as PipelineSize
+
+    pipeline = stable_diffusion(PipelineSize(size.device, is_small=bool(size.unet_widths)))
+    if size.unet_widths:
+        torch.manual_seed(0)
+        widths = {"block_out_channels": size.unet_widths, "sample_size": size.latent, "layers_per_block": 2}
+        pipeline.unet = UNet2DConditionModel(**UNET_SMALL | widths)
+    return pipeline
+
+
+def load(kind: Any, folder: str, name: str, size: Size) -> Any:
+    """A model of `write`, in float32 on the size's device."""
+    return kind.from_pretrained(f"{folder}/{name}").to(size.device)
+
+
+def tokenizer(size: Size) -> PreTrainedTokenizerFast:
+    """One token for each word `w<number>`, which adds no special tokens."""
+    special = {"<pad>": PAD, "<s>": BOS, "</s>": EOS}
+    words = special | {f"w{i}": i for i in range(len(special), int(size.llama["vocab_size"]))}
+    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def text(ids: list[int]) -> str:
+    """The words that the tokenizer turns into these ids."""
+    return " ".join("</s>" if token == EOS else f"w{token}" for token in ids)
+
+
+def set_value_head(head: nn.Linear) -> None:
+    """Gives a value head the same weights on both sides."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.02)
+        head.bias.zero_()
+
+
+if __name__ == "__main__":
+    write(SIZES[sys.argv[1]], Path(sys.argv[2]))
