@@ -4,6 +4,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from tools.bench.sizes import Size
@@ -77,7 +78,8 @@ class Measurement:
     """What a process reports.
 
     Attributes:
-        seconds: of each timed step.
+        seconds: of each timed step, on the clock.
+        processor_seconds: of each timed step, in which this process ran.
         units, unit, flops: see `Load`.
         memory: peak bytes of the process; on a GPU allocated bytes of the device.
         matmul: FLOPs per second of a large matrix product in this process.
@@ -86,6 +88,7 @@ class Measurement:
     """
 
     seconds: list[float]
+    processor_seconds: list[float]
     units: int
     unit: str
     flops: float
@@ -100,6 +103,7 @@ class Clock:
     def __init__(self, device: str):
         self.device = device
         self.ends: list[float] = []
+        self.processor_ends: list[float] = []
         self.counts: list[Tensor] = []
         self.count = torch.zeros(2, dtype=torch.long, device=device)
 
@@ -117,6 +121,7 @@ class Clock:
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
+        self.processor_ends.append(time.process_time())
         self.counts.append(self.count)
 
     def time(self, step: Callable[[], object], steps: int) -> None:
@@ -128,7 +133,7 @@ class Clock:
     @property
     def seconds(self) -> list[float]:
         """Of each step but the first."""
-        return [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        return _differences(self.ends)
 
     @property
     def read(self) -> dict[str, float]:
@@ -139,7 +144,20 @@ class Clock:
     def measurement(self, size: Size, load: Load, facts: Mapping[str, float]) -> Measurement:
         """The figures of this process, after its last step."""
         memory = peak_memory(size.device)  # before the matrices
-        return Measurement(self.seconds, load.units, load.unit, load.flops, memory, matmul_rate(size), facts)
+        return Measurement(
+            seconds=self.seconds,
+            processor_seconds=_differences(self.processor_ends),
+            units=load.units,
+            unit=load.unit,
+            flops=load.flops,
+            memory=memory,
+            matmul=matmul_rate(size),
+            facts=facts,
+        )
+
+
+def _differences(times: list[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]
 
 
 def peak_memory(device: str) -> int:

@@ -17,8 +17,8 @@ PAD, BOS, EOS = range(3)
 SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 
 
-def write(size: Size, folder: Path) -> None:
-    """Writes a policy, a reference of other weights, a reward model, and a Stable Diffusion, all of random weights."""
+def write_language_models(size: Size, folder: Path) -> None:
+    """Writes a policy, a reference of other weights and a reward model, all of random weights."""
     config = LlamaConfig(**size.llama, **SPECIAL, num_labels=1)  # type: ignore[arg-type]
     for name, kind, seed in (
         ("policy", LlamaForCausalLM, 0),
@@ -27,21 +27,29 @@ def write(size: Size, folder: Path) -> None:
     ):
         torch.manual_seed(seed)
         kind(config).save_pretrained(folder / name)
+
+
+def write_stable_diffusion(size: Size, folder: Path) -> None:
+    """Writes a Stable Diffusion of random weights."""
     pipeline = stable_diffusion(size)
-    pipeline.save_pretrained(folder / "diffusion")
+    pipeline.save_pretrained(folder)
     # transformers 4 reads CLIP's tokenizer from these two files, which transformers 5 does not write.
     words = json.dumps(pipeline.tokenizer.get_vocab())
-    (folder / "diffusion/tokenizer/vocab.json").write_text(words)
-    (folder / "diffusion/tokenizer/merges.txt").write_text("#version: 0.2\n")
+    (folder / "tokenizer/vocab.json").write_text(words)
+    (folder / "tokenizer/merges.txt").write_text("#version: 0.2\n")
 
 
 def stable_diffusion(size: Size) -> Any:
-    """The Stable Diffusion of tools.gpu, with a U-Net of the size's widths."""
-    from diffusers import UNet2DConditionModel
+    """The Stable Diffusion of tools.gpu, with a U-Net of the size's widths and the schedule of Stable Diffusion 1.5.
+
+    In that schedule every step has noise, and so a log-probability.
+    """
+    from diffusers import DDIMScheduler, UNet2DConditionModel
     from tools.gpu.models import UNET_SMALL, stable_diffusion
     from tools.gpu.models import Size as PipelineSize
 
     pipeline = stable_diffusion(PipelineSize(size.device, is_small=bool(size.unet_widths)))
+    pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, set_alpha_to_one=False)
     if size.unet_widths:
         torch.manual_seed(0)
         widths = {"block_out_channels": size.unet_widths, "sample_size": size.latent, "layers_per_block": 2}
@@ -50,7 +58,7 @@ def stable_diffusion(size: Size) -> Any:
 
 
 def load(kind: Any, folder: str, name: str, size: Size) -> Any:
-    """A model of `write`, in float32 on the size's device."""
+    """A language model of the folder, in float32 on the size's device."""
     return kind.from_pretrained(f"{folder}/{name}").to(size.device)
 
 
@@ -77,4 +85,6 @@ def set_value_head(head: nn.Linear) -> None:
 
 
 if __name__ == "__main__":
-    write(SIZES[sys.argv[1]], Path(sys.argv[2]))
+    name, target = sys.argv[1:]
+    write_language_models(SIZES[name], Path(target))
+    write_stable_diffusion(SIZES[name], Path(target) / "diffusion")

@@ -64,7 +64,7 @@ def read(report: Report) -> float:
 
 def row(work: Work, result: Result) -> list[str]:
     """The cells of a work: for each figure the median of the other side's processes / that of ours."""
-    pairs = result["pairs"]
+    pairs = processor_time(result["pairs"]) if is_disturbed(result) else result["pairs"]
 
     def both(figure: Figure, form: str) -> str:
         return " / ".join(format(statistics.median(figure(pair[side]) for pair in pairs), form) for side in SIDES)
@@ -88,8 +88,13 @@ def row(work: Work, result: Result) -> list[str]:
 
 
 def is_disturbed(result: Result) -> bool:
-    """Whether other programs ran."""
-    return any(pair["load"] > BUSY for pair in result["pairs"])
+    """Whether other programs ran on the processor that was measured."""
+    return result["device"] == "cpu" and any(pair["load"] > BUSY for pair in result["pairs"])
+
+
+def processor_time(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Report]]:
+    """The pairs with the seconds in which each process ran, instead of those that passed."""
+    return [{side: {**pair[side], "seconds": pair[side]["processor_seconds"]} for side in SIDES} for pair in pairs]
 
 
 def table(works: list[Work], results: Results) -> str:
@@ -120,7 +125,10 @@ def section(device: str, results: Results) -> str:
         table(WORKS, results),
     ]
     if any(map(is_disturbed, results)):
-        parts.append(f"\\* Other programs ran on the machine: its load average was above {BUSY}.")
+        parts.append(
+            f"\\* Other programs ran on the machine, whose load average was above {BUSY}. The seconds of these rows are the "
+            "processor time of the measured process; caches and memory were still shared."
+        )
     if {work.name for work in ABLATIONS} & {result["work"] for result in results}:
         parts += ["### What each shortcut brings: without it / with it", table(ABLATIONS, results)]
     return "\n\n".join([*parts, "### Versions", versions(results)])

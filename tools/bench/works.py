@@ -55,7 +55,7 @@ TRL, TRL_PPO, TRL_DDPO = "trl-1.16.0", "trl-0.11.4", "trl-0.23.1"
 LOSS = {"first loss": 1e-4}
 DOCUMENTS = {"first loss": 1e-4, "tokens read": 0}
 SAMPLED = {"sampled": 0}
-EPOCH = {"updates": 0, "rows to sample": 0}
+EPOCH = {"updates": 0, "rows to sample": 0, "rows to train": 0}
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 CONTINUOUS = {"rollout_backend": "continuous_batching"}
 # Room for the work at hand, as ours takes it by itself. By default TRL pages half of the main memory.
