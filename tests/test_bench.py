@@ -1,11 +1,10 @@
 """The benchmarks: what they count, what they refuse, and the table that they write."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tools.bench.__main__ import BenchError, check, main
+from tools.bench.__main__ import README, BenchError, check, main
 from tools.bench.measuring import Tokens
 from tools.bench.models import write_language_models
 from tools.bench.sizes import SIZES, token_ids
@@ -15,7 +14,7 @@ from tools.bench.works import ABLATIONS, WORKS
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
-SMOKE = SIZES["smoke"]
+SMOKE = SIZES["smoke-cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def test_sft_reads_its_tokens_and_times_the_steps_after_the_first(folder, packin
     measurement = sft.run("trimtab_lm", SMOKE, {"packing": packing}, folder)
     assert len(measurement.seconds) == SMOKE.steps
     assert measurement.facts["tokens read"] == measurement.units == tokens  # 96: two rows of 48
-    assert measurement.facts["first loss"] == pytest.approx(torch.tensor(1000.0).log().item(), abs=0.1)
+    assert measurement.facts["first loss"] == pytest.approx(torch.tensor(1000.0).log().item(), abs=0.5)
 
 
 def test_ppo_samples_the_tokens_that_it_counts(folder):
@@ -61,9 +60,11 @@ def test_ppo_samples_the_tokens_that_it_counts(folder):
 
 def test_sides_that_computed_something_else_are_not_compared():
     work = next(work for work in WORKS if work.name == "dpo")
-    check(work, {"ours": report(1, **{"first loss": 0.69}), "other": report(1, **{"first loss": 0.69005})})
+    check(work, {"ours": report(1, **{"first loss": 0.69}), "other": report(1, **{"first loss": 0.69005})}, rounding=0)
     with pytest.raises(BenchError, match=r"first loss: 0\.69 here and 0\.691 in trl"):
-        check(work, {"ours": report(1, **{"first loss": 0.69}), "other": report(1, **{"first loss": 0.691})})
+        check(
+            work, {"ours": report(1, **{"first loss": 0.69}), "other": report(1, **{"first loss": 0.691})}, rounding=0
+        )
 
 
 def test_the_table_has_the_ratio_of_neighbouring_processes_and_leaves_the_text_around_it():
@@ -93,7 +94,7 @@ def test_no_two_rows_have_one_name():
 
 @pytest.mark.slow  # two processes import torch and transformers
 def test_two_processes_of_ours_are_measured_beside_each_other(capsys):
-    before = Path("tools/bench/README.md").read_text()
-    assert main(["--smoke", "--repeats", "1", "--ablations", "--only", "sft: no padding"]) == 0
+    before = README.read_text()
+    assert main(["--smoke", "--repeats", "1", "--only", "sft: no padding"]) == 0
     assert "| sft: no padding" in capsys.readouterr().out
-    assert Path("tools/bench/README.md").read_text() == before
+    assert README.read_text() == before

@@ -136,6 +136,11 @@ class Clock:
         return _differences(self.ends)
 
     @property
+    def processor_seconds(self) -> list[float]:
+        """The same, of which this process had the processor."""
+        return _differences(self.processor_ends)
+
+    @property
     def read(self) -> dict[str, float]:
         """What the language models read in a step, in the mean of all but the first."""
         positions, tokens = ((self.counts[-1] - self.counts[0]) / len(self.seconds)).tolist()
@@ -146,7 +151,7 @@ class Clock:
         memory = peak_memory(size.device)  # before the matrices
         return Measurement(
             seconds=self.seconds,
-            processor_seconds=_differences(self.processor_ends),
+            processor_seconds=self.processor_seconds,
             units=load.units,
             unit=load.unit,
             flops=load.flops,
@@ -173,4 +178,4 @@ def matmul_rate(size: Size) -> float:
     a, b = (torch.randn(size.matmul, size.matmul, device=size.device, dtype=dtype) for _ in range(2))
     clock = Clock(size.device)
     clock.time(lambda: a @ b, 5)
-    return 2 * size.matmul**3 / min(clock.seconds)
+    return 2 * size.matmul**3 / min(clock.seconds if size.device == "cuda" else clock.processor_seconds)

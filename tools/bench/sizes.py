@@ -1,7 +1,7 @@
 """How large the benchmarks are: plain numbers, which the driver reads without torch."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 LLAMA_11M = {
     "hidden_size": 256,
@@ -65,28 +65,30 @@ class Size:
     matmul: int = 2048
 
 
+TINY = Size(
+    steps=1,
+    llama=LLAMA_TINY,
+    unet_widths=(16, 16, 32, 32),
+    latent=8,
+    rows=2,
+    median=20,
+    longest=48,
+    prompts=2,
+    group=2,
+    new_tokens=4,
+    ppo_batch=4,
+    ppo_minibatch=2,
+    ppo_epochs=1,
+    ppo_new_tokens=4,
+    images=2,
+    denoising_steps=2,
+    matmul=256,
+)
 SIZES = {
     "cpu": Size(),
-    "smoke": Size(
-        steps=1,
-        llama=LLAMA_TINY,
-        unet_widths=(16, 16, 32, 32),
-        latent=8,
-        rows=2,
-        median=20,
-        longest=48,
-        prompts=2,
-        group=2,
-        new_tokens=4,
-        ppo_batch=4,
-        ppo_minibatch=2,
-        ppo_epochs=1,
-        ppo_new_tokens=4,
-        images=2,
-        denoising_steps=2,
-        matmul=256,
-    ),
     "cuda": Size("cuda", llama=LLAMA_1B, unet_widths=(), latent=64, median=1024, longest=4096, matmul=8192),
+    "smoke-cpu": TINY,
+    "smoke-cuda": replace(TINY, device="cuda"),
 }
 
 

@@ -51,9 +51,9 @@ def rate(report: Report) -> float:
     return report["units"] / sum(report["seconds"])
 
 
-def share(report: Report) -> float:
-    """Per cent of the matmul rate, which the same process measured, that the model FLOPs reach."""
-    return 100 * report["flops"] / sum(report["seconds"]) / report["matmul"]
+def flops_rate(report: Report) -> float:
+    """Model FLOPs per second."""
+    return report["flops"] / sum(report["seconds"])
 
 
 def read(report: Report) -> float:
@@ -65,6 +65,8 @@ def read(report: Report) -> float:
 def row(work: Work, result: Result) -> list[str]:
     """The cells of a work: for each figure the median of the other side's processes / that of ours."""
     pairs = processor_time(result["pairs"]) if is_disturbed(result) else result["pairs"]
+
+    matmul = max(pair[side]["matmul"] for pair in pairs for side in SIDES)
 
     def both(figure: Figure, form: str) -> str:
         return " / ".join(format(statistics.median(figure(pair[side]) for pair in pairs), form) for side in SIDES)
@@ -82,7 +84,7 @@ def row(work: Work, result: Result) -> list[str]:
         both(memory, ".0f"),
         ratio(memory, work.target[1]),
         f"{both(rate, '.0f')} {pairs[0]['ours']['unit']}",
-        both(share, ".0f"),
+        both(lambda report: 100 * flops_rate(report) / matmul, ".0f"),
         both(read, ".0f"),
     ]
 
@@ -126,8 +128,8 @@ def section(device: str, results: Results) -> str:
     ]
     if any(map(is_disturbed, results)):
         parts.append(
-            f"\\* Other programs ran on the machine, whose load average was above {BUSY}. The seconds of these rows are the "
-            "processor time of the measured process; caches and memory were still shared."
+            f"\\* Other programs ran on the machine, whose load average was above {BUSY}. The seconds of these rows "
+            "are the processor time of the measured process; caches and memory were still shared."
         )
     if {work.name for work in ABLATIONS} & {result["work"] for result in results}:
         parts += ["### What each shortcut brings: without it / with it", table(ABLATIONS, results)]
