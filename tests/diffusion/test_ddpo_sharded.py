@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 from tests.diffusion import modern, tiny
-from tests.diffusion.run_ddpo_sharded import CALL, CASES, run
+from tests.diffusion.run_ddpo_sharded import BFLOAT16, CALL, CASES, run
 from tests.processes import launch
 
 MODULE = "tests.diffusion.run_ddpo_sharded"
@@ -24,8 +24,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each case in one session of two processes; and `full` and `lora` on two, then one, then two processes."""
     folder = tmp_path_factory.mktemp("runs")
     chains = [(folder / f"chain-{case}", case) for case in ("full", "lora")]
-    once = [f"{folder / case},{case},2," for case in CASES]
-    for where in (*(folder / case for case in CASES), *(chain for chain, _ in chains)):
+    once = [f"{folder / case},{case},2," for case in (*CASES, BFLOAT16)]
+    for where in (*(folder / case for case in (*CASES, BFLOAT16)), *(chain for chain, _ in chains)):
         where.mkdir()
     launch(MODULE, *once, *(f"{chain},{case},1," for chain, case in chains), processes=2, seconds=500)
     launch(MODULE, *(f"{chain},{case},2,yes" for chain, case in chains), processes=1)
@@ -80,3 +80,11 @@ def test_the_saved_folder_is_loaded_without_a_launcher(runs: Path, case: str):
         torch.testing.assert_close(loaded[name].double(), weight, rtol=1e-6, atol=1e-7, msg=name)
     images = pipeline("a cat", num_inference_steps=2, output_type="pt", generator=tiny.generator(), **CALL).images
     assert torch.isfinite(images).all()
+
+
+def test_mixed_precision_returns_float32_and_shards_the_reference(runs: Path):
+    for rank in (0, 1):
+        outcome = result(runs / BFLOAT16 / f"{BFLOAT16}-2-2-{rank}.pt")
+        assert outcome["policy"].dtype == torch.float32
+        torch.testing.assert_close(outcome["reference"], outcome["policy"], rtol=0, atol=0)
+        assert outcome["held"] < 0.55 * outcome["size"]

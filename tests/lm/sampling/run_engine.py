@@ -11,8 +11,9 @@ from tests.processes import let_accelerate_shard_on_cpu
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 
 
-def train(folder: str, policy: str, server: str, is_sharded: str) -> list[dict[str, Any]]:
-    settings = {"max_steps": 3, "importance_sampling_cap": 2.0, "learning_rate": 1e-3}
+def train(folder: str, policy: str, server: str, is_sharded: str, is_asynchronous: str) -> list[dict[str, Any]]:
+    settings: dict[str, Any] = {"max_steps": 3, "importance_sampling_cap": 2.0, "learning_rate": 1e-3}
+    settings["asynchronous_rollouts"] = is_asynchronous == "True"
     if is_sharded == "True":
         let_accelerate_shard_on_cpu()
         settings |= SHARDED

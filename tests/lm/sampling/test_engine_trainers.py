@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from tests.lm import tiny
 from tests.lm.grpo.run_distributed import trainer as grpo
+from tests.lm.grpo.test_resume import Stop
 from tests.lm.sampling import wide
 from tests.lm.sampling.conftest import Server
 from tests.processes import launch
@@ -78,15 +79,44 @@ def test_ppo_stays_on_policy(folder: str, backend: dict[str, Any], sampling: dic
     assert all(0 < len(row) <= 6 for row in responses)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    ("is_sharded", "is_asynchronous"),
+    [(False, False), (True, False), (True, True)],
+    ids=["whole", "sharded", "sharded and ahead"],
+)
 def test_two_processes_train_on_the_samples_of_one_server(
-    folder: str, servers: list[Server], tmp_path: Path, is_sharded: bool
+    folder: str, servers: list[Server], tmp_path: Path, is_sharded: bool, is_asynchronous: bool
 ):
     """The first process sends the weights, which FSDP2 may divide, and both sample from them."""
-    args = (str(tmp_path), folder, servers[0].address, str(is_sharded))
+    args = (str(tmp_path), folder, servers[0].address, str(is_sharded), str(is_asynchronous))
     launch("tests.lm.sampling.run_engine", *args, processes=2, seconds=800)
     for rank in range(2):
-        assert_on_policy(torch.load(tmp_path / f"{rank}.pt"))
+        logs = torch.load(tmp_path / f"{rank}.pt")
+        if is_asynchronous:
+            assert [entry["sampling/steps_behind"] for entry in logs] == [0, 1, 1]
+            assert logs[0]["sampling/token_ratio/max"] == pytest.approx(1, abs=1e-3)
+        else:
+            assert_on_policy(logs)
+
+
+def test_grpo_and_ppo_sample_ahead_on_a_server(folder: str, servers: list[Server], tmp_path: Path):
+    """The first two rollouts are of the first weights: the second is one update behind, and the ratio says so."""
+    backend = {"rollout_backend": "vllm_server", "rollout_backend_kwargs": {"servers": [servers[0].address]}}
+    settings = {"asynchronous_rollouts": True, "learning_rate": 1e-2, **backend}
+    trainer = grpo(str(tmp_path / "run"), wide.loaded(folder), rollout=None, max_steps=4, **settings)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["sampling/steps_behind"] for entry in logs] == [0, 1, 1, 1]
+    assert logs[0]["sampling/token_ratio/max"] == pytest.approx(1, abs=1e-3)
+    assert all(entry["sampling/token_ratio/max"] > 1.01 for entry in logs[1:])
+    rows = Dataset.from_dict({"query": [letter * 3 for letter in "abcdefgh"]})
+    ppo = tiny.ppo(tiny.with_value_head(wide.loaded(folder)), given={"dataset": rows}, steps=4, **settings)
+    history = ppo.train(
+        lambda completions: [text.count("a") / 8 for text in completions], generation_kwargs={"max_new_tokens": 6}
+    )
+    assert [entry["ppo/sampling/steps_behind"] for entry in history] == [0, 1, 1, 1]
+    assert history[0]["ppo/policy/ratio"] == pytest.approx(1, abs=1e-3)
+    assert all(abs(entry["ppo/policy/ratio"] - 1) > 1e-3 for entry in history[1:])
 
 
 def test_best_of_n_keeps_the_best_of_the_engines_samples(folder: str, backend: dict[str, Any]):
@@ -106,8 +136,13 @@ def test_best_of_n_keeps_the_best_of_the_engines_samples(folder: str, backend: d
     assert best == [max(seen, key=lambda text: text.count("e"))]
 
 
-def test_a_resumed_training_samples_what_it_would_have_sampled(folder: str, backend: dict[str, Any], tmp_path: Path):
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["in turn", "ahead"])
+def test_a_resumed_training_samples_what_it_would_have_sampled(
+    folder: str, backend: dict[str, Any], tmp_path: Path, is_asynchronous: bool
+):
     """Four steps give the completions and weights of two, a checkpoint, and two more."""
+    if is_asynchronous and backend["rollout_backend"] == "vllm":
+        pytest.skip("the engine in the process cannot sample ahead")
 
     def run(name: str, steps: int, resume: bool = False) -> tuple[list[list[int]], Any]:
         sampled: list[list[int]] = []
@@ -118,8 +153,10 @@ def test_a_resumed_training_samples_what_it_would_have_sampled(folder: str, back
 
         model = wide.loaded(folder)
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3, **backend}
+        settings |= {"asynchronous_rollouts": is_asynchronous}
         trainer = grpo(str(tmp_path / name), model, reward, rollout=None, **settings)
-        trainer.args.max_steps = steps
+        if not resume:
+            trainer.add_callback(Stop(steps))
         trainer.train(resume_from_checkpoint=resume)
         return sampled, tiny.weights(model)
 

@@ -18,6 +18,7 @@ from tests.processes import let_accelerate_shard_on_cpu
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForSequenceClassification
 
+from trimtab_common.sharding import is_divided_by_deepspeed
 from trimtab_lm import (
     DPOConfig,
     DPOTrainer,
@@ -30,7 +31,6 @@ from trimtab_lm import (
     SFTConfig,
     SFTTrainer,
 )
-from trimtab_lm.models.sharding import is_divided_by_deepspeed
 from trimtab_lm.sampling.backends import TransformersRollout
 from trimtab_lm.sampling.rollout import Rollout
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import fsdp2_prepare_model
+from accelerate.utils import convert_to_fp32
 from torch import nn
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.run import Run, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings
+from trimtab_common.sharding import prepared_for_inference
 from trimtab_common.tracking import start_tracking
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
@@ -114,6 +115,15 @@ def compile_blocks(denoiser: Any, backend: str) -> None:
         block.compile(backend=backend)
 
 
+def return_float32(denoiser: nn.Module, accelerator: Accelerator) -> None:
+    """Casts what a sharded denoiser returns in mixed precision to float32, as accelerate does under other engines.
+
+    Guidance and the schedule then compute with the same precision under every engine.
+    """
+    if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
+        denoiser.register_forward_hook(lambda module, inputs, outputs: convert_to_fp32(outputs))
+
+
 def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
     """AdamW over what trains, with 8-bit moments if asked for."""
     kind: Any = torch.optim.AdamW
@@ -147,7 +157,8 @@ def reference_of(
         return partial(_without_adapters, pipeline)
     frozen = copy.deepcopy(pipeline.denoiser).requires_grad_(False)
     if accelerator.is_fsdp2:
-        prepared = fsdp2_prepare_model(accelerator, frozen)
+        prepared = prepared_for_inference(frozen, accelerator)
+        return_float32(prepared, accelerator)
     else:
         prepared = accelerator.prepare_model(frozen, evaluation_mode=True)  # in the policy's precision
     return lambda: nullcontext(prepared)

@@ -69,6 +69,7 @@ class DDPOTrainer(PipelineServices):
         self.reference = setup.reference_of(config, sd_pipeline, self.accelerator)
         optimizer = setup.optimizer_of(config, sd_pipeline.denoiser)
         self.model, self.optimizer = self.accelerator.prepare(sd_pipeline.denoiser, optimizer)
+        setup.return_float32(sd_pipeline.denoiser, self.accelerator)
         self.model.eval()  # dropout would make the policy that trains another than the one that sampled
         self.lr_scheduler = setup.warmup(optimizer, config.train_warmup_steps)
         target = config.target if config.adap_kl_ctrl else None

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset, load_from_disk
-from torch import nn
-from torch.utils.data import Sampler, default_collate
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, default_collate
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row, RowFormat, T, TemplateSettings, columns_of, prepare_dataset, row_format
@@ -74,11 +74,19 @@ class ShuffledBatches(Sampler[list[int]]):
             self._is_resumed = False
         else:
             self.epoch, self.taken = self.epoch + 1, 0
-        order = epoch_order(self.rows, self.per_batch, self.epoch, self._permutation)
         while self.taken < self.per_epoch:
-            start = (self.taken * self.world_size + self.rank) * self.batch_size
             self.taken += 1
-            yield order[start : start + self.batch_size]
+            yield self._batch(self.epoch, self.taken - 1)
+
+    def upcoming(self) -> list[int]:
+        """The rows of the batch after the last one."""
+        is_over = self.taken == self.per_epoch
+        return self._batch(self.epoch + 1, 0) if is_over else self._batch(self.epoch, self.taken)
+
+    def _batch(self, epoch: int, number: int) -> list[int]:
+        order = epoch_order(self.rows, self.per_batch, epoch, self._permutation)
+        start = (number * self.world_size + self.rank) * self.batch_size
+        return order[start : start + self.batch_size]
 
     def _permutation(self, number: int) -> list[int]:
         # Seeds that differ by 1 would give the permutations of neighbouring epochs to neighbouring runs.
@@ -104,6 +112,24 @@ def collate_columns(rows: Sequence[Any]) -> Any:
     if "input_ids" in columns:
         columns["input_ids"] = [torch.as_tensor(ids, dtype=torch.long) for ids in columns["input_ids"]]
     return columns
+
+
+def upcoming_queries(dataloader: DataLoader[Any]) -> list[Tensor]:
+    """The queries of the batch after the last one, rows of token ids.
+
+    Args:
+        dataloader: over `ShuffledBatches`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    batches = dataloader.batch_sampler
+    if not isinstance(batches, ShuffledBatches) or dataloader.collate_fn is None:
+        raise ValueError(
+            "asynchronous_rollouts=True looks for the next batch in the order of PPOTrainer's own dataloader, and "
+            "prepare_dataloader is overridden. Set asynchronous_rollouts=False, or leave it as it is."
+        )
+    return dataloader.collate_fn([dataloader.dataset[row] for row in batches.upcoming()])["input_ids"]
 
 
 def used_columns(dataset: Dataset, model: nn.Module) -> Dataset:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trimtab_common.seeding import sampling_seed
+from trimtab_common.sharding import placed
 from trimtab_common.stats import Mean, gather_over_ranks, world_size
 from trimtab_lm.data.formats import Row, Text
 from trimtab_lm.hf.adapter import TrainerAdapter
 from trimtab_lm.hf.types import Batch
 from trimtab_lm.models.interface import Model
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.models.sharding import placed
 from trimtab_lm.tokens.dropout import without_dropout
 
 from .config import DPOConfig

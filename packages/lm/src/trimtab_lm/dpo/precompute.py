@@ -19,12 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_common.tracking import progress
 from trimtab_lm.hf.types import Batch, Collate
 from trimtab_lm.models.interface import Data
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.models.sharding import whole_tensor
 
 from .collator import REFERENCE_COLUMNS
 

@@ -30,7 +30,8 @@ class PromptBatches(Sampler[list[int]]):
     rows: of the dataset; what is left of it after the last whole call is another epoch's. With fewer rows than a call
     takes, an epoch is one call, which goes through the rows as often as it must. prompts_per_step: of an
     optimizer step, on each process. steps: of optimizer, that a call serves. repeats: micro-batches that a call serves,
-    as often as transformers' Trainer asks for one. The order is fixed by (seed, epoch): `set_epoch`.
+    as often as transformers' Trainer asks for one. looks_ahead: each batch is followed by the next call's row numbers,
+    as many. The order is fixed by (seed, epoch): `set_epoch`.
 
     An optimizer step has the same prompts however many processes share it.
     """
@@ -46,6 +47,7 @@ class PromptBatches(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = True,
+        looks_ahead: bool = False,
     ):
         self.shape = (steps, world_size, prompts_per_step)
         self.per_call = steps * world_size * prompts_per_step
@@ -54,7 +56,7 @@ class PromptBatches(Sampler[list[int]]):
                 "The dataset has no prompts: there is nothing to sample from. Check its filters and split."
             )
         self.rows, self.repeats, self.seed, self.rank, self.shuffle = rows, repeats, seed, rank, shuffle
-        self.epoch = 0
+        self.looks_ahead, self.epoch = looks_ahead, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -63,11 +65,17 @@ class PromptBatches(Sampler[list[int]]):
         return max(self.rows // self.per_call, 1) * self.repeats
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.tensor(epoch_order(self.rows, self.per_call, self.epoch, self._permutation))
-        for call in order[: len(order) - len(order) % self.per_call].view(-1, *self.shape):
-            own = call[:, self.rank].flatten().tolist()
+        calls = self._calls(self.epoch)
+        following = [*calls[1:], self._calls(self.epoch + 1)[0]] if self.looks_ahead else [[]] * len(calls)
+        for call, next_call in zip(calls, following, strict=True):
             for _ in range(self.repeats):
-                yield own
+                yield call + next_call
+
+    def _calls(self, epoch: int) -> list[list[int]]:
+        """The row numbers of each call of an epoch, on this process."""
+        order = torch.tensor(epoch_order(self.rows, self.per_call, epoch, self._permutation))
+        calls = order[: len(order) - len(order) % self.per_call].view(-1, *self.shape)
+        return calls[:, :, self.rank].flatten(1).tolist()
 
     def _permutation(self, number: int) -> list[int]:
         if not self.shuffle:
@@ -109,6 +117,7 @@ class PromptLoader(DataLoader[Row]):
             rank=config.process_index,
             world_size=config.world_size,
             shuffle=config.shuffle_dataset and config.train_sampling_strategy == "random",
+            looks_ahead=config.asynchronous_rollouts,
         )
         return cls(
             rows,
@@ -127,6 +136,11 @@ class PromptLoader(DataLoader[Row]):
 def as_list(rows: Sequence[Row]) -> Any:
     """Collates nothing: prompts are laid out with their completions."""
     return list(rows)
+
+
+def halves(batch: list[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows of a call of generation and those of the next, of a `PromptBatches` that looks ahead."""
+    return batch[: len(batch) // 2], batch[len(batch) // 2 :]
 
 
 class _Remembering:
@@ -154,7 +168,8 @@ class Group:
 
     prompt, completions: token ids. is_counted: [G], whether a completion is learnt from. advantages: [G]. logprobs:
     columns of the N tokens that count, [N] each: `old` (of the policy that sampled them), `ref`, `sampler`; on the CPU.
-    masks: for each completion, 1 where the policy wrote the token; None: it wrote all of them.
+    masks: for each completion, 1 where the policy wrote the token; None: it wrote all of them. policy_step: optimizer
+    steps of the policy that sampled; None: it did not sample ahead.
     """
 
     prompt: list[int]
@@ -163,6 +178,7 @@ class Group:
     advantages: Tensor
     logprobs: dict[str, Tensor] = field(default_factory=dict)
     masks: list[list[int]] | None = None
+    policy_step: int | None = None
 
     @property
     def written(self) -> list[list[int]]:
@@ -206,6 +222,7 @@ def as_groups(prompts: Sequence[Tensor], rollout: Rollout, *, is_counted: Tensor
         completions = [ids.tolist() for ids in rollout.completions[own]]
         masks = None if rollout.episodes is None else [mask.tolist() for mask in rollout.episodes.masks[own]]
         group = Group(prompt.tolist(), completions, is_counted[i].tolist(), advantages[i].clone(), masks=masks)
+        group.policy_step = rollout.policy_step
         if rollout.logprobs is not None:
             counts = torch.tensor([one for row in group.counts for one in row], dtype=torch.bool)
             group.logprobs["sampler"] = torch.cat(rollout.logprobs[own])[counts]

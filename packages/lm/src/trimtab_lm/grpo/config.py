@@ -71,6 +71,12 @@ class GRPOConfig(TrainerConfig):
         "importance sampling, 2 in its paper. None: no weights.",
         default=None,
     )
+    asynchronous_rollouts: bool = setting(
+        "Sample the next rollout while this one is trained on, one step off-policy (arXiv:2410.18252). The ratio is "
+        "then to the policy that sampled; with importance_sampling_cap, which weighs that ratio, to the policy at the "
+        "start of the update (decoupled, arXiv:2110.00641). For rollout_backend='vllm_server'.",
+        default=False,
+    )
     loss_type: str = setting(
         "What a token weighs. dapo: the same over the whole step. grpo: the same within its completion, and each "
         "completion the same. bnpo: the same within its process. dr_grpo: 1 / max_completion_length.",
@@ -113,6 +119,11 @@ class GRPOConfig(TrainerConfig):
         """The bounds of the ratio, as `policy_losses` takes them."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return {"epsilon_low": self.epsilon, "epsilon_high": high, "delta": self.delta}
+
+    @property
+    def clips_to_sampler(self) -> bool:
+        """Whether the ratio is to the policy that sampled, by the sampler's own log-probabilities."""
+        return self.asynchronous_rollouts and self.importance_sampling_cap is None
 
     def _check_choices(self) -> None:
         for name, choices in (

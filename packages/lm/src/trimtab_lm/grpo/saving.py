@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trimtab_common.health import HealthMonitor
+from trimtab_lm.sampling.asynchronous import Pending
 
 from .batches import RolloutBuffer
 
@@ -20,17 +21,19 @@ class Progress:
         buffer: the rollout that is in use.
         health: the alerts so far.
         num_tokens: sampled and read, by all processes.
+        pending: the next rollout, where rollouts are asynchronous.
     """
 
     buffer: RolloutBuffer
     health: HealthMonitor = field(default_factory=HealthMonitor)
     num_tokens: int = 0
+    pending: Pending = field(default_factory=Pending)
 
     def save(self, folder: str, rank: int, processes: int) -> None:
         """Write the file of a process, one of so many."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         state = {"buffer": self.buffer.state_dict(), "health": self.health.state_dict(), "num_tokens": self.num_tokens}
-        torch.save(state | {"processes": processes}, _file(folder, rank))
+        torch.save(state | {"pending": self.pending.state_dict(), "processes": processes}, _file(folder, rank))
 
     def load(self, folder: str, rank: int, processes: int) -> None:
         """Take up what `save` wrote; warn, and begin with a new rollout, where this process has no part of it."""
@@ -47,6 +50,7 @@ class Progress:
         self.buffer.load_state_dict(state["buffer"])
         self.health.load_state_dict(state["health"])
         self.num_tokens = state["num_tokens"]
+        self.pending.load_state_dict(state.get("pending", {}))  # older checkpoints have none
 
 
 def _file(folder: str, rank: int) -> Path:

@@ -49,6 +49,17 @@ def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Seq
     }
 
 
+def steps_behind(groups: Sequence[Group], step: int) -> dict[str, Mean]:
+    """`sampling/steps_behind`: optimizer steps since the policy sampled, as the updates on these groups start.
+
+    Args:
+        groups: of a rollout.
+        step: optimizer steps so far.
+    """
+    steps = [step if group.policy_step is None else group.policy_step for group in groups]
+    return {"sampling/steps_behind": Mean.of(step - torch.tensor(steps, dtype=torch.float32))}
+
+
 @torch.no_grad()
 def policy_stats(
     log_ratio: Tensor,

@@ -17,6 +17,7 @@ from trimtab_common.kl import k3
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
+from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
 from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.hf.types import Batch, DataSource, EvalSource, Optimizers, Prediction, Trial, Use
@@ -24,20 +25,21 @@ from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, Tokenizers
+from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request
 from trimtab_lm.sampling.mismatch import corrected
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import score_tokens_in_forward
 from trimtab_lm.tokens.layout import token_columns
 
-from .batches import Group, PromptLoader, RolloutBuffer, add_column, as_list, column, window_of
+from .batches import Group, PromptLoader, RolloutBuffer, add_column, as_list, column, halves, window_of
 from .config import GRPOConfig
 from .loss import LOG_RATIOS, corrected_k3, policy_losses
 from .rollout import GroupSampler
 from .saving import Progress
 from .selfcheck import check_start, tolerance
 from .setup import layout_of, make_backend, reference_of, rewards_of
-from .statistics import SampleTable, numbers_of, policy_stats, rollout_stats, warn_of_alerts
+from .statistics import SampleTable, numbers_of, policy_stats, rollout_stats, steps_behind, warn_of_alerts
 from .weights import Window, token_weights
 
 EVALUATION = 2**31  # draws of evaluation begin here: steps of training, which number its draws, never get so far
@@ -93,7 +95,10 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
+        self.pending = Pending()
         self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
+        if args.asynchronous_rollouts:
+            self.backend = AsynchronousRollout(self.backend, self.pending)
         rewards = rewards_of(reward_funcs, args, reward_processing_classes, self.backend)
         has_own_limit = rollout is not None
         self.sampler = GroupSampler.of(self.model, args, self.tokenizer, rewards, has_own_limit=has_own_limit)
@@ -106,7 +111,9 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
     def _begin(self) -> None:
         args = self.config
         micro_batches = args.gradient_accumulation_steps * args.steps_per_generation
-        self.progress = Progress(RolloutBuffer(micro_batches=micro_batches, passes=args.num_iterations))
+        self.pending.drop()
+        buffer = RolloutBuffer(micro_batches=micro_batches, passes=args.num_iterations)
+        self.progress = Progress(buffer, pending=self.pending)
         printed = args.num_completions_to_print if args.log_completions else 0
         self.samples = SampleTable(self.sampler.rewards.names, printed=printed)
 
@@ -142,21 +149,29 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """
         laid_out: list[Batch] = []
         buffer = self.progress.buffer
-        for rows in batches:
+        for batch in batches:
+            rows, next_rows = halves(batch) if self.config.asynchronous_rollouts else (batch, [])
             if buffer.is_used_up or len(buffer.groups) != len(rows):
-                self._roll_out_for_training(rows)
+                self._roll_out_for_training(rows, next_rows)
             is_start = self.state.global_step == 0 and not laid_out
             laid_out.append({**self.lay_out(buffer.next()), IS_START: is_start})
         return laid_out
 
-    def _roll_out_for_training(self, rows: Sequence[Row]) -> None:
+    def _roll_out_for_training(self, rows: Sequence[Row], next_rows: Sequence[Row]) -> None:
         """Lines 5 to 9: sample a group for each prompt, score it, compute advantages; what the policy thought of it."""
         args, draw = self.config, self.state.global_step
+        steps = args.steps_per_generation * args.num_iterations
+        if isinstance(self.backend, AsynchronousRollout):
+            prompts, seed = [torch.tensor(row[PROMPT_IDS]) for row in next_rows], self._seed(draw + steps)
+            upcoming = Request.of(prompts, num_generations=args.num_generations, seed=seed)
+            self.backend.begin_step(draw, upcoming if draw + steps < self.state.max_steps else None)
         groups = self.roll_out(rows, draw=draw, training=True)
+        if args.asynchronous_rollouts:
+            self.recorder.add(steps_behind(groups, draw), training=True)
         # As long as the policy has not moved since it sampled, its own log-probabilities are the old ones.
-        is_moving = args.steps_per_generation * args.num_iterations > 1
+        needs_old = steps > 1 and not args.clips_to_sampler
         for part in self.progress.buffer.slices(groups):
-            if is_moving:
+            if needs_old:
                 self._attach("old", part, self.model_wrapped)
             self._attach_reference(part)
         self.progress.buffer.fill(groups, seed=self._seed(draw))
@@ -208,6 +223,10 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
 
         sampled, cap = column(groups, "sampler", logprobs.device), args.importance_sampling_cap
         advantages, mismatch = corrected(advantages, old, sampled, lengths=lengths, cap=cap)
+        if batch.get(IS_START, False):
+            check_start(logprobs, old, ref, most=tolerance(self.model, args))
+        if args.clips_to_sampler and sampled is not None:
+            old = sampled
         log_ratio = LOG_RATIOS[args.importance_sampling_level](logprobs, old, sequence, lengths)
         losses, kl = policy_losses(log_ratio, advantages, **args.clip), None
         if ref is not None:
@@ -223,8 +242,6 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         if not model.training:
             weight = items.tokens if args.loss_type in ("bnpo", "dapo") else items.sequences
             stats["loss"] = Mean(loss.detach() * weight, weight)
-        if batch.get(IS_START, False):
-            check_start(logprobs, old, ref, most=tolerance(self.model, args))
         return BatchLoss(loss, stats, {"logprobs": logprobs, "entropy": scores.entropy})
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:

@@ -17,13 +17,13 @@ from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
+from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.models.interface import Model, Processor, tokenizer_of
-from trimtab_lm.models.sharding import full_state_dicts, prepare_sharding, reshard
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints
 from .config import Config, for_own_collators
-from .models import load_processing_class
+from .models import load_processing_class, prepare_sharding
 from .tracking import Recorder, Tables, prepare_trackers
 from .types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Prediction, Trial, Use
 

@@ -1,10 +1,13 @@
 """Models and tokenizers of the trainers on `transformers.Trainer`: by name, with adapters."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from accelerate import Accelerator
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,6 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from trimtab_common.sharding import keep_output_precision
 from trimtab_lm.models.interface import Model, Processor, base_of
 from trimtab_lm.models.loading import AutoModel
 
@@ -100,6 +104,29 @@ def with_adapters(model: Model, peft_config: PeftConfig | None, args: TrainingAr
         # Frozen embeddings give outputs without gradients, so a checkpointed block over them would get none.
         model.enable_input_require_grads()
     return model
+
+
+def prepare_sharding(model: Model, accelerator: Accelerator) -> None:
+    """Checks that the accelerator can shard the model, if it is to, and keeps the precision of what the model returns.
+
+    Raises:
+        ValueError: other modules than the input embeddings and the LM head share a weight, as those of T5 and BART.
+    """
+    if not accelerator.is_fsdp2:
+        return
+    together = (model.get_input_embeddings(), model.get_output_embeddings())  # one group of accelerate's
+    holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders[parameter].append((name, module))
+    for modules in holders.values():
+        if len(modules) > 1 and any(module not in together for _, module in modules):
+            names = ", ".join(name for name, _ in modules)
+            raise ValueError(
+                f"FSDP2 cannot shard {type(model).__name__}: {names} share one weight, and accelerate puts only the "
+                "input embeddings and the LM head into one group. Train it with DDP or DeepSpeed."
+            )
+    keep_output_precision(accelerator)
 
 
 def load_weights(model: Model, folder: Path) -> None:

@@ -145,6 +145,17 @@ class PPOConfig(_Taken):
         "truncated importance sampling, 2 in its paper. None: no weights.",
         default=None,
     )
+    asynchronous_rollouts: bool = setting(
+        "`train` samples the next batch while this one is learnt from, one step off-policy (arXiv:2410.18252). The "
+        "ratio is then to the policy that sampled; with importance_sampling_cap, which weighs that ratio, to the "
+        "policy at the start of the step (decoupled, arXiv:2110.00641). For rollout_backend='vllm_server'.",
+        default=False,
+    )
+
+    @property
+    def clips_to_sampler(self) -> bool:
+        """Whether the ratio is to the policy that sampled, by the sampler's own log-probabilities."""
+        return self.asynchronous_rollouts and self.importance_sampling_cap is None
 
     @property
     def kl_target(self) -> float | None:

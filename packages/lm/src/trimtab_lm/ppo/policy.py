@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
+from trimtab_common.sharding import prepared_for_inference, whole_weights
 from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.models.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
@@ -96,11 +96,15 @@ class Compared(NamedTuple):
     distributions: Tensor | None = None
     ref_distributions: Tensor | None = None
 
-    @property
-    def compared(self) -> tuple[Tensor, Tensor]:
-        """What `compute_rewards` takes of policy and reference: log-probabilities of tokens, or whole distributions."""
+    def compared(self, sampled: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What `compute_rewards` takes of policy and reference: log-probabilities of tokens, or whole distributions.
+
+        Args:
+            sampled: [B, R], log-probabilities in nats of the policy that sampled, where it is an older one: on its
+                samples, the estimates of the KL are those of its own KL.
+        """
         if self.distributions is None or self.ref_distributions is None:
-            return self.logprobs, self.ref_logprobs
+            return self.logprobs if sampled is None else sampled, self.ref_logprobs
         return self.distributions, self.ref_distributions
 
 

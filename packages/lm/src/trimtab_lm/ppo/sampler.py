@@ -11,7 +11,8 @@ from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.data.formats import Row
 from trimtab_lm.environments.rollout import roll_out
 from trimtab_lm.models.interface import Model
-from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
+from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Request
+from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
 from trimtab_lm.sampling.rollout import Notes, Rollout, RolloutBackend
 
 from .config import PPOConfig
@@ -101,9 +102,23 @@ class Sampler:
         backend.sync(model, self.calls)
         return roll_out(backend, queries, rows, num_generations=1, version=self.calls, seed=seed)
 
+    def begin_step(self, rollout: AsynchronousRollout, step: int, upcoming: Sequence[Tensor] | None) -> None:
+        """Begin a step whose rollout the next call takes; the call after it takes what is sampled ahead.
+
+        Args:
+            rollout: samples ahead.
+            step: PPO steps of the policy so far.
+            upcoming: queries to sample ahead, rows of token ids; None: nothing.
+        """
+        seed = self._seed_of(self.calls + 2)
+        rollout.begin_step(step, None if upcoming is None else Request.of(upcoming, num_generations=1, seed=seed))
+
     def _next_seed(self) -> int:
         self.calls += 1
-        return sampling_seed(self.seed, rank=self.rank, draw=self.calls)
+        return self._seed_of(self.calls)
+
+    def _seed_of(self, call: int) -> int:
+        return sampling_seed(self.seed, rank=self.rank, draw=call)
 
     def _take_temperature(self, temperature: float) -> None:
         if self.fixed_temperature not in (None, temperature):
@@ -128,6 +143,32 @@ def rows_of(batch: Mapping[str, Sequence[object]]) -> list[Row]:
     """
     columns = {"prompt" if name == "query" else name: batch[name] for name in batch if name != "input_ids"}
     return [{name: column[i] for name, column in columns.items()} for i in range(len(batch["input_ids"]))]
+
+
+def completions_of(
+    batch: dict[str, Any],
+    responses: Sequence[Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_encoder_decoder: bool,
+) -> tuple[list[str], list[str], list[list[int]], dict[str, Any]]:
+    """Prompts, completions, their ids and the batch's other columns, as a `RewardSet` takes them.
+
+    The batch gets the texts too, as `query` and `response`.
+
+    Args:
+        batch: columns, `input_ids` among them.
+        responses: token ids, 1-D, one per query.
+        tokenizer: of the policy.
+        is_encoder_decoder: whether the policy is one.
+    """
+    queries = batch["input_ids"]
+    texts = response_texts(tokenizer, queries, responses, is_encoder_decoder=is_encoder_decoder)
+    batch["response"] = texts
+    if "query" not in batch:
+        batch["query"] = tokenizer.batch_decode(queries, skip_special_tokens=True)
+    columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
+    return batch["query"], texts, [row.tolist() for row in responses], columns
 
 
 def told_by(sampled: Rollout) -> dict[str, list[Tensor]]:

@@ -21,11 +21,12 @@ from trimtab_common.run import Run, WeighingAccelerator
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
 from trimtab_lm.data.formats import Row
-from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
+from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, upcoming_queries, used_columns
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
+from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
 from trimtab_lm.sampling.backends import make_backend
-from trimtab_lm.sampling.generate import eos_token_ids, response_texts, sampling_config
+from trimtab_lm.sampling.generate import eos_token_ids, sampling_config
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
@@ -54,6 +55,8 @@ class PolicyServices(ForwardPasses):
     kl_ctl: FixedKLController
     running: RunningMoments
     rollout: RolloutBackend | None
+    pending: Pending
+    dataloader: DataLoader[Any] | None
     rounding: float
     run: Run
     steps_done: int
@@ -186,6 +189,14 @@ class PolicyServices(ForwardPasses):
             )
         return self._from_backend(self.rollout, queries, rows_of(batch))
 
+    def _ahead_if_asked(self, backend: RolloutBackend) -> RolloutBackend:
+        return AsynchronousRollout(backend, self.pending) if self.config.asynchronous_rollouts else backend
+
+    def _begin_step(self, *, is_last: bool) -> None:
+        if isinstance(self.rollout, AsynchronousRollout) and self.dataloader is not None:
+            upcoming = None if is_last else upcoming_queries(self.dataloader)
+            self.sampler.begin_step(self.rollout, self.steps_done, upcoming)
+
     def _from_backend(self, rollout: RolloutBackend, queries: list[Tensor], rows: Sequence[Row]) -> Sampled:
         with self.scorer.whole(has_reference=False):
             return self.sampler.from_backend(rollout, self.model.pretrained_model, queries, rows)
@@ -198,34 +209,24 @@ class PolicyServices(ForwardPasses):
     def _sampling_options(self, generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `generate` for whole batches; makes the sampler where the config names one."""
         config = self.config
+        if config.asynchronous_rollouts and self.rollout is None and config.rollout_backend == "transformers":
+            raise ValueError(
+                "asynchronous_rollouts=True needs a sampler in another process: rollout_backend='vllm_server'."
+            )
         if config.rollout_backend != "transformers":
             at = {} if config.temperature is None else {"temperature": config.temperature}
             settings = SamplingSettings.of({**at, **generation_kwargs})
             if self.rollout is None or self.rollout.settings != settings:
                 options = config.rollout_backend_kwargs
-                self.rollout = make_backend(
+                backend = make_backend(
                     config.rollout_backend, settings, self.tokenizer, options, batch_size=config.batch_size
                 )
+                self.rollout = self._ahead_if_asked(backend)
             return {}
         if self.rollout is not None:
             return dict(generation_kwargs)  # which `generate` refuses
         options = {"batch_size": config.batch_size, "do_sample": True, **generation_kwargs}
         return {name: value for name, value in options.items() if name != "return_prompt"}
-
-    def _completions(
-        self, batch: dict[str, Any], responses: list[Tensor]
-    ) -> tuple[list[str], list[str], list[list[int]], dict[str, Any]]:
-        """Prompts, completions, their ids and the batch's other columns, as a `RewardSet` takes them.
-
-        The batch gets the texts too, as `query` and `response`.
-        """
-        queries = batch["input_ids"]
-        texts = response_texts(self.tokenizer, queries, responses, is_encoder_decoder=self.is_encoder_decoder)
-        batch["response"] = texts
-        if "query" not in batch:
-            batch["query"] = self.tokenizer.batch_decode(queries, skip_special_tokens=True)
-        columns = {name: column for name, column in batch.items() if name not in ("query", "response", "input_ids")}
-        return batch["query"], texts, [row.tolist() for row in responses], columns
 
     # ---------------------------------------------------------------- scores and statistics
 

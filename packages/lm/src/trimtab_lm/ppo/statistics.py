@@ -13,12 +13,31 @@ from trimtab_common.health import Vitals
 from trimtab_common.kl import k3
 from trimtab_common.masking import explained_variance
 from trimtab_common.stats import Deviation, Mean, Variance, gather_stats, merge_stats
+from trimtab_lm.rewards.functions import Scored, function_stats
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.mismatch import corrected, with_largest
+from trimtab_lm.sampling.rollout import Rollout as Sampled
 
 from .checks import check_fits
 from .policy import Compared
 from .samples import Samples, carry, check_same_tokens
+
+
+def as_sampled(sampler_logprobs: Sequence[Tensor] | None, samples: Samples, old: Compared) -> Tensor | None:
+    """Log-probabilities of the tokens as they were sampled, [B, R], 0 where a token does not count.
+
+    Args:
+        sampler_logprobs: for each response its tokens', in nats; None if nobody knows them.
+        samples: the responses.
+        old: their log-probabilities under the policy, for dtype and places.
+
+    Raises:
+        ValueError: the numbers do not fit the responses.
+    """
+    if sampler_logprobs is None:
+        return None
+    check_fits(sampler_logprobs, samples.responses)
+    return carry(pad([row.to(old.logprobs) for row in sampler_logprobs], 0)[0], samples.mask, old.mask)
 
 
 @dataclass(frozen=True)
@@ -29,6 +48,7 @@ class Rollout:
     mask: Tensor  # [B, R], 1 where a token counts
     scores: Tensor  # [B], as given
     logprobs: Tensor  # [B, R] and so on, in nats
+    old_logprobs: Tensor  # of the ratio: the same, or those of the policy that sampled
     ref_logprobs: Tensor
     entropy: Tensor | None  # None if nobody knows it
     values: Tensor
@@ -42,27 +62,34 @@ class Rollout:
     def of(cls, samples: Samples, scores: Tensor, old: Compared, **columns: Tensor) -> "Rollout":
         """The samples as policy and reference see them, with further columns [B, R], set to 0 outside the mask."""
         at_tokens = {name: torch.where(old.mask.bool(), column, 0.0) for name, column in columns.items()}
-        return cls(samples, old.mask, scores, old.logprobs, old.ref_logprobs, old.entropy, mismatch={}, **at_tokens)
+        at_tokens |= {"logprobs": old.logprobs, "old_logprobs": old.logprobs, "ref_logprobs": old.ref_logprobs}
+        return cls(samples=samples, mask=old.mask, scores=scores, entropy=old.entropy, mismatch={}, **at_tokens)
 
-    def corrected(self, sampler_logprobs: Sequence[Tensor] | None, *, cap: float | None) -> "Rollout":
+    def corrected(self, sampled: Tensor | None, *, cap: float | None, clips_to_sampler: bool) -> "Rollout":
         """The rollout with advantages for the sampler's probabilities, and their mismatch; see `mismatch.corrected`.
 
         Args:
-            sampler_logprobs: for each response its tokens', as they were sampled; None if nobody knows them.
+            sampled: [B, R], of `as_sampled`.
             cap: the largest weight of an advantage; None: no correction.
+            clips_to_sampler: the ratio is to the sampler's probabilities.
 
         Raises:
-            ValueError: there is a cap and nothing to correct by, or the numbers do not fit the responses.
+            ValueError: there is something to correct and nothing to correct by.
         """
-        mask, sampled = self.mask.bool(), None
-        if sampler_logprobs is not None:
-            check_fits(sampler_logprobs, self.samples.responses)
-            padded = pad([row.to(self.logprobs) for row in sampler_logprobs], 0)[0]
-            sampled = carry(padded, self.samples.mask, self.mask)[mask]
+        mask, old_logprobs = self.mask.bool(), self.old_logprobs
+        told = None if sampled is None else sampled[mask]
         advantages, mismatch = corrected(
-            self.advantages[mask], self.logprobs[mask], sampled, lengths=self.mask.sum(1), cap=cap
+            self.advantages[mask], self.logprobs[mask], told, lengths=self.mask.sum(1), cap=cap
         )
-        return replace(self, advantages=self.advantages.masked_scatter(mask, advantages), mismatch=mismatch)
+        if clips_to_sampler:
+            if sampled is None:
+                raise ValueError(
+                    "asynchronous_rollouts=True takes the ratio to the policy that sampled: give step "
+                    "sampler_logprobs, or set asynchronous_rollouts=False."
+                )
+            old_logprobs = sampled
+        advantages = self.advantages.masked_scatter(mask, advantages)
+        return replace(self, advantages=advantages, old_logprobs=old_logprobs, mismatch=mismatch)
 
     def rows(self, index: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """What a minibatch learns from, [b, W]: columns of the chosen rows, in the places of the same tokens in `mask`.
@@ -72,7 +99,7 @@ class Rollout:
         """
         old_mask = self.mask[index]
         check_same_tokens(mask, old_mask)
-        columns = {"old_logprobs": self.logprobs, "values": self.values}
+        columns = {"old_logprobs": self.old_logprobs, "values": self.values}
         columns |= {"advantages": self.advantages, "returns": self.returns}
         return {name: carry(column[index], old_mask, mask) for name, column in columns.items()}
 
@@ -198,6 +225,21 @@ def token_means(stats: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
             number = float(torch.as_tensor(value, dtype=torch.float64).mean())
             weighed[name] = Mean(number * float(mask.sum()), float(mask.sum()))
     return weighed
+
+
+def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, step: int) -> dict[str, Mean | Variance]:
+    """What a step of `train` logs of its responses, for `gather_stats`: most runs have nothing.
+
+    Args:
+        sampled: the responses.
+        names: of the reward functions; with several, each has its mean and deviation.
+        scored: the scores of the responses.
+        step: PPO steps of the policy before this one.
+    """
+    stats: dict[str, Mean | Variance] = {} if sampled.episodes is None else {**sampled.episodes.stats()}
+    if sampled.policy_step is not None:
+        stats["ppo/sampling/steps_behind"] = Mean(float(step - sampled.policy_step), 1.0)
+    return stats | function_stats(names, scored) if len(names) > 1 else stats
 
 
 def one_dimensional(stats: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.kl import SAMPLED_KL, full, kl_controller
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.run import create_accelerator
+from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
 from trimtab_lm.models.interface import decoder_start_of
-from trimtab_lm.models.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.rewards.functions import function_stats
+from trimtab_lm.sampling.asynchronous import Pending
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -31,12 +31,12 @@ from .config import PPOConfig
 from .loss import policy_log_ratio, ppo_loss
 from .policy import ActorCritic, Scorer
 from .returns import gae, per_token_rewards
-from .sampler import Sampler, told_by
+from .sampler import Sampler, completions_of, told_by
 from .samples import Padding, Samples, carry, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference, tolerance
 from .services import PolicyServices
 from .setup import check_engine, filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
-from .statistics import Clock, Rollout, token_means, training_stats, vitals
+from .statistics import Clock, Rollout, as_sampled, sampling_stats, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
 
@@ -104,7 +104,8 @@ class PPOTrainer(PolicyServices):
         self.kl_ctl = kl_controller(config.init_kl_coef, target=config.kl_target, horizon=config.horizon)
         self.running = RunningMoments()
         self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
-        self.rollout = rollout
+        self.pending = Pending()
+        self.rollout = None if rollout is None else self._ahead_if_asked(rollout)
         self.steps_done, self.best_score = 0, float("-inf")
 
         self.data_collator = data_collator
@@ -113,6 +114,7 @@ class PPOTrainer(PolicyServices):
         self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "sampler", "running", "batches")
         self.run.keep(self, "steps_done", "best_score")
         self.run.keep(self.accelerator, "scaler")
+        self.run.keep_per_rank("pending", self.pending)
 
     # ---------------------------------------------------------------- the algorithm
 
@@ -151,15 +153,17 @@ class PPOTrainer(PolicyServices):
         batches = endless(self.dataloader)
         for _ in progress(range(self.steps_done, total), "PPO steps"):
             batch = next(batches)
+            self._begin_step(is_last=self.steps_done + 1 == total)
             sampled = self._sample(batch, options)
-            scored = rewards(*self._completions(batch, sampled.completions))
+            scored = rewards(
+                *completions_of(batch, sampled.completions, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
+            )
             scores = scored.rewards.tolist()
             stats = self.step(batch["input_ids"], sampled.completions, scores, **told_by(sampled))
+            if more := sampling_stats(sampled, rewards.names, scored, step=self.steps_done - 1):
+                stats |= self.gather_stats(more)
             if (episodes := sampled.episodes) is not None:
-                stats |= self.gather_stats(episodes.stats())
                 scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
-            if len(rewards.names) > 1:
-                stats |= self.gather_stats(function_stats(rewards.names, scored))
             logs = self.log_stats(stats, batch, scores)
             history.append({name: value for name, value in logs.items() if isinstance(value, float)})
             if on_step is not None:
@@ -194,12 +198,9 @@ class PPOTrainer(PolicyServices):
             The statistics, equal on all processes.
         """
         clock, config = Clock(), self.config
+        columns = (queries, responses, scores, response_masks, response_rewards)
         samples, raw_scores = check_step(
-            queries,
-            responses,
-            scores,
-            response_masks,
-            response_rewards,
+            *columns,
             batch_size=config.batch_size,
             model=self.model,
             decoder_start=self.decoder_start,
@@ -208,8 +209,7 @@ class PPOTrainer(PolicyServices):
         )
         recorded: list[dict[str, Any]] = []
         with without_dropout(self.actor_critic):
-            rollout = self._evaluate(samples, raw_scores, clock)
-            rollout = rollout.corrected(sampler_logprobs, cap=config.importance_sampling_cap)
+            rollout = self._evaluate(samples, raw_scores, sampler_logprobs, clock)
             for rows in rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done):
                 if self._update(rollout, rows, recorded):
                     break
@@ -227,19 +227,24 @@ class PPOTrainer(PolicyServices):
         numbers = {name: value for name, value in stats.items() if isinstance(value, float)}
         return stats | self.run.check_health(vitals(numbers), numbers, when=f"step {self.steps_done}")
 
-    def _evaluate(self, samples: Samples, raw_scores: Tensor, clock: Clock) -> Rollout:
+    def _evaluate(
+        self, samples: Samples, raw_scores: Tensor, sampler_logprobs: list[Tensor] | None, clock: Clock
+    ) -> Rollout:
         """Log-probabilities, values, rewards and advantages of a batch under the policy before its updates."""
+        config = self.config
         if self._replaces("batched_forward_pass", "prepare_model_inputs"):
             inputs = self.prepare_model_inputs(samples.queries, samples.responses)
             samples = replace(samples, model_inputs=inputs)
         with torch.no_grad():
-            old = in_minibatches(self._compare, samples, self.config.mini_batch_size)
+            old = in_minibatches(self._compare, samples, config.mini_batch_size)
+            sampled = as_sampled(sampler_logprobs, samples, old)
             clock.lap("forward_pass")
             scores = self._shaped(raw_scores, samples.responses)
             known = {} if old.kl is None else {"kl": old.kl}
-            rewards, non_score_rewards, *rest = self.compute_rewards(scores, *old.compared, old.mask, **known)
+            compared = old.compared(sampled if config.asynchronous_rollouts else None)
+            rewards, non_score_rewards, *rest = self.compute_rewards(scores, *compared, old.mask, **known)
             rewards = rewards + carry(samples.rewards, samples.mask, old.mask)
-            kl = rest[0] if rest else self._kl_penalty(*old.compared)
+            kl = rest[0] if rest else self._kl_penalty(*compared)
             clock.lap("compute_rewards")
             values, advantages, returns = self.compute_advantages(old.values, rewards, old.mask)
             clock.lap("compute_advantages")
@@ -248,7 +253,7 @@ class PPOTrainer(PolicyServices):
         rollout = Rollout.of(samples, raw_scores, old, **columns, advantages=advantages, returns=returns)
         if self.steps_done == 0:
             check_reference(rollout, most=self.rounding)
-        return rollout
+        return rollout.corrected(sampled, cap=config.importance_sampling_cap, clips_to_sampler=config.clips_to_sampler)
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor, kl: Tensor | None = None
@@ -298,7 +303,7 @@ class PPOTrainer(PolicyServices):
             with self.update.minibatch(share=share, is_last=number == len(parts)):
                 new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
                 old = rollout.rows(part, new.mask)
-                if self.steps_done == 0 and not recorded:
+                if self.steps_done == 0 and not recorded and not self.config.clips_to_sampler:
                     check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
                 if is_replaced:
                     moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng
+from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Model, base_of
-from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.sampling.generate import distortions, ends_without_eos, eos_token_ids, learns_prompt, sample_groups
 from trimtab_lm.sampling.rollout import (
     Notes,

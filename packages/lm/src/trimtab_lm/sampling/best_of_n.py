@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
-from trimtab_lm.models.sharding import whole_weights
+from trimtab_common.sharding import whole_weights
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
 from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
 from trimtab_lm.tokens.dropout import without_dropout

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
 from trimtab_lm.models.interface import Model, base_of
-from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.tokens.positions import Positions
 
 PLAIN_SAMPLING = {

@@ -40,10 +40,14 @@ class Rollout(NamedTuple):
     ended: list[bool]  # by itself; otherwise it was cut at the length limit
     logprobs: list[Tensor] | None = None  # 1-D, nats, of these tokens as they were sampled, where the sampler tells
     episodes: Episodes | None = None  # where completions are conversations; the policy wrote all of any other one
+    policy_step: int | None = None  # optimizer steps of the policy that sampled, where it may have sampled ahead
 
 
 class RolloutBackend(Protocol):
     """A sampler of completions. `version` counts the changes of the weights; each rollout says which it must be of.
+
+    A backend whose class has `is_remote = True` samples in another process: its `generate` only waits, and a thread may
+    call it while the policy trains.
 
     Attributes:
         settings: how completions are drawn. PPO takes log-probabilities at their temperature.

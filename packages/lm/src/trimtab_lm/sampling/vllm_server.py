@@ -10,9 +10,9 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trimtab_common.sharding import whole_weights
 from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_lm.models.interface import Model
-from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import (
     Notes,
@@ -74,6 +74,8 @@ class VLLMServerRollout:
         timeout: seconds to wait for an answer.
         retries: of a request that does not reach a server. Waits double from half a second.
     """
+
+    is_remote = True
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ def checkpoint_weights(model: Model, *, repeat_ties: bool = False) -> dict[str, 
     Merged weights are copies, all others are the policy's own tensors. The policy does not change, bit by bit.
 
     Args:
-        model: the policy, not wrapped, with whole weights (`models.sharding.whole_weights`).
+        model: the policy, not wrapped, with whole weights (`trimtab_common.sharding.whole_weights`).
         repeat_ties: give weights that the model ties under each of their names; a checkpoint has them once.
 
     Raises:

@@ -17,8 +17,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config
-from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out, tree_mask
 from trimtab_lm.tokens.logprobs import LanguageHead, TokenScores
 from trimtab_lm.tokens.positions import positioned

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab_common.kl import full
+from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
-from trimtab_lm.models.sharding import whole_weights
 from trimtab_lm.tokens.heads import forward_replaced, is_linear, last_hidden_state, lm_head_of
 from trimtab_lm.tokens.positions import positioned
 

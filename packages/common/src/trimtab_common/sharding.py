@@ -1,7 +1,6 @@
 """Models whose weights are divided over processes (FSDP2, ZeRO-3): whole where code reads them, ready for inference."""
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,8 +11,6 @@ from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-
-from trimtab_lm.models.interface import Model
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -109,29 +106,6 @@ def full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         plugin.set_state_dict_type(kind.name)
-
-
-def prepare_sharding(model: Model, accelerator: Accelerator) -> None:
-    """Checks that the accelerator can shard the model, if it is to, and keeps the precision of what the model returns.
-
-    Raises:
-        ValueError: other modules than the input embeddings and the LM head share a weight, as those of T5 and BART.
-    """
-    if not accelerator.is_fsdp2:
-        return
-    together = (model.get_input_embeddings(), model.get_output_embeddings())  # one group of accelerate's
-    holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = defaultdict(list)
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            holders[parameter].append((name, module))
-    for modules in holders.values():
-        if len(modules) > 1 and any(module not in together for _, module in modules):
-            names = ", ".join(name for name, _ in modules)
-            raise ValueError(
-                f"FSDP2 cannot shard {type(model).__name__}: {names} share one weight, and accelerate puts only the "
-                "input embeddings and the LM head into one group. Train it with DDP or DeepSpeed."
-            )
-    keep_output_precision(accelerator)
 
 
 def keep_output_precision(accelerator: Accelerator) -> None:
