@@ -22,14 +22,18 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
         facts["sampled"] = float(sum(map(len, completion_ids)))
         return [float(sum(ids) % 7) for ids in completion_ids]
 
-    batch = {"per_device_train_batch_size": size.prompts * (size.group if package == "trl" else 1)}
-    fixed = {"num_generations": size.group, "max_completion_length": size.new_tokens, "shuffle_dataset": False}
-    fixed["generation_kwargs"] = {"min_new_tokens": size.new_tokens}
+    shape = {
+        "per_device_train_batch_size": size.prompts * (size.group if package == "trl" else 1),
+        "num_generations": size.group,
+        "max_completion_length": size.new_tokens,
+        "generation_kwargs": {"min_new_tokens": size.new_tokens},
+        "shuffle_dataset": False,
+    }
     return train(
         package,
         "GRPO",
         size,
-        batch | fixed | settings,
+        shape | settings,
         needed(size, [len(prompt) for prompt in prompts[size.prompts :]]),
         clock,
         facts,

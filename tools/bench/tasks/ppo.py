@@ -29,10 +29,9 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
 
     def learn(responses: Rows) -> None:
         stats = trainer.step(queries, responses, [torch.tensor(float(len(row) % 5)) for row in responses])
-        first = {"kl": "objective/kl", "entropy": "objective/entropy", "mean score": "ppo/mean_scores"}
-        if phase == "step":
-            for name, key in first.items():
-                facts.setdefault(name, float(stats[key]))
+        if phase == "step":  # of the same responses: before the first update both sides have the same models
+            facts.setdefault("kl", float(stats["objective/kl"]))
+            facts.setdefault("mean score", float(stats["ppo/mean_scores"]))
 
     torch.manual_seed(0)
     steps = {"generate": generate, "step": lambda: learn(answers), "both": lambda: learn(generate())}

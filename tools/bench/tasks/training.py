@@ -65,7 +65,7 @@ def train(
     """
     module = importlib.import_module(package)
     with tempfile.TemporaryDirectory() as folder:
-        args = getattr(module, f"{algorithm}Config")(**shared_arguments(size, folder) | settings)
+        args = getattr(module, f"{algorithm}Config")(**{**shared_arguments(size, folder), **settings})
         kind = getattr(module, f"{algorithm}Trainer")
         trainer: Trainer = kind(args=args, callbacks=[StepEnds(clock)], **arguments)
         trainer.train()
