@@ -40,6 +40,7 @@ class Size:
         median: tokens of a row in the median. Of a pair's row two thirds are the prompt.
         longest: tokens of a row at most, and of a packed row.
         prompts, group, new_tokens: GRPO's prompts of a step, completions of each, and tokens of a completion.
+        ppo_steps: timed steps of PPO with updates, of which each is many.
         ppo_batch, ppo_minibatch, ppo_epochs, ppo_new_tokens: PPO's.
         images, denoising_steps: DDPO's images of an epoch, in two batches, and their steps.
         matmul: width of the square matrices that measure the machine's rate.
@@ -56,6 +57,7 @@ class Size:
     prompts: int = 4
     group: int = 8
     new_tokens: int = 64
+    ppo_steps: int = 1
     ppo_batch: int = 32
     ppo_minibatch: int = 4
     ppo_epochs: int = 4

@@ -34,9 +34,10 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
             facts.setdefault("mean score", float(stats["ppo/mean_scores"]))
 
     torch.manual_seed(0)
-    steps = {"generate": generate, "step": lambda: learn(answers), "both": lambda: learn(generate())}
-    clock.time(steps[phase], size.steps)
-    return clock.measurement(size, needed(size, phase, queries, answers), {**clock.read, **facts})
+    timed = {"generate": generate, "step": lambda: learn(answers), "both": lambda: learn(generate())}[phase]
+    steps = size.steps if phase == "generate" else size.ppo_steps
+    clock.time(timed, steps)
+    return clock.measurement(size, needed(size, phase, steps, queries, answers), {**clock.read, **facts})
 
 
 def trainer_of(package: str, size: Size, settings: dict[str, Any], folder: str, clock: Clock) -> Any:
@@ -61,10 +62,10 @@ def texts(size: Size) -> tuple[Rows, Rows]:
     return [row[: max(2 * len(row) // 3, 1)] for row in rows], [row[2 * len(row) // 3 :] for row in rows]
 
 
-def needed(size: Size, phase: str, queries: Rows, answers: Rows) -> Load:
+def needed(size: Size, phase: str, steps: int, queries: Rows, answers: Rows) -> Load:
     """One pass to sample; one of the policy and one of the reference to score; and three for each epoch."""
     lengths = [len(row) if phase == "step" else size.ppo_new_tokens for row in answers]
     read = total(Tokens.of(len(query), [length], scored=length) for query, length in zip(queries, lengths, strict=True))
     passes = (phase != "step") + (phase != "generate") * (2 + 3 * size.ppo_epochs)
     units = read.read if phase == "step" else sum(lengths)
-    return Load(size.steps * units, "tokens", size.steps * passes * read.forward_flops(size))
+    return Load(steps * units, "tokens", steps * passes * read.forward_flops(size))
