@@ -5,7 +5,6 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 ARGS ?=
-BENCH ?=
 LOWEST := .venv-lowest
 VLLM := .venv-vllm
 
@@ -24,8 +23,7 @@ SOURCES := $(wildcard packages experiments examples tests tools)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce and test), JOBS=$(JOBS) (for test),"
-	@echo "             BENCH=name (for bench)"
+	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce, test and bench), JOBS=$(JOBS) (for test)"
 
 setup: $(STAMP) ## make .venv and install the three packages, the experiments and the tools
 	@echo "ready: $$($(PY) --version) in $(VENV)"
@@ -64,15 +62,8 @@ format: $(STAMP) ## rewrite the sources as check wants them
 sizes: | $(PY) ## lines per package, long files, long functions
 	@$(PY) tools/sizes.py
 
-bench: $(STAMP) ## list the benchmarks, or run one: BENCH=name
-ifeq ($(BENCH),)
-	@echo "benchmarks (make bench BENCH=name):"
-	@found=; for f in $(wildcard tools/bench/[!_]*.py); do \
-	  found=1; printf '  %-20s %s\n' "$$(basename "$$f" .py)" "$$(sed -n '1s/^"""\([^"]*\).*/\1/p' "$$f")"; \
-	done; [ -n "$$found" ] || echo "  none yet"
-else
-	$(PY) tools/bench/$(BENCH).py $(ARGS)
-endif
+bench: $(STAMP) ## time every trainer beside its peer, and write tools/bench/README.md (an hour; ARGS='--only sft', '--smoke')
+	$(PY) -m tools.bench $(ARGS)
 
 gpu: $(STAMP) ## run what needs a GPU, in parts of less than eight minutes, and write docs/gpu.md
 	$(PY) -m tools.gpu $(ARGS)

@@ -1,0 +1,100 @@
+"""The benchmarks: what they count, what they refuse, and the table that they write."""
+
+from typing import Any
+
+import pytest
+import torch
+from tools.bench.__main__ import README, BenchError, check, main
+from tools.bench.measuring import Tokens
+from tools.bench.models import write_language_models
+from tools.bench.sizes import SIZES, token_ids
+from tools.bench.table import BEGIN, END, page
+from tools.bench.tasks import ppo, sft
+from tools.bench.works import ABLATIONS, WORKS
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaForCausalLM
+
+SMOKE = SIZES["smoke-cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The models of the smallest size."""
+    folder = tmp_path_factory.mktemp("models")
+    write_language_models(SMOKE, folder)
+    return str(folder)
+
+
+def report(seconds: float, **facts: float) -> dict[str, Any]:
+    """What a process prints, of one step of 10 tokens."""
+    figures = {"memory": 2**20, "matmul": 1e9, "flops": 1e8, "units": 10, "unit": "tokens", "versions": {"torch": "2"}}
+    return {"seconds": [seconds], "processor_seconds": [seconds / 2], **figures, "facts": {"positions": 12.0, **facts}}
+
+
+def test_model_flops_are_what_torch_counts_in_a_forward_pass(folder):
+    model = LlamaForCausalLM.from_pretrained(f"{folder}/policy", attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.ones(1, 7, dtype=torch.long))
+    every_pair = Tokens(read=7, pairs=7 * 7, scored=7)  # eager attention computes the masked half too
+    assert every_pair.forward_flops(SMOKE) == counter.get_total_flops()
+
+
+def test_a_shared_prompt_is_read_once():
+    pair = Tokens.of(2, [1, 1], scored=2)
+    # Positions 0 and 1 see 1 and 2; each answer sees the prompt and itself.
+    assert pair == Tokens(read=4, pairs=1 + 2 + 3 + 3, scored=2)
+
+
+@pytest.mark.parametrize(("packing", "tokens"), [(False, sum(map(len, token_ids(SMOKE, 4, seed=0)[2:]))), (True, 96)])
+def test_sft_reads_its_tokens_and_times_the_steps_after_the_first(folder, packing, tokens):
+    measurement = sft.run("trimtab_lm", SMOKE, {"packing": packing}, folder)
+    assert len(measurement.seconds) == SMOKE.steps
+    assert measurement.facts["tokens read"] == measurement.units == tokens  # 96: two rows of 48
+    assert measurement.facts["first loss"] == pytest.approx(torch.tensor(1000.0).log().item(), abs=0.5)
+
+
+def test_ppo_samples_the_tokens_that_it_counts(folder):
+    measurement = ppo.run("trimtab_lm", SMOKE, {"phase": "generate"}, folder)
+    assert measurement.facts["sampled"] == measurement.units == SMOKE.ppo_batch * SMOKE.ppo_new_tokens
+
+
+def test_sides_that_computed_something_else_are_not_compared():
+    work = next(work for work in WORKS if work.name == "dpo")
+    check(work, {"ours": report(1, **{"first loss": 0.69}), "other": report(1, **{"first loss": 0.69005})}, rounding=0)
+    with pytest.raises(BenchError, match=r"first loss: 0\.69 here and 0\.691 in trl"):
+        check(
+            work, {"ours": report(1, **{"first loss": 0.69}), "other": report(1, **{"first loss": 0.691})}, rounding=0
+        )
+
+
+def test_the_table_has_the_ratio_of_neighbouring_processes_and_leaves_the_text_around_it():
+    pairs = [{"load": 1.0, "ours": report(2), "other": report(other)} for other in (4, 6, 10)]
+    result = {"work": "sft", "device": "cpu", "day": "a day", "machine": "a machine", "commit": "abc", "pairs": pairs}
+    text = page(f"before\n{BEGIN}\nold table\n{END}\nafter\n", [result])
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old table" not in text
+    (row,) = (line for line in text.splitlines() if line.startswith("| sft |"))
+    # 6 / 2 in the median, and 1e8 FLOPs in 2 s are 5% of 1e9 a second.
+    assert "| 6 / 2 | **3.00** (2.00 to 5.00), target 4 | 1 / 1 |" in row
+    assert row.endswith("| 2 / 5 tokens | 2 / 5 | 12 / 12 |")
+    assert page(text, [result]) == text
+
+
+def test_a_row_that_was_disturbed_is_marked_and_counts_processor_time():
+    pairs = [{"load": 4.0, "ours": report(2), "other": report(8)}]
+    result = {"work": "sft", "device": "cpu", "day": "a day", "machine": "a machine", "commit": "abc", "pairs": pairs}
+    assert "| sft* | TRL 1.16.0 / trimtab | 4 / 1 | **4.00**" in page(f"{BEGIN}{END}", [result])
+
+
+def test_no_two_rows_have_one_name():
+    names = [work.name for work in [*WORKS, *ABLATIONS]]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.slow  # two processes import torch and transformers
+def test_two_processes_of_ours_are_measured_beside_each_other(capsys):
+    before = README.read_text()
+    assert main(["--smoke", "--repeats", "1", "--only", "sft: no padding"]) == 0
+    assert "| sft: no padding" in capsys.readouterr().out
+    assert README.read_text() == before

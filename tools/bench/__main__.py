@@ -1,0 +1,173 @@
+"""Measures each work on both sides in turns, checks that both computed the same, and writes the tables.
+
+    make bench                                      every row; the peers' environments are made under .bench/
+    make bench ARGS="--only sft dpo --repeats 5"    these rows
+    make bench ARGS="--ablations"                   ours with and without each shortcut
+    make bench ARGS="--device cuda"                 on a GPU, a model of 1B parameters in bfloat16
+    make bench ARGS="--smoke"                       tiny sizes, to see that everything runs; saves nothing
+
+Each measurement runs in a process of its own, and the two sides alternate.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tools.bench.environments import FOLDER, ROOT, python_of
+from tools.bench.table import page, table
+from tools.bench.works import ABLATIONS, OURS, WORKS, Side, Work
+
+RESULTS = Path(__file__).with_name("results.json")
+README = Path(__file__).with_name("README.md")
+LIMIT = 3600  # seconds of a process
+# One thread, so that processor time is the time of the work; no network; quiet libraries.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+ROUNDING = {"cpu": 0.0, "cuda": 1e-2}  # bfloat16 has three digits
+
+
+class BenchError(Exception):
+    """A process failed, or the two sides did not compute the same."""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the works that the arguments ask for; returns the exit status."""
+    options = parsed(arguments)
+    size = f"smoke-{options.device}" if options.smoke else options.device
+    rows = ABLATIONS if options.ablations else WORKS
+    works = [work for work in [*WORKS, *ABLATIONS] if work.name in options.only] if options.only else rows
+    started([sys.executable, "-m", "tools.bench.models", size, str(FOLDER / "models" / size)], OURS)
+    failed = False
+    for work in works:
+        try:
+            pairs = measured(work, options.device, size, options.repeats)
+        except BenchError as error:
+            failed = True
+            print(f"{work.name}: {error}", file=sys.stderr, flush=True)
+        else:
+            result = {"work": work.name, "device": options.device, **origin(options.device), "pairs": pairs}
+            print(table([work], [result]), flush=True)
+            if not options.smoke:
+                save(result)
+    return int(failed)
+
+
+def parsed(arguments: list[str]) -> Namespace:
+    """The options."""
+    parser = ArgumentParser(prog="tools.bench", description=__doc__)
+    names = [work.name for work in [*WORKS, *ABLATIONS]]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="WORK", help=", ".join(names))
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of processes")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes; saves nothing")
+    parser.add_argument("--ablations", action="store_true", help="the rows of what each shortcut brings")
+    return parser.parse_args(arguments)
+
+
+def measured(work: Work, device: str, size: str, repeats: int) -> list[dict[str, Any]]:
+    """The reports of both sides, pair by pair; the sides take turns to begin.
+
+    Raises:
+        BenchError: see `started` and `check`.
+    """
+    pairs = []
+    for repeat in range(repeats):
+        load = os.getloadavg()[0]
+        sides = {"ours": work.ours, "other": work.other}
+        order = list(sides) if repeat % 2 == 0 else list(reversed(sides))
+        reports = {name: report(work, sides[name], size) for name in order}
+        check(work, reports, rounding=ROUNDING[device])
+        pairs.append({"load": load, **reports})
+    return pairs
+
+
+def report(work: Work, side: Side, size: str) -> dict[str, Any]:
+    """What one process of a side measures, see tools.bench.process."""
+    is_ours = side.environment == OURS
+    order = {
+        "task": work.task,
+        "package": "trimtab_lm" if is_ours else "trl",
+        "size": size,
+        "settings": {**work.settings, **side.settings},
+        "folder": str(FOLDER / "models" / size),
+    }
+    python = sys.executable if is_ours else python_of(side.environment)
+    output = started([python, "-m", "tools.bench.process", json.dumps(order)], side.environment)
+    return json.loads(output.splitlines()[-1])
+
+
+def started(command: list[str], environment: str) -> str:
+    """The output of a process with one thread, in which a peer does not see the packages of this repository.
+
+    Raises:
+        BenchError: it failed.
+    """
+    variables = os.environ | ENVIRONMENT
+    if environment != OURS:
+        variables.pop("PYTHONPATH", None)
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"{environment} took more than {LIMIT} s") from None
+    if done.returncode:
+        raise BenchError(f"{environment} failed:\n" + "\n".join(done.stderr.splitlines()[-12:]))
+    return done.stdout
+
+
+def check(work: Work, reports: dict[str, dict[str, Any]], *, rounding: float) -> None:
+    """Checks that both sides computed the same.
+
+    Args:
+        work: says what must be equal.
+        reports: of `ours` and `other`.
+        rounding: by how much of its value a fact that is no count may differ in any work.
+
+    Raises:
+        BenchError: a fact that must be equal differs by more than the work allows.
+    """
+    ours, other = reports["ours"]["facts"], reports["other"]["facts"]
+    for name, tolerance in work.equal.items():
+        allowed = max(tolerance, rounding) if tolerance else 0.0
+        if abs(ours[name] - other[name]) > allowed * abs(other[name]):
+            raise BenchError(
+                f"the two sides differ in {name}: {ours[name]} here and {other[name]} in {work.other.environment}, "
+                f"which is more than {allowed:g} of it, so that their times cannot be compared"
+            )
+
+
+def save(result: dict[str, Any]) -> None:
+    """Replaces the work's line of results.json, and writes the tables of the README from all lines."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    same = (result["work"], result["device"])
+    results = [line for line in results if (line["work"], line["device"]) != same] + [result]
+    RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
+    README.write_text(page(README.read_text(), results))
+
+
+def origin(device: str) -> dict[str, str]:
+    """When, where and of which commit a work is measured."""
+    commit = started(["git", "rev-parse", "--short", "HEAD"], OURS).strip()
+    return {"day": str(date.today()), "machine": machine(device), "commit": commit}
+
+
+def machine(device: str) -> str:
+    """The GPU, or the processor and its cores."""
+    if device == "cuda":
+        return started(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], OURS).strip()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())} ({os.cpu_count()} cores)"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""The tokenizer, and the models that both sides load from disk.
+
+`python -m tools.bench.models SIZE FOLDER` writes the models."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tools.bench.sizes import SIZES, Size
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+PAD, BOS, EOS = range(3)
+SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+
+
+def write_language_models(size: Size, folder: Path) -> None:
+    """Writes a policy, a reference of other weights and a reward model, all of random weights."""
+    # With weights this large the loss depends on what a token attends to: by 0.4% where documents of a row do.
+    config = LlamaConfig(**size.llama, **SPECIAL, num_labels=1, initializer_range=0.1)  # type: ignore[arg-type]
+    for name, kind, seed in (
+        ("policy", LlamaForCausalLM, 0),
+        ("reference", LlamaForCausalLM, 1),
+        ("reward", LlamaForSequenceClassification, 2),
+    ):
+        torch.manual_seed(seed)
+        kind(config).save_pretrained(folder / name)
+
+
+def write_stable_diffusion(size: Size, folder: Path) -> None:
+    """Writes a Stable Diffusion of random weights."""
+    pipeline = stable_diffusion(size)
+    pipeline.save_pretrained(folder)
+    # transformers 4 reads CLIP's tokenizer from these two files, which transformers 5 does not write.
+    words = json.dumps(pipeline.tokenizer.get_vocab())
+    (folder / "tokenizer/vocab.json").write_text(words)
+    (folder / "tokenizer/merges.txt").write_text("#version: 0.2\n")
+
+
+def stable_diffusion(size: Size) -> Any:
+    """The Stable Diffusion of tools.gpu, with a U-Net of the size's widths and the schedule of Stable Diffusion 1.5.
+
+    In that schedule every step has noise, and so a log-probability.
+    """
+    from diffusers import DDIMScheduler, UNet2DConditionModel
+    from tools.gpu.models import UNET_SMALL, stable_diffusion
+    from tools.gpu.models import Size as PipelineSize
+
+    pipeline = stable_diffusion(PipelineSize(size.device, is_small=bool(size.unet_widths)))
+    pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, set_alpha_to_one=False)
+    if size.unet_widths:
+        torch.manual_seed(0)
+        widths = {"block_out_channels": size.unet_widths, "sample_size": size.latent, "layers_per_block": 2}
+        pipeline.unet = UNet2DConditionModel(**UNET_SMALL | widths)
+    return pipeline
+
+
+def load(kind: Any, folder: str, name: str, size: Size) -> Any:
+    """A language model of the folder, in float32 on the size's device."""
+    return kind.from_pretrained(f"{folder}/{name}").to(size.device)
+
+
+def tokenizer(size: Size) -> PreTrainedTokenizerFast:
+    """One token for each word `w<number>`, which adds no special tokens."""
+    special = {"<pad>": PAD, "<s>": BOS, "</s>": EOS}
+    words = special | {f"w{i}": i for i in range(len(special), int(size.llama["vocab_size"]))}
+    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def text(ids: list[int]) -> str:
+    """The words that the tokenizer turns into these ids."""
+    return " ".join("</s>" if token == EOS else f"w{token}" for token in ids)
+
+
+def set_value_head(head: nn.Linear) -> None:
+    """Gives a value head the same weights on both sides."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.02)
+        head.bias.zero_()
+
+
+if __name__ == "__main__":
+    name, target = sys.argv[1:]
+    write_language_models(SIZES[name], Path(target))
+    write_stable_diffusion(SIZES[name], Path(target) / "diffusion")

@@ -1,0 +1,42 @@
+"""One measurement of one side, in a process of its own: `python -m tools.bench.process JSON` prints it as JSON."""
+
+import contextlib
+import importlib
+import json
+import sys
+import warnings
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+
+from tools.bench.sizes import SIZES
+
+OF_THE_OTHER = {"trl": "trimtab_common", "trimtab_lm": "trl"}
+VERSIONS = ("torch", "transformers", "accelerate", "peft", "diffusers")
+
+
+def main(order: dict[str, object]) -> dict[str, object]:
+    """Runs a task of tasks/.
+
+    Args:
+        order: `task`, `package` (trimtab_lm or trl), `size`, `settings` and `folder`, where the models are.
+    """
+    task = importlib.import_module(f"tools.bench.tasks.{order['task']}")
+    package = str(order["package"])
+    result = asdict(task.run(package, SIZES[str(order["size"])], order["settings"], order["folder"]))
+    if OF_THE_OTHER[package] in sys.modules:
+        raise RuntimeError(f"The process of {package} has imported {OF_THE_OTHER[package]}.")
+    return result | {"versions": {name: _version(name) for name in VERSIONS}}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(sys.stderr):  # the trainers print their logs
+        report = main(json.loads(sys.argv[1]))
+    print(json.dumps(report))

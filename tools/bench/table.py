@@ -1,0 +1,145 @@
+"""The tables of the README, written from results.json."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tools.bench.works import ABLATIONS, WORKS, Work
+
+BEGIN, END = "<!-- what follows is written by make bench -->", "<!-- end of what make bench writes -->"
+BUSY = 1.5
+"""Load average, of which a measurement itself is 1, above which other programs have run."""
+
+Report = Mapping[str, Any]
+"""What a process of tools.bench.process printed."""
+
+Result = Mapping[str, Any]
+"""A line of results.json: `work`, `device`, `day`, `machine`, `commit`, and `pairs` of reports, `ours` and `other`.
+
+A pair also has the machine's `load` average before it."""
+
+Results = Sequence[Result]
+
+Figure = Callable[[Report], float]
+
+SIDES = ("other", "ours")
+HEADER = [
+    "work",
+    "settings",
+    "seconds a step",
+    "ratio (range)",
+    "peak MiB",
+    "ratio (range)",
+    "per second",
+    "% of matmul rate",
+    "read",
+]
+
+
+def step_seconds(report: Report) -> float:
+    """The mean over the process's steps, which have different rows."""
+    return statistics.mean(report["seconds"])
+
+
+def memory(report: Report) -> float:
+    """Peak MiB."""
+    return report["memory"] / 2**20
+
+
+def rate(report: Report) -> float:
+    """Units per second."""
+    return report["units"] / sum(report["seconds"])
+
+
+def flops_rate(report: Report) -> float:
+    """Model FLOPs per second."""
+    return report["flops"] / sum(report["seconds"])
+
+
+def read(report: Report) -> float:
+    """What a step's models read: positions, padding included; rows of the U-Net for an image."""
+    facts = report["facts"]
+    return facts["rows to sample"] + facts["rows to train"] if "rows to train" in facts else facts["positions"]
+
+
+def row(work: Work, result: Result) -> list[str]:
+    """The cells of a work: for each figure the median of the other side's processes / that of ours."""
+    pairs = processor_time(result["pairs"]) if is_disturbed(result) else result["pairs"]
+
+    matmul = max(pair[side]["matmul"] for pair in pairs for side in SIDES)
+
+    def both(figure: Figure, form: str) -> str:
+        return " / ".join(format(statistics.median(figure(pair[side]) for pair in pairs), form) for side in SIDES)
+
+    def ratio(figure: Figure, target: float | None) -> str:
+        ratios = sorted(figure(pair["other"]) / figure(pair["ours"]) for pair in pairs)
+        shown = f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        return shown + (f", target {target:g}" if target else "")
+
+    return [
+        work.name + ("*" if is_disturbed(result) else ""),
+        f"{work.text(work.other)} / {work.text(work.ours)}",
+        both(step_seconds, ".3g"),
+        ratio(step_seconds, work.target[0]),
+        both(memory, ".0f"),
+        ratio(memory, work.target[1]),
+        f"{both(rate, '.0f')} {pairs[0]['ours']['unit']}",
+        both(lambda report: 100 * flops_rate(report) / matmul, ".0f"),
+        both(read, ".0f"),
+    ]
+
+
+def is_disturbed(result: Result) -> bool:
+    """Whether other programs ran on the processor that was measured."""
+    return result["device"] == "cpu" and any(pair["load"] > BUSY for pair in result["pairs"])
+
+
+def processor_time(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Report]]:
+    """The pairs with the seconds in which each process ran, instead of those that passed."""
+    return [{side: {**pair[side], "seconds": pair[side]["processor_seconds"]} for side in SIDES} for pair in pairs]
+
+
+def table(works: list[Work], results: Results) -> str:
+    """The rows of those works that have results, in Markdown."""
+    by_name = {result["work"]: result for result in results}
+    rows = [row(work, by_name[work.name]) for work in works if work.name in by_name]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [HEADER, ["---"] * len(HEADER), *rows])
+
+
+def versions(results: Results) -> str:
+    """The packages of each environment, one line each."""
+    by_name, lines = {work.name: work for work in [*WORKS, *ABLATIONS]}, {}
+    for result in results:
+        work = by_name[result["work"]]
+        for side, report in zip((work.other, work.ours), map(result["pairs"][0].get, SIDES), strict=True):
+            packages = (f"{name} {version}" for name, version in report["versions"].items() if version)
+            lines[side.environment] = f"- {side.environment}: {', '.join(packages)}"
+    return "\n".join(lines.values())
+
+
+def section(device: str, results: Results) -> str:
+    """All that was measured on a device."""
+    machines, days, commits = (sorted({result[name] for result in results}) for name in ("machine", "day", "commit"))
+    parts = [
+        f"## {', '.join(machines)}",
+        f"`--device {device}`, measured on {', '.join(days)} at commit {', '.join(commits)}. "
+        "In each cell: the other side / ours.",
+        table(WORKS, results),
+    ]
+    if any(map(is_disturbed, results)):
+        parts.append(
+            f"\\* Other programs ran on the machine, whose load average was above {BUSY}. The seconds of these rows "
+            "are the processor time of the measured process; caches and memory were still shared."
+        )
+    if {work.name for work in ABLATIONS} & {result["work"] for result in results}:
+        parts += ["### What each shortcut brings: without it / with it", table(ABLATIONS, results)]
+    return "\n\n".join([*parts, "### Versions", versions(results)])
+
+
+def page(text: str, results: Results) -> str:
+    """The README's text with its tables written anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    devices = dict.fromkeys(result["device"] for result in results)
+    sections = [section(device, [one for one in results if one["device"] == device]) for device in devices]
+    return before + "\n\n".join([BEGIN, *sections, END]) + after

@@ -1,0 +1,79 @@
+"""An epoch of DDPO with LoRA: images are sampled, scored and learnt from."""
+
+import importlib
+import tempfile
+from collections import Counter
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tools.bench.measuring import Clock, Load, Measurement
+from tools.bench.sizes import Size
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+WORDS = ("cat", "dog", "bird", "fish")
+
+
+def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
+    """Measures one side, and counts the rows that its U-Net reads with and without gradients."""
+    module = importlib.import_module("trimtab_diffusion" if package == "trimtab_lm" else package)
+    PartialState(cpu=size.device == "cpu")  # TRL logs before it prepares accelerate
+    clock, rows = Clock(size.device), Counter[str]()
+    pipeline = module.DefaultDDPOStableDiffusionPipeline(f"{folder}/diffusion", use_lora=True)
+
+    def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sample = args[0] if args else kwargs["sample"]
+        rows["rows to train" if torch.is_grad_enabled() else "rows to sample"] += len(sample)
+
+    drawn = iter(range(10**6))
+    with tempfile.TemporaryDirectory() as logs:
+        config = module.DDPOConfig(
+            logdir=logs,
+            project_kwargs={"project_dir": logs},
+            sample_num_steps=size.denoising_steps,
+            sample_batch_size=size.images // 2,
+            sample_num_batches_per_epoch=2,
+            train_batch_size=size.images // 2,
+            mixed_precision="bf16" if size.device == "cuda" else "no",
+            accelerator_kwargs={} if size.device == "cuda" else {"cpu": True},
+            save_freq=1000,
+            **settings,
+        )
+        trainer = module.DDPOTrainer(config, brightness, lambda: (WORDS[next(drawn) % 4], {}), pipeline)
+        flops = forward_flops(pipeline.unet, size)
+        pipeline.unet.register_forward_pre_hook(count, with_kwargs=True)
+        updates, seen = [0], list[Counter[str]]()
+
+        def epoch() -> None:
+            updates.append(trainer.step(len(updates) - 1, updates[-1]))
+            seen.append(rows.copy())
+
+        clock.time(epoch, size.steps)
+    per_image = {name: number / size.steps / size.images for name, number in (seen[-1] - seen[0]).items()}
+    facts = {"updates": (updates[-1] - updates[1]) / size.steps, **per_image}
+    return clock.measurement(size, needed(size, flops), facts)
+
+
+def brightness(images: Tensor, prompts: object, metadata: object) -> tuple[Tensor, dict[str, object]]:
+    """The mean of each image's numbers."""
+    return torch.as_tensor(images).float().flatten(1).mean(1), {}
+
+
+def forward_flops(unet: nn.Module, size: Size) -> int:
+    """Multiplications and additions of one row through the U-Net, counted by torch."""
+    weight = next(unet.parameters())
+    sample = weight.new_zeros(1, 4, size.latent, size.latent)
+    encoded = weight.new_zeros(1, 77, unet.config.cross_attention_dim)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        unet(sample, torch.tensor(1, device=weight.device), encoded)
+    return int(counter.get_total_flops())
+
+
+def needed(size: Size, flops: int) -> Load:
+    """Each step of an image: guidance reads two rows, once to sample, and forward and backward to train.
+
+    Backward passes through the frozen weights cost one forward: no gradient of the weights is needed.
+    """
+    images = size.steps * size.images
+    return Load(images, "images", images * size.denoising_steps * 2 * 3 * flops)

@@ -1,0 +1,71 @@
+"""PPO with a value head and a reference of other weights: sampling, the step alone, and both."""
+
+import importlib
+from typing import Any
+
+import torch
+from tools.bench.measuring import Clock, Load, Measurement, Tokens, total
+from tools.bench.models import load, set_value_head, tokenizer
+from tools.bench.sizes import Size, token_ids
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+Rows = list[Tensor]
+
+
+def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
+    """Measures one side of what `settings["phase"]` names: generate, step, or both."""
+    phase, call = settings.pop("phase"), settings.pop("call", {})
+    clock, facts = Clock(size.device), dict[str, float]()
+    trainer = trainer_of(package, size, settings, folder, clock)
+    tokens = dict.fromkeys(("min_new_tokens", "max_new_tokens"), size.ppo_new_tokens)
+    sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0, **tokens, **call}
+    queries, answers = texts(size)
+
+    def generate() -> Rows:
+        responses: Rows = trainer.generate(queries, return_prompt=False, **sampling)
+        facts["sampled"] = float(sum(map(len, responses)))
+        return responses
+
+    def learn(responses: Rows) -> None:
+        stats = trainer.step(queries, responses, [torch.tensor(float(len(row) % 5)) for row in responses])
+        if phase == "step":  # of the same responses: before the first update both sides have the same models
+            facts.setdefault("kl", float(stats["objective/kl"]))
+            facts.setdefault("mean score", float(stats["ppo/mean_scores"]))
+
+    torch.manual_seed(0)
+    timed = {"generate": generate, "step": lambda: learn(answers), "both": lambda: learn(generate())}[phase]
+    steps = size.steps if phase == "generate" else size.ppo_steps
+    clock.time(timed, steps)
+    return clock.measurement(size, needed(size, phase, steps, queries, answers), {**clock.read, **facts})
+
+
+def trainer_of(package: str, size: Size, settings: dict[str, Any], folder: str, clock: Clock) -> Any:
+    """A PPOTrainer with the policy and the reference of the folder."""
+    module = importlib.import_module(package)
+    models = []
+    for name in ("policy", "reference"):
+        base = load(AutoModelForCausalLM, folder, name, size)
+        clock.watch(base)
+        model = module.AutoModelForCausalLMWithValueHead.from_pretrained(base)
+        set_value_head(model.v_head.summary)
+        models.append(model)
+    sizes = {"batch_size": size.ppo_batch, "mini_batch_size": size.ppo_minibatch, "ppo_epochs": size.ppo_epochs}
+    precision = {"mixed_precision": "bf16"} if size.device == "cuda" else {"cpu": True}
+    config = module.PPOConfig(**sizes, learning_rate=1e-5, accelerator_kwargs=precision, **settings)
+    return module.PPOTrainer(config, *models, tokenizer=tokenizer(size))
+
+
+def texts(size: Size) -> tuple[Rows, Rows]:
+    """Queries, and answers of half their length."""
+    rows = [torch.tensor(row, device=size.device) for row in token_ids(size, size.ppo_batch, seed=30)]
+    return [row[: max(2 * len(row) // 3, 1)] for row in rows], [row[2 * len(row) // 3 :] for row in rows]
+
+
+def needed(size: Size, phase: str, steps: int, queries: Rows, answers: Rows) -> Load:
+    """One pass to sample; one of the policy and one of the reference to score; and three for each epoch."""
+    lengths = [len(row) if phase == "step" else size.ppo_new_tokens for row in answers]
+    read = total(Tokens.of(len(query), [length], scored=length) for query, length in zip(queries, lengths, strict=True))
+    passes = (phase != "step") + (phase != "generate") * (2 + 3 * size.ppo_epochs)
+    units = read.read if phase == "step" else sum(lengths)
+    return Load(steps * units, "tokens", steps * passes * read.forward_flops(size))

@@ -1,0 +1,73 @@
+"""What the tasks on `transformers.Trainer` share: the same settings on both sides, and a clock in a callback."""
+
+import importlib
+import tempfile
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from tools.bench.measuring import Clock, Load, Measurement
+from tools.bench.sizes import Size
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class StepEnds(TrainerCallback):
+    """Ticks the clock after each optimizer step, so that a step's time holds everything between two of them."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Called by Trainer."""
+        self.clock.tick()
+
+
+def shared_arguments(size: Size, folder: str) -> dict[str, Any]:
+    """Arguments of both sides: the order of the data set, no checkpoints, no trackers, no recomputed activations."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": size.rows,
+        "max_steps": size.steps + 1,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": size.device == "cpu",
+        "bf16": size.device == "cuda",
+        "gradient_checkpointing": False,
+    }
+
+
+def train(
+    package: str,
+    algorithm: str,
+    size: Size,
+    settings: Mapping[str, Any],
+    load: Load,
+    clock: Clock,
+    facts: Mapping[str, float] = MappingProxyType({}),
+    **arguments: Any,
+) -> Measurement:
+    """Runs the package's trainer of an algorithm, such as SFT, and measures all steps but the first.
+
+    Args:
+        package: trimtab_lm or trl.
+        algorithm: before Config and Trainer in the names of its classes.
+        size: of the work.
+        settings: of the config beside `shared_arguments`.
+        load: of the timed steps.
+        clock: which watches the models.
+        facts: that the task fills in during training, beside the first loss.
+        arguments: of the trainer.
+    """
+    module = importlib.import_module(package)
+    with tempfile.TemporaryDirectory() as folder:
+        args = getattr(module, f"{algorithm}Config")(**{**shared_arguments(size, folder), **settings})
+        kind = getattr(module, f"{algorithm}Trainer")
+        trainer: Trainer = kind(args=args, callbacks=[StepEnds(clock)], **arguments)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return clock.measurement(size, load, {"first loss": losses[0], **clock.read, **facts})

@@ -1,0 +1,129 @@
+"""What is measured: each work with its peer, both sides' settings, and what must be equal on both."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OURS = "trimtab"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One program in one configuration.
+
+    Attributes:
+        environment: `OURS`, or the name of a file in peers/.
+        settings: of the config; `call` holds arguments of the call that is timed, and `collator` the layout of the data
+            collator that is passed.
+    """
+
+    environment: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A row of a table.
+
+    Attributes:
+        name: in the table and for --only.
+        task: the module of tasks/ that runs it.
+        other: the peer; in an ablation ours without the shortcut.
+        ours: with its settings.
+        settings: of both sides.
+        equal: facts that both sides report, and by how much of its value each may differ.
+        target: what the ratios of seconds and of memory should reach.
+    """
+
+    name: str
+    task: str
+    other: Side
+    ours: Side = Side(OURS)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    equal: Mapping[str, float] = field(default_factory=dict)
+    target: tuple[float | None, float | None] = (None, None)
+
+    def text(self, side: Side) -> str:
+        """The program of a side and its settings."""
+        settings = {**self.settings, **side.settings}
+        shown = {**settings, **settings.get("call", {})}
+        words = [f"`{name}={value}`" for name, value in shown.items() if name not in ("call", "phase")]
+        return " ".join([side.environment.replace("trl-", "TRL "), *words])
+
+
+TRL, TRL_PPO, TRL_DDPO = "trl-1.16.0", "trl-0.11.4", "trl-0.23.1"
+LOSS = {"first loss": 1e-4}
+DOCUMENTS = {"first loss": 1e-4, "tokens read": 0}
+SAMPLED = {"sampled": 0}
+EPOCH = {"updates": 0, "rows to sample": 0, "rows to train": 0}
+PRECOMPUTED = {"precompute_ref_log_probs": True}
+CONTINUOUS = {"rollout_backend": "continuous_batching"}
+# Room for the work at hand, as ours takes it by itself. By default TRL pages half of the main memory.
+CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
+# Continuous batching takes no min_new_tokens. One token in 32,000 is EOS, which ends a completion early.
+MAY_END = {"generation_kwargs": None}
+AT_ONCE = {"call": {"batch_size": 32}}
+GENERATE, STEP, BOTH = ({"phase": phase} for phase in ("generate", "step", "both"))
+
+WORKS = [
+    Work("sft", "sft", Side(TRL), equal=DOCUMENTS, target=(4, 4.5)),
+    Work("sft-padding-free", "sft", Side(TRL, {"padding_free": True}), equal=DOCUMENTS, target=(2, 2.3)),
+    # Rows are packed in another order, so that the first step has other documents.
+    Work(
+        "sft-packed",
+        "sft",
+        Side(TRL),
+        settings={"packing": True},
+        equal={"first loss": 1e-2, "tokens read": 0},
+        target=(2, 2),
+    ),
+    Work("dpo", "dpo", Side(TRL), equal=LOSS, target=(8, 5)),
+    Work("dpo-precomputed", "dpo", Side(TRL), settings=PRECOMPUTED, equal=LOSS),
+    Work("reward", "reward", Side(TRL), equal=LOSS, target=(2.5, 1.6)),
+    Work("grpo", "grpo", Side(TRL), equal=SAMPLED, target=(4, 4.5)),
+    Work(
+        "grpo-continuous-batching",
+        "grpo",
+        Side(TRL, {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": CACHE}),
+        Side(OURS, CONTINUOUS),
+        settings=MAY_END,
+        equal={"sampled": 0.05},
+    ),
+    Work("ppo-step", "ppo", Side(TRL_PPO), settings=STEP, equal={"kl": 1e-4, "mean score": 1e-6}, target=(4, 1.5)),
+    Work("ppo-generate", "ppo", Side(TRL_PPO), settings=GENERATE, equal=SAMPLED, target=(2, None)),
+    Work("ppo-generate-at-once", "ppo", Side(TRL_PPO), settings=GENERATE | AT_ONCE, equal=SAMPLED),
+    Work("ppo", "ppo", Side(TRL_PPO), settings=BOTH, equal=SAMPLED, target=(3, 1.5)),
+    Work("ppo-at-once", "ppo", Side(TRL_PPO), settings=BOTH | AT_ONCE, equal=SAMPLED),
+    Work("ddpo", "ddpo", Side(TRL_DDPO), equal=EPOCH, target=(1.3, 1.2)),
+]
+
+ABLATIONS = [
+    Work("sft: no padding", "sft", Side(OURS, {"collator": "padded"}), equal=DOCUMENTS),
+    Work("dpo: no padding", "dpo", Side(OURS, {"collator": "padded"}), Side(OURS, {"collator": "packed"}), equal=LOSS),
+    Work("dpo: prompt once", "dpo", Side(OURS, {"collator": "packed"}), equal=LOSS),
+    Work("dpo: precomputed reference", "dpo", Side(OURS), Side(OURS, PRECOMPUTED), equal=LOSS),
+    Work(
+        "reward: no padding",
+        "reward",
+        Side(OURS, {"collator": "padded"}),
+        Side(OURS, {"collator": "packed"}),
+        equal=LOSS,
+    ),
+    Work("reward: prompt once", "reward", Side(OURS, {"collator": "packed"}), equal=LOSS),
+    Work(
+        "grpo: prompt sampled from once",
+        "grpo",
+        Side(OURS, {"rollout_backend_kwargs": {"share_prompts": False}}),
+        equal=SAMPLED,
+    ),
+    Work(
+        "grpo: continuous batching",
+        "grpo",
+        Side(OURS),
+        Side(OURS, CONTINUOUS),
+        settings=MAY_END,
+        equal={"sampled": 0.05},
+    ),
+    Work("ppo: generate at once", "ppo", Side(OURS), Side(OURS, AT_ONCE), settings=GENERATE, equal=SAMPLED),
+    Work("ddpo: channels last", "ddpo", Side(OURS), Side(OURS, {"train_channels_last": True}), equal=EPOCH),
+]
