@@ -154,7 +154,12 @@ def stable_diffusion(size: Size) -> StableDiffusionPipeline:
         tokenizer=CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77),
         unet=UNet2DConditionModel(**UNET_SMALL if size.is_small else UNET_SD15),
         scheduler=DDIMScheduler(
-            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            clip_sample=False,
+            set_alpha_to_one=False,  # else the last step has no noise, and is not trained on
+            steps_offset=1,
         ),
         safety_checker=None,
         feature_extractor=None,

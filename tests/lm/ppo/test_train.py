@@ -127,6 +127,7 @@ def test_train_learns_a_toy_reward():
         adap_kl_ctrl=False,
         max_grad_norm=1.0,
         steps=30,
+        seed=3,
     )
     history = trainer.train(share_of_a, generation_kwargs={"max_new_tokens": 8})
     means = [stats["env/reward_mean"] for stats in history]
