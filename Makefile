@@ -15,6 +15,7 @@ PACKAGES := common lm diffusion
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
 SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py \
   tests/common/test_ranks.py tests/test_failed_ranks.py
+ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.py
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
@@ -48,7 +49,7 @@ test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (F
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow --durations=10 $(SHARDED) $(ARGS)
 
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
-	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow tests/lm/sharded/test_deepspeed.py $(ARGS)
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow $(ZERO) $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check $(SOURCES)
@@ -130,6 +131,6 @@ $(DEEPSPEED)/.installed: $(REQUIREMENTS) | $(PY)
 	@command -v g++ >/dev/null || { echo "DeepSpeed needs a compiler: install g++" >&2; exit 1; }
 	$(PY) -m venv --clear $(DEEPSPEED)
 	$(DEEPSPEED)/bin/python -m pip install --quiet -c constraints.txt pip setuptools torch ninja pytest pytest-timeout
-	$(DEEPSPEED)/bin/python -m pip install --quiet -c constraints.txt -e packages/common -e packages/lm
+	$(DEEPSPEED)/bin/python -m pip install --quiet -c constraints.txt $(PACKAGES:%=-e packages/%)
 	$(DEEPSPEED)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
 	@touch $@

@@ -7,7 +7,8 @@ algorithm, and never looks at a trainer beyond the attributes that the trainer n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
@@ -58,6 +59,26 @@ class WeighingAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Adds the gradient of `loss / loss_divisor`; see accelerate."""
         super().backward(loss / self.loss_divisor, **kwargs)
+
+    @contextmanager
+    def part_of_step(
+        self, model: nn.Module, *, is_last: bool, exchanges: bool | None = None, share: float = 1.0
+    ) -> Iterator[None]:
+        """Inside the block `backward` belongs to an optimizer step of several parts, for every engine.
+
+        Args:
+            model: as it was prepared.
+            is_last: whether the step is due after this part. DeepSpeed then takes it in `backward`.
+            exchanges: whether the processes exchange gradients; None: with the last part.
+            share: what a loss is multiplied by.
+        """
+        self.loss_divisor, self.sync_gradients = 1 / share, is_last
+        exchanges = is_last if exchanges is None else exchanges
+        try:
+            with nullcontext() if exchanges else self.no_sync(model):
+                yield
+        finally:
+            self.loss_divisor, self.sync_gradients = 1.0, True
 
 
 def create_accelerator(

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
 from trimtab_common.ranks import phase
-from trimtab_common.run import Run
+from trimtab_common.run import Run, WeighingAccelerator
 from trimtab_common.tracking import Tracker
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import DDPOConfig
+from .setup import DIVIDING
 
 USAGE = {
     True: """from diffusers import DiffusionPipeline
@@ -33,7 +33,7 @@ class PipelineServices:
 
     config: DDPOConfig
     sd_pipeline: DDPOStableDiffusionPipeline
-    accelerator: Accelerator
+    accelerator: WeighingAccelerator
     run: Run
     first_epoch: int
     model: nn.Module
@@ -61,14 +61,15 @@ class PipelineServices:
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Writes the adapters, for `load_lora_weights`, or the pipeline, for `from_pretrained`; with a model card.
 
-        Collective where the processes share the weights (FSDP): call it on each of them.
+        Collective where the processes share the weights (FSDP, DeepSpeed): call it on each of them.
         """
         self._write(save_directory, self._full_weights())
 
     @phase("saving")
     def _full_weights(self) -> dict[str, Tensor] | None:
         """The denoiser's weights, gathered on the main process; None where each process has them. Collective."""
-        return self.accelerator.get_state_dict(self.model) if self.accelerator.is_fsdp2 else None
+        is_divided = self.accelerator.distributed_type in DIVIDING
+        return self.accelerator.get_state_dict(self.model) if is_divided else None
 
     def _write(self, folder: str | Path, weights: dict[str, Tensor] | None, repo_id: str | None = None) -> None:
         if self.accelerator.is_main_process:

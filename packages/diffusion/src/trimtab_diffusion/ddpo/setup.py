@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import DistributedType, convert_to_fp32
 from torch import nn
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.ranks import watch_ranks
-from trimtab_common.run import Run, create_accelerator
+from trimtab_common.run import Run, WeighingAccelerator, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings
-from trimtab_common.sharding import prepared_for_inference
+from trimtab_common.sharding import prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
@@ -35,10 +35,12 @@ WITHOUT_EFFECT = (
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
 """Fields of DDPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
+DIVIDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+"""Engines that may divide weights over the processes."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def accelerator_of(config: DDPOConfig) -> Accelerator:
+def accelerator_of(config: DDPOConfig) -> WeighingAccelerator:
     """The accelerator that the config asks for, whose processes watch each other. Collective.
 
     Without a GPU fp16 becomes float32, with a warning.
@@ -60,6 +62,8 @@ def accelerator_of(config: DDPOConfig) -> Accelerator:
     if config.allow_tf32 and has_gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
     accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs, mixed_precision=precision)
+    max_grad_norm = config.train_max_grad_norm
+    tell_deepspeed_of_batches(accelerator, size=config.train_batch_size, max_grad_norm=max_grad_norm)
     watch_ranks(config.rank_failure_timeout)
     return accelerator
 
@@ -163,7 +167,7 @@ def reference_of(
     if pipeline.use_lora:
         return partial(_without_adapters, pipeline)
     frozen = copy.deepcopy(pipeline.denoiser).requires_grad_(False)
-    if accelerator.is_fsdp2:
+    if accelerator.distributed_type in DIVIDING:
         prepared = prepared_for_inference(frozen, accelerator)
         return_float32(prepared, accelerator)
     else:
@@ -182,6 +186,16 @@ def prompt_stats_of(config: DDPOConfig) -> PerPromptStatTracker | None:
     if not config.per_prompt_stat_tracking:
         return None
     return PerPromptStatTracker(config.per_prompt_stat_tracking_buffer_size, config.per_prompt_stat_tracking_min_count)
+
+
+def check_saves(config: DDPOConfig, accelerator: Accelerator, epochs: int) -> None:
+    """ValueError where `train` would save a checkpoint that DeepSpeed's engine keeps to itself."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and epochs >= config.save_freq:
+        raise ValueError(
+            f"save_freq={config.save_freq}: DeepSpeed's engine holds weights and moments in parts, so that there are "
+            f"no checkpoints to resume from. Set it above the {epochs} epochs and call save_pretrained, or train with "
+            "FSDP2."
+        )
 
 
 def run_of(config: DDPOConfig, accelerator: Accelerator, model: nn.Module) -> Run:

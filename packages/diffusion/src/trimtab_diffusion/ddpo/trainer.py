@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +105,7 @@ class DDPOTrainer(PipelineServices):
             self.run.record.claim(self.checkpoint_folder)
         history = []
         total = self.config.num_epochs if epochs is None else epochs
+        setup.check_saves(self.config, self.accelerator, total)
         for epoch in progress(range(self.first_epoch, total), "DDPO epochs"):
             self.step(epoch, self.global_step)
             history.append(self.last_stats)
@@ -182,13 +182,13 @@ class DDPOTrainer(PipelineServices):
         rows, steps = draw_pairs(trajectories.steps, rows, count=config.trained_steps, generator=generator)
         chunks = torch.randperm(len(rows), generator=generator).split(config.train_batch_size)
         parts = []
-        for i, chunk in enumerate(chunks):
-            with nullcontext() if i == len(chunks) - 1 else self.accelerator.no_sync(self.model):
+        for i, chunk in enumerate(chunks, start=1):
+            with self.accelerator.part_of_step(self.model, is_last=i == len(chunks)):
                 loss, stats = self._loss(trajectories, advantages, rows[chunk], steps[chunk], generator)
                 self._require_finite(loss, "loss")
                 self.accelerator.backward(loss * len(chunk) / len(rows))
             parts.append(stats)
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), config.train_max_grad_norm)
+        norm = torch.as_tensor(self.accelerator.clip_grad_norm_(self.model.parameters(), config.train_max_grad_norm))
         if self.accelerator.scaler is None:  # which would skip the update by itself
             self._require_finite(norm, "gradient's norm")
         self.optimizer.step()

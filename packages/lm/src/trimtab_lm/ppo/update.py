@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -55,17 +55,13 @@ class Update:
         Processes exchange gradients with the last minibatch alone. FSDP exchanges them with each, because a process
         has room for its shard of the gradient only.
         """
-        accelerator = self.accelerator
-        accelerator.loss_divisor, accelerator.sync_gradients = 1 / share, is_last
-        exchanges = is_last or accelerator.distributed_type == DistributedType.FSDP
+        exchanges = is_last or self.accelerator.distributed_type == DistributedType.FSDP
         try:
-            with nullcontext() if exchanges else accelerator.no_sync(self.model):
+            with self.accelerator.part_of_step(self.model, is_last=is_last, exchanges=exchanges, share=share):
                 yield
         except TrainingDivergedError:
             self.drop()
             raise
-        finally:
-            accelerator.loss_divisor, accelerator.sync_gradients = 1.0, True
 
     def add(self, loss: Tensor, moves: Mapping[str, Mean], *, outputs: Sequence[Tensor], step: int) -> dict[str, Mean]:
         """Add the gradient of a minibatch, and take the step if it is due. Collective if it is.
