@@ -1,0 +1,118 @@
+"""Keys and values of prompts, in transformers' cache with room for the tokens that follow."""
+
+import inspect
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.tokens.positions import positioned
+
+ROOM = 64
+"""Tokens for which a layer makes room at a time."""
+ALIKE = 0.75
+"""Prompts that run together have at least this share of the tokens of the longest among them."""
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer that writes new tokens into room that it has; `DynamicLayer` copies all its tokens for each new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: list[Tensor] | None = None  # [B, H, tokens and room, D]; `keys` and `values` are their beginnings
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new, held = (key_states, value_states), (self.keys, self.values)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        # The methods that select or repeat rows replace `keys` and `values` by copies without room.
+        if self._rooms is None or held[0].data_ptr() != self._rooms[0].data_ptr() or end > self._rooms[0].shape[-2]:
+            self._rooms = [states.new_empty(*states.shape[:-2], end + ROOM, states.shape[-1]) for states in new]
+            if start:
+                for room, states in zip(self._rooms, held, strict=True):
+                    room[..., :start, :] = states
+        for room, states in zip(self._rooms, new, strict=True):
+            room[..., start:end, :] = states
+        self.keys, self.values = (room[..., :end, :] for room in self._rooms)
+        return self.keys, self.values
+
+
+def empty_cache(model: Model) -> DynamicCache | None:
+    """A cache whose rows can be repeated and selected; None where a layer keeps a state that cannot.
+
+    Layers of linear attention keep such a state.
+    """
+    base = base_of(model)
+    arguments = inspect.signature(base.forward).parameters
+    if base.config.is_encoder_decoder or not {"past_key_values", "logits_to_keep"} <= arguments.keys():
+        return None
+    cache = DynamicCache(config=base.config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache if cache.layers and can_select(cache) else None
+
+
+def can_select(cache: DynamicCache) -> bool:
+    """Whether the rows of every layer can be repeated and selected."""
+    return all(type(layer) in (RoomyLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+def prompt_cache(model: Model, input_ids: Tensor, mask: Tensor, *, repeats: int) -> DynamicCache | None:
+    """Keys and values of all but the last token of left-padded prompts, each prompt's repeated for its completions.
+
+    The last token is left to the first step of generation, which wants its logits. Prompts of like length run together,
+    with little padding. The cache is empty where the first step may as well read the whole prompts.
+
+    Args:
+        model: a transformers model, in eval mode.
+        input_ids: [P, T], the longest prompt first.
+        mask: [P, T], 0 at padding.
+        repeats: completions of each prompt.
+
+    Returns:
+        The cache, of P * repeats rows; None where the model has none whose rows can be repeated.
+    """
+    cache = empty_cache(model)
+    width = input_ids.shape[1] - 1
+    if cache is None or width == 0:
+        return cache
+    lengths = mask.sum(1).tolist()
+    starts = [0] if any(cache.is_sliding) else _starts_of_runs(lengths)
+    if repeats == 1 and len(starts) == 1:
+        return cache
+    layers: list[list[tuple[Tensor, Tensor]]] = [[] for _ in cache.layers]  # keys and values of each run
+    for start, end in pairwise([*starts, len(lengths)]):
+        part = slice(start, end), slice(-max(lengths[start], 2), -1)
+        run = cache if len(starts) == 1 else empty_cache(model)
+        inputs = positioned(base_of(model).forward, {"input_ids": input_ids[part], "attention_mask": mask[part]})
+        model(**inputs, past_key_values=run, use_cache=True, logits_to_keep=1)
+        for states, layer in zip(layers, run.layers, strict=True):
+            states.append((layer.keys, layer.values))
+    if len(starts) > 1:
+        for layer, states in zip(cache.layers, layers, strict=True):
+            layer.update(*(torch.cat([_widened(one, width) for one in kind]) for kind in zip(*states, strict=True)))
+    if repeats > 1:
+        cache.batch_repeat_interleave(repeats)
+    return cache
+
+
+def _starts_of_runs(lengths: Sequence[int]) -> list[int]:
+    """Where runs of like lengths begin, the longest first."""
+    starts = [0]
+    for i, length in enumerate(lengths):
+        if length < ALIKE * lengths[starts[-1]]:
+            starts.append(i)
+    return starts
+
+
+def _widened(states: Tensor, width: int) -> Tensor:
+    """Keys or values [P, H, T, D] with zeros on the left, [P, H, width, D]."""
+    return functional.pad(states, (0, 0, width - states.shape[-2], 0))
