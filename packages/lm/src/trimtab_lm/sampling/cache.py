@@ -15,8 +15,8 @@ from trimtab_lm.tokens.positions import positioned
 
 ROOM = 64
 """Tokens for which a layer makes room at a time."""
-ALIKE = 0.75
-"""Prompts that run together have at least this share of the tokens of the longest among them."""
+PASS = 256
+"""What a forward pass costs besides its tokens, as a number of tokens: it reads the weights."""
 
 
 class RoomyLayer(DynamicLayer):
@@ -65,7 +65,7 @@ def can_select(cache: DynamicCache) -> bool:
     return all(type(layer) in (RoomyLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
-def prompt_cache(model: Model, input_ids: Tensor, mask: Tensor, *, repeats: int) -> DynamicCache | None:
+def prompt_cache(model: Model, *, input_ids: Tensor, attention_mask: Tensor, repeats: int) -> DynamicCache | None:
     """Keys and values of all but the last token of left-padded prompts, each prompt's repeated for its completions.
 
     The last token is left to the first step of generation, which wants its logits. Prompts of like length run together,
@@ -74,7 +74,7 @@ def prompt_cache(model: Model, input_ids: Tensor, mask: Tensor, *, repeats: int)
     Args:
         model: a transformers model, in eval mode.
         input_ids: [P, T], the longest prompt first.
-        mask: [P, T], 0 at padding.
+        attention_mask: [P, T], 0 at padding.
         repeats: completions of each prompt.
 
     Returns:
@@ -84,7 +84,7 @@ def prompt_cache(model: Model, input_ids: Tensor, mask: Tensor, *, repeats: int)
     width = input_ids.shape[1] - 1
     if cache is None or width == 0:
         return cache
-    lengths = mask.sum(1).tolist()
+    lengths = attention_mask.sum(1).tolist()
     starts = [0] if any(cache.is_sliding) else _starts_of_runs(lengths)
     if repeats == 1 and len(starts) == 1:
         return cache
@@ -92,8 +92,8 @@ def prompt_cache(model: Model, input_ids: Tensor, mask: Tensor, *, repeats: int)
     for start, end in pairwise([*starts, len(lengths)]):
         part = slice(start, end), slice(-max(lengths[start], 2), -1)
         run = cache if len(starts) == 1 else empty_cache(model)
-        inputs = positioned(base_of(model).forward, {"input_ids": input_ids[part], "attention_mask": mask[part]})
-        model(**inputs, past_key_values=run, use_cache=True, logits_to_keep=1)
+        inputs = {"input_ids": input_ids[part], "attention_mask": attention_mask[part]}
+        model(**positioned(base_of(model).forward, inputs), past_key_values=run, use_cache=True, logits_to_keep=1)
         for states, layer in zip(layers, run.layers, strict=True):
             states.append((layer.keys, layer.values))
     if len(starts) > 1:
@@ -105,11 +105,17 @@ def prompt_cache(model: Model, input_ids: Tensor, mask: Tensor, *, repeats: int)
 
 
 def _starts_of_runs(lengths: Sequence[int]) -> list[int]:
-    """Where runs of like lengths begin, the longest first."""
-    starts = [0]
-    for i, length in enumerate(lengths):
-        if length < ALIKE * lengths[starts[-1]]:
-            starts.append(i)
+    """Where runs begin that together cost least: the padded tokens of each, and `PASS` for each.
+
+    Args:
+        lengths: tokens of each prompt, descending.
+    """
+    best = [(0, 0)]  # of the first prompts: the least cost, and where the last run begins
+    for end in range(1, len(lengths) + 1):
+        best.append(min((best[start][0] + PASS + lengths[start] * (end - start), start) for start in range(end)))
+    starts = [best[-1][1]]
+    while starts[0]:
+        starts.insert(0, best[starts[0]][1])
     return starts
 
 

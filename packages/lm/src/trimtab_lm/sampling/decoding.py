@@ -41,36 +41,30 @@ def decode(
     others = inputs.keys() - {*ROWS, "past_key_values", "use_cache", "logits_to_keep"}
     can_leave = not others and isinstance(cache, DynamicCache) and can_select(cache)
     held = 0 if cache is None else cache.get_seq_length()
-    unread = input_ids.shape[1] - held if held else None
-    rows, ids = torch.arange(count, device=input_ids.device), input_ids
+    unread = input_ids.shape[1] - held if held else None  # None: all
+    rows, ids, padding = torch.arange(count, device=input_ids.device), input_ids, generation_config.pad_token_id
     goes_on, columns = torch.ones_like(rows, dtype=torch.bool), list[Tensor]()
-    padding = generation_config.pad_token_id
-    while True:
-        is_first = not columns
-        arguments = model.prepare_inputs_for_generation(
-            ids, next_sequence_length=unread, is_first_iteration=is_first, **inputs
-        )
-        outputs = model(**arguments, return_dict=True)
-        inputs = model._update_model_kwargs_for_generation(
-            outputs, inputs, is_encoder_decoder=model.config.is_encoder_decoder
-        )
-        unread = 1
-        # A copy, because processors write into it.
-        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=ids.device)
-        scores = logits_processor(ids, logits)
-        tokens = draw(scores.softmax(-1), rows, count) if generation_config.do_sample else scores.argmax(-1)
-        tokens = tokens.masked_fill(~goes_on, padding)
-        ids = torch.cat([ids, tokens[:, None]], dim=1)
-        columns.append(torch.full_like(input_ids[:, 0], padding).index_copy(0, rows, tokens))
-        goes_on &= ~stopping_criteria(ids, None)
-        left = int(goes_on.sum())
-        if left == 0:
-            return torch.cat([input_ids, torch.stack(columns, dim=1)], dim=1)
-        if can_leave and left <= LEAVE * len(rows):
-            chosen = goes_on.nonzero()[:, 0]
-            rows, ids, goes_on = rows[chosen], ids[chosen], goes_on[chosen]
-            cache.batch_select_indices(chosen)
-            inputs |= {name: inputs[name][chosen] for name in ROWS if inputs.get(name) is not None}
+    with model._optimize_model_for_decode():
+        while True:
+            step = {"next_sequence_length": unread, "is_first_iteration": not columns}
+            outputs = model(**model.prepare_inputs_for_generation(ids, **step, **inputs), return_dict=True)
+            is_encoder_decoder = model.config.is_encoder_decoder
+            inputs = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=is_encoder_decoder)
+            unread = 1
+            scores = logits_processor(ids, outputs.logits[:, -1].float())
+            tokens = draw(scores.softmax(-1), rows, count) if generation_config.do_sample else scores.argmax(-1)
+            tokens = tokens.masked_fill(~goes_on, padding)
+            ids = torch.cat([ids, tokens[:, None]], dim=1)
+            columns.append(torch.full_like(input_ids[:, 0], padding).index_copy(0, rows, tokens))
+            goes_on &= ~stopping_criteria(ids, None)
+            left = int(goes_on.sum())
+            if left == 0:
+                return torch.cat([input_ids, torch.stack(columns, dim=1)], dim=1)
+            if can_leave and left <= LEAVE * len(rows):
+                chosen = goes_on.nonzero()[:, 0]
+                rows, ids, goes_on = rows[chosen], ids[chosen], goes_on[chosen]
+                cache.batch_select_indices(chosen)
+                inputs |= {name: inputs[name][chosen] for name in ROWS if inputs.get(name) is not None}
 
 
 def draw(probs: Tensor, rows: Tensor, count: int) -> Tensor:

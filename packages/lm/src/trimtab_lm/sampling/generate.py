@@ -225,6 +225,10 @@ def sample_groups(
     mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The decoder
     start token of an encoder-decoder model is not part of a completion.
 
+    transformers' `generate` prepares everything and `decode` is its loop, except where a setting or an argument is
+    asked for that `decode` does not know, such as `stop_strings` or any `cache_implementation`: then the loop is that
+    of transformers.
+
     Args:
         model: a transformers model, in eval mode.
         prompts: rows of token ids, [T] each.
@@ -246,11 +250,11 @@ def sample_groups(
     batches = _batches(prompts, batch_size, num_generations, is_split=is_split)
     with whole_weights(model):  # once, and not for each token
         for chosen, repeats in progress(batches, "generating"):
-            config = copy.deepcopy(config)
-            config.num_return_sequences = repeats
-            rows = _sample(model, [prompts[i] for i in chosen], config, share_prompts=share_prompts, **kwargs)
+            shared = repeats if share_prompts and config.do_sample else 1
+            read = [i for i in chosen for _ in range(repeats // shared)]
+            rows = _sample(model, [prompts[i] for i in read], config, repeats=shared, **kwargs)
             for number, row in enumerate(rows):
-                prompt = chosen[number // repeats]
+                prompt = read[number // shared]
                 completions[prompt].append(cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device))
     return completions
 
@@ -298,34 +302,33 @@ KNOWN = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "bad_words_ids", "renormalize_logits"),
     *("transformers_version", "_from_model_config", *SAMPLING_ALONE, "min_p"),
 }
-"""Settings that work on each row by itself, which `decode` therefore follows."""
+"""Settings that `decode` follows: each works on a row by itself."""
 
 
-def _is_ordinary(config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
-    """Whether `decode` knows all that is asked for. What it does not know is left to the loop of transformers."""
+def _is_known(config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
+    """Whether `decode` can do all that is asked for; otherwise the loop of transformers does."""
     settings = {name: value for name, value in config.to_diff_dict().items() if value is not None}
     asked = {name for name, value in settings.items() if value not in (False, PLAIN_SAMPLING.get(name))}
     return not kwargs and settings.get("use_cache", True) and asked <= KNOWN
 
 
 def _sample(
-    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, share_prompts: bool, **kwargs: object
+    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, repeats: int, **kwargs: object
 ) -> Tensor:
-    """[P * num_return_sequences, R], the new tokens of one batch; the longest prompt comes first."""
+    """[P * repeats, R], the new tokens of one batch; the longest prompt comes first."""
+    config = copy.deepcopy(config)
+    config.num_return_sequences = repeats
     device = model.get_input_embeddings().weight.device
-    is_ordinary = _is_ordinary(config, kwargs)
-    if not share_prompts:
-        prompts = [prompt for prompt in prompts for _ in range(config.num_return_sequences)]
-        config.num_return_sequences = 1
     input_ids, mask = pad(prompts, config.pad_token_id, side="left")
-    input_ids, mask = input_ids.to(device), mask.to(device)
-    if (is_ordinary or config.num_return_sequences > 1) and not learns_prompt(model):
-        cache = prompt_cache(model, input_ids, mask, repeats=config.num_return_sequences)
+    inputs = {"input_ids": input_ids.to(device), "attention_mask": mask.to(device)}
+    is_known = _is_known(config, kwargs)
+    takes_cache = config.use_cache is not False and config.cache_implementation is None and not learns_prompt(model)
+    if takes_cache and (is_known or repeats > 1):
+        cache = prompt_cache(model, **inputs, repeats=repeats)
         if cache is not None:
             kwargs["past_key_values"] = cache
-    if is_ordinary:
+    if is_known:
         kwargs["custom_generate"] = decode
-    inputs = {"input_ids": input_ids, "attention_mask": mask}
     # The weights are whole, so that no process needs to go on until the others have ended.
     output = model.generate(**inputs, generation_config=config, synced_gpus=False, **kwargs)
     return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]
