@@ -100,7 +100,7 @@ def test_rows_that_have_ended_are_no_longer_read():
 def test_prompts_of_like_length_are_read_together_and_without_the_padding_of_longer_ones():
     model, settings = tiny.llama().eval(), {"do_sample": True, "min_new_tokens": LIMIT}
     prompts = [*tiny.rows(20, 4, 4), *tiny.rows(2, 50, 50)]
-    assert 20 * (50 - 4) > 2 * PASS
+    assert 2 * PASS < 20 * (50 - 4)
     shapes = tokens_read(model, lambda: sampled(model, prompts, 3, settings))
     assert shapes == [(2, 49), (20, 3), *[(66, 1)] * LIMIT]
     alike = tiny.rows(5, 48, 50)
@@ -134,6 +134,14 @@ def test_tokens_of_tiny_probability_are_told_apart(monkeypatch: pytest.MonkeyPat
     places = torch.arange(1, count + 1, dtype=torch.float64)[:, None]  # the middle of the share of each
     monkeypatch.setattr(torch, "rand", lambda *_, **__: 1 - (1 + (places - 0.5) * 2.0**-25) / total)
     assert draw(probs.expand(count, -1), torch.arange(count), count).tolist() == list(range(1, count + 1))
+
+
+@pytest.mark.parametrize("vocabulary", [32, LARGE_VOCABULARY])
+def test_nothing_is_drawn_from_probabilities_that_are_not_finite(vocabulary: int):
+    probs = torch.full((2, vocabulary), 1 / vocabulary)
+    probs[1, 7] = float("nan")
+    with pytest.raises(RuntimeError, match="nan"):
+        draw(probs, torch.arange(2), 2)
 
 
 def test_a_layer_with_room_holds_what_transformers_layer_holds_and_copies_no_token_for_the_next():

@@ -99,9 +99,9 @@ class BestOfNSampler:
         settings |= {"max_new_tokens": self.length_sampler(), **self.settings, **generation_kwargs}
         config, rest = sampling_config(self.model, **settings)
         eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
-        sizes = {"batch_size": self.sample_size, "num_generations": self.sample_size}
+        size, options = self.sample_size, {"eos_ids": eos_ids, **rest}
         with without_dropout(self.model), private_rng(self._next_seed(), self.model.device):
-            return sample_groups(self.model, [query], config, eos_ids=eos_ids, **sizes, **rest)[0]
+            return sample_groups(self.model, [query], config, batch_size=size, num_generations=size, **options)[0]
 
     def _roll_out(
         self, rollout: RolloutBackend, queries: list[Tensor], generation_kwargs: dict[str, Any]

@@ -1,8 +1,10 @@
 """Keys and values of prompts, in transformers' cache with room for the tokens that follow."""
 
+import copy
 import inspect
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,12 +28,19 @@ class RoomyLayer(DynamicLayer):
         super().__init__()
         self._rooms: list[Tensor] | None = None  # [B, H, tokens and room, D]; `keys` and `values` are their beginnings
 
+    @property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of an initialized layer, [B, H, T, D] each."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        new, held = (key_states, value_states), (self.keys, self.values)
+        new, held = (key_states, value_states), self.states
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         # The methods that select or repeat rows replace `keys` and `values` by copies without room.
@@ -88,17 +97,18 @@ def prompt_cache(model: Model, *, input_ids: Tensor, attention_mask: Tensor, rep
     starts = [0] if any(cache.is_sliding) else _starts_of_runs(lengths)
     if repeats == 1 and len(starts) == 1:
         return cache
-    layers: list[list[tuple[Tensor, Tensor]]] = [[] for _ in cache.layers]  # keys and values of each run
+    runs: list[list[RoomyLayer]] = []
     for start, end in pairwise([*starts, len(lengths)]):
         part = slice(start, end), slice(-max(lengths[start], 2), -1)
-        run = cache if len(starts) == 1 else empty_cache(model)
         inputs = {"input_ids": input_ids[part], "attention_mask": attention_mask[part]}
+        run = cache if len(starts) == 1 else copy.deepcopy(cache)
         model(**positioned(base_of(model).forward, inputs), past_key_values=run, use_cache=True, logits_to_keep=1)
-        for states, layer in zip(layers, run.layers, strict=True):
-            states.append((layer.keys, layer.values))
-    if len(starts) > 1:
-        for layer, states in zip(cache.layers, layers, strict=True):
-            layer.update(*(torch.cat([_widened(one, width) for one in kind]) for kind in zip(*states, strict=True)))
+        runs.append(cast(list[RoomyLayer], run.layers))
+    if len(runs) > 1:
+        for number in range(len(cache.layers)):
+            states = zip(*(run.pop(0).states for run in runs), strict=True)  # what is joined is kept once
+            keys, values = (torch.cat([_widened(one, width) for one in kind]) for kind in states)
+            cache.update(keys, values, number)
     if repeats > 1:
         cache.batch_repeat_interleave(repeats)
     return cache

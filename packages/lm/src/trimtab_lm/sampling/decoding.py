@@ -1,10 +1,11 @@
 """A loop for transformers' `generate`: tokens are drawn at little cost, and rows that have ended leave the batch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig
 
 from .cache import can_select
 
@@ -19,8 +20,8 @@ ROWS = ("attention_mask", "position_ids")
 def decode(
     model: Any,
     input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
+    logits_processor: Callable[[Tensor, Tensor], Tensor],
+    stopping_criteria: Callable[[Tensor, None], Tensor],
     generation_config: GenerationConfig,
     **inputs: Any,
 ) -> Tensor:
@@ -29,17 +30,17 @@ def decode(
     Args:
         model: the transformers model.
         input_ids: [B, T].
-        logits_processor: works on each row by itself.
-        stopping_criteria: works on each row by itself.
+        logits_processor: from ids [b, t] and scores [b, V] to scores; works on each row by itself.
+        stopping_criteria: from ids [b, t] to whether each row has ended; works on each row by itself.
         generation_config: asks for greedy search or for sampling.
         inputs: further arguments of `prepare_inputs_for_generation`.
 
     Returns:
-        Prompts and new tokens, [B, T + R], padded after the end.
+        Prompts and new tokens, [B, T + R]. What follows the end of a row means nothing.
     """
     count, cache = len(input_ids), inputs.get("past_key_values")
     others = inputs.keys() - {*ROWS, "past_key_values", "use_cache", "logits_to_keep"}
-    can_leave = not others and isinstance(cache, DynamicCache) and can_select(cache)
+    selectable = cache if isinstance(cache, DynamicCache) and can_select(cache) and not others else None
     held = 0 if cache is None else cache.get_seq_length()
     unread = input_ids.shape[1] - held if held else None  # None: all
     rows, ids, padding = torch.arange(count, device=input_ids.device), input_ids, generation_config.pad_token_id
@@ -51,19 +52,18 @@ def decode(
             is_encoder_decoder = model.config.is_encoder_decoder
             inputs = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=is_encoder_decoder)
             unread = 1
-            scores = logits_processor(ids, outputs.logits[:, -1].float())
+            scores = logits_processor(ids, outputs.logits[:, -1].to(ids.device, torch.float32))
             tokens = draw(scores.softmax(-1), rows, count) if generation_config.do_sample else scores.argmax(-1)
-            tokens = tokens.masked_fill(~goes_on, padding)
             ids = torch.cat([ids, tokens[:, None]], dim=1)
             columns.append(torch.full_like(input_ids[:, 0], padding).index_copy(0, rows, tokens))
             goes_on &= ~stopping_criteria(ids, None)
             left = int(goes_on.sum())
             if left == 0:
                 return torch.cat([input_ids, torch.stack(columns, dim=1)], dim=1)
-            if can_leave and left <= LEAVE * len(rows):
+            if selectable is not None and left <= LEAVE * len(rows):
                 chosen = goes_on.nonzero()[:, 0]
                 rows, ids, goes_on = rows[chosen], ids[chosen], goes_on[chosen]
-                cache.batch_select_indices(chosen)
+                selectable.batch_select_indices(chosen)
                 inputs |= {name: inputs[name][chosen] for name in ROWS if inputs.get(name) is not None}
 
 
@@ -82,12 +82,20 @@ def draw(probs: Tensor, rows: Tensor, count: int) -> Tensor:
 
     Returns:
         Token ids, [b].
+
+    Raises:
+        RuntimeError: probabilities are not finite.
     """
     if probs.device.type != "cpu" or probs.shape[1] < LARGE_VOCABULARY:
         if len(rows) < count:
             probs = probs.new_ones(count, probs.shape[1]).index_copy(0, rows, probs)
         return torch.multinomial(probs, 1)[rows, 0]
     cumulative = probs.cumsum(-1, dtype=torch.float64)
+    if not bool(cumulative[:, -1].isfinite().all()):
+        raise RuntimeError(
+            "No token can be drawn, because the model gives probabilities that are nan or inf. Look for weights that are "
+            "not finite: the learning rate may be too high, or float16 may lack loss scaling."
+        )
     # In (0, 1], so that no token of probability 0 is drawn.
     uniform = 1 - torch.rand(count, 1, dtype=torch.float64)[rows]
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
