@@ -93,8 +93,8 @@ def draw(probs: Tensor, rows: Tensor, count: int) -> Tensor:
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     if not bool(cumulative[:, -1].isfinite().all()):
         raise RuntimeError(
-            "No token can be drawn, because the model gives probabilities that are nan or inf. Look for weights that are "
-            "not finite: the learning rate may be too high, or float16 may lack loss scaling."
+            "No token can be drawn, because the model gives probabilities that are nan or inf. Look for weights that "
+            "are not finite: the learning rate may be too high, or float16 may lack loss scaling."
         )
     # In (0, 1], so that no token of probability 0 is drawn.
     uniform = 1 - torch.rand(count, 1, dtype=torch.float64)[rows]
