@@ -18,8 +18,8 @@ from trimtab_lm.sampling.generate import cut_at_eos, eos_token_ids, pad, sample_
 
 LIMIT = 12
 SEVERAL_ENDS = [tiny.EOS, 9, 10, 11]
-# Two lengths, far enough apart that it is worth reading the prompts of each by themselves.
-RAGGED = [*tiny.rows(12, 2, 3), *tiny.rows(2, 45, 50, seed=1)]
+# Lengths so far apart that it is worth reading the prompts of each by themselves.
+RAGGED = [*tiny.rows(9, 1, 1), *tiny.rows(12, 2, 4), *tiny.rows(9, 20, 23), *tiny.rows(3, 45, 50)]
 
 
 def config_of(model: Any, **settings: Any) -> Any:
@@ -77,6 +77,15 @@ def test_the_samples_are_those_of_transformers_loop(build: Callable, repeats: in
     expected = by_transformers(model, prompts, repeats, settings)
     assert len({len(row) for group in expected for row in group}) > 1
     assert sampled(model, prompts, repeats, settings) == expected
+
+
+def test_a_model_that_knows_more_of_each_row_keeps_its_rows():
+    model = tiny.exact(lora(alora_invocation_tokens=[7])).eval()
+    prompts = [torch.cat([row[: i % 3], torch.tensor([7]), row]) for i, row in enumerate(tiny.rows(12, 3, 5))]
+    settings = {"do_sample": True, "eos_token_id": SEVERAL_ENDS}
+    expected = by_transformers(model, prompts, 1, settings)
+    assert len({len(row) for group in expected for row in group}) > 2
+    assert sampled(model, prompts, 1, settings) == expected
 
 
 def test_greedy_completions_of_a_group_are_alike():

@@ -94,12 +94,13 @@ def prompt_cache(model: Model, *, input_ids: Tensor, attention_mask: Tensor, rep
     if cache is None or width == 0:
         return cache
     lengths = attention_mask.sum(1).tolist()
-    starts = [0] if any(cache.is_sliding) else _starts_of_runs(lengths)
+    # A prompt of one token leaves nothing to read; it is a row of padding in the last run.
+    starts = [0] if any(cache.is_sliding) else _starts_of_runs([length for length in lengths if length > 1])
     if repeats == 1 and len(starts) == 1:
         return cache
     runs: list[list[RoomyLayer]] = []
     for start, end in pairwise([*starts, len(lengths)]):
-        part = slice(start, end), slice(-max(lengths[start], 2), -1)
+        part = slice(start, end), slice(-lengths[start], -1)
         inputs = {"input_ids": input_ids[part], "attention_mask": attention_mask[part]}
         run = cache if len(starts) == 1 else copy.deepcopy(cache)
         model(**positioned(base_of(model).forward, inputs), past_key_values=run, use_cache=True, logits_to_keep=1)
