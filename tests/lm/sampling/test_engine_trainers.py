@@ -146,6 +146,7 @@ def test_a_resumed_training_samples_what_it_would_have_sampled(
     folder: str, backend: dict[str, Any], tmp_path: Path, is_asynchronous: bool
 ):
     """Four steps give the completions and weights of two, a checkpoint, and two more."""
+
     def run(name: str, steps: int, resume: bool = False) -> tuple[list[list[int]], Any]:
         sampled: list[list[int]] = []
 
