@@ -60,7 +60,7 @@ def _score(logits: Tensor, targets: Tensor, out: Tensor | None = None) -> _Chunk
     total = exponentials.sum(-1)
     logsumexp = total.log()
     logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - logsumexp
-    entropy = logsumexp - torch.linalg.vecdot(exponentials, logits) / total
+    entropy = logsumexp - logits.mul_(exponentials).sum(-1) / total  # vecdot takes seven times as long on a CPU
     return _Chunk(logprobs, entropy, exponentials, total)
 
 
