@@ -46,7 +46,7 @@ def raises_and_stays(rank: int, limit: float) -> None:
     try:
         train(fails=rank == 1, fail=no_answer)
     except ValueError:
-        time.sleep(2 * limit)
+        time.sleep(4 * limit)
 
 
 def raises(rank: int, limit: float) -> None:
@@ -111,7 +111,9 @@ def loses_no_time(rank: int, limit: float) -> None:
     say(watching=sorted(thread.name for thread in threading.enumerate()))
     dist.barrier()
     dist.destroy_process_group()
-    time.sleep(1.5)
+    for _ in range(100):
+        if threading.active_count() > 1:
+            time.sleep(0.2)
     say(after=sorted(thread.name for thread in threading.enumerate()), hook=sys.excepthook is HOOK)
     dist.init_process_group("gloo")
     watch_ranks(limit)
