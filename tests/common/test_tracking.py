@@ -209,6 +209,16 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
     assert "lr" in texts["config"]
 
 
+@pytest.mark.parametrize("name", ["../../outside", "/outside", "a\\b c\n", ".."])
+def test_the_name_of_a_run_cannot_leave_its_folder(tmp_path, name):
+    folder = tmp_path / "runs"
+    with start_tracking("tensorboard", project="p", config={}, folder=folder, name=name, run_id="id") as tracker:
+        tracker.log({"loss": 0.5}, 0)
+    (run_folder,) = (folder / "tensorboard").iterdir()
+    assert run_folder.name.endswith("-id")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_other_processes_and_none_do_nothing(tmp_path):
     for log_with, is_main in (("wandb", False), ("none", True), (None, True)):
         tracker = start_tracking(log_with, project="p", config={}, folder=tmp_path, is_main=is_main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import sys
@@ -86,7 +87,8 @@ def start_tracking(
     run_id = run_id or secrets.token_hex(4)
     if chosen == "none":
         return Tracker(None, run_id)
-    log_dir = folder / "tensorboard" / (f"{name}-{run_id}" if name else run_id)
+    run_name = re.sub(r"[^\w.-]+", "-", f"{name}-{run_id}" if name else run_id)  # the name of one folder, and no path
+    log_dir = folder / "tensorboard" / run_name
     return Tracker(_TensorBoard({"log_dir": str(log_dir), **extra}, config), run_id)
 
 
