@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 ROOT = Path(__file__).resolve().parents[1]
+TWO_PROCESSES = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::UserWarning")]
+"""Marks of tests that train in two processes for minutes."""
 
 
 def results_of_two(module: str, folder: Path, *, seconds: int = 170) -> list[dict[str, Any]]:

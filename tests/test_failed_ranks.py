@@ -4,6 +4,7 @@ import ast
 import re
 
 import pytest
+from tests.common.test_ranks import BUSY
 from tests.processes import ends_of_two
 from tests.run_failed_ranks import LIMIT, TRAINERS
 
@@ -31,7 +32,7 @@ def test_the_other_process_ends_within_the_limit_and_says_why(trainer: str, fail
     assert survivor.status in (1, EXIT_STATUS)
     text = rf"Rank {rank} failed in phase '{phase}': .*{ERRORS[failure]}\. This process, rank {1 - rank} in phase '"
     assert re.search(text, survivor.errors), survivor.errors
-    assert survivor.time - ast.literal_eval(failed.output.splitlines()[-1])["failed_at"] < LIMIT + 1
+    assert survivor.time - ast.literal_eval(failed.output.splitlines()[-1])["failed_at"] < LIMIT + BUSY
 
 
 def test_every_trainer_fails_somewhere():

@@ -33,36 +33,32 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def train(*, fails: bool, fail: Callable[[], object]) -> None:
+    """A step whose rewards fail on one rank, while the other waits in a collective."""
+    with phase("training"):
+        if fails:
+            rewards(fail)
+        dist.barrier()
+
+
 def raises_and_stays(rank: int, limit: float) -> None:
     """Rank 1 catches the error outside of its phases and goes on with something else."""
     try:
-        with phase("training"):
-            if rank == 1:
-                rewards(no_answer)
-            dist.barrier()
+        train(fails=rank == 1, fail=no_answer)
     except ValueError:
-        time.sleep(2 * limit)
+        time.sleep(4 * limit)
 
 
 def raises(rank: int, limit: float) -> None:
-    with phase("training"):
-        if rank == 1:
-            rewards(no_answer)
-        dist.barrier()
+    train(fails=rank == 1, fail=no_answer)
 
 
 def is_killed(rank: int, limit: float) -> None:
-    with phase("training"):
-        if rank == 1:
-            rewards(kill)
-        dist.barrier()
+    train(fails=rank == 1, fail=kill)
 
 
 def rank_0_is_killed(rank: int, limit: float) -> None:
-    with phase("training"):
-        if rank == 0:
-            rewards(kill)
-        dist.barrier()
+    train(fails=rank == 0, fail=kill)
 
 
 def leaves_a_child(rank: int, limit: float) -> None:
@@ -93,10 +89,7 @@ def raises_between(rank: int, limit: float) -> None:
 
 def is_slow(rank: int, limit: float) -> None:
     """Rank 1 holds Python's lock, so that no thread of it runs."""
-    with phase("training"):
-        if rank == 1:
-            rewards(lambda: ctypes.PyDLL(None).sleep(int(2 * limit)))
-        dist.barrier()
+    train(fails=rank == 1, fail=lambda: ctypes.PyDLL(None).sleep(int(2 * limit)))
 
 
 def all_raise_and_go_on(rank: int, limit: float) -> None:
@@ -118,14 +111,13 @@ def loses_no_time(rank: int, limit: float) -> None:
     say(watching=sorted(thread.name for thread in threading.enumerate()))
     dist.barrier()
     dist.destroy_process_group()
-    time.sleep(1.5)
+    for _ in range(100):
+        if threading.active_count() > 1:
+            time.sleep(0.2)
     say(after=sorted(thread.name for thread in threading.enumerate()), hook=sys.excepthook is HOOK)
     dist.init_process_group("gloo")
     watch_ranks(limit)
-    with phase("training"):
-        if rank == 1:
-            rewards(kill)
-        dist.barrier()
+    train(fails=rank == 1, fail=kill)
 
 
 def one_ends_early(rank: int, limit: float) -> None:

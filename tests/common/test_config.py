@@ -229,6 +229,25 @@ def test_flat_dict_has_plain_values_and_tells_apart_what_differs():
     assert not {"seed", "tracker_kwargs", "run.model"} & flat.keys()
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"api-key": "hush"},
+        {"headers": {"Authorization": "Bearer hush"}},
+        {"servers": [{"url": "here", "password": "hush"}, {"db_passwd": "hush"}]},
+        {"a": [[{"client_secret": "hush"}]], "AWS_SECRET_ACCESS_KEY": "hush"},
+        {"servers": ["http://me:hush@node:8000/v1"], "base_url": "https://hush@node"},
+        {"credentials": {"user": "me", "value": "hush"}},
+    ],
+)
+def test_no_secret_reaches_a_tracker(kwargs: dict[str, Any]):
+    config = PPOConfig(tracker_kwargs={"wandb": kwargs, "mode": "kept"})
+    flat = to_flat_dict(config)
+    assert "hush" not in repr(flat)
+    assert flat["tracker_kwargs.mode"] == "kept"
+    assert config.tracker_kwargs["wandb"] == kwargs
+
+
 def test_flat_dict_leaves_deprecated_names_out():
     @dataclass
     class Options:

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import struct
 import subprocess
@@ -104,12 +105,44 @@ def test_offline_run_holds_what_was_logged(tmp_path, capfd):
     summary = {item.key: item.value_json for row in records["summary"] for item in row.update}
     assert summary["best"] == "3.0"
 
-    increments = [json.loads(file.read_text()) for file in sorted(run_folder.glob("files/media/table/*.json"))]
-    assert [increment["columns"] for increment in increments] == [["step", "text", "score", "good"]] * 2
-    assert [len(increment["data"]) for increment in increments] == [MAX_TABLE_ROWS] * 2  # new rows, not all again
-    step, text, score, good = increments[1]["data"][0]
+    tables = [json.loads((run_folder / "files" / logged["samples"][step]["path"]).read_text()) for step in range(2)]
+    assert [table["columns"] for table in tables] == [["step", "text", "score", "good"]] * 2
+    assert [len(table["data"]) for table in tables] == [MAX_TABLE_ROWS] * 2  # the step's rows, not all again
+    step, text, score, good = tables[1]["data"][0]
     assert (step, len(text), score, good) == (1, MAX_CELL_CHARACTERS, 1.0, True)
-    assert increments[1]["data"][1] == [1, "7", 2.5, None]
+    assert tables[1]["data"][1] == [1, "7", 2.5, None]
+
+
+def test_a_late_step_takes_no_more_bytes_than_an_early_one(tmp_path):
+    """Histories name the tables of their own step alone."""
+    with start_tracking("wandb", project="p", config={}, folder=tmp_path) as tracker:
+        for step in range(60):
+            tracker.log({"loss": 0.5}, step)
+            tracker.table("samples", ["text", "score"], [["x" * 200, 1.0]] * 8, step)
+    history_of = [sum(len(item.value_json) for item in record.item) for record in read_wandb(tmp_path)["history"]]
+    assert len(history_of) == 60
+    assert max(history_of) < 1.05 * history_of[1]
+
+
+OFFLINE = """
+import socket, sys
+def lookup(host, *rest, **more):
+    print("asked", host, flush=True)
+    raise OSError("no network")
+socket.getaddrinfo = lookup
+from trimtab_common.tracking import start_tracking
+with start_tracking("wandb", project="p", config={}, folder=sys.argv[1]) as tracker:
+    tracker.log({"loss": 1.0}, 0)
+"""
+
+
+def test_a_run_without_a_key_looks_up_no_host(tmp_path):
+    unset = {"WANDB_ERROR_REPORTING", "WANDB_MODE", "WANDB_API_KEY"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-c", OFFLINE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == ""
+    assert "is offline (no API key)" in done.stderr
 
 
 def test_second_session_goes_on_under_the_same_id(tmp_path):
@@ -174,6 +207,16 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
     assert "a\\|b<br>c" in texts["samples"]
     assert "black" in texts["pictures/captions"]
     assert "lr" in texts["config"]
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/outside", "a\\b c\n", ".."])
+def test_the_name_of_a_run_cannot_leave_its_folder(tmp_path, name):
+    folder = tmp_path / "runs"
+    with start_tracking("tensorboard", project="p", config={}, folder=folder, name=name, run_id="id") as tracker:
+        tracker.log({"loss": 0.5}, 0)
+    (run_folder,) = (folder / "tensorboard").iterdir()
+    assert run_folder.name.endswith("-id")
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_other_processes_and_none_do_nothing(tmp_path):

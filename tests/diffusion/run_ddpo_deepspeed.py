@@ -11,45 +11,34 @@ from typing import Any
 import torch
 from accelerate import DeepSpeedPlugin
 from accelerate.state import AcceleratorState
-from tests.diffusion import modern, tiny
-from tests.diffusion.run_ddpo_distributed import COUNT, SameSamples, Turns, brightness, config
-from tests.diffusion.run_ddpo_sharded import CALL, CASES
+from tests.diffusion.run_ddpo_distributed import SameSamples
+from tests.diffusion.run_ddpo_sharded import pipeline_of, share_of_samples
 from tests.lm.sharded.run_deepspeed import let_accelerate_use_gloo, share, under_deepspeed
 from tests.processes import process_of_many
 from torch import Tensor
 
 from trimtab_common.sharding import whole_weights
-from trimtab_diffusion import DDPOStableDiffusionPipeline
 
 STAGES = (2, 3)
 REFUSED = "refused"  # a training that would save checkpoints
 
 
 def make(folder: Path, case: str, stage: int | None, world_size: int) -> SameSamples:
-    """A trainer of this process's share of the samples."""
+    """A trainer under a stage of ZeRO, or without an engine."""
     AcceleratorState._reset_state(reset_partial_state=stage is not None)
     engine: dict[str, Any] = {"cpu": True}
     if stage is not None:
         engine = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=under_deepspeed(stage)["deepspeed"]), "cpu": False}
-    part = COUNT // world_size
-    settings = config(
-        str(folder),
-        sample_num_batches_per_epoch=part // 2,
-        train_batch_size=part // 2,
-        train_num_inner_epochs=2,
-        train_max_grad_norm=0.5,
+    return share_of_samples(
+        folder,
+        case,
+        pipeline_of(case),
+        world_size,
         accelerator_kwargs=engine,
         save_freq=2 if case == REFUSED else 100,
         rank_failure_timeout=0,  # each process shall meet the refusal by itself
         num_epochs=2,
-        **CASES.get(case, {}),
     )
-    return SameSamples(settings, brightness, Turns(), pipeline_of(case), other_rewards={})
-
-
-def pipeline_of(case: str) -> DDPOStableDiffusionPipeline:
-    with tiny.from_seed(1):  # adapters begin at random
-        return DDPOStableDiffusionPipeline(modern.flux(), use_lora=case == "lora", call_kwargs=CALL)
 
 
 def first_weights(case: str) -> Iterator[tuple[str, Tensor]]:

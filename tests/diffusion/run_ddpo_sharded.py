@@ -29,27 +29,37 @@ CASES: dict[str, dict[str, Any]] = {
 BFLOAT16 = "bfloat16"
 
 
-def make(folder: Path, case: str, world_size: int, *, is_resumed: bool, precision: str = "no") -> SameSamples:
-    """A trainer of this process's share of the samples, sharded where there are several processes."""
-    plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
+def pipeline_of(case: str) -> DDPOStableDiffusionPipeline:
+    with tiny.from_seed(1):  # adapters begin at random
+        return DDPOStableDiffusionPipeline(modern.flux(), use_lora=case == "lora", call_kwargs=CALL)
+
+
+def share_of_samples(
+    folder: Path, case: str, pipeline: DDPOStableDiffusionPipeline, world_size: int, **settings: Any
+) -> SameSamples:
+    """A trainer of this process's share of the samples."""
     share = COUNT // world_size
-    settings = config(
-        str(folder),
-        sample_num_batches_per_epoch=share // 2,
-        train_batch_size=share // 2,
-        train_num_inner_epochs=2,
-        train_max_grad_norm=0.5,
+    sizes = {"sample_num_batches_per_epoch": share // 2, "train_batch_size": share // 2, "train_num_inner_epochs": 2}
+    settings = sizes | {"train_max_grad_norm": 0.5} | CASES.get(case, {}) | settings
+    return SameSamples(config(str(folder), **settings), brightness, Turns(), pipeline, other_rewards={})
+
+
+def make(folder: Path, case: str, world_size: int, *, is_resumed: bool, precision: str = "no") -> SameSamples:
+    """A trainer that is sharded where there are several processes."""
+    plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
+    pipeline = pipeline_of(case)
+    if precision == "no":
+        pipeline.sd_pipeline.to(dtype=torch.float64)
+    return share_of_samples(
+        folder,
+        case,
+        pipeline,
+        world_size,
         resume_from="latest" if is_resumed else "",
         resume_with_changes=True,
         mixed_precision=precision,
         accelerator_kwargs={"fsdp_plugin": FullyShardedDataParallelPlugin(**plugin)} if world_size > 1 else {},
-        **CASES[case],
     )
-    with tiny.from_seed(1):  # adapters begin at random
-        pipeline = DDPOStableDiffusionPipeline(modern.flux(), use_lora=case == "lora", call_kwargs=CALL)
-    if precision == "no":
-        pipeline.sd_pipeline.to(dtype=torch.float64)
-    return SameSamples(settings, brightness, Turns(), pipeline, other_rewards={})
 
 
 def run(folder: Path, case: str, epochs: int, *, is_resumed: bool = False, world_size: int = 1) -> dict[str, Any]:

@@ -8,14 +8,10 @@ import torch
 from diffusers import FluxPipeline
 from tests.diffusion import modern
 from tests.diffusion.run_ddpo_deepspeed import CASES, REFUSED, STAGES, first_weights, run
-from tests.processes import launch
+from tests.processes import TWO_PROCESSES, launch
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here: make test-deepspeed")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = TWO_PROCESSES
 
 
 @pytest.fixture(scope="module")

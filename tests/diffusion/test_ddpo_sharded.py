@@ -8,15 +8,11 @@ import torch
 from diffusers import FluxPipeline
 from tests.diffusion import modern, tiny
 from tests.diffusion.run_ddpo_sharded import BFLOAT16, CALL, CASES, run
-from tests.processes import launch
+from tests.processes import TWO_PROCESSES, launch
 
 MODULE = "tests.diffusion.run_ddpo_sharded"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = TWO_PROCESSES
 
 
 @pytest.fixture(scope="module")

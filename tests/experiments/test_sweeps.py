@@ -384,13 +384,10 @@ def test_the_metric_is_in_the_summary_under_its_name(file: Path, here: Path, pla
 
 
 def assert_samples_can_be_read(run_file: Path, summary: Mapping[str, Any]) -> None:
-    """The files that the run's summary names are there: tables with rows, as W&B reads them, or pictures with captions.
-
-    An incremental table's last file alone is named; the ones before it lie beside it.
-    """
+    """The files that the run's summary names are there: tables with rows, as W&B reads them, or captioned pictures."""
     files = run_file.parent / "files"
     kinds = {name.removesuffix("._type"): kind for name, kind in summary.items() if name.endswith("._type")}
-    tables = [name for name, kind in kinds.items() if kind in ("table-file", "incremental-table-file")]
+    tables = [name for name, kind in kinds.items() if kind == "table-file"]
     pictures = [name for name, kind in kinds.items() if kind == "images/separated"]
     assert tables or pictures
     for name in tables:

@@ -58,6 +58,17 @@ def test_a_batch_of_more_rows_than_there_are_goes_on_with_the_next_pass():
     assert list(again) == list(ranks[1])
 
 
+def test_an_epoch_is_shuffled_once_whoever_looks_ahead(monkeypatch):
+    batches = ShuffledBatches(20, **SIZES, rank=0)
+    shuffled = []
+    permutation = batches._permutation
+    monkeypatch.setattr(batches, "_permutation", lambda number: shuffled.append(number) or permutation(number))
+    for _ in range(3):
+        for _ in batches:
+            batches.upcoming()
+    assert shuffled == [0, 1, 2, 3]
+
+
 def test_an_empty_dataset_is_refused():
     with pytest.raises(ValueError, match="The dataset has no rows"):
         ShuffledBatches(0, **SIZES, rank=0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 import warnings
 
@@ -28,9 +29,7 @@ class Async(Plain):
 
     async def step(self, text, ids):
         self.steps += 1
-        if text == "nap":
-            await asyncio.sleep(0.2)
-        return ACTIONS["fine" if text == "nap" else text](self)
+        return ACTIONS[text](self)
 
 
 def fails(environment):
@@ -44,7 +43,6 @@ def hangs(environment):
 
 ACTIONS = {
     "fine": lambda environment: Reply(f"step {environment.steps}", reward=0.5),
-    "nap": lambda environment: time.sleep(0.2) or Reply("step 1", reward=0.5),
     "fails": fails,
     "exits": lambda environment: sys.exit(3),
     "exhausts": lambda environment: next(iter(())),
@@ -78,12 +76,29 @@ def test_what_would_end_a_thread_or_a_loop_is_an_observation():
     assert fine.errors == 0
 
 
-@pytest.mark.parametrize("environment", [Plain, Async])
-def test_environments_step_at_once(environment):
-    start = time.perf_counter()
-    answers = replies(pool(environment), *["nap"] * 20)
-    assert time.perf_counter() - start < 2  # one after the other: 4 seconds
-    assert answers == [Reply("step 1", reward=0.5)] * 20
+def test_environments_step_at_once():
+    """Each of twenty waits for the others."""
+    meeting = threading.Barrier(20, timeout=30)
+
+    class Meets(Plain):
+        def step(self, text, ids):
+            meeting.wait()
+            return Reply("met")
+
+    assert replies(pool(Meets, time_limit=60), *["x"] * 20) == [Reply("met")] * 20
+
+
+def test_async_environments_step_at_once():
+    came = []
+
+    class Meets(Async):
+        async def step(self, text, ids):
+            came.append(text)
+            while len(came) < 20:
+                await asyncio.sleep(0.01)
+            return Reply("met")
+
+    assert replies(pool(Meets, time_limit=30), *["x"] * 20) == [Reply("met")] * 20
 
 
 def test_concurrency_bounds_how_many_run():

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-import time
+import threading
 
 import pytest
 
@@ -46,13 +46,15 @@ def test_plain_and_async_tools_give_their_results_one_per_line():
 
 
 def test_the_tools_of_a_turn_run_at_once():
-    def nap() -> str:
-        return time.sleep(0.2) or "rested"
+    """Each of ten calls waits for the other nine."""
+    meeting = threading.Barrier(10, timeout=30)
 
-    start = time.perf_counter()
-    result = asyncio.run(ToolEnvironment([nap]).step(written("nap") * 10, []))
-    assert time.perf_counter() - start < 1.5
-    assert result.observation == "\n".join(["rested"] * 10)
+    def meet() -> str:
+        meeting.wait()
+        return "met"
+
+    result = asyncio.run(ToolEnvironment([meet]).step(written("meet") * 10, []))
+    assert result.observation == "\n".join(["met"] * 10)
 
 
 @pytest.mark.parametrize(

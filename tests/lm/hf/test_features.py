@@ -410,3 +410,13 @@ def test_a_seq2seq_checkpoint_loads(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1").eos_token_id == tiny.EOS
     for name, weight in tiny.weights(sft.model).items():
         assert torch.equal(weight, again.state_dict()[name])
+
+
+def test_no_secret_of_a_model_or_sampler_reaches_a_tracker(tmp_path):
+    args = SFTConfig(
+        str(tmp_path), use_cpu=True, model_init_kwargs={"token": "hush", "revision": "main"}, hub_token="hush"
+    )
+    for told in (args.to_dict(), args.to_sanitized_dict(), args.to_json_string()):
+        assert "hush" not in repr(told)
+        assert "main" in repr(told)
+    assert args.model_init_kwargs == {"token": "hush", "revision": "main"}

@@ -344,3 +344,10 @@ def test_early_stopping_within_an_update_is_refused_under_deepspeed():
     check_engine(replace(config, gradient_accumulation_steps=1), DistributedType.DEEPSPEED)
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2 DeepSpeed's engine keeps"):
         check_engine(config, DistributedType.DEEPSPEED)
+
+
+def test_checkpoints_are_refused_under_deepspeed_before_training(tmp_path):
+    config = PPOConfig(output_dir=str(tmp_path), save_steps=2)
+    check_engine(config, DistributedType.FSDP)
+    with pytest.raises(ValueError, match="save_steps=2: DeepSpeed's engine holds"):
+        check_engine(config, DistributedType.DEEPSPEED)

@@ -136,13 +136,16 @@ def test_best_of_n_keeps_the_best_of_the_engines_samples(folder: str, backend: d
     assert best == [max(seen, key=lambda text: text.count("e"))]
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize(
+    ("backend", "is_asynchronous"),
+    [("vllm", False), ("vllm_server", False), ("vllm_server", True)],
+    ids=["vllm in turn", "vllm_server in turn", "vllm_server ahead"],
+    indirect=["backend"],
+)
 def test_a_resumed_training_samples_what_it_would_have_sampled(
     folder: str, backend: dict[str, Any], tmp_path: Path, is_asynchronous: bool
 ):
     """Four steps give the completions and weights of two, a checkpoint, and two more."""
-    if is_asynchronous and backend["rollout_backend"] == "vllm":
-        pytest.skip("the engine in the process cannot sample ahead")
 
     def run(name: str, steps: int, resume: bool = False) -> tuple[list[list[int]], Any]:
         sampled: list[list[int]] = []

@@ -8,13 +8,9 @@ import pytest
 import torch
 from tests.lm.ppo.test_distributed import assert_same_steps
 from tests.lm.sharded.run_ppo import BFLOAT16, CASES, CONTINUOUS, LOOPS, REFUSED, make, stepped, trained
-from tests.processes import results_of_two
+from tests.processes import TWO_PROCESSES, results_of_two
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = TWO_PROCESSES
 
 
 @cache

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.lm.ppo.test_distributed import assert_same_steps
 from tests.lm.sharded.run_ppo import llama, lora
 from tests.lm.sharded.run_ppo_resume import run
-from tests.processes import launch
+from tests.processes import TWO_PROCESSES, launch
 from torch.distributed.checkpoint import FileSystemReader
 
 from trimtab_common.sealing import CheckpointError, verify
@@ -18,11 +18,7 @@ from trimtab_lm import AutoModelForCausalLMWithValueHead
 
 MODULE = "tests.lm.sharded.run_ppo_resume"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = TWO_PROCESSES
 
 
 @pytest.fixture(scope="module")

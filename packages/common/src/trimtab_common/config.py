@@ -148,8 +148,8 @@ def to_flat_dict(*configs: DataclassInstance) -> dict[str, object]:
     """Every field of every configuration as plain values, for a tracker.
 
     Entries of a dict get dotted names. A name on which two configurations differ is preceded by the class, as on the
-    command line. Tokens and keys of services (named token, or ending in _token or _key; inside dicts too) are left out,
-    and so are fields whose help begins with "Deprecated:", which hold nothing after their translation.
+    command line. Secrets are left out, see `without_secrets`, and so are fields whose help begins with "Deprecated:",
+    which hold nothing after their translation.
     """
     flat: dict[str, object] = {}
     rows = [
@@ -168,8 +168,8 @@ def _flatten(name: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}", inner)
-    elif not re.search(r"(^|[._])token$|_key$", name):
-        yield name, _plain(value)
+    elif not SECRET.search(name):
+        yield name, without_secrets(_plain(value))
 
 
 def _plain(value: object) -> object:
@@ -178,6 +178,26 @@ def _plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if isinstance(value, (str, int, float, bool, type(None), dict)) else str(value)
+
+
+SECRET = re.compile(r"(^|[._-])(token|key|auth)$|apikey|passw(or)?d|secret|credential|authorization|cookie", re.I)
+"""Names of what services know a user by."""
+CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+"""User and password in a URL."""
+
+
+def without_secrets(value: object) -> object:
+    """A plain value without what its names say is secret, and without user and password in its URLs.
+
+    Args:
+        value: dicts and lists are copied, and searched at any depth. Their entries named token, key, password, secret,
+            credentials, authorization or cookie, or something like it, are left out.
+    """
+    if isinstance(value, Mapping):
+        return {name: without_secrets(inner) for name, inner in value.items() if not SECRET.search(str(name))}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(item) for item in value]
+    return CREDENTIALS.sub("", value) if isinstance(value, str) else value
 
 
 def _section(kind: type) -> _Section:

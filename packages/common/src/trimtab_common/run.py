@@ -61,19 +61,19 @@ class WeighingAccelerator(Accelerator):
         super().backward(loss / self.loss_divisor, **kwargs)
 
     @contextmanager
-    def part_of_step(
-        self, model: nn.Module, *, is_last: bool, exchanges: bool | None = None, share: float = 1.0
-    ) -> Iterator[None]:
+    def part_of_step(self, model: nn.Module, *, is_last: bool, share: float = 1.0) -> Iterator[None]:
         """Inside the block `backward` belongs to an optimizer step of several parts, for every engine.
+
+        Processes exchange gradients with the last part alone. FSDP exchanges them with each, because a process has room
+        for its shard of the gradient only.
 
         Args:
             model: as it was prepared.
             is_last: whether the step is due after this part. DeepSpeed then takes it in `backward`.
-            exchanges: whether the processes exchange gradients; None: with the last part.
             share: what a loss is multiplied by.
         """
         self.loss_divisor, self.sync_gradients = 1 / share, is_last
-        exchanges = is_last if exchanges is None else exchanges
+        exchanges = is_last or self.distributed_type == DistributedType.FSDP
         try:
             with nullcontext() if exchanges else self.no_sync(model):
                 yield

@@ -93,6 +93,11 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def divides_weights(accelerator: Accelerator) -> bool:
+    """Whether the engine may hold a part of the weights on each process, so that only all of them can read a model."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
 @contextmanager
 def full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
     """Lets saves inside the block write full weights, also where checkpoints are sharded."""

@@ -3,7 +3,7 @@
 A collective is called by every process.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,6 +39,17 @@ def gather_over_ranks(value: T) -> list[T]:
     if len(gathered) > 1:
         dist.all_gather_object(gathered, value)
     return gathered
+
+
+def everywhere(call: Callable[[], None]) -> None:
+    """Calls a function in every process, and raises the first error of any of them in all. Collective."""
+    failure: Exception | None = None
+    try:
+        call()
+    except Exception as error:  # whatever it is: the other processes would wait for this one
+        failure = error
+    for first in filter(None, gather_over_ranks(failure)):
+        raise first
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 TRACKERS = ("wandb", "tensorboard", "none")
-MAX_TABLE_ROWS = 32  # of a call: W&B keeps every row of a run in memory
+MAX_TABLE_ROWS = 32  # of a call
 MAX_CELL_CHARACTERS = 2000
 SIGTERM_EXIT = 128 + signal.SIGTERM
 
@@ -86,7 +87,8 @@ def start_tracking(
     run_id = run_id or secrets.token_hex(4)
     if chosen == "none":
         return Tracker(None, run_id)
-    log_dir = folder / "tensorboard" / (f"{name}-{run_id}" if name else run_id)
+    run_name = re.sub(r"[^\w.-]+", "-", f"{name}-{run_id}" if name else run_id)  # the name of one folder, and no path
+    log_dir = folder / "tensorboard" / run_name
     return Tracker(_TensorBoard({"log_dir": str(log_dir), **extra}, config), run_id)
 
 
@@ -127,7 +129,10 @@ class Tracker:
         self._writer.stats(scalars, histograms, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]], step: int) -> None:
-        """Adds rows to a table that grows over the run; a first column holds the step.
+        """Logs a table of a step's rows; a first column holds the step.
+
+        W&B shows the table of a chosen step, and those of all steps as `runs.history.concat["<name>"]`. A table that
+        grew over the run would take more bytes at every step.
 
         Args:
             name: of the table.
@@ -213,10 +218,8 @@ class Writer(Protocol):
 
 class _Wandb:
     def __init__(self, kwargs: dict[str, Any], config: Stats, folder: Path) -> None:
-        import wandb
-
+        wandb = import_wandb()
         self._wandb = wandb
-        self._tables: dict[str, wandb.Table] = {}
         self._previous_handler: Any = None
         self._preempted = False
         self._owned = wandb.run is None
@@ -238,13 +241,8 @@ class _Wandb:
         self._log({**scalars, **values}, step)
 
     def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
-        if name not in self._tables:
-            types = [type(cell) if cell is not None else str for cell in rows[0]]
-            options: dict[str, Any] = {"dtype": types, "optional": True, "log_mode": "INCREMENTAL"}
-            self._tables[name] = self._wandb.Table(columns=[*columns], **options)
-        for row in rows:
-            self._tables[name].add_data(*row)
-        self._log({name: self._tables[name]}, step)
+        types: Any = [type(cell) if cell is not None else str for cell in rows[0]]
+        self._log({name: self._wandb.Table(columns=[*columns], data=rows, dtype=types, optional=True)}, step)
 
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
         logged = [self._wandb.Image(image, caption=text) for image, text in zip(images, captions, strict=True)]
@@ -278,9 +276,16 @@ class _Wandb:
         raise SystemExit(SIGTERM_EXIT)
 
 
-def _init_wandb(kwargs: dict[str, Any], config: Stats, folder: Path) -> Run:
+def import_wandb() -> ModuleType:
+    """W&B's package, which sends no reports of its errors and its use, unless WANDB_ERROR_REPORTING says otherwise."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
+    return wandb
+
+
+def _init_wandb(kwargs: dict[str, Any], config: Stats, folder: Path) -> Run:
+    wandb = import_wandb()
     mode = kwargs.get("mode") or os.environ.get("WANDB_MODE")
     reason = f"mode {mode}"
     if mode in (None, "online", "shared") and not wandb.login(prompt=False, verify=False):

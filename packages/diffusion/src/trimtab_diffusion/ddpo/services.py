@@ -11,11 +11,11 @@ from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
 from trimtab_common.ranks import phase
 from trimtab_common.run import Run, WeighingAccelerator
+from trimtab_common.sharding import divides_weights
 from trimtab_common.tracking import Tracker
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import DDPOConfig
-from .setup import DIVIDING
 
 USAGE = {
     True: """from diffusers import DiffusionPipeline
@@ -68,8 +68,7 @@ class PipelineServices:
     @phase("saving")
     def _full_weights(self) -> dict[str, Tensor] | None:
         """The denoiser's weights, gathered on the main process; None where each process has them. Collective."""
-        is_divided = self.accelerator.distributed_type in DIVIDING
-        return self.accelerator.get_state_dict(self.model) if is_divided else None
+        return self.accelerator.get_state_dict(self.model) if divides_weights(self.accelerator) else None
 
     def _write(self, folder: str | Path, weights: dict[str, Tensor] | None, repo_id: str | None = None) -> None:
         if self.accelerator.is_main_process:

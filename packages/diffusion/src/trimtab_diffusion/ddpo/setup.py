@@ -19,7 +19,7 @@ from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.ranks import watch_ranks
 from trimtab_common.run import Run, WeighingAccelerator, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings
-from trimtab_common.sharding import prepared_for_inference, tell_deepspeed_of_batches
+from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
@@ -35,8 +35,6 @@ WITHOUT_EFFECT = (
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
 """Fields of DDPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
-DIVIDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
-"""Engines that may divide weights over the processes."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -167,7 +165,7 @@ def reference_of(
     if pipeline.use_lora:
         return partial(_without_adapters, pipeline)
     frozen = copy.deepcopy(pipeline.denoiser).requires_grad_(False)
-    if accelerator.distributed_type in DIVIDING:
+    if divides_weights(accelerator):
         prepared = prepared_for_inference(frozen, accelerator)
         return_float32(prepared, accelerator)
     else:

@@ -65,6 +65,7 @@ class ShuffledBatches(Sampler[list[int]]):
         )
         self.epoch, self.taken = -1, self.per_epoch
         self._is_resumed = False
+        self._order: tuple[int, list[int]] | None = None  # of the epoch of the last batch, with its number
 
     def __len__(self) -> int:
         return self.per_epoch
@@ -84,9 +85,10 @@ class ShuffledBatches(Sampler[list[int]]):
         return self._batch(self.epoch + 1, 0) if is_over else self._batch(self.epoch, self.taken)
 
     def _batch(self, epoch: int, number: int) -> list[int]:
-        order = epoch_order(self.rows, self.per_batch, epoch, self._permutation)
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, epoch_order(self.rows, self.per_batch, epoch, self._permutation)
         start = (number * self.world_size + self.rank) * self.batch_size
-        return order[start : start + self.batch_size]
+        return self._order[1][start : start + self.batch_size]
 
     def _permutation(self, number: int) -> list[int]:
         # Seeds that differ by 1 would give the permutations of neighbouring epochs to neighbouring runs.

@@ -218,14 +218,18 @@ def as_groups(prompts: Sequence[Tensor], rollout: Rollout, *, is_counted: Tensor
     size = advantages.shape[1]
     groups = []
     for i, prompt in enumerate(prompts):
-        own = slice(i * size, (i + 1) * size)
-        completions = [ids.tolist() for ids in rollout.completions[own]]
-        masks = None if rollout.episodes is None else [mask.tolist() for mask in rollout.episodes.masks[own]]
-        group = Group(prompt.tolist(), completions, is_counted[i].tolist(), advantages[i].clone(), masks=masks)
-        group.policy_step = rollout.policy_step
+        rows = slice(i * size, (i + 1) * size)
+        group = Group(
+            prompt.tolist(),
+            [ids.tolist() for ids in rollout.completions[rows]],
+            is_counted[i].tolist(),
+            advantages[i].clone(),
+            masks=None if rollout.episodes is None else [mask.tolist() for mask in rollout.episodes.masks[rows]],
+            policy_step=rollout.policy_step,
+        )
         if rollout.logprobs is not None:
             counts = torch.tensor([one for row in group.counts for one in row], dtype=torch.bool)
-            group.logprobs["sampler"] = torch.cat(rollout.logprobs[own])[counts]
+            group.logprobs["sampler"] = torch.cat(rollout.logprobs[rows])[counts]
         groups.append(group)
     return groups
 
@@ -235,9 +239,9 @@ def everyones_advantages(rewards: Tensor, is_counted: Tensor, *, scale: str, ran
     if scale != "batch":
         return advantages(rewards, scale=scale, mask=is_counted)
     parts = gather_over_ranks((rewards, is_counted))
-    found = advantages(torch.cat([r for r, _ in parts]), scale=scale, mask=torch.cat([c for _, c in parts]))
+    all_advantages = advantages(torch.cat([r for r, _ in parts]), scale=scale, mask=torch.cat([c for _, c in parts]))
     start = sum(len(r) for r, _ in parts[:rank])
-    return found[start : start + len(rewards)]
+    return all_advantages[start : start + len(rewards)]
 
 
 def window_of(groups: Sequence[Group]) -> Window:

@@ -9,7 +9,7 @@ import datasets
 import torch
 from transformers import TrainingArguments
 
-from trimtab_common.config import NotNegative, check_ranges, setting
+from trimtab_common.config import NotNegative, check_ranges, setting, without_secrets
 
 # transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
 _FIELDS = TrainingArguments.__dataclass_fields__
@@ -38,6 +38,10 @@ class TrainerConfig(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self)
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields as plain values, as trackers get them; see transformers. Secrets inside dicts are left out."""
+        return {name: without_secrets(value) for name, value in super().to_dict().items()}
 
     def refuse_label_smoothing(self, trainer: str) -> None:
         """Check that nobody asks for transformers' label smoothing where the loss has no token labels.

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from trimtab_common.stats import gather_stats, merge_stats
-from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type, markdown_table
+from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type, import_wandb, markdown_table
 
 
 class Recorder:
@@ -40,14 +40,13 @@ class Recorder:
 
 
 class Tables:
-    """Tables of samples that grow over a run, in the trackers that `report_to` names (wandb, tensorboard)."""
+    """Tables of a step's samples, in the trackers that `report_to` names (wandb, tensorboard)."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, Any] = {}
         self._waiting: list[tuple[str, list[str], Sequence[Sequence[object]]]] = []  # for a W&B run to go to
 
     def add(self, trainer: Trainer, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Add rows under the current step; processes other than the main one do nothing."""
+        """Log rows under the current step; processes other than the main one do nothing."""
         if not trainer.is_world_process_zero():
             return
         step = trainer.state.global_step
@@ -61,15 +60,12 @@ class Tables:
                 callback.tb_writer.add_text(name, markdown_table(columns, cells), step)
 
     def _to_wandb(self, name: str, columns: list[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        import wandb
-
+        wandb = import_wandb()
         self._waiting.append((name, columns, rows))
         if wandb.run is None:  # evaluate() before train(): transformers starts its run with the first log
             return
         for name, columns, rows in self._waiting:
-            table = self._tables.setdefault(name, wandb.Table(columns=[*columns], log_mode="INCREMENTAL"))
-            for row in rows:
-                table.add_data(*row)
+            table = wandb.Table(columns=columns, data=rows)
             wandb.log({name: table, "train/global_step": step})
         self._waiting.clear()
 
@@ -78,8 +74,7 @@ def prepare_trackers(args: TrainingArguments) -> None:
     """Let W&B run offline if `report_to` names it and there is no key; nobody is asked at the terminal."""
     if "wandb" not in (args.report_to or []) or os.environ.get("WANDB_MODE") or args.process_index != 0:
         return
-    import wandb
-
+    wandb = import_wandb()
     if wandb.run is None and not wandb.login(prompt=False, verify=False):
         os.environ["WANDB_MODE"] = "offline"
         wandb.teardown()  # the login has read the environment, once and for all

@@ -152,15 +152,15 @@ class PPOConfig(_Taken):
         default=False,
     )
 
-    @property
-    def clips_to_sampler(self) -> bool:
-        """Whether the ratio is to the policy that sampled, by the sampler's own log-probabilities."""
-        return self.asynchronous_rollouts and self.importance_sampling_cap is None
-
     rank_failure_timeout: NotNegative | None = setting(
         "Seconds within which a process ends after another one has failed. 0 or None: it waits as long as torch does.",
         default=60,
     )
+
+    @property
+    def clips_to_sampler(self) -> bool:
+        """Whether the ratio is to the policy that sampled, by the sampler's own log-probabilities."""
+        return self.asynchronous_rollouts and self.importance_sampling_cap is None
 
     @property
     def kl_target(self) -> float | None:

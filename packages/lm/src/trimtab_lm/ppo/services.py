@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, send_to_device
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from trimtab_common.hub import write_model_card
 from trimtab_common.kl import FixedKLController
 from trimtab_common.ranks import begin, phase
 from trimtab_common.run import Run, WeighingAccelerator
+from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
 from trimtab_lm.data.formats import Row
@@ -353,7 +354,7 @@ class PolicyServices(ForwardPasses):
     @phase("saving")
     def _full_weights(self) -> dict[str, Tensor] | None:
         """The policy's weights, gathered on the main process; None where each process has them. Collective."""
-        if self.accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        if not divides_weights(self.accelerator):
             return None
         weights = self.accelerator.get_state_dict(self.actor_critic) or {}
         policy = {name: weight for name, weight in weights.items() if name.startswith("policy.")}

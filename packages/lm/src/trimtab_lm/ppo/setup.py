@@ -18,6 +18,7 @@ from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.ranks import watch_ranks
 from trimtab_common.run import Run, WeighingAccelerator, create_accelerator
 from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
+from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.reference import Reference, create_reference_model
@@ -45,13 +46,22 @@ def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
     """The accelerator that the config asks for, whose processes watch each other. Collective; see `check_engine`."""
     accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs)
     check_engine(config, accelerator.distributed_type)
+    keep_output_precision(accelerator)
+    tell_deepspeed_of_batches(accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
     watch_ranks(config.rank_failure_timeout)
     return accelerator
 
 
 def check_engine(config: PPOConfig, engine: DistributedType) -> None:
-    """ValueError where DeepSpeed would keep gradients of an update that early stopping drops."""
-    if engine == DistributedType.DEEPSPEED and config.early_stopping and config.gradient_accumulation_steps > 1:
+    """ValueError where DeepSpeed could not save, or would keep gradients of an update that early stopping drops."""
+    if engine != DistributedType.DEEPSPEED:
+        return
+    if config.save_steps:
+        raise ValueError(
+            f"save_steps={config.save_steps}: DeepSpeed's engine holds weights and moments in parts, so that there are "
+            "no checkpoints to resume from. Set save_steps=None and call save_pretrained, or train with FSDP2."
+        )
+    if config.early_stopping and config.gradient_accumulation_steps > 1:
         raise ValueError(
             f"early_stopping drops an update that has moved too far, and with gradient_accumulation_steps="
             f"{config.gradient_accumulation_steps} DeepSpeed's engine keeps the gradients of its first minibatches for "

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.kl import SAMPLED_KL, full, kl_controller
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.ranks import begin, phase
-from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
@@ -93,8 +92,6 @@ class PPOTrainer(PolicyServices):
         self.config = filled(config, model, self.accelerator.num_processes)
         self.current_device = self.accelerator.device
         self.lr_scheduler = lr_scheduler
-        keep_output_precision(self.accelerator)
-        tell_deepspeed_of_batches(self.accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)

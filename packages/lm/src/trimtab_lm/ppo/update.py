@@ -50,14 +50,9 @@ class Update:
 
     @contextmanager
     def minibatch(self, *, share: float, is_last: bool) -> Iterator[None]:
-        """Inside the block `accelerator.backward` weighs a loss by `share`, and the step is due if `is_last`.
-
-        Processes exchange gradients with the last minibatch alone. FSDP exchanges them with each, because a process
-        has room for its shard of the gradient only.
-        """
-        exchanges = is_last or self.accelerator.distributed_type == DistributedType.FSDP
+        """Inside the block `accelerator.backward` weighs a loss by `share`, and the step is due if `is_last`."""
         try:
-            with self.accelerator.part_of_step(self.model, is_last=is_last, exchanges=exchanges, share=share):
+            with self.accelerator.part_of_step(self.model, is_last=is_last, share=share):
                 yield
         except TrainingDivergedError:
             self.drop()

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trimtab_common.stats import everywhere
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
-from trimtab_lm.sampling.vllm_server import everywhere
 
 
 class Request(NamedTuple):

@@ -1,7 +1,7 @@
 """Rollouts by vLLM servers: `vllm serve` on other devices, or on other machines."""
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_common.sharding import whole_weights
-from trimtab_common.stats import gather_over_ranks, rank
+from trimtab_common.stats import everywhere, gather_over_ranks, rank
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import (
@@ -37,17 +37,6 @@ from trimtab_lm.sampling.weights import checkpoint_weights
 from trimtab_lm.tokens.positions import Positions
 
 TRANSFERS = ("files", "nccl")
-
-
-def everywhere(call: Callable[[], None]) -> None:
-    """Calls a function in every process, and raises the first error of any of them in all. Collective."""
-    failure: Exception | None = None
-    try:
-        call()
-    except Exception as error:  # whatever it is: the other processes would wait for this one
-        failure = error
-    for first in filter(None, gather_over_ranks(failure)):
-        raise first
 
 
 class VLLMServerRollout:
