@@ -39,8 +39,7 @@ def decode(
         Prompts and new tokens, [B, T + R]. What follows the end of a row means nothing.
     """
     count, cache = len(input_ids), inputs.get("past_key_values")
-    others = inputs.keys() - {*ROWS, "past_key_values", "use_cache", "logits_to_keep"}
-    selectable = cache if isinstance(cache, DynamicCache) and can_select(cache) and not others else None
+    selectable = cache if isinstance(cache, DynamicCache) and can_select(cache) else None
     held = 0 if cache is None else cache.get_seq_length()
     unread = input_ids.shape[1] - held if held else None  # None: all
     rows, ids, padding = torch.arange(count, device=input_ids.device), input_ids, generation_config.pad_token_id

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
-from trimtab_lm.models.interface import Model
+from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.tokens.positions import Positions
 
 from .cache import prompt_cache
@@ -305,11 +305,12 @@ KNOWN = {
 """Settings that `decode` follows: each works on a row by itself."""
 
 
-def _is_known(config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
-    """Whether `decode` can do all that is asked for; otherwise the loop of transformers does."""
+def _is_known(model: Model, config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
+    """Whether `decode` can do all that is asked for, of a model of text; otherwise the loop of transformers does."""
     settings = {name: value for name, value in config.to_diff_dict().items() if value is not None}
     asked = {name for name, value in settings.items() if value not in (False, PLAIN_SAMPLING.get(name))}
-    return not kwargs and settings.get("use_cache", True) and asked <= KNOWN
+    is_text = not base_of(model).config.sub_configs  # a model of images has positions and types of tokens of its own
+    return is_text and not kwargs and settings.get("use_cache", True) and asked <= KNOWN
 
 
 def _sample(
@@ -321,7 +322,7 @@ def _sample(
     device = model.get_input_embeddings().weight.device
     input_ids, mask = pad(prompts, config.pad_token_id, side="left")
     inputs = {"input_ids": input_ids.to(device), "attention_mask": mask.to(device)}
-    is_known = _is_known(config, kwargs)
+    is_known = _is_known(model, config, kwargs)
     takes_cache = config.use_cache is not False and config.cache_implementation is None and not learns_prompt(model)
     if takes_cache and (is_known or repeats > 1):
         cache = prompt_cache(model, **inputs, repeats=repeats)
