@@ -124,6 +124,14 @@ ABLATIONS = [
         settings=MAY_END,
         equal={"sampled": 0.05},
     ),
+    Work(
+        "ppo: sampling loop",
+        "ppo",
+        Side(OURS, {"call": {**AT_ONCE["call"], "cache_implementation": "dynamic"}}),  # the loop of transformers
+        Side(OURS, AT_ONCE),
+        settings=GENERATE,
+        equal=SAMPLED,
+    ),
     Work("ppo: generate at once", "ppo", Side(OURS), Side(OURS, AT_ONCE), settings=GENERATE, equal=SAMPLED),
     Work("ddpo: channels last", "ddpo", Side(OURS), Side(OURS, {"train_channels_last": True}), equal=EPOCH),
 ]

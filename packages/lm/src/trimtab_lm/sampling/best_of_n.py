@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.sharding import whole_weights
-from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
+from trimtab_lm.sampling.generate import eos_token_ids, sample_groups, sampling_config
 from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -99,9 +99,9 @@ class BestOfNSampler:
         settings |= {"max_new_tokens": self.length_sampler(), **self.settings, **generation_kwargs}
         config, rest = sampling_config(self.model, **settings)
         eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
-        options = {"eos_ids": eos_ids, "batch_size": self.sample_size, "return_prompt": False, **rest}
+        size, options = self.sample_size, {"eos_ids": eos_ids, **rest}
         with without_dropout(self.model), private_rng(self._next_seed(), self.model.device):
-            return generate(self.model, [query] * self.sample_size, config, **options)
+            return sample_groups(self.model, [query], config, batch_size=size, num_generations=size, **options)[0]
 
     def _roll_out(
         self, rollout: RolloutBackend, queries: list[Tensor], generation_kwargs: dict[str, Any]

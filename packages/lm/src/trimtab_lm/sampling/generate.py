@@ -1,7 +1,6 @@
 """Sampling responses: a list of 1-D queries in, a list of 1-D responses out."""
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -10,13 +9,15 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import GenerationConfig
 
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
 from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.tokens.positions import Positions
+
+from .cache import prompt_cache
+from .decoding import decode
 
 PLAIN_SAMPLING = {
     "temperature": 1.0,
@@ -224,6 +225,10 @@ def sample_groups(
     mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The decoder
     start token of an encoder-decoder model is not part of a completion.
 
+    transformers' `generate` prepares everything and `decode` is its loop, except where a setting or an argument is
+    asked for that `decode` does not know, such as `stop_strings` or any `cache_implementation`: then the loop is that
+    of transformers.
+
     Args:
         model: a transformers model, in eval mode.
         prompts: rows of token ids, [T] each.
@@ -245,11 +250,11 @@ def sample_groups(
     batches = _batches(prompts, batch_size, num_generations, is_split=is_split)
     with whole_weights(model):  # once, and not for each token
         for chosen, repeats in progress(batches, "generating"):
-            config = copy.deepcopy(config)
-            config.num_return_sequences = repeats
-            rows = _sample(model, [prompts[i] for i in chosen], config, share_prompts=share_prompts, **kwargs)
+            shared = repeats if share_prompts and config.do_sample else 1
+            read = [i for i in chosen for _ in range(repeats // shared)]
+            rows = _sample(model, [prompts[i] for i in read], config, repeats=shared, **kwargs)
             for number, row in enumerate(rows):
-                prompt = chosen[number // repeats]
+                prompt = read[number // shared]
                 completions[prompt].append(cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device))
     return completions
 
@@ -292,51 +297,39 @@ def _batches(
     ]
 
 
+KNOWN = {
+    *("do_sample", "use_cache", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_return_sequences"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "bad_words_ids", "renormalize_logits"),
+    *("transformers_version", "_from_model_config", *SAMPLING_ALONE, "min_p"),
+}
+"""Settings that `decode` follows: each works on a row by itself."""
+
+
+def _is_known(model: Model, config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
+    """Whether `decode` can do all that is asked for, of a model of text; otherwise the loop of transformers does."""
+    settings = {name: value for name, value in config.to_diff_dict().items() if value is not None}
+    asked = {name for name, value in settings.items() if value not in (False, PLAIN_SAMPLING.get(name))}
+    is_text = not base_of(model).config.sub_configs  # a model of images has positions and types of tokens of its own
+    return is_text and not kwargs and settings.get("use_cache", True) and asked <= KNOWN
+
+
 def _sample(
-    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, share_prompts: bool, **kwargs: object
+    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, repeats: int, **kwargs: object
 ) -> Tensor:
-    """[P * num_return_sequences, R], the new tokens of one batch."""
+    """[P * repeats, R], the new tokens of one batch; the longest prompt comes first."""
+    config = copy.deepcopy(config)
+    config.num_return_sequences = repeats
     device = model.get_input_embeddings().weight.device
     input_ids, mask = pad(prompts, config.pad_token_id, side="left")
-    input_ids, mask = input_ids.to(device), mask.to(device)
-    if share_prompts and config.num_return_sequences > 1 and input_ids.shape[1] > 1:
-        cache = prompt_cache(model, input_ids, mask)
+    inputs = {"input_ids": input_ids.to(device), "attention_mask": mask.to(device)}
+    is_known = _is_known(model, config, kwargs)
+    takes_cache = config.use_cache is not False and config.cache_implementation is None and not learns_prompt(model)
+    if takes_cache and (is_known or repeats > 1):
+        cache = prompt_cache(model, **inputs, repeats=repeats)
         if cache is not None:
-            cache.batch_repeat_interleave(config.num_return_sequences)
             kwargs["past_key_values"] = cache
-    inputs = {"input_ids": input_ids, "attention_mask": mask}
+    if is_known:
+        kwargs["custom_generate"] = decode
     # The weights are whole, so that no process needs to go on until the others have ended.
     output = model.generate(**inputs, generation_config=config, synced_gpus=False, **kwargs)
     return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]
-
-
-REPEATABLE = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Caches of layers whose rows can be repeated; those of linear attention keep a state that cannot."""
-
-
-def prompt_cache(model: Model, input_ids: Tensor, mask: Tensor) -> DynamicCache | None:
-    """Keys and values of all but the last token of left-padded prompts, [P, T]; None where a model has no such thing.
-
-    The last token is left to the first step of generation, which wants its logits.
-    """
-    if learns_prompt(model):
-        return None
-    base = base_of(model)
-    arguments = inspect.signature(base.forward).parameters
-    if base.config.is_encoder_decoder or not {"past_key_values", "logits_to_keep"} <= arguments.keys():
-        return None
-    cache = DynamicCache(config=base.config)
-    if not cache.layers or any(type(layer) not in REPEATABLE for layer in cache.layers):
-        return None
-    positions = {}
-    if "position_ids" in arguments:
-        positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, :-1]
-    model(
-        input_ids=input_ids[:, :-1],
-        attention_mask=mask[:, :-1],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-        **positions,
-    )
-    return cache

@@ -1,0 +1,244 @@
+"""Our loop for `generate` samples what transformers' loop samples, and reads fewer tokens for it."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from tests.lm import tiny
+from tests.lm.sampling.test_backends import hybrid, lora, prompt_tuned, sliding
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessor,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+from transformers.cache_utils import DynamicLayer
+
+from trimtab_lm.sampling.cache import PASS, ROOM, RoomyLayer
+from trimtab_lm.sampling.decoding import LARGE_VOCABULARY, draw
+from trimtab_lm.sampling.generate import cut_at_eos, eos_token_ids, pad, sample_groups, sampling_config
+
+LIMIT = 12
+SEVERAL_ENDS = [tiny.EOS, 9, 10, 11]
+# Lengths so far apart that it is worth reading the prompts of each by themselves.
+RAGGED = [*tiny.rows(9, 1, 1), *tiny.rows(12, 2, 4), *tiny.rows(9, 20, 23), *tiny.rows(3, 45, 50)]
+
+
+def reader_of_images() -> Any:
+    """A model whose positions have three axes."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    axes = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
+    text = {**sizes, "num_key_value_heads": 2, "initializer_range": 0.3, "rope_parameters": axes, **tiny.TOKENS}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    special = {name: 28 + i for i, name in enumerate(names)} | {"pad_token_id": tiny.PAD, "eos_token_id": tiny.EOS}
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, **special)
+    return tiny.seeded(Qwen2VLForConditionalGeneration, config)
+
+
+def config_of(model: Any, **settings: Any) -> Any:
+    return sampling_config(model, pad_token_id=tiny.PAD, max_new_tokens=LIMIT, **settings)[0]
+
+
+def sampled(model: Any, prompts: Sequence[Tensor], repeats: int, settings: dict[str, Any], **kwargs: Any) -> list[Any]:
+    """Completions by `sample_groups`, all prompts in one batch."""
+    config = config_of(model, **settings)
+    options = {"eos_ids": eos_token_ids(model, None, config), "batch_size": 512, "num_generations": repeats, **kwargs}
+    torch.manual_seed(0)
+    return [[row.tolist() for row in group] for group in sample_groups(model, prompts, config, **options)]
+
+
+def by_transformers(
+    model: Any, prompts: Sequence[Tensor], repeats: int, settings: dict[str, Any], **kwargs: Any
+) -> list[Any]:
+    """The same by transformers' `generate` alone, the longest prompt first."""
+    config = config_of(model, **settings)
+    config.num_return_sequences = repeats
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
+    input_ids, mask = pad([prompts[i] for i in order], tiny.PAD, side="left")
+    torch.manual_seed(0)
+    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config, **kwargs)
+    start = 1 if model.config.is_encoder_decoder else input_ids.shape[1]
+    ends = eos_token_ids(model, None, config)
+    rows = [cut_at_eos(row, ends, None).tolist() for row in output[:, start:]]
+    groups = {prompt: rows[place * repeats : (place + 1) * repeats] for place, prompt in enumerate(order)}
+    return [groups[i] for i in range(len(prompts))]
+
+
+def tokens_read(model: Any, run: Callable[[], object]) -> list[tuple[int, int]]:
+    """The shape of the ids of each forward pass while `run` runs."""
+    shapes: list[tuple[int, int]] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, ids, __: shapes.append(tuple(ids[0].shape)))
+    run()
+    hook.remove()
+    return shapes
+
+
+@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama, lora, sliding, hybrid, tiny.t5, reader_of_images])
+@pytest.mark.parametrize(
+    ("repeats", "settings"),
+    [
+        (1, {"do_sample": False}),
+        (1, {"do_sample": True}),
+        (3, {"do_sample": True, "top_k": 1}),
+        (3, {"do_sample": True, "temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "min_new_tokens": 3}),
+    ],
+)
+def test_the_samples_are_those_of_transformers_loop(build: Callable, repeats: int, settings: dict[str, Any]):
+    model = tiny.exact(build()).eval()
+    prompts = RAGGED if build is not hybrid else tiny.rows(5, 4, 4)  # its left padding is not exact
+    settings = {**settings, "eos_token_id": SEVERAL_ENDS}
+    expected = by_transformers(model, prompts, repeats, settings)
+    assert len({len(row) for group in expected for row in group}) > 1
+    assert sampled(model, prompts, repeats, settings) == expected
+
+
+def test_greedy_completions_of_a_group_are_alike():
+    (group,) = sampled(tiny.llama().eval(), tiny.rows(1, 4, 4), 3, {"do_sample": False})
+    assert len(group) == 3
+    assert group[0] == group[1] == group[2]
+
+
+def test_rows_that_have_ended_are_no_longer_read():
+    model, settings = tiny.llama().eval(), {"do_sample": True, "eos_token_id": list(range(1, 9))}
+    prompts = tiny.rows(40, 4, 4)
+    completions: list[Any] = []
+    shapes = tokens_read(model, lambda: completions.extend(sampled(model, prompts, 1, settings)))
+    lengths = [len(group[0]) for group in completions]
+    for step, (rows, _) in enumerate(shapes):
+        going_on = sum(length > step for length in lengths)
+        assert going_on <= rows <= max(going_on / 0.75, 1)
+    assert shapes[-1][0] < 10
+
+
+def test_prompts_of_like_length_are_read_together_and_without_the_padding_of_longer_ones():
+    model, settings = tiny.llama().eval(), {"do_sample": True, "min_new_tokens": LIMIT}
+    prompts = [*tiny.rows(20, 4, 4), *tiny.rows(2, 50, 50)]
+    assert 2 * PASS < 20 * (50 - 4)
+    shapes = tokens_read(model, lambda: sampled(model, prompts, 3, settings))
+    assert shapes == [(2, 49), (20, 3), *[(66, 1)] * LIMIT]
+    alike = tiny.rows(5, 48, 50)
+    assert tokens_read(model, lambda: sampled(model, alike, 1, settings)) == [(5, 50), *[(5, 1)] * (LIMIT - 1)]
+
+
+@pytest.mark.parametrize("vocabulary", [32, LARGE_VOCABULARY])
+def test_what_a_row_draws_does_not_depend_on_the_rows_that_have_left(vocabulary: int):
+    probs, left = torch.rand(6, vocabulary).softmax(-1), torch.tensor([1, 4, 5])
+    torch.manual_seed(0)
+    everyone = draw(probs, torch.arange(6), 6)
+    torch.manual_seed(0)
+    assert draw(probs[left], left, 6).tolist() == everyone[left].tolist()
+
+
+def test_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_are_likely():
+    count, likely = 20_000, torch.tensor([0, 1000, LARGE_VOCABULARY - 1])
+    probs = torch.zeros(LARGE_VOCABULARY)
+    probs[likely] = torch.tensor([0.1, 0.6, 0.25])
+    probs[1001:1006] = 0.01
+    torch.manual_seed(0)
+    drawn = draw(probs.expand(count, -1), torch.arange(count), count).bincount(minlength=LARGE_VOCABULARY) / count
+    assert drawn[probs == 0].sum() == 0
+    assert ((drawn - probs).abs() <= 4.5 * (probs * (1 - probs) / count).sqrt()).all()
+
+
+def test_tokens_of_tiny_probability_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+    # Each is a quarter of the rounding of 1 in single precision: there four to eight of them would be one.
+    probs = torch.cat([torch.tensor([1.0]), torch.full((LARGE_VOCABULARY,), 2.0**-25)])
+    total, count = 1 + LARGE_VOCABULARY * 2.0**-25, 100
+    places = torch.arange(1, count + 1, dtype=torch.float64)[:, None]  # the middle of the share of each
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: 1 - (1 + (places - 0.5) * 2.0**-25) / total)
+    assert draw(probs.expand(count, -1), torch.arange(count), count).tolist() == list(range(1, count + 1))
+
+
+@pytest.mark.parametrize("vocabulary", [32, LARGE_VOCABULARY])
+def test_nothing_is_drawn_from_probabilities_that_are_not_finite(vocabulary: int):
+    probs = torch.full((2, vocabulary), 1 / vocabulary)
+    probs[1, 7] = float("nan")
+    with pytest.raises(RuntimeError, match="nan"):
+        draw(probs, torch.arange(2), 2)
+
+
+def test_a_layer_with_room_holds_what_transformers_layer_holds_and_copies_no_token_for_the_next():
+    roomy, plain = RoomyLayer(), DynamicLayer()
+
+    def grow(tokens: int, rows: int) -> None:
+        keys, values = torch.randn(rows, 2, tokens, 4), torch.randn(rows, 2, tokens, 3)
+        for ours, theirs in zip(roomy.update(keys, values), plain.update(keys, values), strict=True):
+            assert torch.equal(ours, theirs)
+
+    grow(5, rows=3)
+    for change, rows in (
+        (lambda layer: layer.batch_repeat_interleave(2), 6),
+        (lambda layer: layer.batch_select_indices(torch.tensor([4, 0, 3])), 3),
+        (lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])), 3),
+        (lambda layer: layer.crop(-2), 3),
+        (lambda layer: layer.reset(), 2),
+    ):
+        for layer in (roomy, plain):
+            change(layer)
+        places = set()
+        for _ in range(ROOM + 2):
+            grow(1, rows)
+            places.add(roomy.keys.data_ptr())
+        assert len(places) <= 2
+
+
+def refuse(model: Any, *_: object, **__: object) -> Tensor:
+    raise AssertionError("our loop ran")
+
+
+class NeverEnds(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.tensor([tiny.EOS]), float("-inf"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kwargs"),
+    [
+        ({"repetition_penalty": 1.5}, {}),
+        ({"no_repeat_ngram_size": 1}, {}),
+        ({"cache_implementation": "dynamic"}, {}),
+        ({"cache_implementation": "static"}, {}),
+        ({"use_cache": False}, {}),
+        ({"max_time": 100.0}, {}),
+        ({}, {"logits_processor": [NeverEnds()]}),
+        ({}, {"past_key_values": None, "prefix_allowed_tokens_fn": lambda row, ids: [5, 6, 7]}),
+    ],
+)
+def test_what_our_loop_does_not_know_is_done_by_that_of_transformers(
+    settings: dict[str, Any], kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    model = tiny.exact(tiny.llama()).eval()
+    prompts, settings = tiny.rows(6, 2, 6), {"do_sample": True, **settings}
+    expected = by_transformers(model, prompts, 2, settings, **kwargs)
+    monkeypatch.setattr("trimtab_lm.sampling.generate.decode", refuse)
+    assert sampled(model, prompts, 2, settings, **kwargs) == expected
+
+
+@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama, lora, sliding, hybrid, prompt_tuned, tiny.t5])
+def test_our_loop_is_the_one_that_samples(build: Callable, monkeypatch: pytest.MonkeyPatch):
+    @wraps(GenerationMixin._sample)
+    def refuse_too(*_: object, **__: object) -> None:
+        raise AssertionError("transformers' loop ran")
+
+    model = build().eval()
+    monkeypatch.setattr(GenerationMixin, "_sample", refuse_too)
+    assert len(sampled(model, tiny.rows(3, 2, 6), 2, {"do_sample": True})) == 3
+
+
+def test_the_cache_of_generate_is_one_whose_layers_have_room():
+    model, seen = tiny.llama().eval(), set[type]()
+
+    def note(_: object, __: object, arguments: dict[str, Any]) -> None:
+        cache = arguments["past_key_values"]
+        assert isinstance(cache, DynamicCache)
+        seen.update(map(type, cache.layers))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    sampled(model, tiny.rows(3, 2, 6), 1, {"do_sample": True})
+    sampled(model, tiny.rows(3, 2, 6), 2, {"do_sample": True, "repetition_penalty": 1.5})
+    assert seen == {RoomyLayer}
