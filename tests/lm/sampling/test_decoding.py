@@ -176,7 +176,6 @@ def test_a_layer_with_room_holds_what_transformers_layer_holds_and_copies_no_tok
         (lambda layer: layer.batch_select_indices(torch.tensor([4, 0, 3])), 3),
         (lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])), 3),
         (lambda layer: layer.crop(-2), 3),
-        (lambda layer: layer.reset(), 2),
     ):
         for layer in (roomy, plain):
             change(layer)
