@@ -71,6 +71,7 @@ def first_prompt(trainer):
 
 
 def padding(trainer):
+    trainer.data_collator.layout = "tree"  # a single row has no padding
     batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[3]])
     return int(batch["input_ids"][batch["document"] == -1][0])
 

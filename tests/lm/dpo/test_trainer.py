@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_of_separate_padded_and_shared_prompts(name
     expected.backward()
     gradients = {key: value.grad for key, value in plain.named_parameters()}
 
-    kind = "encoder-decoder" if name == "t5" else "tree"
+    kind = "encoder-decoder" if name == "t5" else "row"
     assert trainer.data_collator.layout == kind
     for collator in (trainer.data_collator, DPODataCollatorWithPadding(5, is_encoder_decoder=name == "t5")):
         policy.zero_grad()

@@ -207,7 +207,7 @@ def test_async_functions_models_and_weights(make):
 def test_a_prompt_once_is_a_prompt_for_each_completion(make, name, settings):
     grpo = make(MODELS[name](), beta=0.3, temperature=0.7, **settings)
     groups = groups_of(3)
-    assert grpo.lay_out.keywords["layout"] == ("encoder-decoder" if name == "t5" else "tree")
+    assert grpo.lay_out.keywords["layout"] == ("encoder-decoder" if name == "t5" else "row")
     loss, grads = gradients(grpo, groups)
     apart = [
         Group(group.prompt, [ids], [True], group.advantages[k : k + 1], {})

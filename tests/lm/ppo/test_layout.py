@@ -11,7 +11,7 @@ from trimtab_lm import PPOTrainer
 from trimtab_lm.ppo import passes
 from trimtab_lm.ppo import samples as samples_module
 from trimtab_lm.ppo.policy import PolicyOutputs
-from trimtab_lm.ppo.samples import Samples
+from trimtab_lm.ppo.samples import Layouts, Samples
 
 DOUBLE = torch.float64
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -67,12 +67,13 @@ def test_scores_and_gradients_are_those_of_padded_rows(kind, samples):
 
 
 def test_rows_of_unlike_lengths_share_rows():
-    """Lengths 4, 2, 2 and 2 fit into three rows of four, where a padded row for each would take sixteen positions."""
+    """Lengths 4, 2, 2 and 2 fit into one row of ten, or three of four; a padded row for each would take sixteen."""
     queries = [torch.tensor([token]) for token in (5, 6, 7, 8)]
     responses = [torch.arange(6, 6 + length) for length in (3, 1, 1, 1)]
     trainer = TRAINERS["llama"]()
-    tokens = Samples(queries, responses).tokens(trainer.scorer.bare.layouts, trainer.scorer.padding)
-    assert tokens["input_ids"].numel() == 12
+    for layouts, positions in ((trainer.scorer.bare.layouts, 10), (Layouts("packed", "tree"), 12)):
+        tokens = Samples(queries, responses).tokens(layouts, trainer.scorer.padding)
+        assert tokens["input_ids"].numel() == positions
 
 
 def test_equal_queries_are_read_once():

@@ -7,8 +7,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 
+from trimtab_lm.tokens.attention import tree_mask
 from trimtab_lm.tokens.forward import best_layout, score_sequences_in_forward, score_tokens_in_forward
-from trimtab_lm.tokens.layout import TokenGroup, best_fit, from_labels, lay_out, sum_per_sequence, tree_mask
+from trimtab_lm.tokens.layout import TokenGroup, best_fit, from_labels, lay_out, sum_per_sequence
 
 D = torch.float64
 A, B = [5, 6, 7], [8, 9]
@@ -120,7 +121,7 @@ def test_layouts_give_equal_scores_and_gradients(name: str):
     score_tokens_in_forward(model)
     expected, expected_grads = weighed(model, lay_out(groups(), "padded", pad_token_id=0))
     assert len(expected_grads) > 2
-    for layout in ("tree", "packed"):
+    for layout in ("row", "tree", "packed"):
         for width in (1, 40):
             columns, grads = weighed(model, lay_out(groups(), layout, pad_token_id=0, width=width))
             torch.testing.assert_close(columns, expected, rtol=1e-9, atol=1e-9)
@@ -131,7 +132,7 @@ def test_layouts_give_equal_scores_and_gradients(name: str):
 def test_eager_attention_takes_the_same_masks():
     model = tiny.gpt2().eval()
     score_tokens_in_forward(model)
-    batches = [lay_out(groups(), layout, pad_token_id=0, width=40) for layout in ("padded", "tree", "packed")]
+    batches = [lay_out(groups(), layout, pad_token_id=0, width=40) for layout in ("padded", "row", "tree", "packed")]
     expected = model(tokens=batches[0]).logprobs
     model.set_attn_implementation("eager")
     for batch in batches:
@@ -185,15 +186,13 @@ def test_a_taught_model_is_otherwise_what_it_was(tmp_path):
     torch.testing.assert_close(again(input_ids=ids).logits, logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("build", "expected"), [(tiny.gpt2, "tree"), (tiny.llama, "tree"), (tiny.t5, "encoder-decoder")]
-)
+@pytest.mark.parametrize(("build", "expected"), [(tiny.gpt2, "row"), (tiny.llama, "row"), (tiny.t5, "encoder-decoder")])
 def test_the_leanest_layout_is_found(build, expected: str):
     assert best_layout(build(), share_prefix=True) == expected
 
 
 def test_without_branches_there_is_no_mask_to_pay_for():
-    assert best_layout(tiny.llama(), share_prefix=False) == "packed"
+    assert best_layout(tiny.llama(), share_prefix=False) == "row"
 
 
 def test_a_model_with_windows_gets_no_tree():
@@ -213,7 +212,7 @@ def test_a_model_that_mixes_a_row_gets_padding_and_says_so():
         assert best_layout(model, share_prefix=True) == "padded"
 
 
-@pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
+@pytest.mark.parametrize("layout", ["row", "tree", "packed", "padded"])
 def test_a_classifier_reads_the_last_token_whatever_it_is(layout: str):
     model = tiny.scorer(dtype=D).eval()
     hidden: list[torch.Tensor] = []

@@ -96,7 +96,7 @@ class DPOTrainer(DPOMethods):
         self.padding_value = padding_of(self.tokenizer, self.config)
         self.decoder_start_token_id = decoder_start_of(self.model)
         if data_collator is None:
-            layout = best_layout(self.model, share_prefix=True)
+            layout = best_layout(self.model, share_prefix=True, is_noisy=self.is_noisy)
             self.data_collator = PreferencePairCollator(
                 self.padding_value, args.label_pad_token_id, layout, self.decoder_start_token_id
             )

@@ -47,12 +47,12 @@ def rewards_of(
     return RewardSet(reward_funcs, config.reward_weights, tokenizers, names=config.reward_names, device=config.device)
 
 
-def layout_of(model: Model, tokenizer: PreTrainedTokenizerBase) -> partial[Batch]:
-    """What makes a micro-batch of groups, in the layout that suits the model."""
+def layout_of(model: Model, tokenizer: PreTrainedTokenizerBase, *, is_noisy: bool) -> partial[Batch]:
+    """What makes a micro-batch of groups, in the layout that suits the model; `is_noisy`: see `best_layout`."""
     eos, pad = require_eos(tokenizer), tokenizer.pad_token_id
     return partial(
         micro_batch,
-        layout=best_layout(model, share_prefix=True),
+        layout=best_layout(model, share_prefix=True, is_noisy=is_noisy),
         pad_token_id=eos if pad is None else pad,  # padding is masked by its place, so it may be EOS
         decoder_start_token_id=decoder_start_of(model),
     )

@@ -103,7 +103,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         rewards = rewards_of(reward_funcs, args, reward_processing_classes, self.backend)
         has_own_limit = rollout is not None
         self.sampler = GroupSampler.of(self.model, args, self.tokenizer, rewards, has_own_limit=has_own_limit)
-        self.lay_out = layout_of(self.model, self.tokenizer)
+        self.lay_out = layout_of(self.model, self.tokenizer, is_noisy=self.is_noisy)
         self.version = 0  # of the weights, as backends count it
         self._evaluated = 0
         self._begin()

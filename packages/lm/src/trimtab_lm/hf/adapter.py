@@ -20,7 +20,7 @@ from trimtab_common.ranks import begin, phase, watch_ranks
 from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
 from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.models.interface import Model, Processor, tokenizer_of
-from trimtab_lm.tokens.dropout import dropout_rates_at_zero
+from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints
 from .config import Config, for_own_collators
@@ -255,6 +255,12 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         self.recorder.add(stats, training=model.training)
         loss = loss if is_alone else loss * self.num_averaged
         return (loss, outputs) if return_outputs else loss
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether training adds noise to the model's layers: dropout, or NEFTune."""
+        has_neftune = self.config.neftune_noise_alpha is not None
+        return has_neftune or (has_dropout(self.model) and not self.trains_without_dropout)
 
     def dropout_off(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without dropout inside the block, if the trainer asks for it."""

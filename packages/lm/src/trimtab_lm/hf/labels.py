@@ -44,9 +44,12 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
 
     def document_collator(self, pad_token_id: int) -> DocumentCollator:
         """A collator of `input_ids` and `labels` in the layout that the model reads best; its place masks padding."""
+        layout = best_layout(self.model, share_prefix=False, is_noisy=self.is_noisy)
+        if layout == "row" and self._has_loss_of_logits:  # transformers would build a mask of the whole row
+            layout = "packed"
         return DocumentCollator(
             pad_token_id,
-            layout=best_layout(self.model, share_prefix=False),
+            layout=layout,
             decoder_start_token_id=decoder_start_of(self.model),
             positions=Positions.of(self.model),
         )
@@ -104,7 +107,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
         Row by row, logits go with the labels of their row. Over several processes, positions name their rows.
         """
         collator = self.data_collator
-        if is_row_by_row and isinstance(collator, DocumentCollator) and collator.layout == "packed":
+        if is_row_by_row and isinstance(collator, DocumentCollator) and collator.layout in ("row", "packed"):
             self.data_collator = DocumentCollator(collator.pad_token_id, layout="padded")
         if isinstance(collator, DocumentCollator) and self.accelerator.num_processes > 1:
             self.data_collator = numbered_rows(self.data_collator)

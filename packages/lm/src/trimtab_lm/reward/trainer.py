@@ -83,7 +83,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         scorer = load_scorer(model, args.model_init_kwargs)
         super().__init__(scorer, args, processing_class, model_init, peft_config, data=data, **hooks)
         if data_collator is None and self.scores_in_forward:
-            layout = best_layout(self.model, share_prefix=True)
+            layout = best_layout(self.model, share_prefix=True, is_noisy=self.is_noisy)
             self.data_collator = PairCollator(self.tokenizer.pad_token_id, layout)
         elif data_collator is None:
             self.data_collator = RewardDataCollatorWithPadding(self.tokenizer)

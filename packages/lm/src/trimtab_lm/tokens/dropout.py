@@ -45,19 +45,30 @@ def dropout_rates_at_zero(model: nn.Module) -> Iterator[None]:
     For blocks that hold the backward pass too. `without_dropout` would not do: `Trainer.training_step` sets the mode of
     the modules itself. Rates that modules read from their config (as Falcon's do) are among those that are set to 0.
     """
-    rates: dict[tuple[int, str], tuple[object, float]] = {}
-    for module in model.modules():
-        is_dropout = type(module).__name__.endswith("Dropout")
-        config = vars(module).get("config")
-        holders = [module, config] if isinstance(config, PreTrainedConfig) else [module]
-        for holder in holders:
-            for name, rate in vars(holder).items():
-                if isinstance(rate, float) and ("drop" in name or (is_dropout and name == "p")):
-                    rates[id(holder), name] = holder, rate
+    rates = list(_rates(model))
     try:
-        for (_, name), (owner, _) in rates.items():
+        for owner, name, _ in rates:
             setattr(owner, name, 0.0)
         yield
     finally:
-        for (_, name), (owner, rate) in rates.items():
+        for owner, name, rate in rates:
             setattr(owner, name, rate)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a module drops something in training mode."""
+    return any(rate > 0 for *_, rate in _rates(model))
+
+
+def _rates(model: nn.Module) -> Iterator[tuple[object, str, float]]:
+    """Yields each dropout rate of the modules and of their configurations, once, with its owner and its name."""
+    seen: set[tuple[int, str]] = set()
+    for module in model.modules():
+        is_dropout = type(module).__name__.endswith("Dropout")
+        config = vars(module).get("config")
+        for owner in [module, config] if isinstance(config, PreTrainedConfig) else [module]:
+            for name, rate in vars(owner).items():
+                is_rate = isinstance(rate, float) and ("drop" in name or (is_dropout and name == "p"))
+                if is_rate and (id(owner), name) not in seen:
+                    seen.add((id(owner), name))
+                    yield owner, name, rate

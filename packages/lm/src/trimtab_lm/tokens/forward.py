@@ -10,22 +10,23 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
 
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config
-from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out, tree_mask
+from trimtab_lm.tokens.attention import GroupMask, attention_mask, has_local_attention, runs_by_group
+from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import LanguageHead
 from trimtab_lm.tokens.positions import positioned
 from trimtab_lm.tokens.scores import TokenScores
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+EXACT = (torch.float32, torch.float64)
+"""Types in which another order of the same sums changes results by far less than text that leaks."""
 
 
 def score_tokens_in_forward(model: Model) -> LanguageHead:
@@ -99,8 +100,8 @@ def _extend_forward(model: nn.Module, run: Forward, score: Callable[..., object]
 def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
     """Returns what the model's forward takes of a laid-out batch.
 
-    For a tree it builds the attention mask [R, 1, W, W]. It runs an encoder whose prompts have several branches, once
-    per prompt.
+    For a tree, and for documents in a single row, it builds the attention mask [R, 1, W, W]. It runs an encoder whose
+    prompts have several branches, once per prompt.
 
     Args:
         model: the model that will read the inputs.
@@ -109,7 +110,11 @@ def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
     inputs: ModelInputs = {name: tokens[name] for name in INPUT_KEYS if name in tokens}
     base = base_of(model)
     if "branch" in tokens:
-        inputs["attention_mask"] = _attention_mask(base, tokens["document"], tokens["branch"])
+        inputs["attention_mask"] = attention_mask(base, tokens["document"], tokens["branch"])
+    elif "position_ids" in tokens and "attention_mask" not in tokens and runs_by_group(base, tokens["position_ids"]):
+        document = find_packed_sequence_indices(tokens["position_ids"])  # None: a single one
+        if document is not None:
+            inputs["attention_mask"] = GroupMask.of(document, torch.zeros_like(document))
     if "encoder_row" in tokens and len(tokens["encoder_row"]) > len(tokens["input_ids"]):
         rows = tokens["encoder_row"]
         output = base.get_encoder()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
@@ -120,26 +125,7 @@ def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
     return inputs
 
 
-def _attention_mask(model: PreTrainedModel, document: Tensor, branch: Tensor) -> "Tensor | BlockMask":
-    """Returns the mask of a tree in the form that the model's attention takes."""
-    attention = model.config._attn_implementation
-    if attention == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        def reads(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            same = (document[b, q] == document[b, k]) & (k <= q)
-            return same & ((branch[b, k] == 0) | (branch[b, k] == branch[b, q]))
-
-        rows, width = document.shape
-        return create_block_mask(reads, rows, None, width, width, device=document.device)
-    mask = tree_mask(document, branch)
-    if attention != "eager":
-        return mask
-    dtype = next(model.parameters()).dtype
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-
-
-def best_layout(model: Model, *, share_prefix: bool) -> Layout:
+def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> Layout:
     """Returns the layout with the fewest positions in which the model computes what it computes on padded rows.
 
     Each candidate is run on a few tokens and compared. Warns where only padded rows agree.
@@ -147,6 +133,8 @@ def best_layout(model: Model, *, share_prefix: bool) -> Layout:
     Args:
         model: the model that will read the batches.
         share_prefix: whether groups have several branches; a tree, which needs a 4-D mask, is tried only then.
+        is_noisy: whether training adds noise to the layers (dropout, NEFTune). Its random numbers depend on the rows,
+            and NEFTune's scale on their width, so a single row is not tried.
     """
     base = base_of(model)
     if base.config.is_encoder_decoder:
@@ -154,9 +142,13 @@ def best_layout(model: Model, *, share_prefix: bool) -> Layout:
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         return "padded"  # PEFT puts what it learned before each row, and drops position ids
     if "position_ids" in inspect.signature(base.forward).parameters:
-        candidates: tuple[Layout, ...] = ("packed",)
-        if share_prefix and not _has_local_attention(base):
-            candidates = ("tree", "packed")
+        candidates: list[Layout] = ["packed"]
+        if not has_local_attention(base):
+            if share_prefix:
+                candidates.insert(0, "tree")
+            is_sdpa = base.config._attn_implementation == "sdpa"
+            if is_sdpa and not is_noisy and not torch.accelerator.is_available():  # to which the model may yet move
+                candidates.insert(0, "row")
         with whole_weights(base):  # DeepSpeed divides weights as they are loaded
             for layout in candidates:
                 if _agrees(base, layout):
@@ -170,42 +162,41 @@ def best_layout(model: Model, *, share_prefix: bool) -> Layout:
     return "padded"
 
 
-def _has_local_attention(model: Model) -> bool:
-    """Whether some layers attend to the latest tokens only; such layers would apply a tree's mask without their window.
-
-    Configurations name the layers' kinds, or one window for all, or nothing.
-    """
-    config = decoder_config(model)
-    kinds = set(getattr(config, "layer_types", None) or [])
-    return bool(kinds - {"full_attention"}) or (not kinds and getattr(config, "sliding_window", None) is not None)
-
-
 @torch.no_grad()
 def _agrees(model: PreTrainedModel, layout: Layout) -> bool:
     """Whether a layout changes the hidden states by little, compared with what attention across branches changes."""
     vocab_size = decoder_config(model).vocab_size
     first, second, third = ([(7 * i + k) % vocab_size for i in range(1, 4)] for k in (1, 3, 5))
-    groups = [TokenGroup(first, [second, third], [[1] * 3] * 2)]
+    groups = [TokenGroup(first, [second, third], [[1] * 3] * 2)] * 2
     padded = lay_out(groups, "padded", pad_token_id=0)
     leaking = lay_out([TokenGroup(first, [second + first + third], [[1] * 9])], "padded", pad_token_id=0)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        expected = _hidden(model, padded)[3:]
+        expected = _hidden(model, padded).view(4, 3, -1)[1::2]
         leaked = _hidden(model, leaking)[-3:]
         try:
-            hidden = _hidden(model, lay_out(groups, layout, pad_token_id=0))[3:]
+            # A row of twelve holds two branches with a prefix each.
+            hidden = _hidden(model, lay_out(groups, layout, pad_token_id=0, width=12)).view(4, 3, -1)[1::2]
         except (NotImplementedError, RuntimeError, TypeError, ValueError):
             return False  # the model's attention does not take this mask
     finally:
         for module in training:
             module.training = True
-    return bool((hidden - expected).norm() <= 0.05 * (leaked - expected).norm())
+    is_exact = expected.dtype in EXACT and torch.get_float32_matmul_precision() == "highest"
+    return bool((hidden - expected).norm() <= (5e-4 if is_exact else 0.05) * (leaked - expected).norm())
 
 
 def _hidden(model: PreTrainedModel, tokens: Batch) -> Tensor:
-    """Returns the trunk's hidden states [N, H] at the positions that predict the counted tokens."""
+    """Returns the trunk's hidden states [N, H] at the positions that predict the counted tokens.
+
+    Raises:
+        NotImplementedError: the mask of a row is not left to SDPA.
+    """
     tokens = {name: value.to(model.device) for name, value in tokens.items()}
     inputs = positioned(model.base_model.forward, model_inputs(model, tokens))
     hidden = model.base_model(**inputs, use_cache=False, return_dict=True).last_hidden_state
-    return hidden.flatten(0, 1)[tokens["source"]].float()
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, GroupMask) and mask.was_read:
+        raise NotImplementedError(f"{type(model).__name__} reads the attention mask outside of SDPA.")
+    return hidden.flatten(0, 1)[tokens["source"]]

@@ -1,9 +1,10 @@
 """The layout of token sequences in the rows of a batch, and the position that predicts each token.
 
 A `TokenGroup` is a prefix and the branches that continue it: a document (no prefix, one branch), a preference pair (a
-prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts groups into rows in one of four ways:
+prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts groups into rows in one of five ways:
 
 - tree: a row holds the prefix once and then its branches, which do not attend to each other (a 4-D attention mask);
+- row: a tree in a single row without padding, for attention that runs group by group (`attention.GroupMask`);
 - packed: each branch has a copy of its prefix, and rows are filled best-fit. Position ids start again at 0 with each
   copy and there is no attention mask: transformers then makes a block-diagonal one, or calls a varlen kernel;
 - padded: each branch has a copy of its prefix and a row to itself, padded on the right;
@@ -19,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Layout = Literal["tree", "packed", "padded", "encoder-decoder"]
+Layout = Literal["row", "tree", "packed", "padded", "encoder-decoder"]
 INPUT_KEYS = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask")
 """The columns of a laid-out batch that a model's forward takes: see `lay_out`."""
 
@@ -119,12 +120,14 @@ def lay_out(
         groups: with S branches and N counted tokens in all.
         layout: see the module.
         pad_token_id: fills the rest of the rows.
-        width: the least W for tree and packed. Default: the longest piece (a group, or a branch with its prefix).
+        width: the least W for tree and packed. Default: the longest piece (a group, or a branch with its prefix). A row
+            is as wide as all groups.
         decoder_start_token_id: what the decoder reads first; needed for encoder-decoder alone.
 
     Returns:
         The inputs of the layout, all int64:
-            tree: `input_ids`, `position_ids`, `document` and `branch` [R, W]; padding has document -1 and branch 0.
+            tree and row: `input_ids`, `position_ids`, `document` and `branch` [R, W]; padding has document -1 and
+            branch 0.
             packed: `input_ids` and `position_ids` [R, W].
             padded: `input_ids` and `attention_mask` [R, W].
             encoder-decoder: `input_ids` and `attention_mask` [groups, P], `decoder_input_ids` and
@@ -140,9 +143,10 @@ def lay_out(
     """
     if layout == "encoder-decoder":
         return _encoder_decoder(groups, pad_token_id, decoder_start_token_id)
-    pieces = groups if layout == "tree" else [piece for group in groups for piece in _with_one_branch(group)]
+    is_tree = layout in ("tree", "row")
+    pieces = groups if is_tree else [piece for group in groups for piece in _with_one_branch(group)]
     lengths = [len(piece.prefix) + sum(map(len, piece.branches)) for piece in pieces]
-    width = max([*lengths, width or 1])
+    width = max(sum(lengths), 1) if layout == "row" else max([*lengths, width or 1])
     rows = [[i] for i in range(len(pieces))] if layout == "padded" else best_fit(lengths, width)
     places = {index: (row, start) for row, items in enumerate(rows) for index, start in _starts(items, lengths)}
 
@@ -168,21 +172,7 @@ def lay_out(
     if layout == "padded":
         return {"input_ids": ids, "attention_mask": used.long(), **tokens.columns()}
     batch = {"input_ids": ids, "position_ids": positions, **tokens.columns()}
-    return {**batch, "document": document, "branch": branch} if layout == "tree" else batch
-
-
-def tree_mask(document: Tensor, branch: Tensor) -> Tensor:
-    """Returns the attention mask of a tree: each position attends to its branch and its prefix, up to itself.
-
-    Args:
-        document, branch: [R, W], see `lay_out`.
-
-    Returns:
-        [R, 1, W, W], True where the position of the third dimension attends to that of the fourth.
-    """
-    same = document[:, :, None] == document[:, None, :]
-    reads = (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
-    return (same & reads).tril()[:, None]
+    return {**batch, "document": document, "branch": branch} if is_tree else batch
 
 
 def from_labels(labels: Tensor, *, is_encoder_decoder: bool = False) -> dict[str, Tensor]:

@@ -1,0 +1,187 @@
+"""Which positions attend to which in a tree: masks of whole rows, and attention that runs group by group."""
+
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from trimtab_lm.models.interface import Model, decoder_config
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def tree_mask(document: Tensor, branch: Tensor) -> Tensor:
+    """Returns the attention mask of a tree: each position attends to its branch and its prefix, up to itself.
+
+    Args:
+        document, branch: [R, W], see `lay_out`.
+
+    Returns:
+        [R, 1, W, W], True where the position of the third dimension attends to that of the fourth.
+    """
+    same = document[:, :, None] == document[:, None, :]
+    reads = (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
+    return (same & reads).tril()[:, None]
+
+
+class GroupMask(Tensor):
+    """The mask `tree_mask` [1, 1, W, W] of a single row, with which SDPA runs on one group of the row at a time.
+
+    The cost of attention grows with the squared lengths of the groups instead of the row's. Like
+    `torch.nn.attention.bias.CausalBias`, the mask takes over SDPA's call through `__torch_function__`. A model that
+    reads the mask elsewhere gets the numbers of `tree_mask`, and with them the cost.
+
+    Attributes:
+        document, branch: [1, W], see `lay_out`.
+        groups: for each group the length of its prefix, and then those of its branches. A sequence that shares no
+            prefix is a group of one length.
+        biases: float32 [branch, prefix + branch] by the two lengths: 0, and -inf where a branch does not attend.
+        was_read: whether a model has read the numbers.
+    """
+
+    document: Tensor
+    branch: Tensor
+    groups: list[list[int]]
+    biases: dict[tuple[int, int], Tensor]
+    was_read: bool
+
+    @classmethod
+    def of(cls, document: Tensor, branch: Tensor) -> "GroupMask":
+        """Returns the mask of a row; `document` and `branch` are [1, W]."""
+        width, device = document.shape[1], document.device
+        mask = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, width, width).as_subclass(cls)
+        mask.document, mask.branch, mask.was_read = document, branch, False
+        mask.groups = _groups(document[0], branch[0])
+        pairs = {(branch, prefix) for prefix, *branches in mask.groups for branch in branches}
+        mask.biases = {
+            (branch, prefix): torch.full((branch, prefix + branch), -torch.inf, device=device).triu_(prefix + 1)
+            for branch, prefix in pairs
+        }
+        return mask
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Runs SDPA by group, and any other function that returns a tensor on the numbers of `tree_mask`."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return _attend(*args, **kwargs)  # type: ignore[arg-type]
+        if func is Tensor.detach:
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if not isinstance(result, Tensor):  # shape, dtype, device
+                return result
+            return func(*map(_numbers, args), **{name: _numbers(value) for name, value in kwargs.items()})
+
+
+def attention_mask(model: PreTrainedModel, document: Tensor, branch: Tensor) -> "Tensor | BlockMask":
+    """Returns the mask of a tree in the form that the model's attention takes.
+
+    Args:
+        model: the model that will read the tree.
+        document, branch: [R, W], see `lay_out`.
+    """
+    attention = model.config._attn_implementation
+    if attention == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def reads(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            same = (document[b, q] == document[b, k]) & (k <= q)
+            return same & ((branch[b, k] == 0) | (branch[b, k] == branch[b, q]))
+
+        rows, width = document.shape
+        return create_block_mask(reads, rows, None, width, width, device=document.device)
+    if runs_by_group(model, document):
+        return GroupMask.of(document, branch)
+    mask = tree_mask(document, branch)
+    if attention != "eager":
+        return mask
+    dtype = next(model.parameters()).dtype
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def runs_by_group(model: PreTrainedModel, ids: Tensor) -> bool:
+    """Whether the attention of rows `ids` [R, W] can run group by group: in SDPA, over a single row on a CPU.
+
+    An accelerator would start many small kernels, and has varlen ones.
+    """
+    is_one = ids.device.type == "cpu" and ids.dim() == 2 and len(ids) == 1 and not torch.compiler.is_compiling()
+    return is_one and model.config._attn_implementation == "sdpa" and not has_local_attention(model)
+
+
+def has_local_attention(model: Model) -> bool:
+    """Whether some layers attend to the latest tokens only; such layers would apply a tree's mask without their window.
+
+    Configurations name the layers' kinds, or one window for all, or nothing.
+    """
+    config = decoder_config(model)
+    kinds = set(getattr(config, "layer_types", None) or [])
+    return bool(kinds - {"full_attention"}) or (not kinds and getattr(config, "sliding_window", None) is not None)
+
+
+def _groups(document: Tensor, branch: Tensor) -> list[list[int]]:
+    """Returns the lengths of the groups in a row [W]; see `GroupMask`."""
+    runs, lengths = torch.stack([document, branch]).unique_consecutive(dim=1, return_counts=True)
+    segments = zip(*runs.tolist(), lengths.tolist(), strict=True)
+    groups: list[list[int]] = []
+    for _, members in groupby(segments, key=lambda segment: segment[0]):
+        branches, sizes = zip(*((number, size) for _, number, size in members), strict=True)
+        if branches[0] != 0:  # no prefix
+            groups += [[size] for size in sizes]
+        else:  # a single branch continues its prefix
+            groups.append([sum(sizes)] if len(sizes) == 2 else list(sizes))
+    return groups
+
+
+def _numbers(value: object) -> object:
+    """Returns a group mask as a plain tensor, and anything else as it is."""
+    if not isinstance(value, GroupMask):
+        return value
+    value.was_read = True
+    return tree_mask(value.document, value.branch)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: GroupMask,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Returns the attention [1, heads, W, E] of a row: in each group of the prefix, and of each branch to both.
+
+    Args:
+        query, key, value: [1, heads, W, E].
+        attn_mask: of the row.
+        dropout_p, is_causal, options: of SDPA; the mask is causal already.
+    """
+    if dropout_p > 0:  # no fused kernel drops on a CPU, and the random numbers stay those of the whole row
+        mask = tree_mask(attn_mask.document, attn_mask.branch)
+        return scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
+    sizes = [size for group in attn_mask.groups for size in group]
+    parts = zip(query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
+    outputs = []
+    for prefix_size, *branch_sizes in attn_mask.groups:
+        queries, *prefix = next(parts)
+        outputs.append(scaled_dot_product_attention(queries, prefix[0], prefix[1], is_causal=True, **options))
+        for size in branch_sizes:
+            queries, *branch = next(parts)
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(prefix, branch, strict=True))
+            # The kernel takes float32 beside lower precisions, and reads float32 beside float64 wrongly (torch 2.13).
+            bias = attn_mask.biases[size, prefix_size].to(torch.promote_types(query.dtype, torch.float32))
+            outputs.append(scaled_dot_product_attention(queries, keys, values, bias, **options))
+    # Laid out as the kernel lays out a whole row, so that the model's own transposition copies nothing.
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1).transpose(1, 2)
