@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from PIL import Image
 
-from trimtab_common.tracking import Picture, to_pil
+from trimtab_common.images import Picture, to_pil
 
 matplotlib.use("Agg")  # files only: the machine may have no display
 

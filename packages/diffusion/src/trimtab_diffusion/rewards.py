@@ -2,7 +2,7 @@
 
 All reward functions take:
 
-    images: [B, 3, H, W], float within [0, 1], or B images, each as `trimtab_common.tracking.to_pil` takes it. Other
+    images: [B, 3, H, W], float within [0, 1], or B images, each as `trimtab_common.images.to_pil` takes it. Other
         shapes and values raise a ValueError; `mean_over_frames` takes videos. The reward is that of the 8-bit image,
         as it would be in a file.
     prompts: B texts.
@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from trimtab_common.tracking import Picture, to_pil
+from trimtab_common.images import Picture, to_pil
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, CLIPModel, PreTrainedModel

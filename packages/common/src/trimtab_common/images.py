@@ -1,0 +1,36 @@
+"""Images as trackers take them."""
+
+import numpy as np
+import torch
+from PIL import Image
+
+Picture = Image.Image | np.ndarray | torch.Tensor
+
+
+def to_pil(image: Picture) -> Image.Image:
+    """Converts an image to RGB.
+
+    Args:
+        image: a PIL image, or an array [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
+
+    Raises:
+        ValueError: the array has another shape, or floats outside [0, 1].
+    """
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    if isinstance(image, torch.Tensor):
+        image = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()
+    array = np.asarray(image)
+    if array.ndim != 3 or 3 not in (array.shape[0], array.shape[2]):
+        raise ValueError(f"an image of shape {array.shape} came in; [3, H, W] or [H, W, 3] is needed.")
+    if array.shape[0] == 3:
+        array = array.transpose(1, 2, 0)
+    if array.dtype != np.uint8:
+        low, high = array.min(), array.max()
+        if not (low >= 0 and high <= 1):
+            raise ValueError(
+                f"an image of {array.dtype} with values from {low} to {high} came in; floats must lie in [0, 1]. "
+                "Clamp it, after (x + 1) / 2 if it is a decoder's output in [-1, 1]."
+            )
+        array = (array * 255).round().astype(np.uint8)
+    return Image.fromarray(array)
