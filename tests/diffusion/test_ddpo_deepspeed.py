@@ -7,7 +7,8 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 from tests.diffusion import modern
-from tests.diffusion.run_ddpo_deepspeed import CASES, REFUSED, STAGES, first_weights, run
+from tests.diffusion.run_ddpo_deepspeed import REFUSED, STAGES, first_weights, run
+from tests.diffusion.run_ddpo_sharded import CASES
 from tests.processes import TWO_PROCESSES, launch
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here: make test-deepspeed")

@@ -1,8 +1,10 @@
 """What the trainers on transformers.Trainer share."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -51,7 +53,9 @@ def test_a_table_of_an_evaluation_before_training_waits_for_the_run(tmp_path):
     tables.add(trainer, "eval_samples", ["text"], [["early"]])
     with wandb.init(dir=str(tmp_path)) as run:
         tables.add(trainer, "samples", ["text"], [["late"]])
+        last = {name: run.summary[name]["path"] for name in ("eval_samples", "samples")}
+        folder = Path(run.dir)
         tables.add(trainer, "samples", ["text"], [["later"]])
-        kept = {name: [row[1:] for row in table.data] for name, table in tables._tables.items()}
-        assert {"eval_samples", "samples"} <= set(run.summary.keys())
-    assert kept == {"eval_samples": [["early"]], "samples": [["late"], ["later"]]}
+        last["later"] = run.summary["samples"]["path"]
+        kept = {name: json.loads((folder / path).read_text())["data"] for name, path in last.items()}
+    assert kept == {"eval_samples": [[0, "early"]], "samples": [[0, "late"]], "later": [[0, "later"]]}
