@@ -19,10 +19,10 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-sharded test-vllm test-deepspeed check format sizes bench gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed check format sizes bench gpu clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce, test and bench), JOBS=$(JOBS) (for test)"
 
@@ -35,7 +35,7 @@ demo: $(STAMP) ## teach a small model to write positive text (PPO, one CPU, W&B 
 reproduce: $(STAMP) ## run all experiments, and write the table of the papers' claims (an hour on two cores)
 	$(PY) -m experiments.reproduce $(ARGS)
 
-test: $(STAMP) ## run the tests, JOBS at a time (slow and gpu ones only on request: ARGS='-m slow')
+test: $(STAMP) ## run the tests, JOBS at a time (other commands run those marked slow, gpu, vllm and distributed)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)
 
 test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions that the packages accept, in .venv-lowest
@@ -44,6 +44,9 @@ test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions 
 
 test-vllm: $(VLLM)/.installed ## sample with vLLM's engine, in the process and as a server on the CPU, in .venv-vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(ARGS) tests/lm
+
+test-distributed: $(STAMP) ## run two processes over gloo, each with the whole model (DDP): they train as one
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m distributed --durations=10 $(ARGS) tests
 
 test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (FSDP2) trains as one, a failure ends both
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow --durations=10 $(SHARDED) $(ARGS)
