@@ -78,6 +78,14 @@ def test_a_model_that_reads_the_mask_elsewhere_gets_its_numbers():
     assert by_group.was_read
 
 
+def test_a_model_that_writes_with_the_mask_or_joins_it_gets_its_numbers():
+    by_group, mask = masks([SHARED, ALONE])
+    torch.testing.assert_close(torch.zeros(mask.shape).masked_fill_(by_group, -1.0), -mask.float())
+    torch.testing.assert_close(torch.zeros(mask.shape).add_(by_group), mask.float())
+    assert torch.equal(torch.cat([by_group, ~mask]), torch.cat([mask, ~mask]))
+    assert torch.equal(by_group.data, mask)
+
+
 def test_dropout_draws_its_numbers_over_the_whole_row():
     by_group, mask = masks([SHARED, ALONE])
     inputs = torch.randn(3, 1, 2, mask.shape[-1], 8)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from trimtab_lm.models.interface import Model, decoder_config
@@ -72,17 +73,19 @@ class GroupMask(Tensor):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Runs SDPA by group, and any other function that returns a tensor on the numbers of `tree_mask`."""
+        """Runs SDPA by group, and any other function on the numbers of `tree_mask`, if it asks for more than facts."""
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return _attend(*args, **kwargs)  # type: ignore[arg-type]
         if func is Tensor.detach:
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            if not isinstance(result, Tensor):  # shape, dtype, device
-                return result
-            return func(*map(_numbers, args), **{name: _numbers(value) for name, value in kwargs.items()})
+            if func.__name__ == "__get__" or func in (Tensor.size, Tensor.dim):
+                fact = func(*args, **kwargs)
+                if not isinstance(fact, Tensor):  # shape, dtype, device
+                    return fact
+            args, kwargs = tree_map(_numbers, (args, kwargs))
+            return func(*args, **kwargs)
 
 
 def attention_mask(model: PreTrainedModel, document: Tensor, branch: Tensor) -> "Tensor | BlockMask":
