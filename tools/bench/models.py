@@ -3,6 +3,7 @@
 `python -m tools.bench.models SIZE FOLDER` writes the models."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 PAD, BOS, EOS = range(3)
+SHAPES = Path(__file__).parents[2] / "experiments/black_2023_ddpo/shapes"
 SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 
 
@@ -34,10 +36,21 @@ def write_stable_diffusion(size: Size, folder: Path) -> None:
     """Writes a Stable Diffusion of random weights."""
     pipeline = stable_diffusion(size)
     pipeline.save_pretrained(folder)
-    # transformers 4 reads CLIP's tokenizer from these two files, which transformers 5 does not write.
-    words = json.dumps(pipeline.tokenizer.get_vocab())
-    (folder / "tokenizer/vocab.json").write_text(words)
-    (folder / "tokenizer/merges.txt").write_text("#version: 0.2\n")
+    _write_words(folder, pipeline.tokenizer.get_vocab(), merges=[])
+
+
+def write_shapes(folder: Path) -> None:
+    """Writes the Stable Diffusion of coloured shapes that experiments/black_2023_ddpo has trained."""
+    shutil.copytree(SHAPES, folder, dirs_exist_ok=True)
+    core = json.loads((folder / "tokenizer/tokenizer.json").read_text())["model"]
+    _write_words(folder, core["vocab"], core["merges"])
+
+
+def _write_words(folder: Path, vocabulary: dict[str, int], merges: list[list[str]]) -> None:
+    """The two files from which transformers 4 reads CLIP's tokenizer; transformers 5 does not write them."""
+    (folder / "tokenizer/vocab.json").write_text(json.dumps(vocabulary))
+    lines = ["#version: 0.2", *map(" ".join, merges)]
+    (folder / "tokenizer/merges.txt").write_text("\n".join(lines) + "\n")
 
 
 def stable_diffusion(size: Size) -> Any:
@@ -89,3 +102,4 @@ if __name__ == "__main__":
     name, target = sys.argv[1:]
     write_language_models(SIZES[name], Path(target))
     write_stable_diffusion(SIZES[name], Path(target) / "diffusion")
+    write_shapes(Path(target) / "shapes")

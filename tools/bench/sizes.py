@@ -43,6 +43,7 @@ class Size:
         ppo_steps: timed steps of PPO with updates, of which each is many.
         ppo_batch, ppo_minibatch, ppo_epochs, ppo_new_tokens: PPO's.
         images, denoising_steps: DDPO's images of an epoch, in two batches, and their steps.
+        scored, reward: images of an epoch of DDPO that runs until a mean reward, and that reward in kB.
         matmul: width of the square matrices that measure the machine's rate.
     """
 
@@ -64,6 +65,8 @@ class Size:
     ppo_new_tokens: int = 32
     images: int = 8
     denoising_steps: int = 8
+    scored: int = 128
+    reward: float = 0.815
     matmul: int = 2048
 
 
@@ -84,6 +87,8 @@ TINY = Size(
     ppo_new_tokens=4,
     images=2,
     denoising_steps=2,
+    scored=8,
+    reward=0.7,
     matmul=256,
 )
 SIZES = {

@@ -62,6 +62,7 @@ CONTINUOUS = {"rollout_backend": "continuous_batching"}
 CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
 # Continuous batching takes no min_new_tokens. One token in 32,000 is EOS, which ends a completion early.
 MAY_END = {"generation_kwargs": None}
+ONE_STEP = {"train_timestep_fraction": 0.1}  # of the ten of a sample
 AT_ONCE = {"call": {"batch_size": 32}}
 GENERATE, STEP, BOTH = ({"phase": phase} for phase in ("generate", "step", "both"))
 
@@ -95,9 +96,13 @@ WORKS = [
     Work("ppo", "ppo", Side(TRL_PPO), settings=BOTH, equal=SAMPLED, target=(3, 1.5)),
     Work("ppo-at-once", "ppo", Side(TRL_PPO), settings=BOTH | AT_ONCE, equal=SAMPLED),
     Work("ddpo", "ddpo", Side(TRL_DDPO), equal=EPOCH, target=(1.3, 1.2)),
+    Work("ddpo-to-reward", "ddpo_to_reward", Side(TRL_DDPO), Side(OURS, ONE_STEP), target=(2.5, None)),
 ]
 
 ABLATIONS = [
+    Work("sft: Trainer", "sft", Side(OURS), Side(OURS, {"loop": "plain"}), equal=DOCUMENTS),
+    Work("sft: small batches", "sft", Side(OURS, {"documents": 1}), Side(OURS, {"documents": 10}), equal=DOCUMENTS),
+    Work("sft: large batches", "sft", Side(OURS, {"documents": 100}), Side(OURS, {"documents": 10}), equal=DOCUMENTS),
     Work("sft: no padding", "sft", Side(OURS, {"collator": "padded"}), equal=DOCUMENTS),
     Work("dpo: no padding", "dpo", Side(OURS, {"collator": "padded"}), Side(OURS, {"collator": "packed"}), equal=LOSS),
     Work("dpo: prompt once", "dpo", Side(OURS, {"collator": "packed"}), equal=LOSS),

@@ -41,7 +41,7 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
             **settings,
         )
         trainer = module.DDPOTrainer(config, brightness, lambda: (WORDS[next(drawn) % 4], {}), pipeline)
-        flops = forward_flops(pipeline.unet, size)
+        flops = forward_flops(pipeline.unet, size.latent, tokens=77)
         pipeline.unet.register_forward_pre_hook(count, with_kwargs=True)
         updates, seen = [0], list[Counter[str]]()
 
@@ -60,11 +60,11 @@ def brightness(images: Tensor, prompts: object, metadata: object) -> tuple[Tenso
     return torch.as_tensor(images).float().flatten(1).mean(1), {}
 
 
-def forward_flops(unet: nn.Module, size: Size) -> int:
-    """Multiplications and additions of one row through the U-Net, counted by torch."""
+def forward_flops(unet: nn.Module, width: int, *, tokens: int) -> int:
+    """Multiplications and additions of one row through the U-Net, of `width` x `width` latents, counted by torch."""
     weight = next(unet.parameters())
-    sample = weight.new_zeros(1, 4, size.latent, size.latent)
-    encoded = weight.new_zeros(1, 77, unet.config.cross_attention_dim)
+    sample = weight.new_zeros(1, unet.config.in_channels, width, width)
+    encoded = weight.new_zeros(1, tokens, unet.config.cross_attention_dim)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         unet(sample, torch.tensor(1, device=weight.device), encoded)
     return int(counter.get_total_flops())

@@ -1,27 +1,39 @@
 """Supervised fine-tuning on documents of token ids, of which every token counts."""
 
 import random
+import tempfile
 from typing import Any
 
+import torch
 from datasets import Dataset
 from tools.bench.measuring import Clock, Load, Measurement, Tokens, total
 from tools.bench.models import load, tokenizer
 from tools.bench.sizes import Size, token_ids
-from tools.bench.tasks.training import train
+from tools.bench.tasks.training import shared_arguments, train
 from transformers import DataCollatorForSeq2Seq, LlamaForCausalLM
+
+EQUAL = 100  # documents of a step, where they have one length
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
-    """Measures one side."""
+    """Measures one side.
+
+    Beside those of the config, `settings` may have `documents`, so many of a hundred documents of equal length are a
+    micro-batch of a step; `collator`; and `loop`: "plain" for a training loop without a Trainer.
+    """
     is_packed = settings.get("packing", False)
-    rows = pairs_of_full_rows(size) if is_packed else token_ids(size, size.rows * (size.steps + 1), seed=0)
+    if documents := settings.pop("documents", 0):
+        rows = of_one_length(size)
+        settings |= {"per_device_train_batch_size": documents, "gradient_accumulation_steps": EQUAL // documents}
+    else:
+        rows = pairs_of_full_rows(size) if is_packed else token_ids(size, size.rows * (size.steps + 1), seed=0)
     words, clock = tokenizer(size), Clock(size.device)
     policy = load(LlamaForCausalLM, folder, "policy", size)
     clock.watch(policy)
     arguments: dict[str, Any] = {}
     if settings.pop("collator", None) == "padded":
         arguments["data_collator"] = DataCollatorForSeq2Seq(words)
-    return train(
+    return (plain_loop if settings.pop("loop", None) == "plain" else train)(
         package,
         "SFT",
         size,
@@ -33,6 +45,41 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
         processing_class=words,
         **arguments,
     )
+
+
+def plain_loop(
+    package: str, algorithm: str, size: Size, settings: dict[str, Any], load: Load, clock: Clock, **arguments: Any
+) -> Measurement:
+    """Measures the same steps on our collator, forward pass and loss, in a loop that does nothing else."""
+    from trimtab_lm import SFTConfig, SFTTrainer
+    from trimtab_lm.hf.labels import score_labels
+    from trimtab_lm.sft.loss import token_nll
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SFTTrainer(args=SFTConfig(**shared_arguments(size, folder) | settings), **arguments)
+    model, losses = trainer.model.train(), list[float]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trainer.args.learning_rate, fused=True)
+    rows = iter(list(trainer.train_dataset))
+
+    def step() -> None:
+        batch = trainer.data_collator([next(rows) for _ in range(size.rows)])
+        logprobs = score_labels(model, batch, policy=model).logprobs
+        loss = token_nll(logprobs, count=len(logprobs))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    clock.time(step, size.steps)
+    return clock.measurement(size, load, {"first loss": losses[0], **clock.read})
+
+
+def of_one_length(size: Size) -> list[list[int]]:
+    """A hundred documents for each step."""
+    draw, vocabulary = random.Random(0), int(size.llama["vocab_size"])
+    count, length = EQUAL * (size.steps + 1), 100
+    return [[draw.randrange(3, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
 def pairs_of_full_rows(size: Size) -> list[list[int]]:

@@ -29,6 +29,7 @@ def shared_arguments(size: Size, folder: str) -> dict[str, Any]:
         "per_device_train_batch_size": size.rows,
         "max_steps": size.steps + 1,
         "learning_rate": 1e-5,
+        "optim": "adamw_torch_fused",
         "lr_scheduler_type": "constant",
         "train_sampling_strategy": "sequential",
         "save_strategy": "no",
