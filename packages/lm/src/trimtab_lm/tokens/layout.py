@@ -17,9 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Integers = npt.NDArray[np.int64]
+NOTHING: Integers = np.empty(0, dtype=np.int64)
 Layout = Literal["row", "tree", "packed", "padded", "encoder-decoder"]
 INPUT_KEYS = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask")
 """The columns of a laid-out batch that a model's forward takes: see `lay_out`."""
@@ -150,29 +154,32 @@ def lay_out(
     rows = [[i] for i in range(len(pieces))] if layout == "padded" else best_fit(lengths, width)
     places = {index: (row, start) for row, items in enumerate(rows) for index, start in _starts(items, lengths)}
 
-    ids = torch.full((len(rows), width), pad_token_id)
-    positions, branch = torch.zeros_like(ids), torch.zeros_like(ids)
-    document = torch.full_like(ids, -1)
+    ids = np.full((len(rows), width), pad_token_id)  # NumPy reads lists several times as fast as torch
+    positions, branch = np.zeros_like(ids), np.zeros_like(ids)
+    document = np.full_like(ids, -1)
     tokens = _Tokens()
     for index, piece in enumerate(pieces):
         row, start = places[index]
         cursor = start + len(piece.prefix)
-        ids[row, start:cursor] = torch.as_tensor(piece.prefix, dtype=torch.long)
-        positions[row, start:cursor] = torch.arange(cursor - start)
+        ids[row, start:cursor] = piece.prefix
+        positions[row, start:cursor] = np.arange(cursor - start)
         before = row * width + cursor - 1 if piece.prefix else None
         for number, (branch_ids, counts) in enumerate(zip(piece.branches, piece.counts, strict=True)):
             end = cursor + len(branch_ids)
-            ids[row, cursor:end] = torch.as_tensor(branch_ids, dtype=torch.long)
-            positions[row, cursor:end] = torch.arange(len(branch_ids)) + len(piece.prefix)
+            ids[row, cursor:end] = branch_ids
+            positions[row, cursor:end] = np.arange(len(branch_ids)) + len(piece.prefix)
             branch[row, cursor:end] = number + 1
-            tokens.add(branch_ids, counts, row * width + cursor, before)
+            tokens.add(ids[row, cursor:end], counts, row * width + cursor, before)
             cursor = end
         document[row, start:cursor] = index
-    used = document >= 0
+    inputs = {"input_ids": ids}
     if layout == "padded":
-        return {"input_ids": ids, "attention_mask": used.long(), **tokens.columns()}
-    batch = {"input_ids": ids, "position_ids": positions, **tokens.columns()}
-    return {**batch, "document": document, "branch": branch} if is_tree else batch
+        inputs |= {"attention_mask": (document >= 0).astype(np.int64)}
+    else:
+        inputs |= {"position_ids": positions}
+    if is_tree:
+        inputs |= {"document": document, "branch": branch}
+    return {name: torch.from_numpy(column) for name, column in inputs.items()} | tokens.columns()
 
 
 def from_labels(labels: Tensor, *, is_encoder_decoder: bool = False) -> dict[str, Tensor]:
@@ -219,27 +226,32 @@ class _Tokens:
     """The columns of counted tokens and of branches, built up branch by branch."""
 
     def __init__(self) -> None:
-        self.source: list[int] = []
-        self.targets: list[int] = []
-        self.sequence: list[int] = []
+        self.source: list[Integers] = []
+        self.targets: list[Integers] = []
         self.lengths: list[int] = []
         self.ends: list[int] = []
 
-    def add(self, ids: Sequence[int], counts: Sequence[int], start: int, before: int | None) -> None:
+    def add(self, ids: Integers, counts: Sequence[int], start: int, before: int | None) -> None:
         """Adds a branch. Its first token is at the flattened place `start`, and `before` predicts it, if anything."""
-        number = len(self.lengths)
-        places = [before, *range(start, start + len(ids) - 1)][: len(ids)]
-        counted = [
-            (place, token) for place, token, one in zip(places, ids, counts, strict=True) if one and place is not None
-        ]
-        self.source += [place for place, _ in counted]
-        self.targets += [int(token) for _, token in counted]
-        self.sequence += [number] * len(counted)
-        self.lengths.append(len(counted))
+        if len(counts) != len(ids):
+            raise ValueError(f"A branch of {len(ids)} tokens has {len(counts)} counts. Give one for each token.")
+        places, is_counted = np.arange(start - 1, start - 1 + len(ids)), np.array(counts, dtype=bool)
+        places[:1] = -1 if before is None else before
+        is_counted[:1] &= before is not None
+        self.source.append(places[is_counted])
+        self.targets.append(ids[is_counted])
+        self.lengths.append(int(is_counted.sum()))
         self.ends.append(start + len(ids) - 1)
 
     def columns(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(values, dtype=torch.long) for name, values in vars(self).items()}
+        columns = {
+            "source": np.concatenate([NOTHING, *self.source]),
+            "targets": np.concatenate([NOTHING, *self.targets]),
+            "sequence": np.repeat(np.arange(len(self.lengths)), self.lengths),
+            "lengths": np.array(self.lengths, dtype=np.int64),
+            "ends": np.array(self.ends, dtype=np.int64),
+        }
+        return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def _with_one_branch(group: TokenGroup) -> list[TokenGroup]:
@@ -273,7 +285,7 @@ def _encoder_decoder(
     for number, (ids, row) in enumerate(zip(branches, counts, strict=True)):
         # The decoder's inputs are shifted by one, so a token's place in the row is the place that predicts it.
         start = number * read.shape[1]
-        tokens.add(ids, row, start + 1, start)
+        tokens.add(np.array(ids, dtype=np.int64), row, start + 1, start)
         tokens.ends[-1] -= 1
     rows = [row for row, group in enumerate(groups) for _ in group.branches]
     encoder = {"input_ids": source, "attention_mask": mask, "encoder_row": torch.tensor(rows)}
