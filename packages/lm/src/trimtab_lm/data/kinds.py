@@ -1,0 +1,29 @@
+"""The check of what a column holds: texts, or conversations."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+
+NEEDED = {"text": "a text", "messages": "a list of messages such as {'role': 'user', 'content': 'Hello'}"}
+
+
+def check_texts(*kinds: str, **values: object) -> None:
+    """Raises ValueError unless each value is a text, or a conversation whose messages have a role.
+
+    Args:
+        kinds: "text" or "messages", where only one of them will do.
+        values: of a row, by what they are.
+    """
+    kinds = kinds or ("text", "messages")
+    for name, value in values.items():
+        if not ("text" in kinds and isinstance(value, str)) and not ("messages" in kinds and _is_conversation(value)):
+            raise ValueError(
+                f"The {name} is {reprlib.repr(value)} ({type(value).__name__}): "
+                f"{', or '.join(NEEDED[kind] for kind in kinds)} is needed. Convert it with dataset.map, or drop the "
+                "row."
+            )
+
+
+def _is_conversation(value: object) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return False
+    return all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value)
