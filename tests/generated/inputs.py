@@ -1,6 +1,7 @@
 """What is generated: numbers, masks, texts and things of the wrong type; and what an error of ours is."""
 
 import math
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+PYTHONS = re.compile(
+    "not supported between|object is not|has no attribute|operand type|unexpected keyword|argument must be"
+)
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 DOUBLE = torch.float64
 
@@ -82,4 +86,5 @@ def result_or_our_error(call: Callable[[], Any]) -> Any:
     last = traceback.extract_tb(error.__traceback__)[-1]
     assert Path(last.filename).is_relative_to(PACKAGES), f"{type(error).__name__} of {last.filename}: {error}"
     assert len(str(error)) > 20, str(error)
+    assert not PYTHONS.search(str(error)), str(error)
     return error

@@ -10,16 +10,16 @@ def check_texts(*kinds: str, **values: object) -> None:
     """Raises ValueError unless each value is a text, or a conversation whose messages have a role.
 
     Args:
-        kinds: "text" or "messages", where only one of them will do.
+        kinds: "text" or "messages", where only one of them will do, and messages must be there.
         values: of a row, by what they are.
     """
-    kinds = kinds or ("text", "messages")
     for name, value in values.items():
-        if not ("text" in kinds and isinstance(value, str)) and not ("messages" in kinds and _is_conversation(value)):
+        fits = {"text": isinstance(value, str), "messages": _is_conversation(value) and (not kinds or value)}
+        if not any(fits[kind] for kind in kinds or fits):
             raise ValueError(
                 f"The {name} is {reprlib.repr(value)} ({type(value).__name__}): "
-                f"{', or '.join(NEEDED[kind] for kind in kinds)} is needed. Convert it with dataset.map, or drop the "
-                "row."
+                f"{', or '.join(NEEDED[kind] for kind in kinds or fits)} is needed. Convert it with dataset.map, or "
+                "drop the row."
             )
 
 

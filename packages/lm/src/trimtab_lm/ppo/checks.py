@@ -60,7 +60,9 @@ def check_step(
         if column is None:
             continue
         if not isinstance(column, list):
-            raise TypeError(f"{name} must be a list of tensors, one per response, got {type(column).__name__}.")
+            raise TypeError(
+                f"{name} must be a list of tensors, one per response, got {type(column).__name__}. Use list({name})."
+            )
         if len(column) != batch_size:
             raise ValueError(
                 f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
