@@ -16,11 +16,13 @@ PACKAGES := common lm diffusion
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
 SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py \
   tests/common/test_ranks.py tests/test_failed_ranks.py
+HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/test_scores.py \
+  tests/lm/ppo/test_health.py tests/lm/grpo/test_health.py tests/diffusion/test_ddpo_health.py
 ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.py
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed fuzz audit check format sizes bench gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed health fuzz audit check format sizes bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +56,9 @@ test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (F
 
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow $(ZERO) $(ARGS)
+
+health: $(STAMP) ## provoke every fault that the health report names, and ten healthy runs without an alarm (three minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or not slow" --durations=10 $(HEALTH) $(ARGS)
 
 fuzz: $(STAMP) ## 10,000 generated inputs for formulas, data, settings and rewards (a minute; the tests run a short form)
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/generated --hypothesis-profile long --durations=10 $(ARGS)

@@ -62,7 +62,7 @@ def check_rows(columns: Mapping[str, Tensor], *, what: str) -> None:
     numbers = rows.nonzero().flatten().tolist()
     raise TrainingDivergedError(
         f"{name} of {what} {', '.join(map(str, numbers[:8]))}{' ...' if len(numbers) > 8 else ''} "
-        f"({len(numbers)} of {len(rows)}) are not finite. No update was made. Look at these rows. Where they are all, "
+        f"({len(numbers)} of {len(rows)}) are not finite. No update was made. Look at these rows; if all are named, "
         "the weights are broken: resume from the last checkpoint with a lower learning rate, or use bfloat16 in place "
         "of float16."
     )

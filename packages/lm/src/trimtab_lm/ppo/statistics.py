@@ -200,17 +200,17 @@ def vitals(stats: Mapping[str, float], config: PPOConfig) -> Vitals:
     """The quantities of a step that its health is judged by; a subclass's statistics may lack some."""
     kl, length = stats["objective/kl"], stats.get("tokens/responses_len_mean")
     mean, variance = stats.get("ppo/returns/mean"), stats.get("ppo/returns/var")
-    explained = stats.get("ppo/val/var_explained")
+    explained, spread = stats.get("ppo/val/var_explained"), stats.get("ppo/val/var")
     return Vitals(
         kl=kl,
         kl_per_token=None if length is None else kl / length,
-        kl_coef=stats["objective/kl_coef"],
+        kl_coef=stats.get("objective/kl_coef"),
         entropy=stats.get("ppo/policy/entropy"),
         surprise=None if config.asynchronous_rollouts else stats.get("objective/surprise"),
         clip_fraction=stats.get("ppo/policy/clipfrac"),
         explained_variance=explained,
         value_error=None if explained is None or variance is None else (1 - explained) * variance,
-        value_spread=(stats["ppo/val/var"] / variance) ** 0.5 if variance else None,
+        value_spread=(spread / variance) ** 0.5 if spread is not None and variance else None,
         reward_std=stats["ppo/std_scores"],
         scale=None if mean is None or variance is None else math.hypot(mean, variance**0.5),
         response_length=length,

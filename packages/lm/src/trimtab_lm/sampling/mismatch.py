@@ -37,7 +37,7 @@ class Surprise(Mean):
     def of_tokens(cls, logprobs: Tensor, entropy: Tensor, mask: Tensor | None = None) -> "Surprise":
         """That of tokens [...] with their log-probabilities, the policy's entropies before them, and a mask."""
         difference = -(logprobs + entropy).detach()
-        mean, squares = Mean.of(difference, mask), Mean.of(difference.double().square(), mask)
+        mean, squares = Mean.of(difference, mask), Mean.of(difference.square(), mask)
         return cls(mean.total, mean.weight, squares.total)
 
     def __add__(self, other: Mean) -> "Surprise":
@@ -54,7 +54,7 @@ class Surprise(Mean):
         total, weight, squares = float(self.total), float(self.weight), float(self.squares)
         # A peaked policy may not have shown its rare tokens: one of 4 nats is added.
         beyond = abs(total) - 4 * math.sqrt(squares + 4.0**2)
-        return math.copysign(max(beyond, 0.0) / max(weight, 1.0), total)
+        return math.copysign(beyond / weight, total) if beyond > 0 else 0.0
 
 
 class Mismatch(NamedTuple):
