@@ -261,7 +261,13 @@ ENCODERS = {
 }
 
 
-messages_of_anything = st.lists(st.dictionaries(st.sampled_from(["role", "content"]), anything), max_size=2)
+messages_of_anything = st.lists(
+    st.one_of(
+        st.dictionaries(st.sampled_from(["role", "content"]), anything),
+        st.fixed_dictionaries({"role": st.just("assistant"), "content": st.one_of(st.integers(), st.booleans())}),
+    ),
+    max_size=2,
+)
 
 
 @given(st.sampled_from(sorted(ENCODERS)), st.one_of(anything, messages_of_anything))

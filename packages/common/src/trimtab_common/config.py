@@ -27,7 +27,6 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -73,7 +72,7 @@ def check_ranges(config: DataclassInstance) -> None:
     for field in dataclasses.fields(config):
         within, value = _range_of(hints[field.name]), getattr(config, field.name)
         is_absent = value is None and type(None) in typing.get_args(hints[field.name])
-        is_number = isinstance(value, int | float | np.number)
+        is_number = isinstance(value, typing.SupportsFloat)
         if within is not None and not is_absent and not (is_number and within.holds(value)):
             raise ValueError(f"{field.name}={value if is_number else repr(value)} must be {within.words}.")
 

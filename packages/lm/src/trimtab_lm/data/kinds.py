@@ -7,7 +7,7 @@ NEEDED = {"text": "a text", "messages": "a list of messages such as {'role': 'us
 
 
 def check_texts(*kinds: str, **values: object) -> None:
-    """Raises ValueError unless each value is a text, or a conversation whose messages have a role.
+    """Raises ValueError unless each value is a text, or a conversation, whose messages have a role.
 
     Args:
         kinds: "text" or "messages", where only one of them will do, and messages must be there.
@@ -26,4 +26,9 @@ def check_texts(*kinds: str, **values: object) -> None:
 def _is_conversation(value: object) -> bool:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return False
-    return all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value)
+    return all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | Sequence | None)
+        for message in value
+    )

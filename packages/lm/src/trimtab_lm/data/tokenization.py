@@ -244,11 +244,8 @@ def encode_preference_seq2seq(
         encode_seq2seq(tokenizer, prompt, answer, tools=tools, chat_template_kwargs=chat_template_kwargs)
         for answer in answers
     )
-    return {
-        "prompt_input_ids": chosen["input_ids"],
-        "chosen_input_ids": chosen["labels"],
-        "rejected_input_ids": rejected["labels"],
-    }
+    answers_of = {"chosen_input_ids": chosen["labels"], "rejected_input_ids": rejected["labels"]}
+    return {"prompt_input_ids": chosen["input_ids"], **answers_of}
 
 
 class _Joined(NamedTuple):
