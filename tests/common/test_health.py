@@ -2,8 +2,10 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
-from trimtab_common.health import HealthMonitor, TrainingDivergedError, Vitals
+from trimtab_common.conditions import AT_THE_START, CONDITIONS, Vitals
+from trimtab_common.health import HealthMonitor, TrainingDivergedError, check_rows
 
 HEALTHY = Vitals(
     kl=3.0,
@@ -36,9 +38,9 @@ def test_what_is_not_finite_stops_training_by_name(value):
     ("key", "value", "name", "words"),
     [
         ("kl", 31.0, "runaway_kl", ["31", "30", "KL coefficient"]),
-        ("kl", -2.0, "negative_kl", ["-2", "-1", "top_k", "temperature", "min_length", "padding"]),
+        ("kl", -2.0, "negative_kl", ["-2 nats per response", "-1", "top_k", "temperature", "min_length", "padding"]),
         ("entropy", 3.9, "entropy_collapse", ["3.9", "below 4 ", "learning rate"]),
-        ("clip_fraction", 0.31, "clipping", ["31.0%", "30.0%", "learning rate"]),
+        ("clip_fraction", 0.31, "clipping", ["0.31", "above 0.3:", "learning rate"]),
         ("response_length", 61.0, "growing_responses", ["61", "60", "EOS"]),
     ],
 )
@@ -54,14 +56,60 @@ def test_each_condition_says_number_threshold_and_remedy(key, value, name, words
     assert monitor.metrics([alert]) == {"health/alerts": 1.0, f"health/{name}": value}
 
 
-@pytest.mark.parametrize(
-    ("key", "bad", "name"),
-    [("explained_variance", -2.0, "bad_value_function"), ("reward_std", 0.0, "constant_rewards")],
-)
-def test_slow_conditions_wait_until_they_have_lasted(key, bad, name):
+def test_a_slow_condition_waits_until_it_has_lasted():
     monitor = HealthMonitor(patience=3)
-    values = [bad, bad, getattr(HEALTHY, key), bad, bad, bad]
-    assert [names(monitor.check(Vitals(**{key: value}))) for value in values] == [[], [], [], [], [], [name]]
+    values = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    found = [names(monitor.check(Vitals(reward_std=value))) for value in values]
+    assert found == [[], [], [], [], [], ["constant_rewards"]]
+    assert names(monitor.check(Vitals())) == []  # a check without the number breaks the row
+    assert names(HealthMonitor(patience=1).check(Vitals(reward_std=0.0))) == ["constant_rewards"]
+
+
+def test_a_value_function_is_bad_only_if_it_does_not_learn():
+    def found(errors, explained=-2.0):
+        monitor = HealthMonitor(patience=2)  # so that the critic has four checks
+        steps = [Vitals(explained_variance=explained, value_error=error) for error in errors]
+        return [name for step in steps for name in names(monitor.check(step))]
+
+    assert found([8.0, 8.0, 6.0, 5.0]) == ["bad_value_function"]
+    assert found([8.0, 8.0, 6.0, 4.0]) == []  # it halved its error
+    assert found([8.0, 8.0, 6.0, 5.0], explained=0.0) == []  # it is as good as the mean
+    assert found([8.0, 8.0, 6.0]) == []
+
+
+def test_a_condition_with_two_signs_says_both():
+    monitor = HealthMonitor(kl_target=6.0)
+    assert monitor.check(Vitals(kl=3.0, kl_coef=0.1)) == []
+    assert monitor.check(Vitals(kl=7.0, kl_coef=1.1)) == []
+    (alert,) = monitor.check(Vitals(kl=8.0, kl_coef=1.1))
+    assert str(alert).startswith(
+        "health/kl_coef_winds_up: the KL coefficient is 1.1, above 1 (10 times the first), and KL to the reference is "
+        "8 nats per response, above 7.2 (1.2 times the target): the adaptive coefficient rises"
+    )
+
+
+def test_every_condition_has_its_limit_words_cause_and_remedy():
+    every = [*CONDITIONS, *AT_THE_START]
+    assert len({condition.name for condition in every}) == len(every)
+    for condition in every:
+        for sign in condition.signs:
+            assert (sign.above is None) != (sign.below is None)
+            assert "{}" in Vitals.__dataclass_fields__[sign.statistic].metadata["words"]
+        assert not condition.cause.endswith(".")
+        assert condition.remedy.endswith((".", "?"))
+
+
+def test_rows_that_are_not_finite_are_named_under_the_first_column():
+    columns = {name: torch.zeros(12, 3) for name in ("logprobs", "values")}
+    check_rows(columns, what="response")
+    columns["values"][:, 0] = torch.nan
+    columns["logprobs"][[3, 11], 1] = torch.inf
+    with pytest.raises(
+        TrainingDivergedError, match=r"^logprobs of response 3, 11 \(2 of 12\) are not finite. No update"
+    ):
+        check_rows(columns, what="response")
+    with pytest.raises(TrainingDivergedError, match=r"^values of response 0, .* 7 \.\.\. \(12 of 12\)"):
+        check_rows({"values": columns["values"]}, what="response")
 
 
 def test_an_alert_repeats_only_after_a_while_and_across_a_resume():

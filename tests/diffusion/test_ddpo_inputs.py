@@ -186,10 +186,13 @@ def test_a_config_that_was_changed_is_checked_again():
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda images, *_: torch.zeros(3), r"reward_function returned rewards of shape \[3\] for 2 images"),
-        (lambda images, *_: 1.0, r"shape \[\] for 2 images"),
-        (lambda images, *_: images.mean(1), r"shape \[2, 16, 16\] for 2 images"),
-        (lambda images, *_: torch.tensor([0.5, float("nan")]), r"nan for image 1 .*'a cat' \(1 of 2 are not finite"),
+        (lambda images, *_: torch.zeros(3), "What reward_function returned has 3 scores for 2 items"),
+        (lambda images, *_: torch.tensor(1.0), r"shape \[\] and type .*: a list of 2 numbers"),
+        (lambda images, *_: images.mean(1), r"shape \[2, 16, 16\] and .*: a list of 2 numbers"),
+        (
+            lambda images, *_: torch.tensor([0.5, float("nan")]),
+            r"nan for image 1 of a batch, prompt 'a cat': a score must be",
+        ),
         (lambda images, *_: (torch.tensor([float("inf")] * 2), {}), "inf for image 0 .*Nothing was trained"),
     ],
 )
@@ -209,7 +212,7 @@ def test_unusable_rewards_train_nothing(reward, message, is_async):
 
 
 def test_another_reward_that_is_unusable_is_named():
-    with pytest.raises(ValueError, match=r"brightness returned rewards of shape \[\]"):
+    with pytest.raises(ValueError, match=r"What brightness returned is a Tensor of shape \[\]"):
         DDPOTrainer(
             DDPOConfig(**SMALL),
             redness,

@@ -12,9 +12,7 @@ from transformers import TrainerCallback
 
 from trimtab_lm.environments import EnvironmentRollout, Reply
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning", "ignore:health/", "ignore:Before the first update"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:step .* health/")
 TURNS = {"x": ["ab", "d."], "xabab.": ["c."]}
 ADVANTAGE = 0.5**0.5  # of rewards 4 and 2: 1 over their deviation, the root of 2
 

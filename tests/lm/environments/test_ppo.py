@@ -10,7 +10,9 @@ from tests.lm.environments.test_grpo import TURNS, Lottery, Partner
 from trimtab_lm import PPOTrainer
 from trimtab_lm.ppo.samples import Samples
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:health/", "ignore:Before")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning", "ignore:step .* health/", "ignore:Before"
+)
 MASK = torch.tensor([[1, 1, 0, 0, 0, 1, 1]])
 
 

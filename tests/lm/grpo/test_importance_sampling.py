@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab_lm.sampling.rollout import Rollout
 
-pytestmark = pytest.mark.filterwarnings("ignore:health/")
+pytestmark = pytest.mark.filterwarnings("ignore:step .* health/")
 
 
 class Off(Scripted):

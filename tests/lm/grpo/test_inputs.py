@@ -66,8 +66,8 @@ def test_rewards_that_are_no_functions(make):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda n: [1.0] * (n - 1), "returned 5 scores for 6 completions"),
-        (lambda n: [float("nan")] * n, "returned nan for completion 0"),
+        (lambda n: [1.0] * (n - 1), "returned has 5 scores for 6 items"),
+        (lambda n: [float("nan")] * n, "returned has nan for completion 0"),
         (lambda n: [None] * n, "No reward function .* applies to completion 0"),
     ],
 )

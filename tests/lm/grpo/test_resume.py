@@ -15,7 +15,7 @@ from trimtab_common.sealing import CheckpointError
 from trimtab_lm.grpo.batches import RolloutBuffer
 from trimtab_lm.grpo.saving import Progress
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:health/")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:step .* health/")
 
 STEPS = 10
 SETTINGS = {
@@ -59,7 +59,7 @@ def make(folder, settings, **more):
 
 def quietly(train, *args):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Before the first update")
+        warnings.filterwarnings("ignore", "step 1: health/")
         train(*args)
 
 

@@ -13,7 +13,7 @@ from trimtab_lm import PPOConfig, PPOTrainer
 from trimtab_lm.ppo import trainer as trainer_module
 
 # A policy against another model as its reference: KL is not 0 from the start.
-pytestmark = pytest.mark.filterwarnings("ignore:Before the first update, policy and reference differ")
+pytestmark = pytest.mark.filterwarnings("ignore:step 1. health/other_reference")
 
 
 class RecordingSGD(torch.optim.SGD):

@@ -54,13 +54,21 @@ BAD = {
     "query as a list": ({"queries": with_row(0, [5, 6])}, TypeError, r"queries\[0\] must be .* got list"),
     "empty response": ({"responses": with_row(3, EMPTY)}, ValueError, r"responses\[3\] is empty"),
     "empty query": ({"queries": with_row(2, EMPTY)}, ValueError, r"queries\[2\] is empty"),
-    "NaN score": ({"scores": with_row(1, torch.tensor(float("nan")))}, ValueError, r"scores\[1\] = nan: .*finite"),
+    "NaN score": (
+        {"scores": with_row(1, torch.tensor(float("nan")))},
+        ValueError,
+        r"scores has nan for response 1: a score must be a finite",
+    ),
     "infinite scores": (
         {"scores": lambda c: [c[0], float("inf"), c[2], torch.tensor(float("-inf"))]},
         ValueError,
-        r"scores\[1\] = inf, scores\[3\] = -inf",
+        "scores has inf for response 1, -inf for response 3: ",
     ),
-    "two numbers as a score": ({"scores": with_row(2, torch.ones(2))}, ValueError, r"scores\[2\] has shape \[2\]"),
+    "two numbers as a score": (
+        {"scores": with_row(2, torch.ones(2))},
+        TypeError,
+        r"scores has a Tensor of shape \[2\] .* for response 2: a list of 4 numbers",
+    ),
     "mask too long": (
         {"response_masks": with_row(1, torch.ones(99, dtype=torch.long))},
         ValueError,
@@ -219,7 +227,7 @@ def test_train_needs_a_dataset_and_a_reward():
 
 def test_a_reward_of_the_wrong_length_is_refused():
     trainer = tiny.ppo(arguments={"dataset": Dataset.from_dict({"input_ids": [[5]] * 4})})
-    with pytest.raises(ValueError, match="returned 3 scores for 4 completions"):
+    with pytest.raises(ValueError, match="returned has 3 scores for 4 items"):
         trainer.train(lambda queries, responses: [0.0] * 3, steps=1, generation_kwargs={"max_new_tokens": 2})
 
 

@@ -73,7 +73,7 @@ def test_what_is_no_score_is_refused_by_the_functions_name():
     def three(queries, responses):
         return [0.0] * 3
 
-    with pytest.raises(ValueError, match="'three' returned 3 scores for 4 completions"):
+    with pytest.raises(ValueError, match="'three' returned has 3 scores for 4 items"):
         train(three)
     with pytest.raises(TypeError, match=r"needs \['answer'\]; there are \['label'\]"):
         train(lambda queries, responses, answer: [0.0] * 4)

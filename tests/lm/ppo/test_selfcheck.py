@@ -34,7 +34,7 @@ def test_a_sampler_with_other_positions_is_found(monkeypatch):
     trainer = ppo(policy())
     shifted = lambda _, inputs: {**inputs, "position_ids": inputs["position_ids"] + 1}  # noqa: E731
     monkeypatch.setattr(logprobs, "positioned", shifted)
-    with pytest.warns(UserWarning, match="generate and the trainer differ"):
+    with pytest.warns(UserWarning, match="health/other_sampler.*generate and the trainer differ"):
         sample(trainer)
 
 
@@ -43,7 +43,7 @@ def test_a_policy_that_moved_before_the_first_step_is_found():
     trainer = ppo(model)
     with torch.no_grad():
         model.pretrained_model.transformer.h[0].mlp.c_fc.weight.mul_(1.5)
-    with pytest.warns(UserWarning, match="policy and reference differ"):
+    with pytest.warns(UserWarning, match="health/other_reference.*policy and reference differ"):
         trainer.step(*batch())
 
 
@@ -56,5 +56,5 @@ def test_a_forward_pass_that_is_not_repeatable_is_found(monkeypatch):
         return outputs._replace(logprobs=outputs.logprobs + 0.1 * torch.randn(outputs.logprobs.shape))
 
     monkeypatch.setattr(trainer.scorer, "policy", noisy)
-    with pytest.warns(UserWarning, match="ratios do not start from 1"):
+    with pytest.warns(UserWarning, match="health/other_start.*ratios do not start from 1"):
         trainer.step(*batch())

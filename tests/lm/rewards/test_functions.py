@@ -151,16 +151,17 @@ def test_an_error_inside_a_function_names_it():
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
-        ([1.0] * 3, ValueError, "'bad' returned 3 scores for 4 completions"),
-        ([1.0, 2.0, float("nan"), 4.0], ValueError, "'bad' returned nan for completion 2"),
-        (torch.tensor([1.0, 2.0, 3.0, float("inf")]), ValueError, "'bad' returned inf for completion 3"),
-        ([1.0, "2", 3.0, 4.0], TypeError, r"'bad' returned '2' \(str\) for completion 1"),
-        ([1.0, 1j, 3.0, 4.0], TypeError, r"'bad' returned 1j \(complex\)"),
-        (torch.zeros(4, 1), TypeError, r"'bad' returned \[0.0\] \(list\) for completion 0"),
-        (1.0, TypeError, "'bad' returned a float: a list of 4 numbers"),
-        (None, TypeError, "'bad' returned a NoneType"),
-        ({"a": 1}, TypeError, "'bad' returned a dict"),
-        (torch.tensor(1.0), TypeError, "'bad' returned a Tensor"),
+        ([1.0] * 3, ValueError, "'bad' returned has 3 scores for 4 items"),
+        ([1.0, 2.0, float("nan"), 4.0], ValueError, "'bad' returned has nan for completion 2"),
+        (torch.tensor([1.0, 2.0, 3.0, float("inf")]), ValueError, "'bad' returned has inf for completion 3"),
+        ([1.0, "2", 3.0, 4.0], TypeError, r"'bad' returned has '2' \(str\) for completion 1"),
+        ([1.0, 1j, 3.0, 4.0], TypeError, r"'bad' returned has 1j \(complex\)"),
+        (torch.zeros(4, 2), ValueError, r"'bad' returned is a Tensor of shape \[4, 2\]"),
+        ([[1.0], [2.0], [3.0], [4.0]], TypeError, r"'bad' returned has \[1.0\] \(list\) for completion 0"),
+        (1.0, TypeError, "'bad' returned is 1.0 \\(float\\): a list of 4 numbers"),
+        (None, TypeError, "'bad' returned is None \\(NoneType\\)"),
+        ({"a": 1}, TypeError, "'bad' returned is {'a': 1}"),
+        (torch.tensor(1.0), ValueError, "'bad' returned is a Tensor of shape"),
     ],
 )
 def test_what_is_no_list_of_finite_numbers_is_refused(returned: Any, error: type[Exception], message: str):
@@ -175,6 +176,7 @@ def test_numbers_of_any_library_are_taken():
     for returned in (
         (1, True, np.float32(0.5), torch.tensor(2)),
         np.array([1, 1, 0.5, 2]),
+        torch.tensor([[1], [1], [0.5], [2]]),
         torch.tensor([1, 1, 0.5, 2], dtype=torch.bfloat16),
         [torch.tensor([1.0]), np.array([1.0]), np.float64(0.5), np.int64(2)],
     ):

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from trimtab_lm.grpo.batches import PromptBatches
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request
 
-pytestmark = pytest.mark.filterwarnings("ignore:health/", "ignore:.*torch.jit.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:step .* health/", "ignore:.*torch.jit.*:DeprecationWarning")
 FORMS = {"one step": {}, "several steps": {"steps_per_generation": 2, "num_iterations": 2}}
 
 

@@ -20,7 +20,7 @@ from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.rollout import SamplingSettings
 
 pytest.importorskip("vllm", reason="vLLM's engine is not installed here: make test-vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore:health/")]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore:step .* health/")]
 
 SAMPLED, GREEDY = {"temperature": 1.0}, {"temperature": 0.05}
 

@@ -72,8 +72,9 @@ def check_ranges(config: DataclassInstance) -> None:
     for field in dataclasses.fields(config):
         within, value = _range_of(hints[field.name]), getattr(config, field.name)
         is_absent = value is None and type(None) in typing.get_args(hints[field.name])
-        if within is not None and not is_absent and (value is None or not within.holds(value)):
-            raise ValueError(f"{field.name}={value} must be {within.words}.")
+        is_number = isinstance(value, typing.SupportsFloat)
+        if within is not None and not is_absent and not (is_number and within.holds(value)):
+            raise ValueError(f"{field.name}={value if is_number else repr(value)} must be {within.words}.")
 
 
 def _range_of(hint: object) -> Range | None:
@@ -246,7 +247,7 @@ def read_settings(file: str | Path) -> dict[str, object]:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of bytes, dates and depth that cannot be
         raise ConfigError(f"{file}: not readable as YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: holds {type(content).__name__}; lines of `name: value` are needed.")

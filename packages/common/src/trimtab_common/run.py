@@ -6,7 +6,6 @@ algorithm, and never looks at a trainer beyond the attributes that the trainer n
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from trimtab_common.health import HealthMonitor, Vitals
+from trimtab_common.conditions import Vitals
+from trimtab_common.health import HealthMonitor
 from trimtab_common.hub import push_folder
 from trimtab_common.ranks import phase
 from trimtab_common.runs import RunRecord
@@ -327,11 +327,7 @@ class Run:
         Raises:
             TrainingDivergedError: a statistic is NaN or infinite.
         """
-        alerts = self.health.check(vitals, stats)
-        if self.accelerator.is_main_process:
-            for alert in alerts:
-                warnings.warn(f"{when}: {alert}", stacklevel=4)
-        return self.health.metrics(alerts)
+        return self.health.report(vitals, stats, when=when, warns=self.accelerator.is_main_process)
 
     def push(self, write: Callable[[str], None], repo_id: str, **options: Any) -> CommitInfo | None:
         """Uploads the files that `write` puts into a folder.

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from trimtab_common.health import check_rows
 from trimtab_common.ranks import phase
+from trimtab_common.scores import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import Deviation, Mean
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
@@ -160,6 +162,7 @@ def sample_and_score(
             **guidance,
         )
         images = output.images.float()
+        check_rows({"the pixels": images}, what="image")
         trajectories.append(output.trajectories)
         pending.append(rewards.start(images, prompts, metadata))
         batches.append([images, prompts, metadata])
@@ -185,21 +188,8 @@ def checked_rewards(result: Any, prompts: Sequence[str], name: str) -> tuple[Ten
         Rewards [b] as float32 on the CPU, and their metadata; {} where there is none.
 
     Raises:
-        ValueError: there is not one finite number per image.
+        TypeError, ValueError: there is not one finite number per image.
     """
     rewards, metadata = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    values = torch.as_tensor(rewards).detach().float().cpu()
-    if values.dim() > 1 and values.shape[1:].numel() == 1:
-        values = values.flatten()
-    if values.shape != (len(prompts),):
-        raise ValueError(
-            f"{name} returned rewards of shape {list(values.shape)} for {len(prompts)} images. Return one number for "
-            "each: a tensor [B], or the pair of it and metadata."
-        )
-    broken = (~values.isfinite()).nonzero().flatten().tolist()
-    if broken:
-        raise ValueError(
-            f"{name} returned {float(values[broken[0]])} for image {broken[0]} of a batch, prompt "
-            f"{prompts[broken[0]]!r} ({len(broken)} of {len(prompts)} are not finite). Nothing was trained on them."
-        )
-    return values, metadata
+    items = [f"image {i} of a batch, prompt {prompt!r}" for i, prompt in enumerate(prompts)]
+    return torch.tensor(checked_scores(rewards, items, source=f"What {name} returned")), metadata

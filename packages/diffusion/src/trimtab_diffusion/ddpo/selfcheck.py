@@ -1,15 +1,19 @@
 """Before the first update the policy must give the probabilities that it sampled with."""
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from trimtab_common.conditions import OTHER_REFERENCE, Vitals
+from trimtab_common.health import rounding_of, warn_at_start
 from trimtab_diffusion.recording import Trajectories
-from trimtab_diffusion.steps import gaussian_logprob
+from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 
 from .config import DDPOConfig
+from .objective import Reference
 from .replay import Replay
 
 
@@ -18,9 +22,20 @@ class ReplayError(RuntimeError):
 
 
 def check_first(
-    trajectories: Trajectories, denoiser: nn.Module, config: DDPOConfig, accelerator: Accelerator
+    trajectories: Trajectories,
+    denoiser: nn.Module,
+    reference: Reference | None,
+    config: DDPOConfig,
+    accelerator: Accelerator,
 ) -> dict[str, float]:
     """Checks a run's first samples before its first update.
+
+    Args:
+        trajectories: of the samples.
+        denoiser: the policy.
+        reference: what the KL penalty is against; None: there is none.
+        config: of the trainer.
+        accelerator: of the trainer.
 
     Returns:
         `selfcheck/nats`, see `check_replay`; nothing for reward-weighted regression, which has no ratios.
@@ -38,16 +53,71 @@ def check_first(
         return {}
     is_tf32 = config.allow_tf32 and accelerator.device.type == "cuda"
     is_float32 = trajectories.first.dtype in (torch.float32, torch.float64)
+    exact = accelerator.mixed_precision == "no" and not is_tf32 and is_float32
     nats = check_replay(
         trajectories,
         denoiser,
         samples=config.sample_batch_size,
         batch_size=config.train_batch_size,
         clip=config.clip_range(trajectories.dimensions),
-        exact=accelerator.mixed_precision == "no" and not is_tf32 and is_float32,
+        exact=exact,
         device=accelerator.device,
     )
+    if reference is not None:
+        check_reference(
+            trajectories,
+            denoiser,
+            reference,
+            batch_size=config.train_batch_size,
+            exact=exact,
+            device=accelerator.device,
+        )
     return {"selfcheck/nats": nats}
+
+
+def vitals(stats: Mapping[str, float], config: DDPOConfig) -> Vitals:
+    """The quantities of an epoch that its health is judged by.
+
+    The deviation of the rewards is the scale only of `estimator="rwr"`: other estimators divide by it.
+    """
+    return Vitals(
+        kl=stats.get("objective/kl"),
+        kl_coef=stats.get("objective/kl_coef"),
+        clip_fraction=stats.get("clipfrac"),
+        reward_std=stats["reward_std"],
+        scale=config.rwr_beta * stats["reward_std"] if config.estimator == "rwr" else None,
+    )
+
+
+@torch.no_grad()
+def check_reference(
+    trajectories: Trajectories,
+    denoiser: nn.Module,
+    reference: Reference,
+    *,
+    batch_size: int,
+    exact: bool,
+    device: torch.device,
+) -> None:
+    """Policy and reference take the first sample's steps with the same probability.
+
+    Args:
+        trajectories: of the samples.
+        denoiser: the policy.
+        reference: what the KL penalty is against.
+        batch_size: steps at a time.
+        exact: see `check_replay`.
+        device: where the denoiser is.
+    """
+    steps = trajectories.steps.is_random.nonzero().flatten()[:batch_size]
+    if not len(steps):
+        return
+    replay = Replay.of(trajectories, torch.zeros_like(steps), steps, device)
+    mean, std = replay.gaussian(denoiser)
+    with reference() as frozen:
+        ref_mean, _ = replay.gaussian(frozen)
+    kl = float((gaussian_kl(mean, ref_mean, std) * replay.dimensions).max())
+    warn_at_start(OTHER_REFERENCE, kl, rounding=rounding_of(torch.float32, is_mixed=not exact))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from trimtab_common.health import TrainingDivergedError, Vitals
+from trimtab_common.health import TrainingDivergedError
 from trimtab_common.kl import kl_controller
 from trimtab_common.ranks import begin, phase
 from trimtab_common.run import Stateful
@@ -25,7 +25,7 @@ from .config import DDPOConfig
 from .objective import Stats, advantages_of, policy_loss, regression_loss
 from .replay import Replay, draw_pairs
 from .sampling import PromptFunction, RewardFunction, Rewards, Samples, draw_prompts, sample_and_score
-from .selfcheck import check_first
+from .selfcheck import check_first, vitals
 from .services import HookTracker, PipelineServices
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
@@ -132,7 +132,7 @@ class DDPOTrainer(PipelineServices):
         sampled = time.perf_counter()
         stats: list[Mapping[str, Mean | float]] = []
         if global_step == 0:
-            stats.append(check_first(samples.trajectories, self.model, self.config, self.accelerator))
+            stats.append(check_first(samples.trajectories, self.model, self.reference, self.config, self.accelerator))
         if self.image_samples_callback is not None:
             self.image_samples_callback(samples.batches, global_step, HookTracker(self.tracker))
         for inner_epoch in range(self.config.train_num_inner_epochs):
@@ -286,11 +286,7 @@ class DDPOTrainer(PipelineServices):
             gathered["objective/kl_coef"] = self.kl_ctl.value
             self.kl_ctl.update(gathered["objective/kl"], len(samples.rewards) * self.accelerator.num_processes)
         self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
-        vitals = Vitals(
-            kl=self.last_stats.get("objective/kl"),
-            clip_fraction=self.last_stats.get("clipfrac"),
-            reward_std=self.last_stats["reward_std"],
-        )
-        health = self.run.check_health(vitals, self.last_stats, when=f"epoch {epoch}")
+        vitals_of_epoch = vitals(self.last_stats, self.config)
+        health = self.run.check_health(vitals_of_epoch, self.last_stats, when=f"epoch {epoch}")
         self.tracker.log({**gathered, **health}, self.global_step)
         self.tracker.images("pictures", *samples.captioned(16), self.global_step)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import datasets
 from datasets import Dataset, IterableDataset
 
+from trimtab_lm.data.kinds import check_texts
 from trimtab_lm.models.interface import Data
 
 Row: TypeAlias = Mapping[str, Any]
@@ -122,6 +123,12 @@ def preference_parts(row: Row) -> tuple[Text, Text, Text]:
     """
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = row.get("prompt")
+    check_texts(chosen=chosen, rejected=rejected, **({} if prompt is None else {"prompt": prompt}))
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise ValueError(
+            f"chosen is a {type(chosen).__name__} and rejected a {type(rejected).__name__}. Make both texts, or both "
+            "lists of messages."
+        )
     if prompt is not None and isinstance(prompt, str) == isinstance(chosen, str):
         return prompt, chosen, rejected
     if chosen == rejected:

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeAlias, cast
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Conversation, Row, TemplateSettings, Text, Tools, common_length, preference_parts
+from trimtab_lm.data.kinds import check_texts
 
 Columns: TypeAlias = dict[str, list[int]]
 """Token ids and masks of one row, by the names of their columns."""
@@ -56,6 +57,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_eos: bool 
     Raises:
         ValueError: the tokenizer has no EOS and `add_eos` is set.
     """
+    check_texts("text", text=text)
     ids = list(tokenizer(text)["input_ids"])
     return {"input_ids": _ending_in(require_eos(tokenizer), ids) if add_eos else ids}
 
@@ -242,11 +244,8 @@ def encode_preference_seq2seq(
         encode_seq2seq(tokenizer, prompt, answer, tools=tools, chat_template_kwargs=chat_template_kwargs)
         for answer in answers
     )
-    return {
-        "prompt_input_ids": chosen["input_ids"],
-        "chosen_input_ids": chosen["labels"],
-        "rejected_input_ids": rejected["labels"],
-    }
+    answers_of = {"chosen_input_ids": chosen["labels"], "rejected_input_ids": rejected["labels"]}
+    return {"prompt_input_ids": chosen["input_ids"], **answers_of}
 
 
 class _Joined(NamedTuple):
@@ -265,6 +264,7 @@ def _join(
     chat_template_kwargs: TemplateSettings | None,
 ) -> _Joined:
     """Joins a prompt and an answer: see `encode_prompt_completion`."""
+    check_texts(prompt=prompt, completion=completion)
     if not (completion if isinstance(completion, str) else any(map(_is_filled, completion))):
         raise ValueError("The completion is empty: there is nothing to learn from it. Drop the row or fill it.")
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -293,15 +293,14 @@ def _is_filled(message: Row) -> bool:
 
 
 def renderer(
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Tools | None,
-    chat_template_kwargs: TemplateSettings | None,
+    tokenizer: PreTrainedTokenizerBase, tools: Tools | None, chat_template_kwargs: TemplateSettings | None
 ) -> Render:
     """Returns the function that writes messages by the tokenizer's chat template."""
     write = cast(Callable[..., str], tokenizer.apply_chat_template)
     settings = {"tools": tools, "tokenize": False, **(chat_template_kwargs or {})}
 
     def render(messages: Conversation, *, add_generation_prompt: bool = False) -> str:
+        check_texts("messages", conversation=messages)
         return write(list(messages), add_generation_prompt=add_generation_prompt, **settings)
 
     return render

@@ -125,6 +125,11 @@ class GRPOConfig(TrainerConfig):
         """Whether the ratio is to the policy that sampled, by the sampler's own log-probabilities."""
         return self.asynchronous_rollouts and self.importance_sampling_cap is None
 
+    @property
+    def samples_tell_surprise(self) -> bool:
+        """Whether the tokens that are learnt from are all that the policy sampled, before it moved."""
+        return not (self.asynchronous_rollouts or self.mask_truncated_completions)
+
     def _check_choices(self) -> None:
         for name, choices in (
             ("rollout_backend", BACKENDS),

@@ -1,7 +1,6 @@
 """Statistics of rollouts and updates: numbers for the logs, rows for the table, warnings."""
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from trimtab_common.health import HealthMonitor, Vitals
+from trimtab_common.conditions import Vitals
 from trimtab_common.stats import Mean
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import MAX_TABLE_ROWS
@@ -19,12 +18,15 @@ from trimtab_lm.rewards.functions import Scored, reward_stats
 from trimtab_lm.sampling.mismatch import with_largest
 
 from .batches import Group
+from .config import GRPOConfig
 from .rollout import SampledGroups
 
-LENGTHS = "completions/lengths"
+LENGTHS, SURPRISE = "completions/lengths", "sampling/surprise"
 
 
-def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Sequence[str]) -> Mapping[str, object]:
+def rollout_stats(
+    groups: Sequence[Group], sampled: SampledGroups, *, names: Sequence[str], bos: int | None
+) -> Mapping[str, object]:
     """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of some groups.
 
     `completions/clipped_ratio` is the share that was cut at the length limit. Lengths count what the policy wrote.
@@ -33,6 +35,7 @@ def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Seq
         groups: the first ones of the rollout.
         sampled: the whole rollout.
         names: of the reward functions.
+        bos: the token that begins a text, if there is one.
     """
     lengths = torch.tensor([sum(mask) for group in groups for mask in group.written], dtype=torch.float32)
     if not len(lengths):
@@ -45,6 +48,7 @@ def rollout_stats(groups: Sequence[Group], sampled: SampledGroups, *, names: Seq
         "completions/mean_length": Mean.of(lengths),
         "completions/mean_terminated_length": Mean.of(lengths, ended),
         "completions/clipped_ratio": Mean.of(1 - ended.float()),
+        "prompts/doubled_bos": Mean.of(torch.tensor([float(begins_twice(group.prompt, bos)) for group in groups])),
         LENGTHS: lengths,
     }
 
@@ -93,6 +97,11 @@ def policy_stats(
     return result if kl is None else result | {"kl": Mean.of(kl)}
 
 
+def begins_twice(ids: Sequence[int], bos: int | None) -> bool:
+    """Whether token ids begin with two BOS tokens."""
+    return bos is not None and list(ids[:2]) == [bos, bos]
+
+
 def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
     """Gathered statistics as numbers, the least and greatest length among them; means of nothing (NaN) are left out."""
     numbers = {name: value for name, value in with_largest(stats).items() if name != LENGTHS}
@@ -101,22 +110,27 @@ def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
-def warn_of_alerts(health: HealthMonitor, numbers: Mapping[str, float]) -> dict[str, float]:
-    """Warn of constant rewards, collapsing entropy, much clipping and growing completions.
+def vitals(numbers: Mapping[str, float], config: GRPOConfig, *, pads_with_eos: bool) -> Vitals:
+    """The quantities that the steps since the last log are judged by.
 
-    Returns:
-        What to log of the alerts.
+    Args:
+        numbers: of `numbers_of`.
+        config: of the trainer.
+        pads_with_eos: whether the pad token is the end token.
     """
-    vitals = Vitals(
+    is_scaled = config.scale_rewards in ("group", "batch")
+    ended = 1 - numbers.get("completions/clipped_ratio", 0.0)
+    return Vitals(
+        kl_per_token=numbers.get("kl"),
         entropy=numbers.get("entropy"),
+        surprise=numbers.get(SURPRISE),
         clip_fraction=numbers.get("clip_ratio/region_mean"),
         reward_std=numbers.get("reward_std"),
+        scale=None if is_scaled else numbers.get("reward_std"),
         response_length=numbers.get("completions/mean_length"),
+        ended=ended if pads_with_eos else None,
+        doubled_bos=numbers.get("prompts/doubled_bos"),
     )
-    alerts = health.check(vitals)
-    for alert in alerts:
-        warnings.warn(str(alert), stacklevel=4)
-    return health.metrics(alerts)
 
 
 class SampleTable:

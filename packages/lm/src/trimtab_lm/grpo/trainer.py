@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from trimtab_common.health import rounding_of
 from trimtab_common.kl import k3
 from trimtab_common.ranks import phase
 from trimtab_common.seeding import private_rngs, sampling_seed
@@ -27,7 +28,7 @@ from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, Tokenizers
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request
-from trimtab_lm.sampling.mismatch import corrected
+from trimtab_lm.sampling.mismatch import Surprise, corrected
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import score_tokens_in_forward
@@ -38,9 +39,9 @@ from .config import GRPOConfig
 from .loss import LOG_RATIOS, corrected_k3, policy_losses
 from .rollout import GroupSampler
 from .saving import Progress
-from .selfcheck import check_start, tolerance
+from .selfcheck import check_start
 from .setup import layout_of, make_backend, reference_of, rewards_of
-from .statistics import SampleTable, numbers_of, policy_stats, rollout_stats, steps_behind, warn_of_alerts
+from .statistics import SURPRISE, SampleTable, numbers_of, policy_stats, rollout_stats, steps_behind, vitals
 from .weights import Window, token_weights
 
 EVALUATION = 2**31  # draws of evaluation begin here: steps of training, which number its draws, never get so far
@@ -187,8 +188,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """
         model = self.accelerator.unwrap_model(self.model)
         sampled = self.sampler.sample(self.backend, model, rows, version=self.version, seed=self._seed(draw))
-        real = sampled.groups[:count]
-        self.recorder.add(rollout_stats(real, sampled, names=self.sampler.rewards.names), training=training)
+        real, bos = sampled.groups[:count], self.tokenizer.bos_token_id
+        self.recorder.add(rollout_stats(real, sampled, names=self.sampler.rewards.names, bos=bos), training=training)
         self.samples.add(real, sampled, training=training)
         return sampled.groups
 
@@ -197,8 +198,10 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """Give each group the log-probabilities that `model` gives its tokens."""
         batch = send_to_device(self.lay_out(groups), self.config.device)
         with without_dropout(model), self.accelerator.autocast():
-            logprobs = model(tokens=token_columns(batch), temperature=self.config.temperature).logprobs
-        add_column(groups, name, logprobs)
+            scores = model(tokens=token_columns(batch), temperature=self.config.temperature)
+        if name == "old" and self.config.samples_tell_surprise:
+            self.recorder.add({SURPRISE: Surprise.of_tokens(scores.logprobs, scores.entropy)}, training=True)
+        add_column(groups, name, scores.logprobs)
 
     def _attach_reference(self, groups: Sequence[Group]) -> None:
         if self.reference is not None:
@@ -220,13 +223,15 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         scores = model(tokens=token_columns(batch), temperature=args.temperature)
         logprobs, sequence, lengths = scores.logprobs, batch["sequence"], batch["lengths"]
         old, ref = column(groups, "old", logprobs.device), column(groups, "ref", logprobs.device)
+        is_sampler = old is None and args.samples_tell_surprise
+        surprise = {SURPRISE: Surprise.of_tokens(logprobs, scores.entropy)} if is_sampler else {}
         old = logprobs.detach() if old is None else old
         advantages = torch.cat([group.advantages for group in groups]).to(logprobs)[sequence]
 
         sampled, cap = column(groups, "sampler", logprobs.device), args.importance_sampling_cap
         advantages, mismatch = corrected(advantages, old, sampled, lengths=lengths, cap=cap)
         if batch.get(IS_START, False):
-            check_start(logprobs, old, ref, most=tolerance(self.model, args))
+            check_start(logprobs, old, ref, most=rounding_of(self.model.dtype, is_mixed=args.bf16 or args.fp16))
         if args.clips_to_sampler and sampled is not None:
             old = sampled
         log_ratio = LOG_RATIOS[args.importance_sampling_level](logprobs, old, sequence, lengths)
@@ -238,9 +243,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         weights = token_weights(args.loss_type, sequence, lengths, window=items, max_completion_length=limit)
         loss = (weights * losses).sum()
 
-        stats = (
-            policy_stats(log_ratio, advantages, **args.clip, kl=kl) | mismatch | {"entropy": Mean.of(scores.entropy)}
-        )
+        stats = policy_stats(log_ratio, advantages, **args.clip, kl=kl) | mismatch
+        stats |= surprise | {"entropy": Mean.of(scores.entropy)}
         if not model.training:
             weight = items.tokens if args.loss_type in ("bnpo", "dapo") else items.sequences
             stats["loss"] = Mean(loss.detach() * weight, weight)
@@ -285,7 +289,13 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         numbers = numbers_of(self.recorder.flush(training=training))
         if not training:
             return numbers
-        return numbers | {"num_tokens": self.progress.num_tokens} | warn_of_alerts(self.progress.health, numbers)
+        pads_with_eos = self.tokenizer.pad_token_id == self.tokenizer.eos_token_id
+        health = self.progress.health.report(
+            vitals(numbers, self.config, pads_with_eos=pads_with_eos),
+            when=f"step {self.state.global_step}",
+            warns=self.is_world_process_zero(),
+        )
+        return numbers | {"num_tokens": self.progress.num_tokens} | health
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last log of training, and a table of completions."""

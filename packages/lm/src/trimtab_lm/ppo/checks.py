@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab_common.scores import checked_scores
 from trimtab_common.stats import sum_over_ranks
 from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
@@ -59,7 +60,9 @@ def check_step(
         if column is None:
             continue
         if not isinstance(column, list):
-            raise TypeError(f"{name} must be a list of tensors, one per response, got {type(column).__name__}.")
+            raise TypeError(
+                f"{name} must be a list of tensors, one per response, got {type(column).__name__}. Use list({name})."
+            )
         if len(column) != batch_size:
             raise ValueError(
                 f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
@@ -88,7 +91,8 @@ def check_step(
         response_rewards=None if response_rewards is None else [row.to(device) for row in response_rewards],
     )
     samples = samples if decoder_start is None else samples.without_start(decoder_start)
-    return samples, _finite_scores(scores).to(device)
+    numbers = checked_scores(scores, [f"response {i}" for i in range(batch_size)], source="scores")
+    return samples, torch.tensor(numbers, device=device)
 
 
 def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
@@ -187,8 +191,15 @@ def _check_no_prompt(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> 
         )
 
 
+def _check_tensor(name: str, row: object, of: str) -> None:
+    if not isinstance(row, Tensor) or row.is_complex():
+        came = "a complex tensor" if isinstance(row, Tensor) else type(row).__name__
+        raise TypeError(f"{name} must be a 1-D tensor of {of}, got {came}. Use torch.tensor(row).")
+
+
 def _check_masks(response_masks: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
     for i, (mask, response) in enumerate(zip(response_masks, responses, strict=True)):
+        _check_tensor(f"response_masks[{i}]", mask, "ones and zeros")
         if mask.shape != response.shape:
             raise ValueError(
                 f"response_masks[{i}] has shape {list(mask.shape)}, its response has {list(response.shape)}: "
@@ -200,6 +211,7 @@ def _check_masks(response_masks: Sequence[Tensor], responses: Sequence[Tensor]) 
 
 def _check_rewards(response_rewards: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     for i, (rewards, mask) in enumerate(zip(response_rewards, masks, strict=True)):
+        _check_tensor(f"response_rewards[{i}]", rewards, "numbers")
         if rewards.shape != mask.shape:
             raise ValueError(
                 f"response_rewards[{i}] has shape {list(rewards.shape)}, its response has {list(mask.shape)}: give a "
@@ -210,15 +222,3 @@ def _check_rewards(response_rewards: Sequence[Tensor], masks: Sequence[Tensor]) 
                 f"response_rewards[{i}] must be finite, and 0 at tokens that response_masks leaves out: the reward of "
                 "a turn is at its last token."
             )
-
-
-def _finite_scores(scores: Sequence[Tensor | float]) -> Tensor:
-    values = [torch.as_tensor(score).detach() for score in scores]
-    for i, value in enumerate(values):
-        if value.numel() != 1:
-            raise ValueError(f"scores[{i}] has shape {list(value.shape)}: give one number per response.")
-    flat = torch.tensor([float(value) for value in values])
-    if not bool(flat.isfinite().all()):
-        bad = [f"scores[{i}] = {float(flat[i])}" for i in (~flat.isfinite()).nonzero().flatten().tolist()]
-        raise ValueError(f"{', '.join(bad)}: a score must be a finite number. Nothing was trained; fix the reward.")
-    return flat

@@ -115,6 +115,10 @@ class Sampler:
         seed = self._seed_of(self.calls + 2)
         rollout.begin_step(step, None if upcoming is None else Request.of(upcoming, num_generations=1, seed=seed))
 
+    def ends(self, model: Any) -> list[int]:
+        """The tokens that end a response of a model: those of the last call, or before the first the model's."""
+        return self.eos_ids or eos_token_ids(model, self.eos_token_id)
+
     def _next_seed(self) -> int:
         self.calls += 1
         return self._seed_of(self.calls)

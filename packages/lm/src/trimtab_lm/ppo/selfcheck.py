@@ -1,7 +1,6 @@
 """What must hold before the first update; each check that fails warns with its cause and cure."""
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from trimtab_common.conditions import OTHER_REFERENCE, OTHER_SAMPLER, OTHER_START
+from trimtab_common.health import warn_at_start
 from trimtab_lm.sampling.generate import SAMPLING_ALONE, pad
 
 from .samples import Samples
@@ -17,33 +18,15 @@ from .statistics import Rollout
 TOKENS = 4  # of two queries: enough to see a wrong mask, position or temperature
 
 
-def tolerance(model: Any, mixed_precision: str) -> float:
-    """Nats per token by which two ways to the same log-probability may differ."""
-    return 1e-3 if model.dtype in (torch.float32, torch.float64) and mixed_precision == "no" else 0.5
-
-
 def check_reference(rollout: Rollout, *, most: float) -> None:
     """Policy and reference are the same model, unless the caller gave another reference."""
     gap = float(((rollout.logprobs - rollout.ref_logprobs) * rollout.mask).abs().max())
-    if gap > most:
-        warnings.warn(
-            f"Before the first update, policy and reference differ by up to {gap:.3g} nats per token (at most {most:g} "
-            "is rounding). That is right if ref_model is another model, or an adapter was trained before. If not: were "
-            "the weights changed after the trainer was made, or do the two run in different precision?",
-            stacklevel=5,
-        )
+    warn_at_start(OTHER_REFERENCE, gap, rounding=most)
 
 
 def check_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, most: float) -> None:
     """Before any update the policy gives the log-probabilities of the rollout; all [b, R]."""
-    gap = float(((logprobs - old_logprobs) * mask).abs().max())
-    if gap > most:
-        warnings.warn(
-            f"Before the first update, log-probabilities differ from the rollout's by up to {gap:.3g} nats (at most "
-            f"{most:g} is rounding), so that ratios do not start from 1. Is there dropout that the model applies by "
-            "itself, batch-dependent routing (mixture of experts), or an overridden batched_forward_pass?",
-            stacklevel=6,
-        )
+    warn_at_start(OTHER_START, float(((logprobs - old_logprobs) * mask).abs().max()), rounding=most)
 
 
 @torch.no_grad()
@@ -80,10 +63,4 @@ def check_sampler(
     ended = torch.isin(torch.stack(responses), ends).cumsum(1)
     counts = (ended == 0) | ((ended == 1) & torch.isin(torch.stack(responses), ends))
     gap = float(((sampled - scored) * counts).abs().max())
-    if gap > most:
-        warnings.warn(
-            f"generate and the trainer differ by up to {gap:.3g} nats on the same tokens (at most {most:g} is "
-            "rounding): the KL will be biased. Does the model need position ids or a mask that generate alone passes, "
-            "a fixed cache, or an attention implementation that ignores padding? Try attn_implementation='eager'.",
-            stacklevel=5,
-        )
+    warn_at_start(OTHER_SAMPLER, gap, rounding=most)

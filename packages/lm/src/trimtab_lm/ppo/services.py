@@ -28,7 +28,7 @@ from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
 from trimtab_lm.sampling.backends import make_backend
-from trimtab_lm.sampling.generate import eos_token_ids, sampling_config
+from trimtab_lm.sampling.generate import sampling_config
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 from trimtab_lm.tokens.dropout import without_dropout
@@ -37,7 +37,7 @@ from .checks import check_generate, check_logged
 from .passes import ForwardPasses
 from .sampler import rows_of
 from .selfcheck import check_sampler
-from .statistics import Clock, Rollout, as_numbers, one_dimensional, rollout_stats
+from .statistics import Clock, Rollout, as_numbers, ended, one_dimensional, rollout_stats, token_stats
 
 USAGE = """from transformers import AutoTokenizer
 from trimtab_lm import {model}
@@ -234,8 +234,7 @@ class PolicyServices(ForwardPasses):
         """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says."""
         config = self.config
         if config.missing_eos_penalty is not None:
-            ends = self.sampler.eos_ids or eos_token_ids(self.model, self.tokenizer.eos_token_id)
-            unended = torch.tensor([int(row[-1]) not in ends for row in responses], device=scores.device)
+            unended = ~ended(responses, self.sampler.ends(self.model))
             scores = scores - config.missing_eos_penalty * unended
         if config.use_score_scaling:
             self.running.update(scores)
@@ -247,6 +246,7 @@ class PolicyServices(ForwardPasses):
         stats = self.record_step_stats(kl_coef=self.kl_ctl.value, **rollout.step_data(), train_stats=train_stats)
         clock.lap("calc_stats")
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        stats |= token_stats(rollout.samples, self.tokenizer, ends=self.sampler.ends(self.model))
         stats = one_dimensional({**stats, "ppo/learning_rate": learning_rate, **clock.stats()})
         return as_numbers(self.gather_stats(stats))
 

@@ -1,5 +1,6 @@
 """The documented statistics of a PPO step. Every mean, variance and distribution is of the positions that count."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,17 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from trimtab_common.health import Vitals
+from trimtab_common.conditions import Vitals
+from trimtab_common.health import check_rows
 from trimtab_common.kl import k3
 from trimtab_common.masking import explained_variance
 from trimtab_common.stats import Deviation, Mean, Variance, gather_stats, merge_stats
 from trimtab_lm.rewards.functions import Scored, function_stats
 from trimtab_lm.sampling.generate import pad
-from trimtab_lm.sampling.mismatch import corrected, with_largest
+from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 
 from .checks import check_fits
+from .config import PPOConfig
 from .policy import Compared
 from .samples import Samples, carry, check_same_tokens
 
@@ -60,8 +64,13 @@ class Rollout:
 
     @classmethod
     def of(cls, samples: Samples, scores: Tensor, old: Compared, **columns: Tensor) -> "Rollout":
-        """The samples as policy and reference see them, with further columns [B, R], set to 0 outside the mask."""
+        """The samples as policy and reference see them, with further columns [B, R], set to 0 outside the mask.
+
+        Raises:
+            TrainingDivergedError: a row is not finite; the text names it.
+        """
         at_tokens = {name: torch.where(old.mask.bool(), column, 0.0) for name, column in columns.items()}
+        check_rows({"logprobs": old.logprobs, "ref_logprobs": old.ref_logprobs, **at_tokens}, what="response")
         at_tokens |= {"logprobs": old.logprobs, "old_logprobs": old.logprobs, "ref_logprobs": old.ref_logprobs}
         return cls(samples=samples, mask=old.mask, scores=scores, entropy=old.entropy, mismatch={}, **at_tokens)
 
@@ -177,6 +186,7 @@ def rollout_stats(
         "ppo/val/var_explained": float(explained_variance(values, returns, mask)),
     }
     if entropy is not None:
+        stats["objective/surprise"] = Surprise.of_tokens(logprobs, entropy, mask)
         stats["objective/entropy"] = Mean.of(entropy.sum(1))
     for name, rows in (("queries", queries), ("responses", responses)):
         lengths = torch.tensor([float(len(row)) for row in rows])
@@ -186,16 +196,54 @@ def rollout_stats(
     return stats
 
 
-def vitals(stats: Mapping[str, float]) -> Vitals:
+def vitals(stats: Mapping[str, float], config: PPOConfig) -> Vitals:
     """The quantities of a step that its health is judged by; a subclass's statistics may lack some."""
+    kl, length = stats["objective/kl"], stats.get("tokens/responses_len_mean")
+    mean, variance = stats.get("ppo/returns/mean"), stats.get("ppo/returns/var")
+    explained, spread = stats.get("ppo/val/var_explained"), stats.get("ppo/val/var")
     return Vitals(
-        kl=stats["objective/kl"],
+        kl=kl,
+        kl_per_token=None if length is None else kl / length,
+        kl_coef=stats.get("objective/kl_coef"),
         entropy=stats.get("ppo/policy/entropy"),
+        surprise=None if config.asynchronous_rollouts else stats.get("objective/surprise"),
         clip_fraction=stats.get("ppo/policy/clipfrac"),
-        explained_variance=stats.get("ppo/val/var_explained"),
+        explained_variance=explained,
+        value_error=None if explained is None or variance is None else (1 - explained) * variance,
+        value_spread=(spread / variance) ** 0.5 if spread is not None and variance else None,
         reward_std=stats["ppo/std_scores"],
-        response_length=stats.get("tokens/responses_len_mean"),
+        scale=None if mean is None or variance is None else math.hypot(mean, variance**0.5),
+        response_length=length,
+        ended=stats.get("tokens/ended"),
+        doubled_bos=stats.get("tokens/doubled_bos"),
     )
+
+
+def token_stats(samples: Samples, tokenizer: PreTrainedTokenizerBase, *, ends: Sequence[int]) -> dict[str, Mean]:
+    """`tokens/doubled_bos`, the share of queries that begin with two BOS tokens, and `tokens/ended`.
+
+    The latter is the share of responses that end with an end token, where padding is one: a model that was fine-tuned
+    with such padding may not have learnt to stop.
+
+    Args:
+        samples: of a step.
+        tokenizer: of the policy.
+        ends: the tokens that end a response.
+    """
+    stats = {}
+    if tokenizer.bos_token_id is not None:
+        first = [query[:2] for query in samples.queries if len(query) > 1]
+        twice = (torch.stack(first) == tokenizer.bos_token_id).all(1) if first else torch.zeros(1)
+        stats["tokens/doubled_bos"] = Mean(twice.sum(), len(samples.queries))
+    if tokenizer.pad_token_id in ends:
+        stats["tokens/ended"] = Mean.of(ended(samples.responses, ends).float())
+    return stats
+
+
+def ended(responses: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
+    """[B], whether the last token of each response [R] is one of `ends`."""
+    last = torch.stack([response[-1] for response in responses])
+    return torch.isin(last, last.new_tensor(ends))
 
 
 def flattened(stats: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

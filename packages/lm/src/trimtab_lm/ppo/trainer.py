@@ -12,6 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_common.health import rounding_of
 from trimtab_common.kl import SAMPLED_KL, full, kl_controller
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.ranks import begin, phase
@@ -32,7 +33,7 @@ from .policy import ActorCritic, Scorer
 from .returns import gae, per_token_rewards
 from .sampler import Sampler, completions_of, told_by
 from .samples import Padding, Samples, carry, in_minibatches, token_entropy
-from .selfcheck import check_ratio, check_reference, tolerance
+from .selfcheck import check_ratio, check_reference
 from .services import PolicyServices
 from .setup import accelerator_of, filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
 from .statistics import Clock, Rollout, as_sampled, sampling_stats, token_means, training_stats, vitals
@@ -96,7 +97,8 @@ class PPOTrainer(PolicyServices):
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
         self.scorer = Scorer(self.actor_critic, self.reference, self.ref_model, self.accelerator, padding)
-        self.rounding = tolerance(model.pretrained_model, self.accelerator.mixed_precision)
+        is_mixed = self.accelerator.mixed_precision != "no"
+        self.rounding = rounding_of(model.pretrained_model.dtype, is_mixed=is_mixed)
         self.kl_ctl = kl_controller(config.init_kl_coef, target=config.kl_target, horizon=config.horizon)
         self.running = RunningMoments()
         self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
@@ -222,7 +224,7 @@ class PPOTrainer(PolicyServices):
         if config.optimize_device_cache:
             clear_device_cache()
         numbers = {name: value for name, value in stats.items() if isinstance(value, float)}
-        return stats | self.run.check_health(vitals(numbers), numbers, when=f"step {self.steps_done}")
+        return stats | self.run.check_health(vitals(numbers, config), numbers, when=f"step {self.steps_done}")
 
     def _evaluate(
         self, samples: Samples, raw_scores: Tensor, sampler_logprobs: list[Tensor] | None, clock: Clock

@@ -1,18 +1,13 @@
-"""A call of a reward function or environment: arguments, names in errors, results, and a loop for async ones."""
+"""A call of a reward function or environment: arguments, names in errors, and a loop for async ones."""
 
 import asyncio
 import inspect
-import math
-import numbers
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
-
-import numpy as np
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -47,53 +42,6 @@ def accepted(function: Callable[..., object], what: str, arguments: Mapping[str,
         )
     taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return {argument: value for argument, value in arguments.items() if argument in taken}
-
-
-def checked(result: object, name: str, count: int) -> list[float]:
-    """The result of a reward function as numbers.
-
-    Args:
-        result: what the function returned.
-        name: of the function, for the errors.
-        count: completions that it was called with.
-
-    Returns:
-        `count` finite numbers, NaN where the function returned None.
-
-    Raises:
-        TypeError: the result is no list, tuple, tensor or array, or an entry is no number.
-        ValueError: there is not one entry per completion, or an entry is not finite.
-    """
-    values = result.tolist() if isinstance(result, Tensor | np.ndarray) else result
-    if not isinstance(values, list | tuple):
-        raise TypeError(
-            f"The reward function {name!r} returned a {type(result).__name__}: a list of {count} numbers is needed, "
-            "one per completion (None where it does not apply)."
-        )
-    if len(values) != count:
-        raise ValueError(
-            f"The reward function {name!r} returned {len(values)} scores for {count} completions: one for each is "
-            "needed, None where it does not apply."
-        )
-    return [_number(value, name, i) for i, value in enumerate(values)]
-
-
-def _number(value: object, name: str, i: int) -> float:
-    if value is None:
-        return math.nan
-    if isinstance(value, Tensor | np.generic | np.ndarray) and math.prod(value.shape) == 1:
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"The reward function {name!r} returned {value!r} ({type(value).__name__}) for completion {i}: a number is "
-            "needed, or None where it does not apply."
-        )
-    if not math.isfinite(value):
-        raise ValueError(
-            f"The reward function {name!r} returned {value} for completion {i}: scores are finite. Return None where "
-            "it does not apply."
-        )
-    return float(value)
 
 
 class EventLoop:

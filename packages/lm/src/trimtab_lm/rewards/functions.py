@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_common.ranks import phase
+from trimtab_common.scores import checked_scores
 from trimtab_common.stats import Deviation, Mean, Variance
 from trimtab_lm.data.formats import Text
 from trimtab_lm.models.interface import Model
-from trimtab_lm.rewards.calls import EventLoop, accepted, blaming, checked, is_async
+from trimtab_lm.rewards.calls import EventLoop, accepted, blaming, is_async
 from trimtab_lm.rewards.model import RewardModel
 
 Scores: TypeAlias = Sequence[float | None] | Tensor | npt.NDArray[np.float64]
@@ -160,8 +161,10 @@ class RewardSet:
             for function, name in zip(self.functions, self.names, strict=True)
         ]
         results = self._run(calls)
+        items = [f"completion {i}" for i in range(len(completions))]
         columns_of_scores = [
-            checked(result, name, len(completions)) for result, name in zip(results, self.names, strict=True)
+            checked_scores(result, items, source=f"What the reward function {name!r} returned", may_abstain=True)
+            for result, name in zip(results, self.names, strict=True)
         ]
         scores = torch.tensor(columns_of_scores, dtype=torch.float32).T.contiguous()
         silent = scores.isnan().all(dim=1)
@@ -293,8 +296,7 @@ def by_keyword(function: RewardFunction) -> RewardFunction:
         prompts: Sequence[str], completions: Sequence[str], completion_ids: object, **columns: object
     ) -> Scores | Awaitable[Scores]:
         call = functools.partial(function, prompts, completions)
-        scores = call(**accepted(call, f"The reward function {name_of(function)!r}", columns))
-        return scores if inspect.isawaitable(scores) else list(scores)
+        return call(**accepted(call, f"The reward function {name_of(function)!r}", columns))
 
     reward.__name__ = name_of(function)
     return reward

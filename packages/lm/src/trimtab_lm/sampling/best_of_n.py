@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from trimtab_common.scores import checked_scores
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.sampling.generate import eos_token_ids, sample_groups, sampling_config
@@ -80,8 +81,8 @@ class BestOfNSampler:
             generation_kwargs: settings of this call, for transformers' generate.
 
         Raises:
-            ValueError: `queries_to_scores` gives another number of scores than it got texts, or one that is not
-                finite; or there are settings for a rollout.
+            TypeError, ValueError: `queries_to_scores` returns something else than a finite number for each text; or
+                there are settings for a rollout.
         """
         device = self.model.device if device is None else device
         queries = [query.to(device) for query in _queries(tokenized_query)]
@@ -121,12 +122,9 @@ class BestOfNSampler:
         has_query = not self.model.config.is_encoder_decoder
         rows = [torch.cat([query, response]) if has_query else response for response in responses]
         texts = self.tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=skip_special_tokens)
-        scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float32).flatten()
-        if len(scores) != len(texts) or not bool(scores.isfinite().all()):
-            raise ValueError(
-                f"queries_to_scores gave {scores.tolist()} for {len(texts)} texts. Give one finite score for each."
-            )
-        return [texts[i] for i in scores.topk(self.n_candidates).indices]
+        items = [f"text {i}" for i in range(len(texts))]
+        scores = checked_scores(self.queries_to_scores(texts), items, source="What queries_to_scores returned")
+        return [texts[i] for i in torch.tensor(scores).topk(self.n_candidates).indices]
 
 
 def _queries(tokenized_query: Any) -> list[Tensor]:

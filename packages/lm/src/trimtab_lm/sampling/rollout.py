@@ -1,5 +1,6 @@
 """What a sampler of completions gives and takes: the interface of all backends."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,14 +134,14 @@ class SamplingSettings:
     generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.max_completion_length < 1:
+        if not self.max_completion_length >= 1:  # NaN is neither
             raise ValueError(f"max_completion_length={self.max_completion_length}: a completion has 1 token or more.")
-        if self.temperature <= 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature}: sampling and its log-probabilities need one above 0; 1.0 is the "
                 "model's own distribution."
             )
-        if not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= (self.min_p or 0.0) <= 1:
+        if not 0 < self.top_p <= 1 or not self.top_k >= 0 or not 0 <= (self.min_p or 0.0) <= 1:
             raise ValueError(
                 f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p}: top_p is in (0, 1], top_k 0 (off) or "
                 "more, min_p in [0, 1] or None (off)."

@@ -1,0 +1,283 @@
+"""What commonly goes wrong in a policy-optimization step, as data: a number, its limit and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal, NamedTuple
+
+
+def _number(words: str) -> float | None:
+    """A quantity of `Vitals`; an alert says `words` with its value."""
+    return field(default=None, metadata={"words": words})
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """The quantities of one step that are judged; None leaves a quantity unchecked.
+
+    Args:
+        kl: KL(policy, reference), the mean of the sampled log-ratios, nats per response.
+        kl_per_token: the same, nats per token.
+        kl_coef: the coefficient of the KL penalty.
+        entropy: of the policy, nats per token.
+        surprise: how much less likely the sampled tokens are than samples of the policy, nats per token, beyond what
+            chance explains; negative where they are likelier.
+        clip_fraction: share of the ratios that are clipped, in [0, 1].
+        explained_variance: of the value function, at most 1.
+        value_error: variance of returns - values, of the tokens.
+        value_spread: standard deviation of the values over that of the returns.
+        reward_std: standard deviation of the scores, in the unit of the reward.
+        scale: of what the policy or the value function learns from, where nothing brings it to 1.
+        response_length: mean tokens per response.
+        ended: share of the responses that end by themselves; None where nothing says that they should.
+        doubled_bos: share of the queries that begin with two BOS tokens.
+        reference_gap: largest difference of policy and reference before the first update, nats.
+        ratio_gap: largest difference of the rollout's log-probabilities and the policy's before the first update, nats.
+        sampler_gap: largest difference of the generating and the training model on one token, nats.
+    """
+
+    kl: float | None = _number("KL to the reference is {} nats per response")
+    kl_per_token: float | None = _number("KL to the reference is {} nats per token")
+    kl_coef: float | None = _number("the KL coefficient is {}")
+    entropy: float | None = _number("entropy is {} nats per token")
+    surprise: float | None = _number("log-probabilities of the sampled tokens miss the entropy by {} nats per token")
+    clip_fraction: float | None = _number("the share of clipped ratios is {}")
+    explained_variance: float | None = _number("explained variance of the value function is {}")
+    value_error: float | None = _number("the variance of its error is {}")
+    value_spread: float | None = _number("the value function's standard deviation is {} times that of the returns")
+    reward_std: float | None = _number("the standard deviation of the scores is {}")
+    scale: float | None = _number("what is learnt from has the scale {}")
+    response_length: float | None = _number("responses have {} tokens")
+    ended: float | None = _number("the share of responses with an end token is {}")
+    doubled_bos: float | None = _number("the share of queries that begin with two BOS tokens is {}")
+    reference_gap: float | None = _number("before the first update, policy and reference differ by up to {} nats")
+    ratio_gap: float | None = _number("before the first update, the policy and the rollout differ by up to {} nats")
+    sampler_gap: float | None = _number("generate and the trainer differ by up to {} nats on the same tokens")
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One condition that holds; `str(alert)` is a line with the number, the limit, the cause and the remedy.
+
+    Args:
+        name: the metric under which the alert is logged, `health/<condition>`.
+        value: the quantity that missed its limit.
+        threshold: the limit.
+        message: number, limit, cause and remedy.
+    """
+
+    name: str
+    value: float
+    threshold: float
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A number on the wrong side of its limit.
+
+    Args:
+        statistic: the field of `Vitals`.
+        above, below: the limit, one of them, and the side of it that is wrong.
+        of: what the limit is a multiple of: the statistic's `first` value, the KL's `target`, or what `rounding`
+            explains; None: nothing.
+        slow: 0: one check tells. n: each of the last n * patience checks must be on the wrong side.
+    """
+
+    statistic: str
+    _: KW_ONLY
+    above: float | None = None
+    below: float | None = None
+    of: Literal["first", "target", "rounding"] | None = None
+    slow: int = 0
+
+    def reading(self, values: Sequence[float], unit: float = 1.0) -> Reading | None:
+        """The latest values, of which the last comes last, in words; None where one is on the right side.
+
+        Args:
+            values: as many as must be on the wrong side.
+            unit: what the limit is a multiple of.
+        """
+        if self.above is not None:
+            side, limit, nearest = "above", self.above, min(values)
+            is_wrong = nearest > limit * unit
+        else:
+            assert self.below is not None, self.statistic
+            side, limit, nearest = "below", self.below, max(values)
+            is_wrong = nearest < limit * unit
+        if not is_wrong:
+            return None
+        words = Vitals.__dataclass_fields__[self.statistic].metadata["words"].format(f"{nearest:.4g}")
+        multiple = f" ({limit:g} times the {self.of})" if self.of in ("first", "target") else ""
+        lasting = f" at each of the last {len(values)} checks" if len(values) > 1 else ""
+        return Reading(nearest, limit * unit, f"{words}, {side} {limit * unit:.4g}{multiple}{lasting}")
+
+
+class Reading(NamedTuple):
+    """A number that is on the wrong side of its limit, and both in words."""
+
+    value: float
+    threshold: float
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """Something that goes wrong, and the numbers by which it shows.
+
+    Args:
+        name: what goes wrong.
+        signs: all of them must be there; the first is the one that is logged.
+        cause: what the numbers say.
+        remedy: sentences.
+    """
+
+    name: str
+    signs: tuple[Sign, ...]
+    cause: str
+    remedy: str
+
+    def alert(self, readings: Sequence[Reading | None]) -> Alert | None:
+        """What is to be said of the readings of the signs, one for each; nothing where one of them is missing."""
+        seen = [reading for reading in readings if reading is not None]
+        if len(seen) < len(self.signs):
+            return None
+        words = ", and ".join(reading.words for reading in seen)
+        message = f"{words}: {self.cause}. {self.remedy}"
+        return Alert(f"health/{self.name}", seen[0].value, seen[0].threshold, message)
+
+
+CONDITIONS = (
+    Condition(
+        name="negative_kl",
+        signs=(Sign("kl", below=-1.0),),
+        cause="responses are not drawn from the policy that is scored",
+        remedy="Generate with top_k=0, top_p=1, no min_length, no ban on EOS; score at the sampling temperature; "
+        "check the padding side and the attention mask.",
+    ),
+    Condition(
+        name="runaway_kl",
+        signs=(Sign("kl", above=5.0, of="target"),),
+        cause="the policy leaves the reference, and the reward may be exploited",
+        remedy="Raise the KL coefficient, lower its horizon or the learning rate, and read samples.",
+    ),
+    Condition(
+        name="far_from_reference",
+        signs=(Sign("kl_per_token", above=2.0),),
+        cause="the policy's text is no longer that of the reference, and the reward may be exploited",
+        remedy="Raise the KL coefficient (init_kl_coef, beta), lower the learning rate, and read samples.",
+    ),
+    Condition(
+        name="kl_coef_winds_up",
+        signs=(Sign("kl_coef", above=10.0, of="first"), Sign("kl", above=1.2, of="target")),
+        cause="the adaptive coefficient rises, and the KL does not follow: soon the penalty is all that is learnt",
+        remedy="Raise target, which may be out of reach, raise horizon, lower the learning rate, or set "
+        "adap_kl_ctrl=False. Is the reference the policy at the start?",
+    ),
+    Condition(
+        name="entropy_collapse",
+        signs=(Sign("entropy", below=0.1, of="first"),),
+        cause="the policy stops exploring",
+        remedy="Lower the learning rate, raise the KL coefficient, or add an entropy bonus.",
+    ),
+    Condition(
+        name="likelier_than_samples",
+        signs=(Sign("surprise", below=-0.05),),
+        cause="responses are likelier than samples of the policy: they were drawn at a lower temperature, or with "
+        "top_k, top_p or min_p",
+        remedy="Sample with top_k=0, top_p=1 and no min_p, at the temperature that log-probabilities are taken at: "
+        "call trainer.generate, or set the config's temperature.",
+    ),
+    Condition(
+        name="unlikelier_than_samples",
+        signs=(Sign("surprise", above=0.05),),
+        cause="responses are less likely than samples of the policy: they were drawn at a higher temperature, from "
+        "other weights, or without some tokens (min_length, a ban on EOS)",
+        remedy="Sample from the weights of this step, at the temperature that log-probabilities are taken at: call "
+        "trainer.generate, or set the config's temperature.",
+    ),
+    Condition(
+        name="clipping",
+        signs=(Sign("clip_fraction", above=0.3),),
+        cause="updates are larger than the clip range",
+        remedy="Lower the learning rate or the epochs per batch, or enlarge the batch.",
+    ),
+    Condition(
+        name="bad_value_function",
+        signs=(
+            Sign("explained_variance", below=-0.5, slow=2),
+            Sign("value_error", above=0.55, of="first", slow=2),
+        ),
+        cause="the value function does worse than a constant and does not learn, and its noise is in the advantages",
+        remedy="Does the value head train (requires_grad, the optimizer)? Raise vf_coef or the learning rate, start "
+        "from v_head_init_strategy='zero', whiten or scale rewards, or give the critic its own warm-up.",
+    ),
+    Condition(
+        name="dead_critic",
+        signs=(Sign("value_spread", below=1e-3, slow=1),),
+        cause="the value function gives all tokens one value, and advantages have no baseline but the mean",
+        remedy="Does the value head train (requires_grad, the optimizer)? Raise vf_coef or the learning rate.",
+    ),
+    Condition(
+        name="constant_rewards",
+        signs=(Sign("reward_std", below=1e-6, slow=1),),
+        cause="there is nothing to learn from",
+        remedy="Check the reward function, its truncation, and whether the prompts are too easy or too hard.",
+    ),
+    Condition(
+        name="reward_scale",
+        signs=(Sign("scale", above=100.0),),
+        cause="rewards are so large that the KL penalty counts for nothing, and one loss drowns the other",
+        remedy="Divide the rewards, or scale them: use_score_scaling, score_clip or whiten_rewards of PPO, "
+        "scale_rewards='group' of GRPO, a smaller rwr_beta of DDPO.",
+    ),
+    Condition(
+        name="growing_responses",
+        signs=(Sign("response_length", above=3.0, of="first"),),
+        cause="the reward favours length, or EOS is not learnt",
+        remedy="Read samples; penalize length or a missing EOS in the reward; check that EOS is scored and not masked.",
+    ),
+    Condition(
+        name="never_ends",
+        signs=(Sign("ended", below=0.01, slow=1),),
+        cause="no response ends by itself: the pad token is the EOS token, and a model that was fine-tuned with "
+        "padding masked in its labels has not learnt to stop",
+        remedy="Fine-tune with a pad token of its own, or with EOS in the labels; reward EOS (missing_eos_penalty). If "
+        "responses are to have a fixed length, give the tokenizer another pad token.",
+    ),
+    Condition(
+        name="doubled_bos",
+        signs=(Sign("doubled_bos", above=0.0),),
+        cause="the tokenizer adds a BOS token to texts that begin with one, such as those of a chat template",
+        remedy="Tokenize with add_special_tokens=False, or leave the BOS token out of the texts.",
+    ),
+)
+"""What a `HealthMonitor` looks for at every step."""
+
+OTHER_REFERENCE = Condition(
+    name="other_reference",
+    signs=(Sign("reference_gap", above=1.0, of="rounding"),),
+    cause="the reference is not the policy at the start, which is right only if it was meant to be another model",
+    remedy="Otherwise change no weights between the construction of the trainer and the first step, let adapters "
+    "start from zero (trained ones and PiSSA's do not), run both models in one precision, and leave dropout off.",
+)
+OTHER_START = Condition(
+    name="other_start",
+    signs=(Sign("ratio_gap", above=1.0, of="rounding"),),
+    cause="the model does not repeat its log-probabilities, so that ratios do not start from 1",
+    remedy="Is disable_dropout off, or does the model apply dropout by itself? Does it route tokens by their batch "
+    "(mixture of experts)? Is batched_forward_pass overridden?",
+)
+OTHER_SAMPLER = Condition(
+    name="other_sampler",
+    signs=(Sign("sampler_gap", above=1.0, of="rounding"),),
+    cause="they are two policies, and the KL will be biased",
+    remedy="Does the model need position ids or a mask that generate alone passes, a fixed cache, or an attention "
+    "implementation that ignores padding? Try attn_implementation='eager'.",
+)
+AT_THE_START = (OTHER_REFERENCE, OTHER_START, OTHER_SAMPLER)
+"""What the trainers look for before their first update."""

@@ -1,0 +1,34 @@
+"""The check of what a column holds: texts, or conversations."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+
+NEEDED = {"text": "a text", "messages": "a list of messages such as {'role': 'user', 'content': 'Hello'}"}
+
+
+def check_texts(*kinds: str, **values: object) -> None:
+    """Raises ValueError unless each value is a text, or a conversation, whose messages have a role.
+
+    Args:
+        kinds: "text" or "messages", where only one of them will do, and messages must be there.
+        values: of a row, by what they are.
+    """
+    for name, value in values.items():
+        fits = {"text": isinstance(value, str), "messages": _is_conversation(value) and (not kinds or value)}
+        if not any(fits[kind] for kind in kinds or fits):
+            raise ValueError(
+                f"The {name} is {reprlib.repr(value)} ({type(value).__name__}): "
+                f"{', or '.join(NEEDED[kind] for kind in kinds or fits)} is needed. Convert it with dataset.map, or "
+                "drop the row."
+            )
+
+
+def _is_conversation(value: object) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return False
+    return all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | Sequence | None)
+        for message in value
+    )
