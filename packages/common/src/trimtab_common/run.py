@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from trimtab_common.health import HealthMonitor, Vitals
 from trimtab_common.hub import push_folder
+from trimtab_common.interruption import Interruption
 from trimtab_common.ranks import phase
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
@@ -127,6 +128,7 @@ class Run:
 
     Attributes:
         tracker_id: the id of the tracker's run, by which a resumed run goes on in it; None until the tracker starts.
+        interruption: how the run takes SIGTERM and SIGINT.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class Run:
         self.tracker_id: str | None = None
         self._start_tracker = start_tracker
         self._tracker: Tracker | None = None
+        self.interruption = Interruption(accelerator, close=self._close_tracker)
         self._kept: dict[str, object] = {"health": self}
         self._kept_per_rank: dict[str, Stateful] = {}
 
@@ -187,6 +190,8 @@ class Run:
             full = self.accelerator.get_state_dict(self.model)
             weights = {name: weight for name, weight in full.items() if name in weights}
         parts, numbers = self._parts_and_numbers()
+        if self.interruption.number:
+            self.tracker  # noqa: B018  it starts, so that the run goes on under its id
         return save_checkpoint(
             root,
             step,
@@ -312,6 +317,12 @@ class Run:
             self._tracker = self._start_tracker(run_id=self.tracker_id, is_main=self.accelerator.is_main_process)
             self.tracker_id = self._tracker.run_id
         return self._tracker
+
+    def _close_tracker(self, exit_code: int) -> None:
+        """Closes the tracker, which starts again under the same id if the program goes on."""
+        if self._tracker is not None:
+            self._tracker.finish(exit_code=exit_code)
+            self._tracker = None
 
     def check_health(self, vitals: Vitals, stats: Mapping[str, float], *, when: str) -> dict[str, float]:
         """Warns of what goes wrong in a step, each with number, threshold and remedy.

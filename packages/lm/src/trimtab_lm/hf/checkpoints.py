@@ -41,8 +41,6 @@ WITHOUT_EFFECT = (
 
 HELD = ("learning_rate", "weight_decay", "adam_*")
 """Settings whose values the optimizer brings along from a checkpoint."""
-SIGTERM_MARK = "checkpoint-is-incomplete.txt"
-"""What transformers puts into a folder that it opens itself, when a signal makes it save (enable_jit_checkpoint)."""
 
 
 class Checkpoints(TrainerCallback):
@@ -109,9 +107,9 @@ class Checkpoints(TrainerCallback):
             clean(folder.parent)
             if (folder / MANIFEST).exists():
                 set_aside(folder)
-            elif folder.exists() and not (folder / SIGTERM_MARK).exists():  # somebody else's
+            elif folder.exists():  # somebody else's
                 keep_under_other_name(folder)
-            folder.mkdir(exist_ok=True)
+            folder.mkdir()
             (folder / UNFINISHED).touch()
         self.accelerator.wait_for_everyone()
         self._saving = folder
@@ -156,7 +154,5 @@ class Checkpoints(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Seal a checkpoint that a signal asked for, which has no `on_save`; give save_total_limit back. Collective."""
-        if self._saving is not None:
-            self.on_save(args, state, control)
+        """Give save_total_limit back."""
         args.save_total_limit, self.keep = self.keep, None
