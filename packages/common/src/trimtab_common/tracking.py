@@ -21,6 +21,7 @@ from trimtab_common.images import Picture, to_pil
 from trimtab_common.interruption import exit_at_sigterm, is_preemption, status_of
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
     from wandb.sdk.wandb_run import Run
 
 TRACKERS = ("wandb", "tensorboard", "none")
@@ -306,32 +307,45 @@ def _init_wandb(kwargs: dict[str, Any], config: Stats, folder: Path) -> Run:
 
 
 class _TensorBoard:
+    """A writer of events, which begins with the first step: a resumed run repeats steps, and replaces them."""
+
     def __init__(self, kwargs: dict[str, Any], config: Stats) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("log_with='tensorboard' needs its package: pip install tensorboard") from error
-        self._writer = SummaryWriter(**kwargs)
-        self._writer.add_text("config", markdown_table(["name", "value"], [[key, repr(config[key])] for key in config]))
+        self._open, self._kwargs = SummaryWriter, kwargs
+        self._config = markdown_table(["name", "value"], [[key, repr(config[key])] for key in config])
+        self._opened: SummaryWriter | None = None
+
+    def _at(self, step: int | None) -> SummaryWriter:
+        if self._opened is None:
+            self._opened = self._open(**{"purge_step": step, **self._kwargs})
+            self._opened.add_text("config", self._config)
+        return self._opened
 
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
+        writer = self._at(step)
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
         for name, array in histograms.items():
-            self._writer.add_histogram(name, array, step)
+            writer.add_histogram(name, array, step)
+        writer.flush()  # a kill loses no step that a checkpoint counts as done
 
     def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
-        self._writer.add_text(name, markdown_table(columns, rows), step)
+        self._at(step).add_text(name, markdown_table(columns, rows), step)
 
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
+        writer = self._at(step)
         for index, image in enumerate(images):
-            self._writer.add_image(f"{name}/{index}", np.asarray(image), step, dataformats="HWC")
-        self._writer.add_text(f"{name}/captions", markdown_table(["image", "caption"], list(enumerate(captions))), step)
+            writer.add_image(f"{name}/{index}", np.asarray(image), step, dataformats="HWC")
+        writer.add_text(f"{name}/captions", markdown_table(["image", "caption"], list(enumerate(captions))), step)
 
     def finish(self, summary: dict[str, float], exit_code: int) -> None:
         if summary:
-            self._writer.add_text("summary", markdown_table(["name", "value"], list(summary.items())))
-        self._writer.close()
+            self._at(None).add_text("summary", markdown_table(["name", "value"], list(summary.items())))
+        if self._opened is not None:
+            self._opened.close()
 
 
 def progress(items: Iterable[T] | int, description: str) -> Iterable[T]:
