@@ -367,11 +367,11 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
         Raises:
             CheckpointError: the checkpoint is damaged or of another run; or a new run would save beside the
-                checkpoints of another.
+                checkpoints of another; or the file system refuses a checkpoint.
         """
         self.recorder = Recorder()
         checkpoint = self.open_run(resume_from_checkpoint, trial)
-        with self.ending.during_train():
+        with self.ending.during_train(), self.checkpoints.named(self):
             return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:

@@ -1,21 +1,26 @@
 """Checkpoints of `transformers.Trainer`: sealed, of one run, and verified before they are resumed."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from accelerate import Accelerator
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trimtab_common.checkpoint import bytes_of
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import (
     MANIFEST,
     UNFINISHED,
     CheckpointError,
     clean,
+    is_of_files,
     keep_under_other_name,
     latest_checkpoint,
     rotate,
+    save_error,
     seal,
     set_aside,
     verify,
@@ -101,6 +106,7 @@ class Checkpoints(TrainerCallback):
         """Open the folder of a checkpoint, marked as unfinished; one of the same name is set aside. Collective."""
         assert self.run is not None
         self.run.claim(folder.parent)
+        self._saving = folder
         self.accelerator.wait_for_everyone()  # no process reads the folder while another changes it
         if args.should_save:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,13 +118,29 @@ class Checkpoints(TrainerCallback):
             folder.mkdir()
             (folder / UNFINISHED).touch()
         self.accelerator.wait_for_everyone()
-        self._saving = folder
+
+    @contextmanager
+    def named(self, trainer: Trainer) -> Iterator[None]:
+        """Names the trainer's checkpoint whose files the file system refuses, and removes what is unfinished of it.
+
+        Raises:
+            CheckpointError: in place of the error of the file system.
+        """
+        try:
+            yield
+        except Exception as error:
+            folder, self._saving = self._saving, None
+            if folder is None or not is_of_files(error):
+                raise
+            parts = (trainer.model, *([] if trainer.args.save_only_model else [trainer.optimizer]))
+            needed = sum(bytes_of(part.state_dict()) for part in parts if part is not None)
+            raise save_error(folder, error, needed=needed) from error
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Seal the checkpoint, then remove what save_total_limit leaves no room for. Collective."""
         assert self.run is not None
         assert self._saving is not None
-        folder, self._saving = self._saving, None
+        folder = self._saving
         self.accelerator.wait_for_everyone()
         if args.should_save:
             resumable = not args.save_only_model
@@ -129,6 +151,7 @@ class Checkpoints(TrainerCallback):
                 best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
                 rotate(folder.parent, folder, self.keep, protected=best)
         self.accelerator.wait_for_everyone()
+        self._saving = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

@@ -346,7 +346,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_best
         if self.control.should_save:
-            self.save_checkpoint()
+            with self.checkpoints.named(self):
+                self.save_checkpoint()
 
     def _note_best(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is the best so far; a schedule that waits for a plateau hears of it too."""
