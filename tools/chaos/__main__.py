@@ -19,6 +19,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import cycle
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
@@ -63,12 +64,17 @@ def main(arguments: list[str]) -> int:
         folder = Path(options.folder or temporary)
         for size, kills in ((1, options.kills), (2, options.pair_kills)):
             for trainer in options.only if kills else ():
-                rows.append(row := punished(trainer, folder, size=size, kills=kills, seed=options.seed))
+                rows.append(row := punished(trainer, folder, size, options.tracker, kills=kills, seed=options.seed))
                 print(table([row]).splitlines()[-1], flush=True)
     total = sum(sum(row.kills.values()) for row in rows)
     print(f"\n{table(rows)}\n\n{total} kills, {sum(row.runs for row in rows)} runs, {' '.join(machine())}")
     if options.record:
-        record = {"seed": options.seed, "machine": machine(), "rows": [asdict(row) for row in rows]}
+        record = {
+            "seed": options.seed,
+            "tracker": options.tracker,
+            "machine": machine(),
+            "rows": [asdict(row) for row in rows],
+        }
         options.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return int(any(row.difference for row in rows))
 
@@ -80,6 +86,7 @@ def parsed(arguments: list[str]) -> Namespace:
     parser.add_argument("--kills", type=int, default=12, help="of each trainer in one process")
     parser.add_argument("--pair-kills", type=int, default=4, help="of each trainer in two processes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tracker", choices=("tensorboard", "wandb"), default="tensorboard", help="wandb: offline")
     parser.add_argument("--folder", help="keeps the runs in this folder")
     parser.add_argument("--record", type=Path, help=f"writes the rows as JSON, such as {RECORD.name}")
     parser.add_argument("--short", action="store_true", help="PPO and SFT, one process, three kills of each")
@@ -89,39 +96,40 @@ def parsed(arguments: list[str]) -> Namespace:
     return options
 
 
-def punished(trainer: str, root: Path, *, size: int, kills: int, seed: int) -> Row:
+def punished(trainer: str, root: Path, size: int, tracker: str, *, kills: int, seed: int) -> Row:
     """Runs a trainer until its processes were killed so many times, and compares each run that ended."""
     row, began = Row(trainer, size), time.monotonic()
     random = Random(f"{seed} {trainer} {size}")
     folder = root / f"{trainer}-{size}"
     straight = folder / "straight"
-    took = whole(trainer, straight, size)
+    took = whole(trainer, straight, size, tracker)
     kinds = cycle(random.sample(KINDS, len(KINDS)))
     while sum(row.kills.values()) < kills and not row.difference:
         run = folder / f"run-{row.runs}"
         run.mkdir(parents=True)
         while sum(row.kills.values()) < kills and not (run / "final-0.pt").exists():
             kind = next(kinds)
-            group = Group.start(trainer, run, size=size, tracker="tensorboard")
+            group = Group.start(trainer, run, size=size, tracker=tracker)
             row.starts += 1
             row.kills[kind] += group.strike(kind, random, longest=took)
             if unknown := Counter(group.wait(PATIENCE)) - Counter(dict.fromkeys(ENDS, size)):
                 row.difference = f"a process ended with status {next(iter(unknown))}; see {run}"
                 return row
         if not all((run / f"final-{rank}.pt").exists() for rank in range(size)):
-            whole(trainer, run, size)
+            whole(trainer, run, size, tracker)
             row.starts += 1
         row.runs += 1
-        row.difference = difference(run, straight)
+        with get_context("fork").Pool(1) as pool:
+            row.difference = pool.apply(difference, (run, straight))
     row.seconds = round(time.monotonic() - began, 1)
     return row
 
 
-def whole(trainer: str, folder: Path, size: int) -> float:
+def whole(trainer: str, folder: Path, size: int, tracker: str) -> float:
     """Runs a trainer to its end; the seconds it took."""
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    group = Group.start(trainer, folder, size=size, tracker="tensorboard")
+    group = Group.start(trainer, folder, size=size, tracker=tracker)
     statuses = group.wait(PATIENCE)
     if any(statuses):
         log = (folder / "log-0.txt").read_text(encoding="utf-8", errors="replace")

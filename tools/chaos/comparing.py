@@ -17,10 +17,32 @@ def difference(run: Path, straight: Path) -> str:
         one, other = (torch.load(folder / file.name, weights_only=True) for folder in (run, straight))
         if where := _difference(one, other):
             return f"{file.stem}{where}"
-    return _difference(scalars(run), scalars(straight), "/tracker")
+    read = wandb_scalars if any(straight.rglob("run-*.wandb")) else tensorboard_scalars
+    return _difference(read(run), read(straight), "/tracker")
 
 
-def scalars(run: Path) -> History:
+def wandb_scalars(run: Path) -> History:
+    """What W&B's files of a run hold: each name's steps and values; a step that was repeated, equally, counts once.
+
+    Each start of the process writes a file of its own. W&B takes a step of a run once.
+    """
+    from tools.sweeper.records import RunFile, is_finite  # W&B's package, which forked processes import by themselves
+
+    history: History = defaultdict(list)
+    for file in sorted(run.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        for row in RunFile(file).update().rows:
+            step = row.get("train/step", row.get("train/global_step"))
+            for name, value in row.items():
+                if is_finite(value) and is_repeatable(name) and (step, value) not in history[name]:
+                    history[name].append((step, value))
+    return {
+        name: sorted(values, key=lambda value: value[0])
+        for name, values in history.items()
+        if values and not name.startswith("_")
+    }
+
+
+def tensorboard_scalars(run: Path) -> History:
     """What TensorBoard shows of a run: each name's steps and values, in the order in which they were written.
 
     A session's first event says from which step on earlier events no longer count. transformers does not write such an

@@ -23,6 +23,9 @@ KINDS = ("random", "save", "sigterm")
 ENDS = (0, 1, 75, 143, -signal.SIGKILL, -signal.SIGTERM)
 """How a process of a run in which one is killed may end: the others raise, or end with the status of the rank watch."""
 
+GRACE = 15.0
+"""Seconds between the end of a process and the end of those that do not follow; the watch of ranks takes ten."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -48,24 +51,29 @@ class Group:
         return cls(folder, pids)
 
     def wait(self, seconds: float) -> list[int]:
-        """The statuses of the processes; those that still run after so many seconds are killed."""
+        """The statuses of the processes.
+
+        As a launcher does, it ends those that are left some time after one has failed. The watch of ranks needs no help
+        from the moment at which the processes know each other; a process that starts alone waits for the others.
+
+        Raises:
+            TimeoutError: no process has ended after so many seconds.
+        """
         deadline, statuses = time.monotonic() + seconds, dict[int, int]()
         while len(statuses) < len(self.pids):
             for pid in self.pids:
                 if pid not in statuses and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                     statuses[pid] = os.waitstatus_to_exitcode(ended[1])
+                    deadline = min(deadline, time.monotonic() + GRACE)
             if time.monotonic() > deadline:
-                self.kill_all()
-                raise TimeoutError(f"{self.folder}: processes were still there after {seconds:.0f} s.")
+                left = [pid for pid in self.pids if pid not in statuses]
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                    statuses[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if len(left) == len(self.pids):
+                    raise TimeoutError(f"{self.folder}: the processes were still there after {seconds:.0f} s.")
             time.sleep(0.002)
         return [statuses[pid] for pid in self.pids]
-
-    def kill_all(self) -> None:
-        """Ends all processes that are left."""
-        for pid in self.pids:
-            if not _has_ended(pid):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
 
     def strike(self, kind: str, random: Random, *, longest: float) -> bool:
         """Sends a random process its signal; False if the processes end before.
@@ -128,6 +136,8 @@ def _be(work: str, folder: Path, rank: int, tracker: str) -> None:
     log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
+    os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.02"  # a step of these runs takes less than a second
     status = 0
     try:
         works.run(work, folder, tracker)

@@ -258,9 +258,10 @@ def run(name: str, folder: Path, tracker: str, **more: Any) -> None:
         "weights": trainer.accelerator.unwrap_model(model).state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.lr_scheduler.state_dict(),
-        "random": noise(),
         "logged": logged(trainer),
     }
+    if isinstance(trainer, PPOTrainer | DDPOTrainer):  # Trainer restores no generators for a run that is finished
+        left["random"] = noise()
     torch.save(left, folder / f"final-{trainer.accelerator.process_index}.pt")
     trainer.accelerator.end_training()
 
