@@ -24,10 +24,12 @@ from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from trimtab_common.health import HealthMonitor, Vitals
 from trimtab_common.hub import push_folder
 from trimtab_common.interruption import Interruption
+from trimtab_common.locks import free, hold
 from trimtab_common.ranks import phase
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
 from trimtab_common.shards import Owner, Place
+from trimtab_common.stats import everywhere
 from trimtab_common.tracking import Tracker
 
 TRACKER_ID = "run_id"
@@ -192,6 +194,7 @@ class Run:
         parts, numbers = self._parts_and_numbers()
         if self.interruption.number:
             self.tracker  # noqa: B018  it starts, so that the run goes on under its id
+        everywhere(lambda: self.hold(root))
         return save_checkpoint(
             root,
             step,
@@ -257,6 +260,7 @@ class Run:
         else:
             newest = latest_checkpoint(where)
         if newest is not None:
+            everywhere(lambda: self.hold(root))
             self.load(newest)
         elif where != "latest":
             state = "is not a checkpoint, and holds none" if Path(where).is_dir() else "does not exist"
@@ -307,6 +311,26 @@ class Run:
                     f"{checkpoint.path}: {name} has shape {list(weight.shape)}, this trainer's has {shapes[name]}. "
                     "Make the trainer with the model that was saved."
                 )
+
+    @contextmanager
+    def training(self, root: str | Path | None) -> Iterator[None]:
+        """Around a loop of the trainer's own: listens to signals, and keeps other runs out of the folder. Collective.
+
+        Args:
+            root: the folder of checkpoints; None if there is none.
+        """
+        if root is not None:
+            everywhere(lambda: self.hold(root))
+        try:
+            with self.interruption.during_train():
+                yield
+        finally:
+            free(self)
+
+    def hold(self, root: str | Path) -> None:
+        """Keeps other runs from writing to an existing folder while this one lasts; see `trimtab_common.locks`."""
+        if self.accelerator.is_main_process and Path(root).is_dir():
+            hold(Path(root), self)
 
     # ------------------------------------------------------- tracker, health, hub
 

@@ -106,7 +106,7 @@ class DDPOTrainer(PipelineServices):
         history = []
         total = self.config.num_epochs if epochs is None else epochs
         setup.check_saves(self.config, self.accelerator, total)
-        with self.run.interruption.during_train():
+        with self.run.training(self.checkpoint_folder):
             for epoch in progress(range(self.first_epoch, total), "DDPO epochs"):
                 self.step(epoch, self.global_step)
                 history.append(self.last_stats)

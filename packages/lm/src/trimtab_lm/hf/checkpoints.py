@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trimtab_common.checkpoint import bytes_of
+from trimtab_common.locks import free, hold
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import (
     MANIFEST,
@@ -25,7 +26,7 @@ from trimtab_common.sealing import (
     set_aside,
     verify,
 )
-from trimtab_common.stats import gather_over_ranks
+from trimtab_common.stats import everywhere, gather_over_ranks
 
 from .config import TrainerConfig
 
@@ -62,6 +63,8 @@ class Checkpoints(TrainerCallback):
         """Start a run under a new id; CheckpointError if its folder holds the checkpoints of another."""
         self.run = record
         saves_here = args.save_strategy != "no" and not is_trial  # a trial has a folder of its own
+        if saves_here:
+            everywhere(lambda: self._hold(args))
         if saves_here and not args.overwrite_output_dir:
             record.claim(args.output_dir)
 
@@ -70,6 +73,7 @@ class Checkpoints(TrainerCallback):
         problem, folder = None, ""
         if args.should_save or args.local_process_index == 0:  # one process a machine reads the files
             try:
+                self._hold(args)
                 self.run, folder = self._verified(args, record, where)
             except CheckpointError as error:
                 problem = str(error)
@@ -108,8 +112,10 @@ class Checkpoints(TrainerCallback):
         self.run.claim(folder.parent)
         self._saving = folder
         self.accelerator.wait_for_everyone()  # no process reads the folder while another changes it
-        if args.should_save:
+
+        def open_folder() -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
+            hold(folder.parent, self)
             clean(folder.parent)
             if (folder / MANIFEST).exists():
                 set_aside(folder)
@@ -117,7 +123,14 @@ class Checkpoints(TrainerCallback):
                 keep_under_other_name(folder)
             folder.mkdir()
             (folder / UNFINISHED).touch()
-        self.accelerator.wait_for_everyone()
+
+        everywhere(open_folder if args.should_save else lambda: None)
+
+    def _hold(self, args: TrainingArguments) -> None:
+        """Keep other runs out of output_dir, if this process writes there; see `trimtab_common.locks`."""
+        folder = Path(str(args.output_dir))
+        if args.should_save and args.save_strategy != "no" and folder.is_dir():
+            hold(folder, self)
 
     @contextmanager
     def named(self, trainer: Trainer) -> Iterator[None]:
@@ -177,5 +190,6 @@ class Checkpoints(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Give save_total_limit back."""
+        """Give save_total_limit back, and the folder to other runs."""
+        free(self)
         args.save_total_limit, self.keep = self.keep, None

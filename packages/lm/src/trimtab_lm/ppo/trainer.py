@@ -148,7 +148,7 @@ class PPOTrainer(PolicyServices):
         options = self._sampling_options(generation_kwargs or {})
         read = partial(completions_of, tokenizer=self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
         total, history, batches = steps or self.config.steps, [], endless(self.dataloader)
-        with self.run.interruption.during_train():
+        with self.run.training(self.config.output_dir):
             for _ in progress(range(self.steps_done, total), "PPO steps"):
                 batch = next(batches)
                 self._begin_step(is_last=self.steps_done + 1 == total)
