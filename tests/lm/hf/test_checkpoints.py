@@ -92,7 +92,7 @@ def test_a_save_that_failed_is_passed_over_and_its_remnant_removed(tmp_path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainerState, "save_to_json", full_disk)
-        with pytest.raises(CheckpointError, match="checkpoint-2 is not saved: .*No space left"):
+        with pytest.raises(CheckpointError, match=r"checkpoint-2 is not saved: .*No space left"):
             run(make("sft", tmp_path), resume=None)
     newest = latest_checkpoint(tmp_path)
     assert newest is not None
