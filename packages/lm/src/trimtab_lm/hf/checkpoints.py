@@ -57,6 +57,7 @@ class Checkpoints(TrainerCallback):
         self.run: RunRecord | None = None
         self.keep: int | None = None
         self._saving: Path | None = None
+        self._is_sealed = False
         self._is_finished = False
 
     def begin_run(self, args: Any, record: RunRecord, *, is_trial: bool) -> None:
@@ -142,29 +143,42 @@ class Checkpoints(TrainerCallback):
         try:
             yield
         except Exception as error:
-            folder, self._saving = self._saving, None
+            folder, self._saving, self._is_sealed = self._saving, None, False
             if folder is None or not is_of_files(error):
                 raise
             parts = (trainer.model, *([] if trainer.args.save_only_model else [trainer.optimizer]))
             needed = sum(bytes_of(part.state_dict()) for part in parts if part is not None)
             raise save_error(folder, error, needed=needed) from error
 
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Seal the checkpoint that the main process uploads next. Collective: the others have come to `on_save`."""
+        if self._saving is not None:
+            self._seal(args, self._saving)
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Seal the checkpoint, then remove what save_total_limit leaves no room for. Collective."""
-        assert self.run is not None
         assert self._saving is not None
         folder = self._saving
-        self.accelerator.wait_for_everyone()
+        if not self._is_sealed:
+            self._seal(args, folder)
         if args.should_save:
-            resumable = not args.save_only_model
-            step = int(folder.name.rpartition("-")[2])
-            seal(folder, {"step": step, "resumable": resumable, "run": self.run.as_dict()})
             clean(folder.parent)
             if self.keep is not None and self.keep > 0:
                 best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
                 rotate(folder.parent, folder, self.keep, protected=best)
         self.accelerator.wait_for_everyone()
-        self._saving = None
+        self._saving, self._is_sealed = None, False
+
+    def _seal(self, args: TrainingArguments, folder: Path) -> None:
+        """Seal a checkpoint once all processes have written their files. Collective."""
+        assert self.run is not None
+        self.accelerator.wait_for_everyone()
+        if args.should_save:
+            step = int(folder.name.rpartition("-")[2])
+            seal(folder, {"step": step, "resumable": not args.save_only_model, "run": self.run.as_dict()})
+        self._is_sealed = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
