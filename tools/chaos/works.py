@@ -123,7 +123,6 @@ def ddpo_trainer(folder: Path, tracker: str, **more: Any) -> DDPOTrainer:
     config = DDPOConfig(
         seed=3,
         num_epochs=STEPS,
-        resume_from="latest",
         logdir=str(folder),
         project_kwargs={"project_dir": str(folder)},
         num_checkpoint_limit=2,
@@ -142,7 +141,7 @@ def ddpo_trainer(folder: Path, tracker: str, **more: Any) -> DDPOTrainer:
         adap_kl_ctrl=True,
         target=0.01,
         horizon=20,
-        **{"save_freq": SAVE_EVERY, **more},
+        **{"save_freq": SAVE_EVERY, "resume_from": "latest", **more},
     )
     with tiny_diffusion.from_seed(1):  # LoRA weights start from random values
         pipeline = DDPOStableDiffusionPipeline(tiny_diffusion.stable_diffusion(), use_lora=True)
