@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT in every trainer: the step ends, the run is saved, and a resumed run ends like one left alone."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -143,6 +144,20 @@ def test_sigint_closes_wandbs_run_as_failed(session: Session, tmp_path: Path):
     records = wandb_records("ppo", tmp_path, session, ["SIGINT"], 130)
     assert records["preempting"] == []
     assert records["exit"][0].exit_code == 130
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("offline_wandb")
+def test_sigint_leaves_transformers_run_to_wandb_which_closes_it_as_failed(tmp_path: Path):
+    session = {"work": "sft", "folder": str(tmp_path), "signals": ["SIGINT"], "place": "update", "at": 3}
+    session |= {"tracker": "wandb", "environment": {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}}
+    command = [sys.executable, "-m", "tests.run_signals", json.dumps(session)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode in (130, -signal.SIGINT), done.stderr[-3000:]
+    records = read_wandb(tmp_path)
+    assert records["preempting"] == []
+    assert records["exit"][0].exit_code not in (0, None)
+    assert max(checkpoints(tmp_path / "checkpoints")) == 3
 
 
 # ------------------------------------------------------------------------------------------------ two processes

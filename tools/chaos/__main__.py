@@ -41,6 +41,7 @@ class Row:
     Attributes:
         kills: by kind.
         starts: of processes, or of groups of them.
+        ended: processes that did not follow one that had failed, so that the launcher ended them.
         runs: that ended, all of them compared.
         difference: the first one; empty if all runs are equal to the one that was left alone.
     """
@@ -49,6 +50,7 @@ class Row:
     processes: int
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     starts: int = 0
+    ended: int = 0
     runs: int = 0
     difference: str = ""
     seconds: float = 0.0
@@ -112,7 +114,9 @@ def punished(trainer: str, root: Path, size: int, tracker: str, *, kills: int, s
             group = Group.start(trainer, run, size=size, tracker=tracker)
             row.starts += 1
             row.kills[kind] += group.strike(kind, random, longest=took)
-            if unknown := Counter(group.wait(PATIENCE)) - Counter(dict.fromkeys(ENDS, size)):
+            statuses = group.wait(PATIENCE)
+            row.ended += group.ended
+            if unknown := Counter(statuses) - Counter(dict.fromkeys(ENDS, size)):
                 row.difference = f"a process ended with status {next(iter(unknown))}; see {run}"
                 return row
         if not all((run / f"final-{rank}.pt").exists() for rank in range(size)):
@@ -140,14 +144,15 @@ def whole(trainer: str, folder: Path, size: int, tracker: str) -> float:
 def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| trainer | processes | SIGKILL at random | SIGKILL in a save | SIGTERM | starts | runs | equal | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| trainer | processes | SIGKILL at random | in a save | SIGTERM | starts | ended | runs | equal | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         kills = " | ".join(str(row.kills[kind]) for kind in KINDS)
         equal = row.difference or "yes"
         lines.append(
-            f"| {row.trainer} | {row.processes} | {kills} | {row.starts} | {row.runs} | {equal} | {row.seconds:.0f} |"
+            f"| {row.trainer} | {row.processes} | {kills} | {row.starts} | {row.ended} | {row.runs} | {equal} "
+            f"| {row.seconds:.0f} |"
         )
     return "\n".join(lines)
 

@@ -27,12 +27,17 @@ GRACE = 15.0
 """Seconds between the end of a process and the end of those that do not follow; the watch of ranks takes ten."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
-    """The processes of one start of a run."""
+    """The processes of one start of a run.
+
+    Attributes:
+        ended: how many of them did not follow one that had failed, and were ended as a launcher does it.
+    """
 
     folder: Path
     pids: list[int]
+    ended: int = 0
 
     @classmethod
     def start(cls, work: str, folder: Path, *, size: int, tracker: str) -> "Group":
@@ -70,6 +75,7 @@ class Group:
                 for pid in left:
                     os.kill(pid, signal.SIGKILL)
                     statuses[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                self.ended = len(left)
                 if len(left) == len(self.pids):
                     raise TimeoutError(f"{self.folder}: the processes were still there after {seconds:.0f} s.")
             time.sleep(0.002)
