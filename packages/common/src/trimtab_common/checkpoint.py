@@ -18,6 +18,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,9 +140,8 @@ def save_checkpoint(
     final, partial = root / f"checkpoint-{step}", root / f".checkpoint-{step}.partial"
     rank_tree = {"rng": rng_state(), "state": dict(rank_state or {})}
     tied = _tied_parts(weights)
-    tree, shards = split(
-        {"weights": {name: weight for name, weight in weights.items() if name not in tied}, "state": state}
-    )
+    distinct = {name: weight for name, weight in weights.items() if name not in tied}
+    tree, shards = split({"weights": distinct, "state": state})
 
     def open_folder() -> None:
         if accelerator.is_main_process:
@@ -172,18 +172,24 @@ def save_checkpoint(
             if keep is not None:
                 rotate(root, final, keep)
 
-    try:
+    with _explained(final, tree, *[rank_tree] * accelerator.num_processes, dict(shards)):
         everywhere(open_folder)
         everywhere(write_parts)
         if shards:
             write(partial / SHARDS, shards)
         everywhere(complete)
+    return final
+
+
+@contextmanager
+def _explained(folder: Path, *trees: object) -> Iterator[None]:
+    """Raises a CheckpointError in place of an error of the file system inside the block; see `save_error`."""
+    try:
+        yield
     except (Exception, CheckpointException) as error:
         if not (is_of_files(error) or isinstance(error, CheckpointException)):
             raise
-        trees = [tree, *[rank_tree] * accelerator.num_processes, dict(shards)]
-        raise save_error(final, error, needed=sum(map(bytes_of, trees))) from error
-    return final
+        raise save_error(folder, error, needed=sum(map(bytes_of, trees))) from error
 
 
 def bytes_of(tree: object) -> int:
