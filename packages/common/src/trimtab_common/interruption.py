@@ -64,7 +64,6 @@ class _Signals:
         self.number, self.listeners = 0, WeakSet[Interruption]()
         self._time = 0.0
         self._before: dict[int, Handler] = {}
-        self._exits_at_sigterm = False
 
     def listen(self) -> None:
         """Installs the handlers, where there are none but Python's."""
