@@ -14,6 +14,7 @@ import socket
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -54,7 +55,8 @@ def _free(path: Path, owner: int) -> None:
     owners.discard(owner)
     if not owners:
         del _held[path]
-        (path / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may be gone, or read-only by now
+            (path / LOCK).unlink()
         file.close()
 
 
