@@ -22,12 +22,12 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed health fuzz audit check format sizes bench gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed health fuzz audit check format sizes bench chaos gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce, test and bench), JOBS=$(JOBS) (for test)"
+	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce, test, bench and chaos), JOBS=$(JOBS) (for test)"
 
 setup: $(STAMP) ## make .venv and install the three packages, the experiments and the tools
 	@echo "ready: $$($(PY) --version) in $(VENV)"
@@ -82,6 +82,9 @@ sizes: | $(PY) ## lines per package, long files, long functions
 
 bench: $(STAMP) ## time every trainer beside its peer, and write tools/bench/README.md (an hour; ARGS='--only sft', '--smoke')
 	$(PY) -m tools.bench $(ARGS)
+
+chaos: $(STAMP) ## kill the trainers' processes 112 times, and compare their runs with runs left alone (6 minutes)
+	OMP_NUM_THREADS=1 $(PY) -m tools.chaos --record tools/chaos/record.json $(ARGS)
 
 gpu: $(STAMP) ## run what needs a GPU, in parts of less than eight minutes, and write docs/gpu.md
 	$(PY) -m tools.gpu $(ARGS)

@@ -129,8 +129,9 @@ def test_a_failed_save_leaves_the_old_one_and_the_next_save_cleans_up(tmp_path, 
 
     old = save(tmp_path, 1, accelerator)
     for step in (1, 2):
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(CheckpointError, match=rf"checkpoint-{step} is not saved: no space.*complete checkpoint is"):
             save(tmp_path, step, accelerator, extra_files=full_disk)
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert latest_checkpoint(tmp_path) == old
     assert load_checkpoint(old, accelerator=accelerator).state == {"n": 1}
     save(tmp_path, 1, accelerator, extra_files=lambda folder: (folder / "sub").mkdir() or None)

@@ -31,7 +31,7 @@ class RunFile:
         self.config: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}  # names as the sweep writes them: parts of nested ones joined by dots
         self.exit_code: int | None = None
-        self._rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []  # of its history
         self._position = HEADER
         self._parts: list[bytes] = []
 
@@ -45,7 +45,7 @@ class RunFile:
 
     def history(self, name: str) -> list[float]:
         """The finite values of a metric, in the order they were logged."""
-        return [float(row[name]) for row in self._rows if name in row and is_finite(row[name])]
+        return [float(row[name]) for row in self.rows if name in row and is_finite(row[name])]
 
     def _records(self, data: bytes) -> Iterator[Record]:
         start = self._position
@@ -76,7 +76,7 @@ class RunFile:
         elif kind == "config":
             self.config.update(_values(record.config.update))
         elif kind == "history":
-            self._rows.append(_values(record.history.item))
+            self.rows.append(_values(record.history.item))
         elif kind == "summary":
             self.summary.update(_values(record.summary.update))
         elif kind == "exit":

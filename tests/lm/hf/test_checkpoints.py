@@ -13,9 +13,8 @@ import torch
 from datasets import Dataset
 from tests.lm.hf.run_resume import PAIRS, STEPS, TEXTS, make, run
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from trimtab_common.sealing import CheckpointError, latest_checkpoint, main
+from trimtab_common.sealing import CheckpointError, checkpoints, latest_checkpoint, main
 
 TRAINERS = ("sft", "dpo", "reward", "grpo", "iterative_sft")
 
@@ -93,7 +92,7 @@ def test_a_save_that_failed_is_passed_over_and_its_remnant_removed(tmp_path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainerState, "save_to_json", full_disk)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(CheckpointError, match=r"checkpoint-2 is not saved: .*No space left"):
             run(make("sft", tmp_path), resume=None)
     newest = latest_checkpoint(tmp_path)
     assert newest is not None
@@ -134,7 +133,7 @@ def test_a_new_run_is_refused_a_folder_with_the_checkpoints_of_another(saved):
     run(make(name, folder, save_strategy="no"), resume=None)  # which writes nothing there
     trainer = make(name, folder, overwrite_output_dir=True)
     run(trainer, resume=None)
-    kept = sorted(path.name for path in folder.iterdir())
+    kept = sorted(path.name for path in folder.iterdir() if path.is_dir())
     assert kept == [f"checkpoint-{STEPS}", *(f"replaced-1-checkpoint-{step}" for step in range(1, STEPS + 1))]
 
 
@@ -278,24 +277,49 @@ def test_the_best_checkpoint_stays_beside_the_last(tmp_path):
 
 
 class Terminate(TrainerCallback):
-    """Sends this process a SIGTERM in the second step."""
+    """Sends this process a signal in the step after `at` steps, once."""
+
+    def __init__(self, at: int = 1, number: int = signal.SIGTERM):
+        self.at, self.number = at, number
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if state.global_step == self.at:
+            os.kill(os.getpid(), self.number)
+            self.at = -1
 
 
-def test_a_checkpoint_that_a_signal_asked_for_is_sealed(tmp_path):
+def test_enable_jit_checkpoint_saves_when_a_signal_comes_and_at_no_other_time(tmp_path):
     handler = signal.getsignal(signal.SIGTERM)
-    try:
-        trainer = make("sft", tmp_path, save_strategy="no", enable_jit_checkpoint=True, max_steps=30)
-        (callback,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, JITCheckpointCallback))
-        callback.jit_manager.kill_wait = 0
-        trainer.add_callback(Terminate)
+    trainer = make("sft", tmp_path, save_strategy="no", enable_jit_checkpoint=True, max_steps=30)
+    trainer.add_callback(Terminate)
+    with pytest.raises(SystemExit) as ended:
         trainer.train()
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
-    assert newest.name == "checkpoint-1"
-    assert trainer.state.global_step == 2  # the step that was begun
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert list(checkpoints(tmp_path)) == [2]  # the step that was begun
+    assert latest_checkpoint(tmp_path) is not None
+
+
+@pytest.mark.parametrize(("strategy", "step"), [("steps", 3), ("epoch", 4)])
+def test_a_signal_in_the_last_step_of_an_epoch_leaves_the_epochs_evaluation_in_place(tmp_path, strategy, step):
+    """An epoch is three steps: its evaluation comes before the process ends, or after the resume."""
+    more: dict[str, Any] = {"eval_strategy": strategy, "eval_steps": 3, "save_strategy": strategy, "save_steps": 3}
+    trainer = make("sft", tmp_path, max_steps=9, eval_texts=TEXTS, **more)
+    trainer.add_callback(Terminate(at=2))
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert max(checkpoints(tmp_path)) == step
+    trainer = make("sft", tmp_path, max_steps=9, eval_texts=TEXTS, **more)
+    trainer.train(resume_from_checkpoint=True)
+    evaluated = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert evaluated == [3, 6, 9]
+
+
+def test_after_a_keyboard_interrupt_a_notebook_trains_on(tmp_path):
+    trainer = make("sft", tmp_path, save_total_limit=None)
+    trainer.add_callback(Terminate(at=1, number=signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert list(checkpoints(tmp_path)) == [1, 2]
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == STEPS

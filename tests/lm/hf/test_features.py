@@ -181,7 +181,7 @@ class Hub:
 
 
 MODEL = {"model.safetensors", "config.json", "tokenizer.json", "training_args.bin"}
-STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "manifest.json"}
 FOLDERS = {
     "end": [],
     "every_save": ["", ""],

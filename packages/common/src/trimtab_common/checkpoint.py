@@ -18,6 +18,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from trimtab_common.runs import RunRecord
@@ -34,14 +36,17 @@ from trimtab_common.sealing import (
     CheckpointError,
     clean,
     instead,
+    is_of_files,
     publish,
     read_manifest,
     rotate,
+    save_error,
     seal,
     verify_files,
 )
 from trimtab_common.seeding import load_rng_state, rng_state
 from trimtab_common.shards import Owner, divided, join, read, split, write
+from trimtab_common.stats import everywhere
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -121,8 +126,8 @@ def save_checkpoint(
         extra_files: called on the main process with the unfinished folder, to add files.
 
     Raises:
-        CheckpointError: `state` or `rank_state` holds what cannot be read back without running code from disk, or
-            `root` holds checkpoints of another run.
+        CheckpointError: the file system refuses a file; `state` or `rank_state` holds what cannot be read back without
+            running code from disk; or `root` holds checkpoints of another run. In all processes.
         ValueError: `step` or `keep` is out of range.
     """
     if step < 0:
@@ -133,45 +138,75 @@ def save_checkpoint(
     if run is not None:
         run.claim(root)
     final, partial = root / f"checkpoint-{step}", root / f".checkpoint-{step}.partial"
-    generators = rng_state()
-    if accelerator.is_main_process:
-        root.mkdir(parents=True, exist_ok=True)
-        clean(root)
-        partial.mkdir()
-    accelerator.wait_for_everyone()
-
-    if not partial.is_dir():
-        raise CheckpointError(
-            f"{partial} was made by process 0 and is not seen by process {accelerator.process_index}. "
-            "Save to a file system that all processes share."
-        )
-    rank_tree = {"rng": generators, "state": dict(rank_state or {})}
-    _save_tree(partial / _rank_file(accelerator.process_index), rank_tree)
-    first: dict[int, str] = {}
-    divided_weights = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
-    names = {name: first.setdefault(id(weight), name) for name, weight in divided_weights.items()}
-    tied = {name: other for name, other in names.items() if name != other}
+    rank_tree = {"rng": rng_state(), "state": dict(rank_state or {})}
+    tied = _tied_parts(weights)
     distinct = {name: weight for name, weight in weights.items() if name not in tied}
     tree, shards = split({"weights": distinct, "state": state})
-    if shards:
-        write(partial / SHARDS, shards)
-    if accelerator.is_main_process:
-        tied |= _save_weights(partial / WEIGHTS, tree["weights"])
-        _save_tree(partial / STATE, tree["state"])
-        if extra_files is not None:
-            extra_files(partial)
-    accelerator.wait_for_everyone()
 
-    if accelerator.is_main_process:
-        facts = {"step": step, "processes": accelerator.num_processes, "tied": tied}
-        if run is not None:
-            facts["run"] = run.as_dict()
-        seal(partial, facts, required=[_rank_file(index) for index in range(accelerator.num_processes)])
-        publish(partial, final)
-        if keep is not None:
-            rotate(root, final, keep)
-    accelerator.wait_for_everyone()
+    def open_folder() -> None:
+        if accelerator.is_main_process:
+            root.mkdir(parents=True, exist_ok=True)
+            clean(root)
+            partial.mkdir()
+
+    def write_parts() -> None:
+        if not partial.is_dir():
+            raise CheckpointError(
+                f"{partial} was made by process 0 and is not seen by process {accelerator.process_index}. "
+                "Save to a file system that all processes share."
+            )
+        _save_tree(partial / _rank_file(accelerator.process_index), rank_tree)
+        if accelerator.is_main_process:
+            tied.update(_save_weights(partial / WEIGHTS, tree["weights"]))
+            _save_tree(partial / STATE, tree["state"])
+            if extra_files is not None:
+                extra_files(partial)
+
+    def complete() -> None:
+        if accelerator.is_main_process:
+            facts = {"step": step, "processes": accelerator.num_processes, "tied": tied}
+            if run is not None:
+                facts["run"] = run.as_dict()
+            seal(partial, facts, required=[_rank_file(index) for index in range(accelerator.num_processes)])
+            publish(partial, final)
+            if keep is not None:
+                rotate(root, final, keep)
+
+    with _explained(final, tree, *[rank_tree] * accelerator.num_processes, dict(shards)):
+        everywhere(open_folder)
+        everywhere(write_parts)
+        if shards:
+            write(partial / SHARDS, shards)
+        everywhere(complete)
     return final
+
+
+@contextmanager
+def _explained(folder: Path, *trees: object) -> Iterator[None]:
+    """Raises a CheckpointError in place of an error of the file system inside the block; see `save_error`."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if not (is_of_files(error) or isinstance(error, CheckpointException)):
+            raise
+        raise save_error(folder, error, needed=sum(map(bytes_of, trees))) from error
+
+
+def bytes_of(tree: object) -> int:
+    """Bytes of the tensors in a tree of dicts and lists."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(bytes_of, inner))
+
+
+def _tied_parts(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """{name: name that it is tied to}, of the tensors that are divided over processes."""
+    first: dict[int, str] = {}
+    names = {
+        name: first.setdefault(id(weight), name) for name, weight in weights.items() if isinstance(weight, DTensor)
+    }
+    return {name: other for name, other in names.items() if name != other}
 
 
 def load_checkpoint(path: str | Path, *, accelerator: Accelerator, accepts_changes: bool = False) -> Checkpoint:

@@ -88,6 +88,12 @@ def begin(unit: str) -> None:
         _watch.unit = unit
 
 
+def end_in_order() -> None:
+    """Tells the other processes that this one ends as all have agreed: what then leaves its phases is no failure."""
+    if _watch is not None:
+        _watch.end()
+
+
 class Watch:
     """What this process tells the others, and what it does about their failures.
 
@@ -150,7 +156,7 @@ class Watch:
             RankFailedError: the error is that of a collective, and another process failed.
         """
         self._phase = outer
-        if outer is not None:
+        if outer is not None or self.status.state == "left":
             return
         failure = self._cause_of(error)
         consequence = None if failure is None else RankFailedError(self._explained(failure))
@@ -162,8 +168,9 @@ class Watch:
 
     def uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Tells the others of an exception that ends this process; a `sys.excepthook`."""
-        self._tell(replace(self.status, state="ended", error=_in_a_line(error)))
-        self._wait_until_told()
+        if self.status.state != "left":
+            self._tell(replace(self.status, state="ended", error=_in_a_line(error)))
+            self._wait_until_told()
         self._next_hook(kind, error, trace)
 
     def end(self) -> None:

@@ -23,10 +23,13 @@ from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from trimtab_common.conditions import Vitals
 from trimtab_common.health import HealthMonitor
 from trimtab_common.hub import push_folder
+from trimtab_common.interruption import Interruption
+from trimtab_common.locks import free, hold
 from trimtab_common.ranks import phase
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
 from trimtab_common.shards import Owner, Place
+from trimtab_common.stats import everywhere
 from trimtab_common.tracking import Tracker
 
 TRACKER_ID = "run_id"
@@ -127,6 +130,7 @@ class Run:
 
     Attributes:
         tracker_id: the id of the tracker's run, by which a resumed run goes on in it; None until the tracker starts.
+        interruption: how the run takes SIGTERM and SIGINT.
     """
 
     def __init__(
@@ -145,6 +149,7 @@ class Run:
         self.tracker_id: str | None = None
         self._start_tracker = start_tracker
         self._tracker: Tracker | None = None
+        self.interruption = Interruption(accelerator, close=self._close_tracker)
         self._kept: dict[str, object] = {"health": self}
         self._kept_per_rank: dict[str, Stateful] = {}
 
@@ -187,6 +192,9 @@ class Run:
             full = self.accelerator.get_state_dict(self.model)
             weights = {name: weight for name, weight in full.items() if name in weights}
         parts, numbers = self._parts_and_numbers()
+        if self.interruption.number:
+            self.tracker  # noqa: B018  it starts, so that the run goes on under its id
+        everywhere(lambda: self.hold(root))
         return save_checkpoint(
             root,
             step,
@@ -252,6 +260,7 @@ class Run:
         else:
             newest = latest_checkpoint(where)
         if newest is not None:
+            everywhere(lambda: self.hold(root))
             self.load(newest)
         elif where != "latest":
             state = "is not a checkpoint, and holds none" if Path(where).is_dir() else "does not exist"
@@ -303,6 +312,26 @@ class Run:
                     "Make the trainer with the model that was saved."
                 )
 
+    @contextmanager
+    def training(self, root: str | Path | None) -> Iterator[None]:
+        """Around a loop of the trainer's own: listens to signals, and keeps other runs out of the folder. Collective.
+
+        Args:
+            root: the folder of checkpoints; None if there is none.
+        """
+        if root is not None:
+            everywhere(lambda: self.hold(root))
+        try:
+            with self.interruption.during_train():
+                yield
+        finally:
+            free(self)
+
+    def hold(self, root: str | Path) -> None:
+        """Keeps other runs from writing to an existing folder while this one lasts; see `trimtab_common.locks`."""
+        if self.accelerator.is_main_process and Path(root).is_dir():
+            hold(Path(root), self)
+
     # ------------------------------------------------------- tracker, health, hub
 
     @property
@@ -312,6 +341,12 @@ class Run:
             self._tracker = self._start_tracker(run_id=self.tracker_id, is_main=self.accelerator.is_main_process)
             self.tracker_id = self._tracker.run_id
         return self._tracker
+
+    def _close_tracker(self, exit_code: int) -> None:
+        """Closes the tracker, which starts again under the same id if the program goes on."""
+        if self._tracker is not None:
+            self._tracker.finish(exit_code=exit_code)
+            self._tracker = None
 
     def check_health(self, vitals: Vitals, stats: Mapping[str, float], *, when: str) -> dict[str, float]:
         """Warns of what goes wrong in a step, each with number, threshold and remedy.

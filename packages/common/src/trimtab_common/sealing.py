@@ -19,8 +19,11 @@ import shutil
 import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -33,6 +36,33 @@ _SET_ASIDE = re.compile(r"\.checkpoint-(\d+)\.replaced")
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, read or used: names the file, what is wrong with it, and the remedy."""
+
+
+def is_of_files(error: BaseException) -> bool:
+    """Whether an error comes from files: full disks and the like. torch's writer of archives has no type for them."""
+    is_archive = isinstance(error, RuntimeError) and any(word in str(error) for word in ("PytorchStream", "container"))
+    return isinstance(error, OSError | SafetensorError) or is_archive
+
+
+def save_error(folder: Path, error: BaseException, *, needed: int) -> CheckpointError:
+    """The error of a save that the file system refused, after what is unfinished has been removed.
+
+    Args:
+        folder: the checkpoint, by the name that it was to get.
+        error: of the file system, or of the library that wrote.
+        needed: bytes that the checkpoint takes, about.
+    """
+    root = folder.parent
+    with suppress(OSError):  # a folder that cannot be written to cannot be cleaned either
+        clean(root)
+    place = next(parent for parent in folder.resolve().parents if parent.is_dir())
+    newest = latest_checkpoint(root)
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return CheckpointError(
+        f"{folder} is not saved: {reason}. It needs about {needed} bytes; at {place} {shutil.disk_usage(place).free} "
+        f"bytes are free. {f'The last complete checkpoint is {newest}' if newest else 'No checkpoint is complete'}. "
+        "Make room, or give back the folder and the right to write to it; then resume."
+    )
 
 
 def checkpoints(root: str | Path) -> dict[int, Path]:

@@ -7,10 +7,9 @@ import re
 import secrets
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -19,14 +18,15 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from trimtab_common.images import Picture, to_pil
+from trimtab_common.interruption import exit_at_sigterm, is_preemption, status_of
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
     from wandb.sdk.wandb_run import Run
 
 TRACKERS = ("wandb", "tensorboard", "none")
 MAX_TABLE_ROWS = 32  # of a call
 MAX_CELL_CHARACTERS = 2000
-SIGTERM_EXIT = 128 + signal.SIGTERM
 
 T = TypeVar("T")
 Stats = Mapping[str, object]
@@ -183,7 +183,7 @@ class Tracker:
 
         Args:
             summary: final numbers, such as a sweep's metric.
-            exit_code: of the program, as W&B shows it.
+            exit_code: of the program, as W&B shows it; that of a preemption marks the run as preempting.
         """
         if self._writer is not None:
             self._writer.finish(
@@ -197,7 +197,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish(exit_code=0 if kind is None else 1)
+        self.finish(exit_code=_status_after(error))
 
     def _advance(self, step: int) -> None:
         if step < self._step:
@@ -221,13 +221,11 @@ class _Wandb:
     def __init__(self, kwargs: dict[str, Any], config: Stats, folder: Path) -> None:
         wandb = import_wandb()
         self._wandb = wandb
-        self._previous_handler: Any = None
-        self._preempted = False
         self._owned = wandb.run is None
         if wandb.run is None:
             folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
             self.run: Run = _init_wandb(kwargs, config, folder)
-            self._catch_sigterm()
+            exit_at_sigterm(exits=True)
         else:
             self.run = wandb.run
             self.run.config.update(dict(config), allow_val_change=True)
@@ -251,35 +249,45 @@ class _Wandb:
 
     def finish(self, summary: dict[str, float], exit_code: int) -> None:
         self.run.summary.update(summary)
-        if not self._owned:
-            return
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
-        if self._preempted:
-            self.run.mark_preempting()
-        self.run.finish(exit_code=SIGTERM_EXIT if self._preempted else exit_code)
+        if self._owned:
+            exit_at_sigterm(exits=False)
+            finish_wandb(self.run, exit_code)
 
     def _log(self, values: dict[str, object], step: int) -> None:
         axes = {"train/step": step} | ({"eval/step": step} if any(key.startswith("eval/") for key in values) else {})
         # A run resumed from a checkpoint repeats steps that W&B has seen; its own counter must not go back.
         self.run.log({**values, **axes}, step=max(step, self.run.step))
 
-    def _catch_sigterm(self) -> None:
-        """Turns SIGTERM into SystemExit, so that `with` blocks close, and `finish` marks the run as preempted.
 
-        The handler sends nothing to W&B: it may have interrupted a call that holds a lock.
-        """
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+def finish_wandb(run: Run, exit_code: int) -> None:
+    """Closes a W&B run; one that was preempted is marked, so that W&B's sweeps give it to an agent again."""
+    if is_preemption(exit_code):
+        run.mark_preempting()
+    run.finish(exit_code=exit_code)
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._preempted = True
-        raise SystemExit(SIGTERM_EXIT)
+
+def _status_after(error: BaseException | None) -> int:
+    """The exit status of a program that an error ends; 0 without one."""
+    match error:
+        case None:
+            return 0
+        case SystemExit(code=None):
+            return 0
+        case SystemExit(code=int(code)):
+            return code
+        case KeyboardInterrupt():
+            return status_of(signal.SIGINT)
+    return 1
 
 
 def import_wandb() -> ModuleType:
-    """W&B's package, which sends no reports of its errors and its use, unless WANDB_ERROR_REPORTING says otherwise."""
+    """W&B's package, with other defaults where the environment names none.
+
+    It sends no reports of its errors and its use. It writes what was logged to the run's file within a second instead
+    of 15: its service ends with a process that is killed, and loses what it has not written.
+    """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
     import wandb
 
     return wandb
@@ -304,32 +312,45 @@ def _init_wandb(kwargs: dict[str, Any], config: Stats, folder: Path) -> Run:
 
 
 class _TensorBoard:
+    """A writer of events, which begins with the first step: a resumed run repeats steps, and replaces them."""
+
     def __init__(self, kwargs: dict[str, Any], config: Stats) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("log_with='tensorboard' needs its package: pip install tensorboard") from error
-        self._writer = SummaryWriter(**kwargs)
-        self._writer.add_text("config", markdown_table(["name", "value"], [[key, repr(config[key])] for key in config]))
+        self._open, self._kwargs = SummaryWriter, kwargs
+        self._config = markdown_table(["name", "value"], [[key, repr(config[key])] for key in config])
+        self._opened: SummaryWriter | None = None
+
+    def _at(self, step: int | None) -> SummaryWriter:
+        if self._opened is None:
+            self._opened = self._open(**{"purge_step": step, **self._kwargs})
+            self._opened.add_text("config", self._config)
+        return self._opened
 
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
+        writer = self._at(step)
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
         for name, array in histograms.items():
-            self._writer.add_histogram(name, array, step)
+            writer.add_histogram(name, array, step)
+        writer.flush()  # a kill loses no step that a checkpoint counts as done
 
     def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
-        self._writer.add_text(name, markdown_table(columns, rows), step)
+        self._at(step).add_text(name, markdown_table(columns, rows), step)
 
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
+        writer = self._at(step)
         for index, image in enumerate(images):
-            self._writer.add_image(f"{name}/{index}", np.asarray(image), step, dataformats="HWC")
-        self._writer.add_text(f"{name}/captions", markdown_table(["image", "caption"], list(enumerate(captions))), step)
+            writer.add_image(f"{name}/{index}", np.asarray(image), step, dataformats="HWC")
+        writer.add_text(f"{name}/captions", markdown_table(["image", "caption"], list(enumerate(captions))), step)
 
     def finish(self, summary: dict[str, float], exit_code: int) -> None:
         if summary:
-            self._writer.add_text("summary", markdown_table(["name", "value"], list(summary.items())))
-        self._writer.close()
+            self._at(None).add_text("summary", markdown_table(["name", "value"], list(summary.items())))
+        if self._opened is not None:
+            self._opened.close()
 
 
 def progress(items: Iterable[T] | int, description: str) -> Iterable[T]:

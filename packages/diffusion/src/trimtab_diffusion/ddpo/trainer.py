@@ -106,11 +106,13 @@ class DDPOTrainer(PipelineServices):
         history = []
         total = self.config.num_epochs if epochs is None else epochs
         setup.check_saves(self.config, self.accelerator, total)
-        for epoch in progress(range(self.first_epoch, total), "DDPO epochs"):
-            self.step(epoch, self.global_step)
-            history.append(self.last_stats)
-            if (epoch + 1) % self.config.save_freq == 0:
-                self.save_checkpoint()
+        with self.run.training(self.checkpoint_folder):
+            for epoch in progress(range(self.first_epoch, total), "DDPO epochs"):
+                self.step(epoch, self.global_step)
+                history.append(self.last_stats)
+                if (epoch + 1) % self.config.save_freq == 0:
+                    self.save_checkpoint()
+                self.run.interruption.end_if_asked(self.save_checkpoint)
         return history
 
     @phase("update")
@@ -124,6 +126,7 @@ class DDPOTrainer(PipelineServices):
         Returns:
             Optimizer steps after it.
         """
+        self.run.interruption.begin_step()
         begin(f"epoch {epoch}")
         started = time.perf_counter()
         self.global_step = global_step
@@ -143,6 +146,7 @@ class DDPOTrainer(PipelineServices):
         self.first_epoch = epoch + 1
         stats.append({"time/sampling": sampled - started, "time/training": time.perf_counter() - sampled})
         self._log(epoch, samples, advantages, stats)
+        self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
 
     @phase("sampling")

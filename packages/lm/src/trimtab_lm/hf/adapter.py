@@ -24,6 +24,7 @@ from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints
 from .config import Config, for_own_collators
+from .interruption import EndsBySignal
 from .models import load_processing_class, prepare_sharding
 from .tracking import Recorder, Tables, prepare_trackers
 from .types import Batch, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
@@ -122,6 +123,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         self.model_init = model_init
         self.checkpoints = Checkpoints(self.accelerator)
         self.add_callback(self.checkpoints)
+        self.ending = EndsBySignal(self, saves=config.save_strategy != "no" or config.enable_jit_checkpoint)
+        self.add_callback(self.ending)
         prepare_trackers(self.config)
 
     # What a trainer supplies ------------------------------------------------------------------------------------------
@@ -364,11 +367,12 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
         Raises:
             CheckpointError: the checkpoint is damaged or of another run; or a new run would save beside the
-                checkpoints of another.
+                checkpoints of another; or the file system refuses a checkpoint.
         """
         self.recorder = Recorder()
         checkpoint = self.open_run(resume_from_checkpoint, trial)
-        return super().train(checkpoint, trial, ignore_keys_for_eval)
+        with self.ending.during_train(), self.checkpoints.named(self):
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
         """Begin a run, or take one up: the folder of its verified checkpoint. Collective; raises as `train` does."""

@@ -1,26 +1,32 @@
 """Checkpoints of `transformers.Trainer`: sealed, of one run, and verified before they are resumed."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from accelerate import Accelerator
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trimtab_common.checkpoint import bytes_of
+from trimtab_common.locks import free, hold
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import (
     MANIFEST,
     UNFINISHED,
     CheckpointError,
     clean,
+    is_of_files,
     keep_under_other_name,
     latest_checkpoint,
     rotate,
+    save_error,
     seal,
     set_aside,
     verify,
 )
-from trimtab_common.stats import gather_over_ranks
+from trimtab_common.stats import everywhere, gather_over_ranks
 
 from .config import TrainerConfig
 
@@ -41,8 +47,6 @@ WITHOUT_EFFECT = (
 
 HELD = ("learning_rate", "weight_decay", "adam_*")
 """Settings whose values the optimizer brings along from a checkpoint."""
-SIGTERM_MARK = "checkpoint-is-incomplete.txt"
-"""What transformers puts into a folder that it opens itself, when a signal makes it save (enable_jit_checkpoint)."""
 
 
 class Checkpoints(TrainerCallback):
@@ -53,12 +57,15 @@ class Checkpoints(TrainerCallback):
         self.run: RunRecord | None = None
         self.keep: int | None = None
         self._saving: Path | None = None
+        self._is_sealed = False
         self._is_finished = False
 
     def begin_run(self, args: Any, record: RunRecord, *, is_trial: bool) -> None:
         """Start a run under a new id; CheckpointError if its folder holds the checkpoints of another."""
         self.run = record
         saves_here = args.save_strategy != "no" and not is_trial  # a trial has a folder of its own
+        if saves_here:
+            everywhere(lambda: self._hold(args))
         if saves_here and not args.overwrite_output_dir:
             record.claim(args.output_dir)
 
@@ -67,6 +74,7 @@ class Checkpoints(TrainerCallback):
         problem, folder = None, ""
         if args.should_save or args.local_process_index == 0:  # one process a machine reads the files
             try:
+                self._hold(args)
                 self.run, folder = self._verified(args, record, where)
             except CheckpointError as error:
                 problem = str(error)
@@ -103,34 +111,74 @@ class Checkpoints(TrainerCallback):
         """Open the folder of a checkpoint, marked as unfinished; one of the same name is set aside. Collective."""
         assert self.run is not None
         self.run.claim(folder.parent)
+        self._saving = folder
         self.accelerator.wait_for_everyone()  # no process reads the folder while another changes it
-        if args.should_save:
+
+        def open_folder() -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
+            hold(folder.parent, self)
             clean(folder.parent)
             if (folder / MANIFEST).exists():
                 set_aside(folder)
-            elif folder.exists() and not (folder / SIGTERM_MARK).exists():  # somebody else's
+            elif folder.exists():  # somebody else's
                 keep_under_other_name(folder)
-            folder.mkdir(exist_ok=True)
+            folder.mkdir()
             (folder / UNFINISHED).touch()
-        self.accelerator.wait_for_everyone()
-        self._saving = folder
+
+        everywhere(open_folder if args.should_save else lambda: None)
+
+    def _hold(self, args: TrainingArguments) -> None:
+        """Keep other runs out of output_dir, if this process writes there; see `trimtab_common.locks`."""
+        folder = Path(str(args.output_dir))
+        if args.should_save and args.save_strategy != "no" and folder.is_dir():
+            hold(folder, self)
+
+    @contextmanager
+    def named(self, trainer: Trainer) -> Iterator[None]:
+        """Names the trainer's checkpoint whose files the file system refuses, and removes what is unfinished of it.
+
+        Raises:
+            CheckpointError: in place of the error of the file system.
+        """
+        try:
+            yield
+        except Exception as error:
+            folder, self._saving, self._is_sealed = self._saving, None, False
+            if folder is None or not is_of_files(error):
+                raise
+            parts = (trainer.model, *([] if trainer.args.save_only_model else [trainer.optimizer]))
+            needed = sum(bytes_of(part.state_dict()) for part in parts if part is not None)
+            raise save_error(folder, error, needed=needed) from error
+
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Seal the checkpoint that the main process uploads next. Collective: the others have come to `on_save`."""
+        if self._saving is not None:
+            self._seal(args, self._saving)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Seal the checkpoint, then remove what save_total_limit leaves no room for. Collective."""
-        assert self.run is not None
         assert self._saving is not None
-        folder, self._saving = self._saving, None
-        self.accelerator.wait_for_everyone()
+        folder = self._saving
+        if not self._is_sealed:
+            self._seal(args, folder)
         if args.should_save:
-            resumable = not args.save_only_model
-            step = int(folder.name.rpartition("-")[2])
-            seal(folder, {"step": step, "resumable": resumable, "run": self.run.as_dict()})
             clean(folder.parent)
             if self.keep is not None and self.keep > 0:
                 best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
                 rotate(folder.parent, folder, self.keep, protected=best)
         self.accelerator.wait_for_everyone()
+        self._saving, self._is_sealed = None, False
+
+    def _seal(self, args: TrainingArguments, folder: Path) -> None:
+        """Seal a checkpoint once all processes have written their files. Collective."""
+        assert self.run is not None
+        self.accelerator.wait_for_everyone()
+        if args.should_save:
+            step = int(folder.name.rpartition("-")[2])
+            seal(folder, {"step": step, "resumable": not args.save_only_model, "run": self.run.as_dict()})
+        self._is_sealed = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -156,7 +204,6 @@ class Checkpoints(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Seal a checkpoint that a signal asked for, which has no `on_save`; give save_total_limit back. Collective."""
-        if self._saving is not None:
-            self.on_save(args, state, control)
+        """Give save_total_limit back, and the folder to other runs."""
+        free(self)
         args.save_total_limit, self.keep = self.keep, None

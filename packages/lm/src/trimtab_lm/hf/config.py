@@ -76,6 +76,7 @@ def for_own_collators(config: Config, data: Iterable[object]) -> Config:
     """
     config = copy.copy(config)
     config.remove_unused_columns = False
+    config.enable_jit_checkpoint = False  # EndsBySignal saves in its place
     if any(isinstance(one, torch.utils.data.IterableDataset | datasets.IterableDataset) for one in data):
         config.accelerator_config = copy.copy(config.accelerator_config)
         config.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]

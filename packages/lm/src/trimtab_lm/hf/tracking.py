@@ -1,6 +1,7 @@
 """What the trainers on `transformers.Trainer` tell their trackers: statistics between logs, and tables."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
+from trimtab_common.interruption import status_of
 from trimtab_common.stats import gather_stats, merge_stats
-from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type, import_wandb, markdown_table
+from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type, finish_wandb, import_wandb, markdown_table
 
 
 class Recorder:
@@ -79,3 +81,19 @@ def prepare_trackers(args: TrainingArguments) -> None:
         os.environ["WANDB_MODE"] = "offline"
         wandb.teardown()  # the login has read the environment, once and for all
         print("W&B has no API key: the run is offline in ./wandb; upload it later with: wandb sync", file=sys.stderr)
+
+
+def close_trackers(trainer: Trainer, status: int) -> None:
+    """Close W&B's run and flush TensorBoard's files, before a signal ends the process with an exit status.
+
+    After SIGINT W&B's run stays open: a notebook goes on with it, and W&B itself closes it as failed when the process
+    ends.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            callback.tb_writer.flush()
+    if status == status_of(signal.SIGINT) or "wandb" not in (trainer.args.report_to or []):
+        return
+    wandb = import_wandb()
+    if wandb.run is not None:
+        finish_wandb(wandb.run, status)

@@ -149,6 +149,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, **self.model_facts)
         else:
             rows = rows_of_tensors(input_ids, attention_mask, labels, self.config, **self.model_facts)
+        self.ending.interruption.begin_step()
         if not self.is_started:
             self.start(self.open_run(None))
         self._check_call(len(rows))
@@ -162,6 +163,10 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             self.progress.count_update(len(windows))
             self.state.epoch = self.progress.calls + self.progress.updates / len(windows)
             self.log_evaluate_save(summary)
+            if self.ending.stops and self.progress.updates:
+                self.ending.interruption.end()
+        if self.ending.stops or 0 < self.args.max_steps <= self.state.global_step:
+            self.ending.interruption.release()
         if self.config.optimize_device_cache:
             clear_device_cache(garbage_collection=True)
         where = {"epoch": self.progress.calls, "global_step": self.state.global_step}
@@ -341,7 +346,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_best
         if self.control.should_save:
-            self.save_checkpoint()
+            with self.checkpoints.named(self):
+                self.save_checkpoint()
 
     def _note_best(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is the best so far; a schedule that waits for a plateau hears of it too."""

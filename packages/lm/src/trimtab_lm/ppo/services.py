@@ -78,8 +78,6 @@ class PolicyServices(ForwardPasses):
     def current_device(self, device: torch.device | str | int) -> None:
         self._device = torch.device(device)
 
-    # ---------------------------------------------------------------- batches and samples
-
     def _open_data(
         self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
     ) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
@@ -155,6 +153,7 @@ class PolicyServices(ForwardPasses):
             A [1, T] tensor for one query, a list of 1-D tensors for several; a pair of these with
             `generate_ref_response`.
         """
+        self.run.interruption.end_if_saved()
         begin(f"step {self.steps_done + 1}")
         is_single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,13 @@ class PPOTrainer(PolicyServices):
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
         self.scorer = Scorer(self.actor_critic, self.reference, self.ref_model, self.accelerator, padding)
-        is_mixed = self.accelerator.mixed_precision != "no"
-        self.rounding = rounding_of(model.pretrained_model.dtype, is_mixed=is_mixed)
+        self.rounding = rounding_of(model.pretrained_model.dtype, is_mixed=self.accelerator.mixed_precision != "no")
         self.kl_ctl = kl_controller(config.init_kl_coef, target=config.kl_target, horizon=config.horizon)
         self.running = RunningMoments()
         self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
         self.pending = Pending()
         self.rollout = None if rollout is None else self._ahead_if_asked(rollout)
-        self.steps_done, self.best_score = 0, float("-inf")
-        self.data_collator = data_collator
+        self.steps_done, self.best_score, self.data_collator = 0, float("-inf"), data_collator
         self.dataset, self.dataloader, self.batches = self._open_data(dataset, data_collator)
         self.run = run_of(self.config, self.accelerator, self.actor_critic, self.dataset)
         self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "sampler", "running", "batches")
@@ -147,26 +146,27 @@ class PPOTrainer(PolicyServices):
         rewards = rewards_of_run(reward, reward_weights, self.config, self.rollout, self.tokenizer, self.current_device)
         self._resume(resume_from)
         options = self._sampling_options(generation_kwargs or {})
+        read = partial(completions_of, tokenizer=self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
         total, history, batches = steps or self.config.steps, [], endless(self.dataloader)
-        for _ in progress(range(self.steps_done, total), "PPO steps"):
-            batch = next(batches)
-            self._begin_step(is_last=self.steps_done + 1 == total)
-            sampled = self._sample(batch, options)
-            scored = rewards(
-                *completions_of(batch, sampled.completions, self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
-            )
-            scores = scored.rewards.tolist()
-            stats = self.step(batch["input_ids"], sampled.completions, scores, **told_by(sampled))
-            if more := sampling_stats(sampled, rewards.names, scored, step=self.steps_done - 1):
-                stats |= self.gather_stats(more)
-            if (episodes := sampled.episodes) is not None:
-                scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
-            logs = self.log_stats(stats, batch, scores)
-            history.append({name: value for name, value in logs.items() if isinstance(value, float)})
-            if on_step is not None:
-                on_step(self.steps_done, logs, batch)
-            if self.config.save_steps and self.steps_done % self.config.save_steps == 0:
-                self.save_checkpoint()
+        with self.run.training(self.config.output_dir):
+            for _ in progress(range(self.steps_done, total), "PPO steps"):
+                batch = next(batches)
+                self._begin_step(is_last=self.steps_done + 1 == total)
+                sampled = self._sample(batch, options)
+                scored = rewards(*read(batch, sampled.completions))
+                scores = scored.rewards.tolist()
+                stats = self.step(batch["input_ids"], sampled.completions, scores, **told_by(sampled))
+                if more := sampling_stats(sampled, rewards.names, scored, step=self.steps_done - 1):
+                    stats |= self.gather_stats(more)
+                if (episodes := sampled.episodes) is not None:
+                    scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
+                logs = self.log_stats(stats, batch, scores)
+                history.append({name: value for name, value in logs.items() if isinstance(value, float)})
+                if on_step is not None:
+                    on_step(self.steps_done, logs, batch)
+                if self.config.save_steps and self.steps_done % self.config.save_steps == 0:
+                    self.save_checkpoint()
+                self.run.interruption.end_if_asked(self.save_checkpoint)
         return history
 
     @phase("update")
@@ -195,6 +195,7 @@ class PPOTrainer(PolicyServices):
         Returns:
             The statistics, equal on all processes.
         """
+        self.run.interruption.begin_step()
         begin(f"step {self.steps_done + 1}")
         clock, config = Clock(), self.config
         columns = (queries, responses, scores, response_masks, response_rewards)
@@ -224,7 +225,9 @@ class PPOTrainer(PolicyServices):
         if config.optimize_device_cache:
             clear_device_cache()
         numbers = {name: value for name, value in stats.items() if isinstance(value, float)}
-        return stats | self.run.check_health(vitals(numbers, config), numbers, when=f"step {self.steps_done}")
+        stats |= self.run.check_health(vitals(numbers, config), numbers, when=f"step {self.steps_done}")
+        self.run.interruption.end_step(self.save_checkpoint, is_last=self.steps_done >= config.steps)
+        return stats
 
     def _evaluate(
         self, samples: Samples, raw_scores: Tensor, sampler_logprobs: list[Tensor] | None, clock: Clock
@@ -287,8 +290,6 @@ class PPOTrainer(PolicyServices):
             rewards = rescale(rewards, mask)
         advantages = gae(rewards, values, mask=mask, gamma=self.config.gamma, lam=self.config.lam)
         return values, whiten(advantages, mask), advantages + values
-
-    # ---------------------------------------------------------------- updates
 
     def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> bool:
         """One optimizer step over `rows`, whose statistics go to `recorded`; whether the policy has moved too far."""

@@ -1,0 +1,234 @@
+"""SIGTERM and SIGINT end a training process after its step, once the run is saved and its tracker is closed.
+
+The first signal is noted. All processes of the run agree on it at the end of a step, so that they stop at the same one.
+After SIGTERM the process ends with status 143, after SIGINT with KeyboardInterrupt, by which Python's status is 130. A
+second signal does what it would do without us, so that it ends the process at once. Signals within a second of each
+other count as one: a launcher and a scheduler may both send theirs.
+
+Signals are listened to in the main thread alone, while a trainer trains, and where the program has no handler of its
+own. A program's own handler stays in place and decides.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn, TypeAlias
+from weakref import WeakSet
+
+import torch
+from accelerate import Accelerator
+
+from trimtab_common.ranks import end_in_order
+from trimtab_common.sealing import CheckpointError
+from trimtab_common.stats import sum_over_ranks, world_size
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE = 1.0
+"""Seconds within which several signals count as one."""
+
+_parent = os.getppid()
+
+
+def status_of(number: int) -> int:
+    """The exit status of a process that a signal ends."""
+    return 128 + number
+
+
+def is_preemption(status: int) -> bool:
+    """Whether a process that ends with a status was preempted, so that its run is to be taken up again.
+
+    SIGTERM stops a trial of a sweep for good if the agent that started the trial is still there. A machine that goes
+    away ends the agent too.
+    """
+    return status == status_of(signal.SIGTERM) and not ("WANDB_SWEEP_ID" in os.environ and os.getppid() == _parent)
+
+
+class _Signals:
+    """What this process has heard. A process has one handler for each signal, so there is one object.
+
+    Attributes:
+        number: the first signal, 0: none.
+        listeners: who ends the process after a step; without any the handlers are as good as absent.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.listeners = 0, WeakSet[Interruption]()
+        self._time = 0.0
+        self._before: dict[int, Handler] = {}
+
+    def listen(self) -> None:
+        """Installs the handlers, where there are none but Python's."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            if (before := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler, exit_now):
+                self._before[number] = before
+                signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        """Puts back the handlers that were there before, those that nobody has replaced since."""
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, handler)
+            self._before.clear()
+
+    def exit_at_sigterm(self, *, exits: bool) -> None:
+        """Whether SIGTERM raises SystemExit while nobody listens; a handler of the program's stays in place."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        choice: tuple[Handler, Handler] = (signal.SIG_DFL, exit_now)
+        old, new = choice if exits else reversed(choice)
+        if self._before.get(signal.SIGTERM) == old:
+            self._before[signal.SIGTERM] = new
+        elif signal.getsignal(signal.SIGTERM) == old:
+            signal.signal(signal.SIGTERM, new)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_first = not self.number
+        if self.listeners and is_first:
+            self.number, self._time = number, time.monotonic()
+            text = "ends after this step, once the run is saved. A second signal ends it at once."
+            os.write(2, f"{signal.Signals(number).name}: process {os.getpid()} {text}\n".encode())
+            return
+        if self.listeners and (time.monotonic() < self._time + ONE or self._is_of_wandb(number)):
+            return
+        self.restore()
+        signal.raise_signal(number)
+
+    def _is_of_wandb(self, number: int) -> bool:
+        """Whether it is the SIGINT by which W&B's service follows the SIGTERM of W&B's agent."""
+        return (self.number, number) == SIGNALS and "WANDB_SWEEP_ID" in os.environ
+
+
+def exit_now(number: int, frame: FrameType | None) -> NoReturn:
+    """A handler that closes `with` blocks. It sends nothing: it may have interrupted a call that holds a lock."""
+    raise SystemExit(status_of(number))
+
+
+def exit_at_sigterm(*, exits: bool) -> None:
+    """Lets SIGTERM raise SystemExit where no trainer trains, or ends that."""
+    _signals.exit_at_sigterm(exits=exits)
+
+
+class Interruption:
+    """How a trainer takes the signals: at the end of a step, and in all processes at the same one.
+
+    A trainer calls `during_train` around its own loop and `end_if_asked` after each step of it. Its `step`, which
+    callers call in loops of their own, begins with `begin_step` and ends with `end_step`.
+
+    Args:
+        accelerator: the trainer's.
+        close: closes the trackers with an exit status.
+
+    Attributes:
+        number: the signal by which the processes have agreed to end; 0: none.
+        is_in_train: whether the trainer is in a loop of its own.
+    """
+
+    def __init__(self, accelerator: Accelerator, close: Callable[[int], object]) -> None:
+        self.accelerator, self.close, self.number, self.is_in_train = accelerator, close, 0, False
+
+    def listen(self) -> None:
+        """Notes signals from now on, until `release` or until the trainer is gone."""
+        if not _signals.listeners:
+            _signals.number = 0
+            _signals.listen()
+        _signals.listeners.add(self)
+
+    def release(self) -> None:
+        """Leaves signals to the program again."""
+        _signals.listeners.discard(self)
+        if not _signals.listeners:
+            _signals.restore()
+
+    @contextmanager
+    def during_train(self) -> Iterator[None]:
+        """Listens inside the block, which is a loop of the trainer's own."""
+        was_listening = self in _signals.listeners
+        self.listen()
+        self.is_in_train = True
+        try:
+            yield
+        finally:
+            self.is_in_train = False
+            if not was_listening:
+                self.release()
+
+    def is_asked(self) -> bool:
+        """Whether any process was told to end; `number` then says by which signal. Collective, of one step's end."""
+        if world_size() == 1:
+            self.number = _signals.number if self in _signals.listeners else 0
+        else:
+            heard = [int(_signals.number == number) for number in SIGNALS]
+            counts = sum_over_ranks(torch.tensor(heard, dtype=torch.int32, device=self.accelerator.device)).tolist()
+            self.number = next((number for number, count in zip(SIGNALS, counts, strict=True) if count), 0)
+        return self.number != 0
+
+    def end_if_asked(self, save: Callable[[], object]) -> None:
+        """After a step of the trainer's own loop: saves and ends the process if a signal asks for it. Collective."""
+        if self.is_asked():
+            self._save(save)
+            self.end()
+
+    def begin_step(self) -> None:
+        """Before a step of a caller's loop: ends the process if a signal came in the last one, else listens."""
+        self.end_if_saved()
+        if not self.is_in_train:
+            self.listen()
+
+    def end_if_saved(self) -> None:
+        """Before anything that belongs to the next step of a caller's loop; see `end_step`. Collective if it ends."""
+        if self.number:
+            self.end()
+
+    def end_step(self, save: Callable[[], object], *, is_last: bool) -> None:
+        """After a step of a caller's loop: saves if a signal asks the process to end. Collective.
+
+        The caller may then log the step. The process ends when the caller goes on to the next one.
+
+        Args:
+            save: saves the run; a CheckpointError or ValueError of it becomes a warning.
+            is_last: whether no step is to follow; signals are then left to the program again.
+        """
+        if self.is_in_train:
+            return
+        if is_asked := self.is_asked():
+            self._save(save)
+        if is_asked or is_last:
+            self.release()
+
+    def _save(self, save: Callable[[], object]) -> None:
+        try:
+            save()
+        except (CheckpointError, ValueError) as error:
+            warnings.warn(f"The process ends after this step, which is not saved: {error}", stacklevel=4)
+
+    def end(self) -> NoReturn:
+        """Closes the trackers and ends the process by the signal, once the others have come as far. Collective.
+
+        Raises:
+            SystemExit: with status 143, after SIGTERM.
+            KeyboardInterrupt: after SIGINT.
+        """
+        number, self.number = self.number, 0
+        self.close(status_of(number))
+        self.accelerator.wait_for_everyone()
+        end_in_order()
+        self.release()
+        _signals.number = 0
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(status_of(number))
+
+
+_signals = _Signals()

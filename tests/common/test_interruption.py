@@ -1,0 +1,199 @@
+"""What signals do to a process: whose handlers are in place, and what a second signal does."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+
+from trimtab_common import interruption
+from trimtab_common.interruption import Interruption, exit_at_sigterm, is_preemption
+
+
+@pytest.fixture
+def statuses() -> list[int]:
+    """With what the trackers of `trainer` were closed."""
+    return []
+
+
+@pytest.fixture
+def trainer(statuses: list[int]) -> Iterator[Interruption]:
+    trainer = Interruption(Accelerator(cpu=True), close=statuses.append)
+    yield trainer
+    trainer.release()
+
+
+def tell(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in interruption.SIGNALS]
+
+
+def test_the_programs_handlers_come_back(trainer):
+    before = handlers()
+    with trainer.during_train():
+        assert all(one != other for one, other in zip(handlers(), before, strict=True))
+    assert handlers() == before
+    with pytest.raises(RuntimeError, match="reward"), trainer.during_train():
+        raise RuntimeError("reward")
+    assert handlers() == before
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_is_noted_and_ends_the_process_where_the_step_ends(trainer, statuses, number, error):
+    before, saved = handlers(), []
+
+    def train() -> None:
+        with trainer.during_train():
+            trainer.end_if_asked(lambda: saved.append(1))
+            tell(number)
+            tell(number)  # a launcher's beside the scheduler's
+            assert saved == []
+            trainer.end_if_asked(lambda: saved.append(2))
+
+    with pytest.raises(error) as ended:
+        train()
+    assert saved == [2]
+    assert statuses == [128 + number]
+    assert ended.value.args == ((143,) if error is SystemExit else ())
+    assert handlers() == before
+    with trainer.during_train():  # as after the interrupt of a notebook's cell
+        trainer.end_if_asked(lambda: saved.append(3))
+    assert saved == [2]
+
+
+def test_a_callers_step_is_saved_at_its_end_and_the_process_ends_before_the_next(trainer, statuses):
+    before, saved = handlers(), []
+    trainer.begin_step()
+    tell(signal.SIGTERM)
+    trainer.end_step(lambda: saved.append(1), is_last=False)
+    assert (saved, statuses) == ([1], [])  # the caller logs the step
+    assert handlers() == before  # all is saved, so that a second signal may do what it likes
+    with pytest.raises(SystemExit):
+        trainer.begin_step()
+    assert statuses == [143]
+
+
+def test_after_the_last_step_of_a_callers_loop_signals_are_the_programs(trainer):
+    before = handlers()
+    trainer.begin_step()
+    trainer.end_step(list, is_last=True)
+    assert handlers() == before
+
+
+def test_a_trainer_that_is_gone_leaves_signals_to_the_program(statuses):
+    heard: list[int] = []
+    trainer = Interruption(Accelerator(cpu=True), close=statuses.append)
+    trainer.begin_step()
+    del trainer
+    with pytest.raises(KeyboardInterrupt):
+        tell(signal.SIGINT)
+    assert heard == []
+
+
+def test_a_handler_of_the_programs_own_stays(trainer):
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with trainer.during_train():
+            tell(signal.SIGTERM)
+            assert not trainer.is_asked()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+
+
+def test_a_handler_that_the_program_installs_meanwhile_stays(trainer):
+    before = signal.getsignal(signal.SIGTERM)
+    with trainer.during_train():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_trains_without_handlers(trainer):
+    before, seen = handlers(), []
+
+    def train() -> None:
+        with trainer.during_train():
+            seen.append(handlers())
+            trainer.end_if_asked(list)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_what_cannot_be_saved_is_a_warning_and_the_process_ends(trainer, statuses):
+    def save() -> None:
+        raise ValueError("there is no folder")
+
+    trainer.begin_step()
+    tell(signal.SIGTERM)
+    with pytest.warns(UserWarning, match="which is not saved: there is no folder"):
+        trainer.end_step(save, is_last=False)
+    with pytest.raises(SystemExit):
+        trainer.begin_step()
+    assert statuses == [143]
+
+
+def test_sigterm_raises_system_exit_for_a_tracker_where_no_trainer_trains(trainer):
+    before = handlers()
+    with trainer.during_train():
+        exit_at_sigterm(exits=True)  # a tracker that starts with the first step
+    with pytest.raises(SystemExit):
+        tell(signal.SIGTERM)
+    exit_at_sigterm(exits=False)
+    assert handlers() == before
+
+
+def test_the_agent_of_a_sweep_stops_a_trial_for_good_while_it_lives(monkeypatch):
+    assert is_preemption(143)
+    assert not is_preemption(130)
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    assert not is_preemption(143)
+    monkeypatch.setattr(interruption, "_parent", -1)  # the agent's process has ended
+    assert is_preemption(143)
+
+
+SECOND = """
+import os, signal, sys, time
+from accelerate import Accelerator
+from trimtab_common.interruption import Interruption
+trainer = Interruption(Accelerator(cpu=True), close=print)
+with trainer.during_train():
+    for name in sys.argv[1:]:
+        os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(1.1)
+    trainer.end_if_asked(lambda: print("saved"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "sweep", "status"),
+    [
+        (["SIGTERM", "SIGTERM"], None, -15),
+        (["SIGINT", "SIGINT"], None, -2),
+        (["SIGTERM", "SIGINT"], None, -2),
+        (["SIGTERM", "SIGINT"], "a W&B service follows its agent's signal", 143),
+        (["SIGTERM"], None, 143),
+    ],
+)
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, signals, sweep, status):
+    environment = os.environ | ({} if sweep is None else {"WANDB_SWEEP_ID": "s"})
+    command = [sys.executable, "-c", SECOND, *signals]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert ("saved" in done.stdout) == (status == 143)
+    assert "SIG" in done.stderr

@@ -1,0 +1,97 @@
+"""Sessions of tiny runs that are sent a signal in the middle of something: each line of stdin is one, as JSON.
+
+A session has a process of its own, forked from this one, and goes on from the newest checkpoint of its folder:
+
+    {"work": a name of tools.chaos.works, "folder": ..., "signals": [names], "place": update | reward | save,
+     "at": the count of the place's visits, "settings": of the trainer, "tracker": ..., "environment": {name: value}}
+
+For each a line is printed: the status of its process, negative where a signal killed it. As an argument, a session runs
+in this process; where there are several processes, `signals` are sent to the last one.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tools.chaos import works
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from trimtab_common import checkpoint, sealing
+from trimtab_lm.hf import checkpoints
+
+
+def signal_at(place: str, at: int, signals: list[str]) -> None:
+    """Sends this process signals in the `at`-th visit of a place, at least a second between them."""
+    visits = 0
+
+    def visit() -> None:
+        nonlocal visits
+        visits += 1
+        if visits == at:
+            for number, name in enumerate(signals):
+                time.sleep(1.2 * bool(number))
+                os.kill(os.getpid(), getattr(signal, name))
+
+    def visited(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            visit()
+            return function(*args, **kwargs)
+
+        return call
+
+    if place == "update":
+        register_optimizer_step_pre_hook(lambda *_: visit())
+    elif place == "reward":
+        works.noise = visited(works.noise)
+    elif place == "save":
+        for module in (checkpoint, checkpoints):
+            module.seal = visited(sealing.seal)  # type: ignore[attr-defined]
+
+
+def run(session: dict[str, Any]) -> None:
+    """Runs a session in this process."""
+    os.environ |= session.get("environment", {})
+    if "signals" in session and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+        signal_at(session["place"], session["at"], session["signals"])
+    works.run(session["work"], Path(session["folder"]), session.get("tracker", "none"), **session.get("settings", {}))
+
+
+def status_of(session: dict[str, Any]) -> int:
+    """Runs a session in a process of its own; its status."""
+    folder = Path(session["folder"])
+    folder.mkdir(exist_ok=True)
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 0
+    try:
+        run(session)
+    except KeyboardInterrupt:
+        status = 130  # as Python ends a program that does not catch it
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("always")
+    if len(sys.argv) > 1:
+        run(json.loads(sys.argv[1]))
+    else:
+        for line in sys.stdin:
+            print(status_of(json.loads(line)), flush=True)

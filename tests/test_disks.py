@@ -1,0 +1,125 @@
+"""A disk that is full, read-only or gone: one error that says so, and the last good checkpoint stays."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.chaos import works
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from trimtab_common import locks
+from trimtab_common.sealing import CheckpointError, checkpoints, latest_checkpoint, verify
+
+LONG = ("ddpo", "dpo", "reward", "grpo")
+EVERY = ["ppo", "sft", "iterative_sft", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    """A small file system in memory at `folder`; the test is skipped where nobody may mount one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a file system needs more rights")
+    try:
+        yield
+    finally:
+        locks._forget()  # the error's traceback keeps the trainer alive
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
+def after_the_second_save(root: Path, act: Callable[[], object]) -> Iterator[None]:
+    """Acts before the first optimizer step after which two checkpoints are complete, once."""
+
+    def visit(*_: Any) -> None:
+        if len(checkpoints(root)) == 2 and not acted:
+            acted.append(act())
+
+    acted: list[object] = []
+    handle = register_optimizer_step_pre_hook(visit)
+    yield
+    handle.remove()
+    assert acted
+
+
+def run(name: str, folder: Path) -> None:
+    works.WORKS[name](folder, "none")
+
+
+def assert_explained(text: str, root: Path, *, reason: str) -> None:
+    """The error names folder, bytes and the last good checkpoint, which is whole; nothing unfinished is left."""
+    assert re.search(rf"{root}/checkpoint-\d+ is not saved: .*{reason}", text), text
+    needed, free = re.search(r"needs about (\d+) bytes; at \S+ (\d+) bytes are free", text).groups()  # type: ignore[union-attr]
+    assert int(needed) > 10_000
+    newest = latest_checkpoint(root)
+    assert newest is not None
+    assert f"The last complete checkpoint is {newest}" in text
+    assert all(verify(folder) for folder in checkpoints(root).values())
+    assert not [path for path in root.iterdir() if path.name.startswith(".checkpoint")]
+    assert int(free) >= 0
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", "size=64m"):
+        yield tmp_path / "disk"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EVERY)
+def test_a_full_disk(name: str, disk: Path):
+    def fill() -> None:
+        free = shutil.disk_usage(disk).free
+        (disk / "other").write_bytes(b"x" * (free - 20_000))
+
+    with after_the_second_save(disk / "checkpoints", fill), pytest.raises(CheckpointError) as error:
+        run(name, disk)
+    assert_explained(str(error.value), disk / "checkpoints", reason="")
+    (disk / "other").unlink()
+    run(name, disk)  # resumes
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EVERY)
+def test_a_disk_that_becomes_read_only(name: str, disk: Path):
+    def protect() -> None:
+        locks._forget()  # a broken disk becomes read-only whoever has files open; an order to do so waits for them
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+    with after_the_second_save(disk / "checkpoints", protect), pytest.raises(CheckpointError) as error:
+        run(name, disk)
+    assert_explained(str(error.value), disk / "checkpoints", reason="Read-only file system")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EVERY)
+def test_a_folder_that_is_removed_is_made_again(name: str, tmp_path: Path):
+    root = tmp_path / "checkpoints"
+    with after_the_second_save(root, lambda: shutil.rmtree(root)):
+        run(name, tmp_path)
+    newest = latest_checkpoint(root)
+    assert newest is not None
+    assert newest.name == f"checkpoint-{works.STEPS}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_that_cannot_be_made_again(tmp_path: Path):
+    root = tmp_path / "run" / "checkpoints"
+
+    def replace_by_a_file() -> None:
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").touch()
+
+    with (
+        after_the_second_save(root, replace_by_a_file),
+        pytest.raises(CheckpointError, match=r"is not saved: .*No checkpoint is complete"),
+    ):
+        run("ppo", tmp_path / "run")
+    assert os.listdir(tmp_path) == ["run"]

@@ -1,0 +1,81 @@
+"""Compares what two runs left: weights, optimizer, schedule, random numbers and all that was logged, bit for bit."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.compat.proto.event_pb2 import SessionLog
+from tools.chaos.works import is_repeatable
+
+History = dict[str, list[tuple[int, float]]]
+
+
+def difference(run: Path, straight: Path) -> str:
+    """Where the two differ first; empty if they are equal."""
+    for file in sorted(straight.glob("final-*.pt")):
+        one, other = (torch.load(folder / file.name, weights_only=True) for folder in (run, straight))
+        if where := _difference(one, other):
+            return f"{file.stem}{where}"
+    read = wandb_scalars if any(straight.rglob("run-*.wandb")) else tensorboard_scalars
+    return _difference(read(run), read(straight), "/tracker")
+
+
+def wandb_scalars(run: Path) -> History:
+    """What W&B's files of a run hold: each name's steps and values; a step that was repeated, equally, counts once.
+
+    Each start of the process writes a file of its own. W&B takes a step of a run once.
+    """
+    from tools.sweeper.records import RunFile, is_finite  # W&B's package, which forked processes import by themselves
+
+    history: History = defaultdict(list)
+    for file in sorted(run.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        for row in RunFile(file).update().rows:
+            step = row.get("train/step", row.get("train/global_step"))
+            for name, value in row.items():
+                if is_finite(value) and is_repeatable(name) and (step, value) not in history[name]:
+                    history[name].append((step, value))
+    return {
+        name: sorted(values, key=lambda value: value[0])
+        for name, values in history.items()
+        if values and not name.startswith("_")
+    }
+
+
+def tensorboard_scalars(run: Path) -> History:
+    """What TensorBoard shows of a run: each name's steps and values, in the order in which they were written.
+
+    A session's first event says from which step on earlier events no longer count. transformers does not write such an
+    event: in its folders a step that was logged again with an equal value counts once.
+    """
+    history: History = defaultdict(list)
+    for file in sorted(run.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns):
+        is_ours = "tensorboard" in file.parts
+        for event in EventFileLoader(str(file)).Load():
+            if event.session_log.status == SessionLog.START:
+                for values in history.values():
+                    values[:] = [value for value in values if value[0] < event.step]
+            for value in event.summary.value:
+                logged = (event.step, *value.tensor.float_val[:1])
+                if len(logged) == 2 and is_repeatable(value.tag) and (is_ours or logged not in history[value.tag]):
+                    history[value.tag].append(logged)
+    return {name: sorted(values, key=lambda value: value[0]) for name, values in history.items() if values}
+
+
+def _difference(one: object, other: object, where: str = "") -> str:
+    if type(one) is not type(other):
+        return f"{where}: {type(one).__name__}, {type(other).__name__}"
+    match one, other:
+        case torch.Tensor(), torch.Tensor():
+            return "" if torch.equal(one, other) else f"{where}: tensors differ"
+        case dict(), dict():
+            if one.keys() != other.keys():
+                return f"{where}: only one has {', '.join(map(str, sorted(one.keys() ^ other.keys(), key=str)[:4]))}"
+            pairs = [(f"{where}/{key}", one[key], other[key]) for key in one]
+        case (list() | tuple(), list() | tuple()):
+            if len(one) != len(other):
+                return f"{where}: {len(one)} and {len(other)} entries"
+            pairs = [(f"{where}/{i}", *pair) for i, pair in enumerate(zip(one, other, strict=True))]
+        case _:
+            return "" if one == other or (one != one and other != other) else f"{where}: {one}, {other}"
+    return next(filter(None, (_difference(a, b, place) for place, a, b in pairs)), "")

@@ -1,0 +1,159 @@
+"""Processes that train, forked from one that has imported everything, and the ways in which they die.
+
+A forked process has a number, memory and files of its own and dies alone. It lacks the seconds of imports that a new
+interpreter would begin with, during which nothing of a run exists.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tools.chaos import works
+
+KINDS = ("random", "save", "sigterm")
+"""SIGKILL at a random moment; SIGKILL while a checkpoint is unfinished; SIGTERM at a random moment."""
+ENDS = (0, 1, 75, 143, -signal.SIGKILL, -signal.SIGTERM)
+"""How a process of a run in which one is killed may end: the others raise, or end with the status of the rank watch."""
+
+GRACE = 15.0
+"""Seconds between the end of a process and the end of those that do not follow; the watch of ranks takes ten."""
+
+
+@dataclass
+class Group:
+    """The processes of one start of a run.
+
+    Attributes:
+        ended: how many of them did not follow one that had failed, and were ended as a launcher does it.
+    """
+
+    folder: Path
+    pids: list[int]
+    ended: int = 0
+
+    @classmethod
+    def start(cls, work: str, folder: Path, *, size: int, tracker: str) -> "Group":
+        """Forks the processes; what they print goes to folder/log-<rank>.txt."""
+        with socket.create_server(("localhost", 0)) as unused:
+            port = unused.getsockname()[1]
+        pids = []
+        for rank in range(size):
+            if not (pid := os.fork()):
+                if size > 1:
+                    group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+                    os.environ |= {name: str(value) for name, value in group.items()}
+                    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+                _be(work, folder, rank, tracker)
+            pids.append(pid)
+        return cls(folder, pids)
+
+    def wait(self, seconds: float) -> list[int]:
+        """The statuses of the processes.
+
+        As a launcher does, it ends those that are left some time after one has failed. The watch of ranks needs no help
+        from the moment at which the processes know each other; a process that starts alone waits for the others.
+
+        Raises:
+            TimeoutError: no process has ended after so many seconds.
+        """
+        deadline, statuses = time.monotonic() + seconds, dict[int, int]()
+        while len(statuses) < len(self.pids):
+            for pid in self.pids:
+                if pid not in statuses and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    statuses[pid] = os.waitstatus_to_exitcode(ended[1])
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            if time.monotonic() > deadline:
+                left = [pid for pid in self.pids if pid not in statuses]
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                    statuses[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                self.ended = len(left)
+                if len(left) == len(self.pids):
+                    raise TimeoutError(f"{self.folder}: the processes were still there after {seconds:.0f} s.")
+            time.sleep(0.002)
+        return [statuses[pid] for pid in self.pids]
+
+    def strike(self, kind: str, random: Random, *, longest: float) -> bool:
+        """Sends a random process its signal; False if the processes end before.
+
+        Args:
+            kind: one of KINDS.
+            random: draws the process and the moment.
+            longest: seconds within which the moment lies.
+        """
+        pid, moment = random.choice(self.pids), time.monotonic() + random.uniform(0, longest)
+        skipped, delay = random.randrange(3), random.uniform(0, 0.02)
+        if kind == "save":
+            is_due: Callable[[], bool] = _Saves(self.folder / "checkpoints", skipped).is_inside
+        else:
+            is_due = lambda: time.monotonic() > moment  # noqa: E731
+        while not is_due():
+            if _has_ended(pid):
+                return False
+            time.sleep(0.0002)
+        if kind == "save":
+            time.sleep(delay)
+        if _has_ended(pid):
+            return False
+        os.kill(pid, signal.SIGTERM if kind == "sigterm" else signal.SIGKILL)
+        return True
+
+
+class _Saves:
+    """Watches a folder for checkpoints that are not finished, and skips some."""
+
+    def __init__(self, root: Path, skipped: int) -> None:
+        self.root, self.skipped, self.last = root, skipped, ""
+
+    def is_inside(self) -> bool:
+        """Whether a checkpoint is unfinished at this moment, after those that are skipped."""
+        unfinished = self._unfinished()
+        if unfinished and unfinished != self.last:
+            self.skipped -= 1
+        self.last = unfinished
+        return bool(unfinished) and self.skipped < 0
+
+    def _unfinished(self) -> str:
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return ""
+        for name in names:
+            if name.endswith(".partial") or (self.root / name / ".unfinished").exists():
+                return name
+        return ""
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child process has ended; it stays to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _be(work: str, folder: Path, rank: int, tracker: str) -> None:
+    """In a forked process: trains, and ends as an interpreter would."""
+    log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
+    os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.02"  # a step of these runs takes less than a second
+    status = 0
+    try:
+        works.run(work, folder, tracker)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException as error:
+        traceback.print_exc()
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
