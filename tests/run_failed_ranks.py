@@ -17,7 +17,7 @@ from tests.lm.grpo import run_distributed as grpo
 
 from trimtab_lm import SFTConfig, SFTTrainer
 
-LIMIT = 8.0  # seconds
+LIMIT, REWARD_LIMIT = 8.0, 4.0  # seconds
 FAILING_STEP = 2
 
 
@@ -29,7 +29,12 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-FAILURES = {"raises": no_answer, "dies": kill}
+def wait_forever() -> None:
+    time.sleep(600)
+
+
+FAILURES = {"raises": no_answer, "dies": kill, "sleeps": wait_forever}
+LIMITS = {"rank_failure_timeout": LIMIT, "reward_timeout": REWARD_LIMIT}
 
 
 class FailingReward:
@@ -62,7 +67,7 @@ def ppo_loop(reward: FailingReward, folder: str) -> None:
 
 def ppo_train(reward: FailingReward, folder: str) -> None:
     prompts = Dataset.from_dict({"input_ids": [row.tolist() for row in tiny.rows(24, 2, 5)]})
-    trainer = tiny.ppo(arguments={"dataset": prompts}, rank_failure_timeout=LIMIT, steps=3)
+    trainer = tiny.ppo(arguments={"dataset": prompts}, steps=3, **LIMITS)
     trainer.train(lambda completions, **_: [reward()] * len(completions), generation_kwargs={"max_new_tokens": 4})
 
 
@@ -71,15 +76,20 @@ def grpo_train(reward: FailingReward, folder: str) -> None:
         failing = reward()
         return [failing + len(text) for text in completions]
 
-    grpo.trainer(folder, reward=score, rank_failure_timeout=LIMIT, max_steps=3).train()
+    grpo.trainer(folder, reward=score, max_steps=3, **LIMITS).train()
 
 
-def ddpo_train(reward: FailingReward, folder: str) -> None:
+def ddpo_train(reward: FailingReward, folder: str, **options: bool) -> None:
     def score(images: torch.Tensor, *_: Any) -> torch.Tensor:
         return images.mean((1, 2, 3)) + reward()
 
     sizes = {"sample_num_batches_per_epoch": 1, "train_batch_size": 2, "train_gradient_accumulation_steps": 1}
-    diffusion.trainer(folder, reward=score, rank_failure_timeout=LIMIT, num_epochs=3, save_freq=9, **sizes).train()
+    diffusion.trainer(folder, reward=score, num_epochs=3, save_freq=9, **LIMITS, **sizes, **options).train()
+
+
+def ddpo_threads(reward: FailingReward, folder: str) -> None:
+    """Rewards are computed in threads during sampling."""
+    ddpo_train(reward, folder, async_reward_computation=True)
 
 
 def sft_data(reward: FailingReward, folder: str) -> None:
@@ -95,7 +105,7 @@ def sft_data(reward: FailingReward, folder: str) -> None:
     SFTTrainer(tiny.gpt2(), config, processing_class=tiny.tokenizer(), **data)
 
 
-TRAINERS = {each.__name__: each for each in (ppo_loop, ppo_train, grpo_train, ddpo_train, sft_data)}
+TRAINERS = {each.__name__: each for each in (ppo_loop, ppo_train, grpo_train, ddpo_train, ddpo_threads, sft_data)}
 
 
 def main(name: str, failure: str, rank: str) -> None:

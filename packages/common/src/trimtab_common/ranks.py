@@ -5,12 +5,14 @@ backend's timeout of 10 minutes (NCCL) or 30 (gloo), whose message names nobody.
 with rank 0. Over this connection a process tells its phase, and hears of failures.
 
 The kernel closes the connection of a process that dies, and finds out that a machine is gone. A process that is slow,
-that holds Python's lock or that is stopped in a debugger keeps its connection, so it does not count as failed.
+that holds Python's lock or that is stopped in a debugger keeps its connection, so it does not count as failed. Only
+rewards, which may wait for a service, have a limit of their own: a process that is longer in them fails.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import socket
 import sys
@@ -31,6 +33,8 @@ from trimtab_common.stats import gather_over_ranks, world_size
 
 EXIT_STATUS = 75
 """Of a process that ends because another one failed: EX_TEMPFAIL of sysexits.h, for which a retry makes sense."""
+REWARDS = "rewards"
+"""The phase that has a limit."""
 TICK = 0.5
 """Seconds between two looks at the clock."""
 
@@ -39,7 +43,7 @@ class RankFailedError(RuntimeError):
     """Another process failed, and this one cannot go on without it. The message names its rank, phase and error."""
 
 
-def watch_ranks(limit: float | None) -> None:
+def watch_ranks(limit: float | None, reward_limit: float | None = None) -> None:
     """Begins to watch the other processes of the default process group. Collective.
 
     From then on, a process that is in a phase ends within `limit` seconds after another one has failed: by a
@@ -49,6 +53,7 @@ def watch_ranks(limit: float | None) -> None:
     Args:
         limit: seconds; half of it is for finding out that a machine is gone. A later call changes it. 0 or None: no
             watch begins.
+        reward_limit: seconds that a process may be in the phase `REWARDS`; 0 or None: as long as it takes.
     """
     global _watch
     if not limit or world_size() == 1:
@@ -56,7 +61,7 @@ def watch_ranks(limit: float | None) -> None:
     if _watch is None or not _watch.is_of_this_group:
         _watch = _connected(limit)
     if _watch is not None:
-        _watch.limit = limit
+        _watch.limit, _watch.reward_limit = limit, reward_limit
 
 
 @contextmanager
@@ -100,7 +105,7 @@ class Watch:
     Attributes:
         connection: to the relay of rank 0.
         key: the relay's.
-        limit: see `watch_ranks`.
+        limit, reward_limit: see `watch_ranks`.
         relay: on rank 0 alone.
         thread: the thread whose phases count.
         unit: see `begin`.
@@ -110,6 +115,8 @@ class Watch:
 
     def __init__(self, connection: Connection, key: str, limit: float, relay: Relay | None) -> None:
         self.connection, self.key, self.limit, self.relay = connection, key, limit, relay
+        self.reward_limit: float | None = None
+        self._scoring_since: float | None = None
         self.thread, self.unit = threading.get_ident(), ""
         self.status, self.failures = Status(dist.get_rank()), dict[int, tuple[float, Status]]()
         self._host = Status(0)  # what is known of rank 0
@@ -139,12 +146,14 @@ class Watch:
                     raise RankFailedError(self._explained(failure))
             self._entered = time.monotonic()
         self._phase = name
+        if name == REWARDS:
+            self._scoring_since = time.monotonic()
         self._tell(Status(self.status.rank, self._in_unit(name)))
         return outer
 
     def leave(self, name: str, outer: str | None) -> None:
         """Ends a phase without an error."""
-        self._phase = outer
+        self._phase, self._scoring_since = outer, None
         if outer is None:
             self._entered = None
         self._tell(replace(self.status, phase=self._in_unit(outer or f"after {name}")))
@@ -155,7 +164,7 @@ class Watch:
         Raises:
             RankFailedError: the error is that of a collective, and another process failed.
         """
-        self._phase = outer
+        self._phase, self._scoring_since = outer, None
         if outer is not None or self.status.state == "left":
             return
         failure = self._cause_of(error)
@@ -218,15 +227,19 @@ class Watch:
                 if self.connection.poll(TICK):
                     self._hear(receive(self.connection, self.key))
                 self._end_if_overdue()
+                self._end_if_slow()
             self._say_goodbye()
-            while self._confirmed != self.status and self.connection.poll(TICK):
-                self._hear(receive(self.connection, self.key))
+            self._hear_until_told()
         except OSError:
             self._hear(self._host.killed())
             while self.failures and self.is_of_this_group:
                 time.sleep(TICK)
                 self._end_if_overdue()
         self.close()
+
+    def _hear_until_told(self) -> None:
+        while self._confirmed != self.status and self.connection.poll(TICK):
+            self._hear(receive(self.connection, self.key))
 
     def _hear(self, status: Status) -> None:
         with self._news:
@@ -253,6 +266,18 @@ class Watch:
             self._print(f"{self._explained(failure)} It waited {waited:.0f} s and ends with status {EXIT_STATUS}.")
             sys.stdout.flush()
             os._exit(EXIT_STATUS)  # nothing interrupts the main thread, which is in a collective
+
+    def _end_if_slow(self) -> None:
+        since = self._scoring_since
+        if since is None or not self.reward_limit or time.monotonic() - since <= self.reward_limit:
+            return
+        error = f"the rewards took more than {self.reward_limit:g} s, which is the limit (reward_timeout)"
+        self._tell(replace(self.status, state="ended", error=error))
+        self._print(f"In phase '{self.status.phase}' {error}. This process ends with status {EXIT_STATUS}, from:")
+        faulthandler.dump_traceback()
+        self._hear_until_told()
+        sys.stdout.flush()
+        os._exit(EXIT_STATUS)  # the main thread is in a function of the user
 
     def _explained(self, failure: Status) -> str:
         alone = " No later failure is known, because rank 0 passes them on." if failure.rank == 0 else ""

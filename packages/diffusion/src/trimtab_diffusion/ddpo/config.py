@@ -90,6 +90,11 @@ class DDPOConfig:
         "Seconds within which a process ends after another one has failed. 0 or None: it waits as long as torch does.",
         default=60,
     )
+    reward_timeout: NotNegative | None = setting(
+        "With several processes, seconds that the rewards of a batch may take in one of them while the others wait; "
+        "then all end. 0 or None: no limit. Needs rank_failure_timeout.",
+        default=600,
+    )
 
     def __post_init__(self) -> None:
         check_tracker_name(self.log_with)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab_common.health import check_rows
-from trimtab_common.ranks import phase
+from trimtab_common.ranks import REWARDS, phase
 from trimtab_common.scores import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import Deviation, Mean
@@ -109,7 +109,7 @@ class Rewards:
         self.function, self.others = function, others
         self._pool = None if workers is None else ThreadPoolExecutor(workers)
 
-    @phase("rewards")
+    @phase(REWARDS)
     def start(self, images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> Callable[[], Scored]:
         """Begins to score a batch; the result is a function that waits for its rewards."""
 
@@ -125,7 +125,7 @@ class Rewards:
             scored = score()
             return lambda: scored
         future: Future[Scored] = self._pool.submit(score)
-        return future.result
+        return phase(REWARDS)(future.result)
 
 
 def sample_and_score(

@@ -30,7 +30,7 @@ from .objective import Reference
 WITHOUT_EFFECT = (
     *("exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq"),
     *("num_checkpoint_limit", "resume_*", "max_workers", "async_reward_computation", "train_gradient_checkpointing"),
-    *("train_compile", "train_channels_last", "trajectory_on_cpu", "rank_failure_timeout"),
+    *("train_compile", "train_channels_last", "trajectory_on_cpu", "rank_failure_timeout", "reward_timeout"),
 )
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
@@ -62,7 +62,7 @@ def accelerator_of(config: DDPOConfig) -> WeighingAccelerator:
     accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs, mixed_precision=precision)
     max_grad_norm = config.train_max_grad_norm
     tell_deepspeed_of_batches(accelerator, size=config.train_batch_size, max_grad_norm=max_grad_norm)
-    watch_ranks(config.rank_failure_timeout)
+    watch_ranks(config.rank_failure_timeout, config.reward_timeout)
     return accelerator
 
 

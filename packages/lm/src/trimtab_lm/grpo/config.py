@@ -97,6 +97,11 @@ class GRPOConfig(TrainerConfig):
     dataset_num_proc: Count | None = setting("Processes that tokenize the prompts.", default=None)
     log_completions: bool = setting("Print some completions at every log.", default=False)
     num_completions_to_print: int | None = setting("How many of them. None: all of the last rollout.", default=None)
+    reward_timeout: NotNegative | None = setting(
+        "With several processes, seconds that the rewards of a batch may take in one of them while the others wait; "
+        "then all end. 0 or None: no limit. Needs rank_failure_timeout.",
+        default=600,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

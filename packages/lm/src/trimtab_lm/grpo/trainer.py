@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import rounding_of
 from trimtab_common.kl import k3
-from trimtab_common.ranks import phase
+from trimtab_common.ranks import phase, watch_ranks
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
@@ -97,6 +97,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
+        watch_ranks(args.rank_failure_timeout, args.reward_timeout)
         self.pending = Pending()
         self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
         if args.asynchronous_rollouts:

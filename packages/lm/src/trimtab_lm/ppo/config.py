@@ -156,6 +156,11 @@ class PPOConfig(_Taken):
         "Seconds within which a process ends after another one has failed. 0 or None: it waits as long as torch does.",
         default=60,
     )
+    reward_timeout: NotNegative | None = setting(
+        "With several processes, seconds that the rewards of a batch may take in one of them while the others wait; "
+        "then all end. 0 or None: no limit. Needs rank_failure_timeout.",
+        default=600,
+    )
 
     @property
     def clips_to_sampler(self) -> bool:

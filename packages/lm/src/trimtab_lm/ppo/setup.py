@@ -36,6 +36,7 @@ WITHOUT_EFFECT = (
     *("exp_name", "log_with", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
     *("compare_steps", "steps", "model_name", "query_dataset", "reward_model", "optimize_device_cache", "output_dir"),
     *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size", "rank_failure_timeout"),
+    "reward_timeout",
 )
 """Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
 HELD = ("learning_rate", "init_kl_coef")
@@ -48,7 +49,7 @@ def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
     check_engine(config, accelerator.distributed_type)
     keep_output_precision(accelerator)
     tell_deepspeed_of_batches(accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
-    watch_ranks(config.rank_failure_timeout)
+    watch_ranks(config.rank_failure_timeout, config.reward_timeout)
     return accelerator
 
 

@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trimtab_common.ranks import phase
+from trimtab_common.ranks import REWARDS, phase
 from trimtab_common.scores import checked_scores
 from trimtab_common.stats import Deviation, Mean, Variance
 from trimtab_lm.data.formats import Text
@@ -110,7 +110,7 @@ class RewardSet:
         ]
         self._loop: EventLoop | None = None
 
-    @phase("rewards")
+    @phase(REWARDS)
     def __call__(
         self,
         prompts: Sequence[Text],
