@@ -18,11 +18,13 @@ SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusio
   tests/common/test_ranks.py tests/test_failed_ranks.py
 HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/test_scores.py \
   tests/lm/ppo/test_health.py tests/lm/grpo/test_health.py tests/diffusion/test_ddpo_health.py
+SIGNALS := tests/test_signals.py tests/test_disks.py tests/test_locks.py tests/test_checkpoint_rules.py \
+  tests/common/test_interruption.py
 ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.py
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed health fuzz audit check format sizes bench chaos gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz audit check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +59,9 @@ test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (F
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow $(ZERO) $(ARGS)
 
+signals: $(STAMP) ## SIGTERM, SIGINT, full disks and second writers in every trainer (five minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or distributed or not slow" --durations=10 $(SIGNALS) $(ARGS)
+
 health: $(STAMP) ## provoke every fault that the health report names, and ten healthy runs without an alarm (three minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or not slow" --durations=10 $(HEALTH) $(ARGS)
 
@@ -85,6 +90,9 @@ bench: $(STAMP) ## time every trainer beside its peer, and write tools/bench/REA
 
 chaos: $(STAMP) ## kill the trainers' processes 112 times, and compare their runs with runs left alone (6 minutes)
 	OMP_NUM_THREADS=1 $(PY) -m tools.chaos --record tools/chaos/record.json $(ARGS)
+
+chaos-short: $(STAMP) ## the same with six kills (half a minute)
+	OMP_NUM_THREADS=1 $(PY) -m tools.chaos --short
 
 gpu: $(STAMP) ## run what needs a GPU, in parts of less than eight minutes, and write docs/gpu.md
 	$(PY) -m tools.gpu $(ARGS)

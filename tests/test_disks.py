@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trimtab_common import locks
 from trimtab_common.sealing import CheckpointError, checkpoints, latest_checkpoint, verify
 
-LONG = ("ddpo", "dpo", "reward", "grpo")
-EVERY = ["ppo", "sft", "iterative_sft", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+LONG = ("iterative_sft", "ddpo", "dpo", "reward", "grpo")
+EVERY = ["ppo", "sft", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
 
 
 @contextmanager

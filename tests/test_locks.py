@@ -15,8 +15,8 @@ from trimtab_common import locks
 from trimtab_common.locks import free, hold
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
 
-LONG = ("ddpo", "dpo", "reward", "grpo")
-EVERY = ["ppo", "sft", "iterative_sft", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+LONG = ("iterative_sft", "ddpo", "dpo", "reward", "grpo")
+EVERY = ["ppo", "sft", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
 WRITER = """
 import sys
 from pathlib import Path

@@ -16,8 +16,8 @@ from tests.processes import ROOT, ends_of_two, environment
 from trimtab_common.sealing import checkpoints, is_complete
 
 Session = Callable[..., int]
-QUICK = ("ppo", "ppo_step", "sft", "iterative_sft")
-LONG = ("ddpo", "ddpo_step", "dpo", "reward", "grpo")
+QUICK = ("ppo_step", "sft")
+LONG = ("ppo", "iterative_sft", "ddpo", "ddpo_step", "dpo", "reward", "grpo")
 EVERY = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
 PLACES = [
     ("update", 5),
@@ -104,13 +104,15 @@ def test_a_signal_saves_after_its_step_and_the_resumed_run_ends_like_one_left_al
     assert_same(torch.load(tmp_path / "run" / "final-0.pt", weights_only=True), straight(name))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*QUICK, *LONG])
 def test_a_second_signal_ends_the_process_at_once(name: str, session: Session, tmp_path: Path):
     sent = {"signals": ["SIGTERM", "SIGTERM"], "place": "update", "at": 1}
     assert session(name, tmp_path / "run", **sent) == -15
     assert not checkpoints(tmp_path / "run" / "checkpoints")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_without_a_folder_for_checkpoints_a_warning_says_that_nothing_is_saved(
     name: str, session: Session, tmp_path: Path
@@ -132,6 +134,7 @@ def wandb_records(work: str, folder: Path, session: Session, signals: list[str],
     return read_wandb(folder / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline_wandb")
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_sigterm_marks_wandbs_run_as_preempting_and_closes_it(name: str, session: Session, tmp_path: Path):
@@ -140,6 +143,7 @@ def test_sigterm_marks_wandbs_run_as_preempting_and_closes_it(name: str, session
     assert records["exit"][0].exit_code == 143
 
 
+@pytest.mark.slow
 def test_sigint_closes_wandbs_run_as_failed(session: Session, tmp_path: Path):
     records = wandb_records("ppo", tmp_path, session, ["SIGINT"], 130)
     assert records["preempting"] == []
