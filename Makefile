@@ -24,7 +24,7 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz audit check format sizes bench chaos chaos-short gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,9 @@ health: $(STAMP) ## provoke every fault that the health report names, and ten he
 
 fuzz: $(STAMP) ## 10,000 generated inputs for formulas, data, settings and rewards (a minute; the tests run a short form)
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/generated --hypothesis-profile long --durations=10 $(ARGS)
+
+long-runs: $(STAMP) ## a thousand steps of PPO, GRPO and DDPO with W&B, whose memory and bytes per step stay flat (six minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow tests/test_long_runs.py $(ARGS)
 
 audit: $(STAMP) $(AUDIT)/.installed ## look up known vulnerabilities of everything that is installed (needs PyPI)
 	$(PY) -m pip freeze --exclude-editable | sed -E 's/\+[A-Za-z0-9.]+$$//; / @ /d' > $(AUDIT)/installed.txt

@@ -66,7 +66,7 @@ class Size:
     images: int = 8
     denoising_steps: int = 8
     scored: int = 128
-    reward: float = 0.815
+    reward: float = 0.83
     matmul: int = 2048
 
 

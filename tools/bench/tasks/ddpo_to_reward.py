@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 CAPTIONS = [f"a {color} {shape}" for color in ("red", "green", "blue") for shape in ("circle", "square", "cross")]
 LATENT, TOKENS = 8, 8  # of the pipeline's U-Net
-TRAININGS, MOST_EPOCHS = 3, 60
+TRAININGS, MOST_EPOCHS = 2, 60
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
