@@ -16,6 +16,13 @@ from trimtab_common import interruption
 from trimtab_common.interruption import Interruption, exit_at_sigterm, is_preemption
 
 
+@pytest.fixture(autouse=True)
+def nobody_listens() -> None:
+    """Trainers of other tests, whose loops never came to their last step, listen until they are collected."""
+    for one in list(interruption._signals.listeners):
+        one.release()
+
+
 @pytest.fixture
 def statuses() -> list[int]:
     """With what the trackers of `trainer` were closed."""
@@ -97,6 +104,17 @@ def test_a_trainer_that_is_gone_leaves_signals_to_the_program(statuses):
     with pytest.raises(KeyboardInterrupt):
         tell(signal.SIGINT)
     assert heard == []
+
+
+def test_handlers_that_the_program_puts_back_after_the_run_do_what_python_does(trainer):
+    before = handlers()
+    with trainer.during_train():
+        ours = handlers()
+    for number, handler in zip(interruption.SIGNALS, ours, strict=True):
+        signal.signal(number, handler)
+    with pytest.raises(KeyboardInterrupt):
+        tell(signal.SIGINT)
+    assert handlers() == before
 
 
 def test_a_handler_of_the_programs_own_stays(trainer):

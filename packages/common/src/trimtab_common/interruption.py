@@ -31,7 +31,9 @@ from trimtab_common.stats import sum_over_ranks, world_size
 
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PYTHONS: dict[int, Handler] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+"""The signals, with Python's own handlers."""
+SIGNALS = tuple(PYTHONS)
 ONE = 1.0
 """Seconds within which several signals count as one."""
 
@@ -77,9 +79,9 @@ class _Signals:
     def restore(self) -> None:
         """Puts back the handlers that were there before, those that nobody has replaced since."""
         if threading.current_thread() is threading.main_thread():
-            for number, handler in self._before.items():
-                if signal.getsignal(number) == self._on_signal:
-                    signal.signal(number, handler)
+            for number, default in PYTHONS.items():
+                if signal.getsignal(number) == self._on_signal:  # also where the program has put it back
+                    signal.signal(number, self._before.get(number, default))
             self._before.clear()
 
     def exit_at_sigterm(self, *, exits: bool) -> None:
