@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from trimtab_common.ranks import begin, phase, watch_ranks
+from trimtab_common.stats import gather_over_ranks
 
 
 def say(**facts: object) -> None:
@@ -130,8 +132,10 @@ def one_ends_early(rank: int, limit: float) -> None:
 
 def cannot_connect(rank: int, limit: float) -> None:
     """The second process group is served at an address that does not exist."""
+    # Over a file: at the same port a process may still meet the first group's store, which is about to close.
+    store = f"file://{gather_over_ranks(tempfile.mkdtemp())[0]}/store"
     dist.destroy_process_group()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     os.environ["MASTER_ADDR"] = "nowhere.invalid"
     watch_ranks(limit)
     with phase("training"):
