@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from tools.chaos import works
+from tools.chaos.processes import end_as
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trimtab_common import checkpoint, sealing
@@ -70,21 +70,7 @@ def status_of(session: dict[str, Any]) -> int:
     folder.mkdir(exist_ok=True)
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    status = 0
-    try:
-        run(session)
-    except KeyboardInterrupt:
-        status = 130  # as Python ends a program that does not catch it
-    except SystemExit as end:
-        status = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stderr.flush()
-    os._exit(status)
+    end_as(lambda: run(session), log=folder / "log.txt")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.common.test_tracking import read_wandb
 from tests.processes import ROOT, ends_of_two, environment
+from tools.chaos.trees import tree_difference
 
 from trimtab_common.sealing import checkpoints, is_complete
 
@@ -62,23 +63,6 @@ def straight(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Call
     return left
 
 
-def assert_same(one: Any, other: Any, where: str = "") -> None:
-    """Equal to the bit, tensors and numbers in the same tree."""
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for i, pair in enumerate(zip(one, other, strict=True)):
-            assert_same(*pair, f"{where}/{i}")
-    else:
-        assert one == other, where
-
-
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(("place", "at"), PLACES)
 def test_a_signal_saves_after_its_step_and_the_resumed_run_ends_like_one_left_alone(
@@ -101,7 +85,8 @@ def test_a_signal_saves_after_its_step_and_the_resumed_run_ends_like_one_left_al
     if place == "update":
         assert max(kept) == SAVED.get(name, 3 if "ddpo" in name else 5)
     assert session(name, tmp_path / "run") == 0, (tmp_path / "run" / "log.txt").read_text()
-    assert_same(torch.load(tmp_path / "run" / "final-0.pt", weights_only=True), straight(name))
+    left = torch.load(tmp_path / "run" / "final-0.pt", weights_only=True)
+    assert tree_difference(left, straight(name)) == ""
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.diffusion import tiny
 from tests.diffusion.run_ddpo_resume import EPOCHS
+from tools.chaos.trees import tree_difference
 
 from trimtab_common.sealing import CheckpointError
 from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
@@ -40,17 +41,6 @@ def without_run(line: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in line.items() if name != "run_id"}, sort_keys=True)
 
 
-def assert_same(one: Any, other: Any, where: str = "") -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for name in one:
-            assert_same(one[name], other[name], f"{where}.{name}")
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    else:
-        assert one == other, where
-
-
 def assert_same_run(killed: Path, straight: Path) -> None:
     """Every epoch that was ever made, before a kill or after it, is the straight run's; so is what was left last."""
     expected = {line["epoch"]: without_run(line) for line in epochs(straight)}
@@ -60,7 +50,7 @@ def assert_same_run(killed: Path, straight: Path) -> None:
     for line in entries:
         assert without_run(line) == expected[line["epoch"]], line["epoch"]
     one, other = (torch.load(folder / "final.pt", weights_only=True) for folder in (killed, straight))
-    assert_same(one, other)
+    assert tree_difference(one, other) == ""
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import SessionLog
+from tools.chaos.trees import tree_difference
 from tools.chaos.works import is_repeatable
 
 History = dict[str, list[tuple[int, float]]]
@@ -15,10 +16,10 @@ def difference(run: Path, straight: Path) -> str:
     """Where the two differ first; empty if they are equal."""
     for file in sorted(straight.glob("final-*.pt")):
         one, other = (torch.load(folder / file.name, weights_only=True) for folder in (run, straight))
-        if where := _difference(one, other):
+        if where := tree_difference(one, other):
             return f"{file.stem}{where}"
     read = wandb_scalars if any(straight.rglob("run-*.wandb")) else tensorboard_scalars
-    return _difference(read(run), read(straight), "/tracker")
+    return tree_difference(read(run), read(straight), "/tracker")
 
 
 def wandb_scalars(run: Path) -> History:
@@ -60,22 +61,3 @@ def tensorboard_scalars(run: Path) -> History:
                 if len(logged) == 2 and is_repeatable(value.tag) and (is_ours or logged not in history[value.tag]):
                     history[value.tag].append(logged)
     return {name: sorted(values, key=lambda value: value[0]) for name, values in history.items() if values}
-
-
-def _difference(one: object, other: object, where: str = "") -> str:
-    if type(one) is not type(other):
-        return f"{where}: {type(one).__name__}, {type(other).__name__}"
-    match one, other:
-        case torch.Tensor(), torch.Tensor():
-            return "" if torch.equal(one, other) else f"{where}: tensors differ"
-        case dict(), dict():
-            if one.keys() != other.keys():
-                return f"{where}: only one has {', '.join(map(str, sorted(one.keys() ^ other.keys(), key=str)[:4]))}"
-            pairs = [(f"{where}/{key}", one[key], other[key]) for key in one]
-        case (list() | tuple(), list() | tuple()):
-            if len(one) != len(other):
-                return f"{where}: {len(one)} and {len(other)} entries"
-            pairs = [(f"{where}/{i}", *pair) for i, pair in enumerate(zip(one, other, strict=True))]
-        case _:
-            return "" if one == other or (one != one and other != other) else f"{where}: {one}, {other}"
-    return next(filter(None, (_difference(a, b, place) for place, a, b in pairs)), "")

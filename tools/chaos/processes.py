@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import NoReturn
 
 from tools.chaos import works
 
@@ -91,11 +92,8 @@ class Group:
         """
         pid, moment = random.choice(self.pids), time.monotonic() + random.uniform(0, longest)
         skipped, delay = random.randrange(3), random.uniform(0, 0.02)
-        if kind == "save":
-            is_due: Callable[[], bool] = _Saves(self.folder / "checkpoints", skipped).is_inside
-        else:
-            is_due = lambda: time.monotonic() > moment  # noqa: E731
-        while not is_due():
+        saves = _Saves(self.folder / "checkpoints", skipped)
+        while not (saves.is_inside() if kind == "save" else time.monotonic() > moment):
             if _has_ended(pid):
                 return False
             time.sleep(0.0002)
@@ -137,16 +135,23 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _be(work: str, folder: Path, rank: int, tracker: str) -> None:
-    """In a forked process: trains, and ends as an interpreter would."""
-    log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def _be(work: str, folder: Path, rank: int, tracker: str) -> NoReturn:
+    """In a forked process: trains."""
     os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
     os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.02"  # a step of these runs takes less than a second
+    end_as(lambda: works.run(work, folder, tracker), log=folder / f"log-{rank}.txt")
+
+
+def end_as(program: Callable[[], object], *, log: Path) -> NoReturn:
+    """In a forked process: runs a program, whose output goes to a file, and ends as an interpreter would."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     status = 0
     try:
-        works.run(work, folder, tracker)
+        program()
+    except KeyboardInterrupt:
+        status = 130
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException as error:

@@ -1,7 +1,7 @@
 """The seven trainers on tiny models, each as a program that goes on from its folder's newest checkpoint.
 
 Every reward and every dropout draws random numbers, so that a resumed run that lost a generator's state would show.
-`Work.end` says what the last step left; what was logged lies in the tracker's files and in `logged`.
+`run` writes what the last step left; what was logged lies in the tracker's files, too.
 """
 
 import os
@@ -91,8 +91,11 @@ def ppo(folder: Path, tracker: str, **more: Any) -> Any:
     """`PPOTrainer.train`."""
     trainer = ppo_trainer(folder, tracker, **more)
     options = {"max_new_tokens": 6, "do_sample": True}
-    score: Callable[..., list[float]] = lambda queries, responses, **_: scored(responses)  # noqa: E731
-    trainer.train(score, generation_kwargs=options, resume_from="latest" if trainer.config.output_dir else None)
+    trainer.train(
+        lambda queries, responses, **_: scored(responses),
+        generation_kwargs=options,
+        resume_from="latest" if trainer.config.output_dir else None,
+    )
     trainer.tracker.finish()
     return trainer, trainer.actor_critic
 
@@ -218,8 +221,8 @@ def grpo(folder: Path, tracker: str, **more: Any) -> Any:
         num_generations=2, max_completion_length=4, steps_per_generation=2, **settings(folder, tracker, **more)
     )
     prompts = Dataset.from_dict({"prompt": PAIRS["prompt"]})
-    score: Callable[..., list[float]] = lambda completions, **_: scored(completions)  # noqa: E731
-    return trained(GRPOTrainer(tiny.gpt2(), score, config, train_dataset=prompts, processing_class=tiny.tokenizer()))
+    data = {"train_dataset": prompts, "processing_class": tiny.tokenizer()}
+    return trained(GRPOTrainer(tiny.gpt2(), lambda completions, **_: scored(completions), config, **data))
 
 
 def iterative_sft(folder: Path, tracker: str, **more: Any) -> Any:
