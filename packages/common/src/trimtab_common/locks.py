@@ -38,8 +38,10 @@ def hold(root: Path, owner: object) -> None:
         if (file := _locked(path)) is None:
             return
         _held[path] = file, set()
-    _held[path][1].add(id(owner))
-    weakref.finalize(owner, _free, path, id(owner))
+    owners = _held[path][1]
+    if id(owner) not in owners:
+        owners.add(id(owner))
+        weakref.finalize(owner, _free, path, id(owner))
 
 
 def free(owner: object) -> None:

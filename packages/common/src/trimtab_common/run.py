@@ -192,15 +192,15 @@ class Run:
             full = self.accelerator.get_state_dict(self.model)
             weights = {name: weight for name, weight in full.items() if name in weights}
         parts, numbers = self._parts_and_numbers()
-        if self.interruption.number:
-            self.tracker  # noqa: B018  it starts, so that the run goes on under its id
-        everywhere(lambda: self.hold(root))
+        # Before the process ends the tracker starts, so that the run goes on under its id.
+        tracker_id = self.tracker.run_id if self.interruption.number else self.tracker_id
+        self._hold(root)
         return save_checkpoint(
             root,
             step,
             accelerator=self.accelerator,
             weights=weights,
-            state={**{name: part.state_dict() for name, part in parts.items()}, **numbers, TRACKER_ID: self.tracker_id},
+            state={**{name: part.state_dict() for name, part in parts.items()}, **numbers, TRACKER_ID: tracker_id},
             rank_state={name: part.state_dict() for name, part in self._kept_per_rank.items()},
             run=self.record,
             keep=keep,
@@ -260,7 +260,7 @@ class Run:
         else:
             newest = latest_checkpoint(where)
         if newest is not None:
-            everywhere(lambda: self.hold(root))
+            self._hold(root)
             self.load(newest)
         elif where != "latest":
             state = "is not a checkpoint, and holds none" if Path(where).is_dir() else "does not exist"
@@ -320,17 +320,21 @@ class Run:
             root: the folder of checkpoints; None if there is none.
         """
         if root is not None:
-            everywhere(lambda: self.hold(root))
+            self._hold(root)
         try:
             with self.interruption.during_train():
                 yield
         finally:
             free(self)
 
-    def hold(self, root: str | Path) -> None:
-        """Keeps other runs from writing to an existing folder while this one lasts; see `trimtab_common.locks`."""
-        if self.accelerator.is_main_process and Path(root).is_dir():
-            hold(Path(root), self)
+    def _hold(self, root: str | Path) -> None:
+        """Keeps other runs from writing to an existing folder while this one lasts; see `locks`. Collective."""
+
+        def hold_here() -> None:
+            if self.accelerator.is_main_process and Path(root).is_dir():
+                hold(Path(root), self)
+
+        everywhere(hold_here)
 
     # ------------------------------------------------------- tracker, health, hub
 
