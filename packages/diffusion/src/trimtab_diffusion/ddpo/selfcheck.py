@@ -1,13 +1,12 @@
 """Before the first update the policy must give the probabilities that it sampled with."""
 
 import warnings
-from collections.abc import Mapping
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trimtab_common.conditions import OTHER_REFERENCE, Vitals
+from trimtab_common.conditions import OTHER_REFERENCE
 from trimtab_common.health import rounding_of, warn_at_start
 from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
@@ -73,20 +72,6 @@ def check_first(
             device=accelerator.device,
         )
     return {"selfcheck/nats": nats}
-
-
-def vitals(stats: Mapping[str, float], config: DDPOConfig) -> Vitals:
-    """The quantities of an epoch that its health is judged by.
-
-    The deviation of the rewards is the scale only of `estimator="rwr"`: other estimators divide by it.
-    """
-    return Vitals(
-        kl=stats.get("objective/kl"),
-        kl_coef=stats.get("objective/kl_coef"),
-        clip_fraction=stats.get("clipfrac"),
-        reward_std=stats["reward_std"],
-        scale=config.rwr_beta * stats["reward_std"] if config.estimator == "rwr" else None,
-    )
 
 
 @torch.no_grad()

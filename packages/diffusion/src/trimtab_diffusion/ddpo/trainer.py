@@ -25,8 +25,9 @@ from .config import DDPOConfig
 from .objective import Stats, advantages_of, policy_loss, regression_loss
 from .replay import Replay, draw_pairs
 from .sampling import PromptFunction, RewardFunction, Rewards, Samples, draw_prompts, sample_and_score
-from .selfcheck import check_first, vitals
+from .selfcheck import check_first
 from .services import HookTracker, PipelineServices
+from .statistics import vitals
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
 
@@ -290,7 +291,6 @@ class DDPOTrainer(PipelineServices):
             gathered["objective/kl_coef"] = self.kl_ctl.value
             self.kl_ctl.update(gathered["objective/kl"], len(samples.rewards) * self.accelerator.num_processes)
         self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
-        vitals_of_epoch = vitals(self.last_stats, self.config)
-        health = self.run.check_health(vitals_of_epoch, self.last_stats, when=f"epoch {epoch}")
+        health = self.run.check_health(vitals(self.last_stats, self.config), self.last_stats, when=f"epoch {epoch}")
         self.tracker.log({**gathered, **health}, self.global_step)
         self.tracker.images("pictures", *samples.captioned(16), self.global_step)
