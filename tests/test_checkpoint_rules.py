@@ -81,8 +81,12 @@ def test_a_resume_with_another_setting_lists_it(run):
 def test_a_new_run_is_refused_an_old_folder(run, monkeypatch):
     name, folder, begin = run
     monkeypatch.setattr(works, "latest_checkpoint", lambda root: None)  # so that the programs resume nothing
-    if name == "ppo":
-        begin = lambda folder, tracker: works.ppo_trainer(folder, tracker).train(works.scored)  # noqa: E731
-    more = {"resume_from": ""} if name == "ddpo" else {}
+
+    def begin_anew() -> None:
+        if name == "ppo":
+            works.ppo_trainer(folder, "none").train(works.scored)
+        else:
+            begin(folder, "none", **({"resume_from": ""} if name == "ddpo" else {}))
+
     with pytest.raises(CheckpointError, match=rf"{LAST} of another run.*choose another folder"):
-        begin(folder, "none", **more)
+        begin_anew()

@@ -319,7 +319,10 @@ def test_batches_of_all_processes_are_a_permutation_that_resumes(rows, size, see
 def test_prompts_are_cut_from_their_start(texts, limit):
     dataset = Dataset.from_dict({"prompt": texts})
     options: Any = {"is_encoder_decoder": False, "needed_for": "GRPO", "positions": Positions("Model", None, None)}
-    call = lambda longest: tokenize_prompts(dataset, tokenizer=TOKENIZERS["pieces"], max_length=longest, **options)  # noqa: E731
+
+    def call(longest: int | None) -> Any:
+        return tokenize_prompts(dataset, tokenizer=TOKENIZERS["pieces"], max_length=longest, **options)
+
     whole, cut = result_or_our_error(lambda: call(None)), result_or_our_error(lambda: call(limit))
     if isinstance(whole, Exception) or isinstance(cut, Exception):
         return

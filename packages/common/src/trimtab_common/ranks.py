@@ -35,6 +35,14 @@ EXIT_STATUS = 75
 """Of a process that ends because another one failed: EX_TEMPFAIL of sysexits.h, for which a retry makes sense."""
 REWARDS = "rewards"
 """The phase that has a limit."""
+FAILURE_TIMEOUT = (
+    "Seconds within which a process ends after another one has failed. 0 or None: it waits as long as torch does."
+)
+REWARD_TIMEOUT = (
+    "With several processes, seconds that the rewards of a batch may take in one of them while the others wait; then "
+    "all end. 0 or None: no limit. Needs rank_failure_timeout."
+)
+"""What the settings `rank_failure_timeout` and `reward_timeout` of the configs say of themselves."""
 TICK = 0.5
 """Seconds between two looks at the clock."""
 

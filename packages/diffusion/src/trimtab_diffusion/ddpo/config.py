@@ -14,6 +14,7 @@ from trimtab_common.config import (
     script_name,
     setting,
 )
+from trimtab_common.ranks import FAILURE_TIMEOUT, REWARD_TIMEOUT
 from trimtab_common.tracking import check_tracker_name
 
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
@@ -86,15 +87,8 @@ class DDPOConfig:
     trajectory_dtype: str | None = setting("Round latents to float32, float16 or bfloat16.", default=None)
     trajectory_on_cpu: bool = setting("Keep trajectories in the host's memory.", default=False)
     resume_with_changes: bool = setting("Resume with other settings, with a warning.", default=False)
-    rank_failure_timeout: NotNegative | None = setting(
-        "Seconds within which a process ends after another one has failed. 0 or None: it waits as long as torch does.",
-        default=60,
-    )
-    reward_timeout: NotNegative | None = setting(
-        "With several processes, seconds that the rewards of a batch may take in one of them while the others wait; "
-        "then all end. 0 or None: no limit. Needs rank_failure_timeout.",
-        default=600,
-    )
+    rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60)
+    reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 
     def __post_init__(self) -> None:
         check_tracker_name(self.log_with)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trimtab_common.config import Count, NotNegative, Positive, setting
+from trimtab_common.ranks import REWARD_TIMEOUT
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.sampling.backends import BACKENDS
@@ -97,11 +98,7 @@ class GRPOConfig(TrainerConfig):
     dataset_num_proc: Count | None = setting("Processes that tokenize the prompts.", default=None)
     log_completions: bool = setting("Print some completions at every log.", default=False)
     num_completions_to_print: int | None = setting("How many of them. None: all of the last rollout.", default=None)
-    reward_timeout: NotNegative | None = setting(
-        "With several processes, seconds that the rewards of a batch may take in one of them while the others wait; "
-        "then all end. 0 or None: no limit. Needs rank_failure_timeout.",
-        default=600,
-    )
+    reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 
     def __post_init__(self) -> None:
         super().__post_init__()

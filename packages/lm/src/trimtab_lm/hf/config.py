@@ -10,6 +10,7 @@ import torch
 from transformers import TrainingArguments
 
 from trimtab_common.config import NotNegative, check_ranges, setting, without_secrets
+from trimtab_common.ranks import FAILURE_TIMEOUT
 
 # transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
 _FIELDS = TrainingArguments.__dataclass_fields__
@@ -29,11 +30,7 @@ class TrainerConfig(TrainingArguments):
     model_init_kwargs: dict[str, object] | None = setting(
         "Arguments of from_pretrained, for a model given by name.", default=None, kw_only=True
     )
-    rank_failure_timeout: NotNegative | None = setting(
-        "Seconds within which a process ends after another one has failed. 0 or None: it waits as long as torch does.",
-        default=60,
-        kw_only=True,
-    )
+    rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from trimtab_common.config import Count, Fraction, NotNegative, Positive, Seed, check_ranges, script_name, setting
 from trimtab_common.kl import SAMPLED_KL
+from trimtab_common.ranks import FAILURE_TIMEOUT, REWARD_TIMEOUT
 from trimtab_common.tracking import check_tracker_name
 from trimtab_lm.sampling.backends import BACKENDS
 
@@ -152,15 +153,8 @@ class PPOConfig(_Taken):
         default=False,
     )
 
-    rank_failure_timeout: NotNegative | None = setting(
-        "Seconds within which a process ends after another one has failed. 0 or None: it waits as long as torch does.",
-        default=60,
-    )
-    reward_timeout: NotNegative | None = setting(
-        "With several processes, seconds that the rewards of a batch may take in one of them while the others wait; "
-        "then all end. 0 or None: no limit. Needs rank_failure_timeout.",
-        default=600,
-    )
+    rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60)
+    reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 
     @property
     def clips_to_sampler(self) -> bool:

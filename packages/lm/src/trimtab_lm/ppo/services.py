@@ -187,8 +187,7 @@ class PolicyServices(ForwardPasses):
         queries = batch["input_ids"]
         if self.rollout is None or options:  # which `generate` refuses beside a rollout
             responses = self.generate(queries, return_prompt=False, **options)
-            ends = self.sampler.eos_ids
-            return Sampled(responses, [any(int(last) in ends for last in row[-1:]) for row in responses])
+            return Sampled(responses, ended(responses, self.sampler.eos_ids).tolist())
         return self._from_backend(self.rollout, queries, rows_of(batch))
 
     def _ahead_if_asked(self, backend: RolloutBackend) -> RolloutBackend:
