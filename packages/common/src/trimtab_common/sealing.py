@@ -266,7 +266,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"the folder named checkpoint-<step> itself. {instead(path)} If you know that it is whole (downloaded, or "
             f"written by another program), seal it: python -m trimtab_common.sealing {path}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error}). {instead(path)}") from error
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version != FORMAT:
