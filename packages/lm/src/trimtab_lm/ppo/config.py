@@ -153,6 +153,9 @@ class PPOConfig(_Taken):
         default=False,
     )
 
+    gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", default=False)
+    dataset_num_proc: Count | None = setting("Processes that tokenize the prompts.", default=None)
+
     rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60)
     reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 
