@@ -120,7 +120,8 @@ def _no_change(config: TrainingArguments, old: str, value: object) -> None:
 
 def _add_sft_loss(config: Any, old: str, alpha: float) -> None:
     """Adds the loss of RPO to the losses of a DPOConfig."""
-    names = [config.loss_type] if isinstance(config.loss_type, str) else list(config.loss_type)
+    losses = config.loss_type or "sigmoid"  # HfArgumentParser leaves None
+    names = [losses] if isinstance(losses, str) else list(losses)
     if "sft" in names:
         raise ValueError(f"rpo_alpha={alpha} and loss_type={names} both add the loss sft. Give loss_weights alone.")
     config.loss_weights = [*(config.loss_weights or [1.0] * len(names)), alpha]
