@@ -25,7 +25,7 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,9 @@ test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (F
 
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow $(ZERO) $(ARGS)
+
+test-scripts: $(STAMP) ## run scripts that import trl, as they are, on our trainers (two minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or not slow" --durations=10 tests/lm/legacy/test_trl_scripts.py $(ARGS)
 
 signals: $(STAMP) ## SIGTERM, SIGINT, full disks and second writers in every trainer (five minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or distributed or not slow" --durations=10 $(SIGNALS) $(ARGS)
