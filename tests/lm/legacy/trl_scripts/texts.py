@@ -12,7 +12,7 @@ from trl.trainer.utils import DataCollatorForCompletionOnlyLM as SameCollator
 model_name, dataset_name = sys.argv[1:]
 assert not is_xpu_available()
 assert SameCollator is DataCollatorForCompletionOnlyLM
-model = AutoModelForCausalLM.from_pretrained(model_name, use_auth_token=False)
+model = AutoModelForCausalLM.from_pretrained(model_name, use_auth_token=False, load_in_8bit=False)
 tokenizer = AutoTokenizer.from_pretrained(model_name)
 dataset = load_dataset(dataset_name, split="train")
 args = TrainingArguments(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CLIPModel, PreTrainedModel, TextClassificationPipeline
 
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
+from trimtab_lm.models.loading import with_quantization_config
 
 
 @dataclass
@@ -24,7 +25,8 @@ def restore() -> None:
     """Lets scripts write transformers 4.
 
     - `TrainingArguments` accepts the dropped arguments, with a FutureWarning.
-    - `from_pretrained(use_auth_token=...)` of models and of their Auto classes passes `token`.
+    - `from_pretrained` of models and of their Auto classes takes `use_auth_token` as `token`, and `load_in_8bit` and
+      `load_in_4bit` as a quantization_config.
     - A text classifier's `return_all_scores=True` returns the scores of all labels, in the order of the labels.
     - `get_image_features` and `get_text_features` of a CLIPModel return a tensor; its attribute `pooler_output` is
       the tensor itself, for code of transformers 5.
@@ -33,19 +35,19 @@ def restore() -> None:
     auto_model: Any = AutoModelForCausalLM.__mro__[1]
     kinds: list[Any] = [PreTrainedModel, *auto_model.__subclasses__()]  # each has a copy of the method
     for kind in kinds:
-        kind.from_pretrained = classmethod(_with_token(kind.from_pretrained.__func__))
+        kind.from_pretrained = classmethod(_with_old_options(kind.from_pretrained.__func__))
     clip, classifier = CLIPModel, TextClassificationPipeline
     classifier._sanitize_parameters = _with_all_scores(classifier._sanitize_parameters)  # type: ignore[method-assign]
     clip.get_image_features = _as_tensor(clip.get_image_features)  # type: ignore[method-assign]
     clip.get_text_features = _as_tensor(clip.get_text_features)  # type: ignore[method-assign]
 
 
-def _with_token(from_pretrained: Any) -> Any:
+def _with_old_options(from_pretrained: Any) -> Any:
     @functools.wraps(from_pretrained)
     def wrapped(cls: type, *args: object, **kwargs: object) -> object:
         if "use_auth_token" in kwargs:
             kwargs["token"] = kwargs.pop("use_auth_token")
-        return from_pretrained(cls, *args, **kwargs)
+        return from_pretrained(cls, *args, **with_quantization_config(kwargs))
 
     return wrapped
 
