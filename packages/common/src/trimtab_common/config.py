@@ -269,7 +269,7 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's floats: PyYAML takes 1e-4, without a dot, for text."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+\.?\d*[eE][-+]?\d+$"), [*"-+0123456789"])
 
 
 def _apply(sections: list[_Section], settings: Iterable[tuple[str, list[object]]], prefix: str) -> None:

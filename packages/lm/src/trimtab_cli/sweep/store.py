@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from tools.sweeper.distributions import SweepError
-from tools.sweeper.spec import Sweep
+from trimtab_cli.sweep.distributions import SweepError
+from trimtab_cli.sweep.spec import Sweep
 
 RUNNING, INTERRUPTED, FINISHED, STOPPED, FAILED = "running", "interrupted", "finished", "stopped", "failed"
 # What makes it the same sweep; the rest of the file may change between two calls.
