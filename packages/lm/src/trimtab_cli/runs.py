@@ -25,6 +25,8 @@ from trimtab_common.runs import folder_of_trial
 from trimtab_common.sealing import latest_checkpoint
 from trimtab_lm.data.prompts import open_dataset
 
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
 
 @dataclass(kw_only=True)
 class RunConfig:
@@ -46,6 +48,8 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
+        refuse_missing_path(self.model)
+        refuse_missing_path(self.dataset)
         if (Path(self.model) / "adapter_config.json").is_file():
             raise ValueError(
                 f"model={self.model} holds an adapter, and a whole model is needed. Merge it: "
@@ -166,6 +170,15 @@ def chat_with(folder: str | None, run: RunConfig) -> str:
     return f"Look at it: trimtab chat {folder} --reference {run.model}"
 
 
+def refuse_missing_path(name: str) -> None:
+    """Raise ValueError for a name that looks like a path and leads nowhere: libraries would look for it on the hub."""
+    path = Path(name)
+    is_in_a_folder = len(path.parts) == 2 and path.parent.is_dir()
+    is_path = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or is_in_a_folder
+    if (is_path or path.suffix in DATA_SUFFIXES) and not path.exists():
+        raise ValueError(f"There is no file or folder {name}.")
+
+
 def named(name: str) -> Callable[..., Any] | str:
     """The function that `file.py:function` or `module:function` names; a name without a colon, as it is.
 
@@ -211,5 +224,6 @@ def errors_in_one_line(
     try:
         yield
     except kinds as error:
-        print(f"trimtab {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        cause = f": {error.__cause__}" if isinstance(error, DatasetsError) and error.__cause__ else ""
+        print(f"trimtab {name}: error: {' '.join(f'{error}{cause}'.split())}", file=sys.stderr)
         raise SystemExit(2) from error
