@@ -134,8 +134,11 @@ def settings(name: str, argv: Sequence[str], *kinds: type, about: str, recipe: M
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     configs = parse_config(*kinds, argv=argv, description=about, recipe=recipe, program=f"trimtab {name}")
-    folder = "logdir" if "logdir" in recipe else "output_dir"
-    setattr(configs[-1], folder, folder_of_trial(str(getattr(configs[-1], folder))))
+    config, setting_of_folder = configs[-1], "logdir" if "logdir" in recipe else "output_dir"
+    with errors_in_one_line(name):
+        if (folder := getattr(config, setting_of_folder)) is None:
+            raise ValueError(f"{setting_of_folder}=None: name the folder that the run writes into.")
+    setattr(config, setting_of_folder, str(folder_of_trial(folder)))
     return configs
 
 
