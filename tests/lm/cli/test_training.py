@@ -147,6 +147,7 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["grpo", *REWARD[:1], "--reward=rewards.py:wrong"], "rewards.py has no function 'wrong'."),
         (["grpo", *REWARD[:1], "--reward=rewardz.py:length"], "There is no file rewardz.py."),
         (["grpo", *REWARD[:1], "--reward=no_module:length"], "There is no module 'no_module'."),
+        (["grpo", *REWARD[:1], "--reward=pairs/scorer"], "There is no file or folder pairs/scorer."),
         (["ppo", *REWARD, "--global_batch_size=4"], "--global_batch_size is no setting, because it is computed."),
         (["ppo", *REWARD, "--reward_model=x"], "--reward_model: write --reward."),
         (["ppo", "--dataset=texts", "--reward=rewards.py:length"], "none of input_ids, query or prompt"),

@@ -1,6 +1,7 @@
 """The dispatch of `trimtab SUBCOMMAND ...`; a subcommand is a function of its words that returns the exit status."""
 
 import difflib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
@@ -40,6 +41,7 @@ OTHERS = {
     "doctor": Command("trimtab_cli.doctor", "main", "what is installed, what is missing, what is wrong"),
 }
 COMMANDS = TRAINING | OTHERS
+HELP = {"-h", "--help", "--help-all"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,9 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: that of the subcommand; 2 where there is no such subcommand, or its package is missing.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words else "--help"
-    if name in ("-h", "--help"):
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if argv is None and not HELP.isdisjoint(words):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `trimtab dpo --help | head` ends without an error
+    name = words[0]
+    if name in HELP:
         print(help_text())
         return 0
     if name == "--version":

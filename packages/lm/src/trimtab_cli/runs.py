@@ -186,10 +186,11 @@ def named(name: str) -> Callable[..., Any] | str:
     """The function that `file.py:function` or `module:function` names; a name without a colon, as it is.
 
     Raises:
-        ValueError: there is no such file, module or function.
+        ValueError: there is no such file, folder, module or function.
     """
     source, colon, function = name.rpartition(":")
     if not colon:
+        refuse_missing_path(name)
         return name
     module = _module(source)
     if not callable(value := vars(module).get(function)):
