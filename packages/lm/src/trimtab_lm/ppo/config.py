@@ -18,6 +18,7 @@ from trimtab_common.config import (
 )
 from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.ranks import FAILURE_TIMEOUT, REWARD_TIMEOUT
+from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
 from trimtab_common.tracking import check_tracker_name
 from trimtab_lm.sampling.backends import BACKENDS
 
@@ -159,6 +160,7 @@ class PPOConfig(_Taken):
         default=False,
     )
 
+    on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise")
     rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60)
     reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 
