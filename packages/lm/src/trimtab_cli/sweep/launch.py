@@ -85,6 +85,7 @@ def start(sweep: Sweep, store: Store, trial: Trial, *, jobs: int) -> subprocess.
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a group of processes, if it is still there."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
@@ -112,4 +113,5 @@ def end_leftover(trial: Trial) -> None:
 
 
 def kill_delay() -> float:
+    """Seconds between SIGTERM and SIGKILL, by the agent's environment variable."""
     return float(os.environ.get("WANDB_AGENT_KILL_DELAY", KILL_DELAY))

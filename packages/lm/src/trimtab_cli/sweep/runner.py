@@ -229,4 +229,5 @@ def tail(log: Path, lines: int = TAIL) -> str:
 
 
 def say(text: str) -> None:
+    """Print a line at once."""
     print(text, flush=True)

@@ -36,6 +36,7 @@ def suggest(sweep: Sweep, *, number: int, seed: int, trials: Sequence[Trial], hi
 
 
 def grid_size(sweep: Sweep) -> int:
+    """The number of combinations of a grid."""
     size = 1
     for parameter in sweep.parameters:
         size *= len(parameter.grid() or ())

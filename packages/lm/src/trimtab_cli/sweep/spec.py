@@ -42,6 +42,7 @@ class Metric:
         return 1.0 if self.goal == "minimize" else -1.0
 
     def reached(self, value: float) -> bool:
+        """Whether a value is as good as the target."""
         return self.target is not None and self.sign * value <= self.sign * self.target
 
 
@@ -74,6 +75,7 @@ class Sweep:
 
     @property
     def varied(self) -> list[Parameter]:
+        """The parameters that are no constants."""
         return [parameter for parameter in self.parameters if not parameter.is_constant]
 
 
