@@ -149,7 +149,7 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["grpo", *REWARD[:1], "--reward=no_module:length"], "There is no module 'no_module'."),
         (["grpo", *REWARD[:1], "--reward=pairs/scorer"], "There is no file or folder pairs/scorer."),
         (["ppo", *REWARD, "--global_batch_size=4"], "--global_batch_size is no setting, because it is computed."),
-        (["ppo", *REWARD, "--reward_model=x"], "--reward_model: write --reward."),
+        (["ppo", *REWARD, "--model_name=x"], "--model_name is not a setting. Did you mean model?"),
         (["ppo", "--dataset=texts", "--reward=rewards.py:length"], "none of input_ids, query or prompt"),
         (["iterative-sft", "--dataset=texts", "--reward=rewards.py:length"], "iterative-sft cannot read a dataset"),
         (["ppo", *REWARD, "--output_dir=None"], "output_dir=None: name the folder that the run writes into."),

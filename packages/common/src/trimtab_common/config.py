@@ -22,7 +22,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,10 +118,9 @@ def parse_config(
     description: str | None = None,
     recipe: Mapping[str, object] | None = None,
     program: str | None = None,
+    without: Collection[str] = (),
 ) -> tuple[Any, ...]:
     """Builds one instance of each dataclass from a recipe, the YAML files that the flags name, and the flags.
-
-    Computed fields, those with `init=False` among them, are left to their class.
 
     Args:
         dataclass_types: The classes, in the order of the result.
@@ -130,6 +129,7 @@ def parse_config(
         recipe: Settings of the program, by the names that a file may have. They replace the classes' defaults, in
             --help too.
         program: How the program is started, in --help and messages. None: its file, or python -m with its module.
+        without: Fields that are no flags, and are left to their class, as computed ones are.
 
     Returns:
         An instance of each class.
@@ -139,7 +139,7 @@ def parse_config(
             does not exist or has a wrong value, a ValueError of `__post_init__` included.
     """
     argv, program = list(sys.argv[1:] if argv is None else argv), program or _program()
-    sections = [_section(kind) for kind in dataclass_types]
+    sections = [_section(kind, without) for kind in dataclass_types]
     try:
         _apply(sections, [(name, [value]) for name, value in (recipe or {}).items()], prefix="recipe: ")
         if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
@@ -211,10 +211,11 @@ def without_secrets(value: object) -> object:
     return CREDENTIALS.sub("", value) if isinstance(value, str) else value
 
 
-def _section(kind: type) -> _Section:
+def _section(kind: type, without: Collection[str]) -> _Section:
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    flags = {name: one for name, one in fields.items() if one.init and not one.metadata.get("is_computed")}
-    return _Section(kind, _short(kind), flags, typing.get_type_hints(kind), fields.keys() - flags.keys())
+    computed = {name for name, one in fields.items() if not one.init or one.metadata.get("is_computed")}
+    flags = {name: one for name, one in fields.items() if name not in computed and name not in without}
+    return _Section(kind, _short(kind), flags, typing.get_type_hints(kind), computed)
 
 
 def _short(kind: type) -> str:
@@ -323,8 +324,7 @@ def _coerce(section: _Section, field: str, path: list[str], words: list[object],
                 continue
             if isinstance(value, bool) or not isinstance(candidate, bool):  # True is no number
                 return value
-    shown = ".".join([field, *path])
-    text = " ".join(str(word) for word in words)
+    shown, text = ".".join([field, *path]), " ".join(str(word) for word in words)
     # The most specific problem lies deepest inside the value; of several as deep, the likeliest reading's is the first.
     why = f" ({max(problems, key=lambda problem: len(problem['loc']))['msg']})" if problems else ""
     raise ConfigError(f"{prefix}{shown}: {text!r} came in, {type_name(section.hints[field])} is needed{why}.")

@@ -60,7 +60,8 @@ def type_name(hint: object) -> str:
     """A type as a reader of --help knows it."""
     if isinstance(hint, type) and not get_args(hint):
         return hint.__name__
-    return re.sub(r"Optional\[(\w+)\]", r"\1 | None", str(hint).replace("typing.", ""))
+    text = re.sub(r"Optional\[(\w+)\]", r"\1 | None", str(hint).replace("typing.", ""))
+    return re.sub(r"Literal\[(.*?)\]", lambda choices: choices[1].replace(", ", " | "), text)
 
 
 def help_text(

@@ -3,7 +3,7 @@
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -115,7 +115,14 @@ class CompletionsConfig:
     max_new_tokens: Count = setting("Tokens of a completion at most.", default=64)
 
 
-def settings(name: str, argv: Sequence[str], *kinds: type, about: str, recipe: Mapping[str, object]) -> tuple[Any, ...]:
+def settings(
+    name: str,
+    argv: Sequence[str],
+    *kinds: type,
+    about: str,
+    recipe: Mapping[str, object],
+    without: Collection[str] = (),
+) -> tuple[Any, ...]:
     """The settings of a training subcommand: the recipe, then `--config FILE.yaml`, then the flags.
 
     In a sweep, the folder that a run writes into is followed by the ids of the sweep and of the run.
@@ -126,6 +133,7 @@ def settings(name: str, argv: Sequence[str], *kinds: type, about: str, recipe: M
         kinds: the classes of its settings, that of the trainer at the end.
         about: what --help says of it.
         recipe: its defaults, in place of those of the classes.
+        without: fields that the subcommand has under another name.
 
     Returns:
         An instance of each class.
@@ -133,7 +141,9 @@ def settings(name: str, argv: Sequence[str], *kinds: type, about: str, recipe: M
     if not sys.stderr.isatty():  # where the bars of downloads and of loading would be lines of their own
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
-    configs = parse_config(*kinds, argv=argv, description=about, recipe=recipe, program=f"trimtab {name}")
+    configs = parse_config(
+        *kinds, argv=argv, description=about, recipe=recipe, program=f"trimtab {name}", without=without
+    )
     config, setting_of_folder = configs[-1], "logdir" if "logdir" in recipe else "output_dir"
     with errors_in_one_line(name):
         if (folder := getattr(config, setting_of_folder)) is None:

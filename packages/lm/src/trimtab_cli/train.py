@@ -63,8 +63,8 @@ PPO = """Learning from rewards with a value head. The dataset has a column `quer
 the others by their names.
 
   trimtab ppo --model my-sft-model --dataset prompts.jsonl --reward rewards.py:right --steps 200"""
-DOUBLES = {"model_name": "model", "query_dataset": "dataset", "reward_model": "reward"}
-"""Settings of PPOConfig that the subcommand has under another name."""
+DOUBLES = ("model_name", "query_dataset", "reward_model")
+"""Fields of PPOConfig that `trimtab ppo` calls model, dataset and reward."""
 
 
 def sft(argv: Sequence[str]) -> int:
@@ -148,11 +148,8 @@ def ppo(argv: Sequence[str]) -> int:
     kinds = RunConfig, RewardsConfig, CompletionsConfig, PPOConfig
     logs = {"exp_name": "ppo", "log_with": tracker(), "tracker_project_name": "trimtab"}
     recipe = {"output_dir": "runs/ppo", "remove_unused_columns": False, **logs}
-    run, rewards, completions, config = settings("ppo", argv, *kinds, about=PPO, recipe=recipe)
+    run, rewards, completions, config = settings("ppo", argv, *kinds, about=PPO, recipe=recipe, without=DOUBLES)
     with errors_in_one_line("ppo"):
-        for name, ours in DOUBLES.items():
-            if getattr(config, name) is not None:
-                raise ValueError(f"--{name}: write --{ours}.")
         set_seed(config.seed)
         scorers = rewards.functions()
         seq2seq, causal = AutoModelForSeq2SeqLMWithValueHead, AutoModelForCausalLMWithValueHead

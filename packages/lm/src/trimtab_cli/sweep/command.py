@@ -34,9 +34,11 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, help="the sweep file")
-    parser.add_argument("--count", type=int, help="trials in the whole sweep, over all calls; run_cap is obeyed too")
-    parser.add_argument("--jobs", type=int, default=1, help="trials at a time (default 1)")
+    parser.add_argument("file", metavar="FILE", type=Path, help="the sweep file")
+    parser.add_argument(
+        "--count", metavar="N", type=int, help="trials in the whole sweep, over all calls; run_cap is obeyed too"
+    )
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="trials at a time (default 1)")
     parser.add_argument(
         "--report", action="store_true", help="then rank the trials and draw report.png; --count 0 for that alone"
     )
