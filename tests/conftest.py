@@ -19,4 +19,6 @@ def offline_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()
     yield
+    if wandb.run is not None:  # transformers leaves it open
+        wandb.run.finish()
     wandb.teardown()

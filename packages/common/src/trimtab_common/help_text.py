@@ -19,6 +19,7 @@ class Flag(NamedTuple):
         default: the value without the flag, in words.
         text: the line of help.
         inherited_from: the class of another library that declares the field; empty for a field of ours.
+        is_own: whether the configuration itself declares the field, and no class that it inherits from.
         is_everyday: whether --help shows the flag, or --help-all alone.
     """
 
@@ -27,6 +28,7 @@ class Flag(NamedTuple):
     default: str
     text: str
     inherited_from: str
+    is_own: bool
     is_everyday: bool
 
     @classmethod
@@ -48,7 +50,7 @@ class Flag(NamedTuple):
         library = declares.__module__.partition(".")[0]
         inherited_from = f"{library}.{declares.__name__}" if library == "transformers" else ""
         is_everyday = is_set or not (inherited_from or text.startswith("Deprecated"))
-        return cls(field.name, type_name(hint), default, text, inherited_from, is_everyday)
+        return cls(field.name, type_name(hint), default, text, inherited_from, declares is kind, is_everyday)
 
     def lines(self) -> list[str]:
         """The flag with its type and default, and its help."""
@@ -73,12 +75,12 @@ def help_text(
         program: how the program is started.
         description: what it does.
         flags_by_title: for the title of each configuration its flags.
-        everything: whether all flags are shown, those of other libraries after ours.
+        everything: whether all flags are shown. A configuration's own come first, those of other libraries last.
     """
     lines = [f"usage: {program} [--config FILE.yaml] [--name=value ...]", ""]
     lines += [description, ""] if description else []
     for title, flags in flags_by_title.items():
-        ordered = sorted(flags, key=lambda flag: bool(flag.inherited_from))
+        ordered = sorted(flags, key=lambda flag: (bool(flag.inherited_from), not flag.is_own))
         hidden = [] if everything else [flag for flag in ordered if not flag.is_everyday]
         lines.append(f"{title}:")
         lines += [line for flag in ordered if flag not in hidden for line in flag.lines()]

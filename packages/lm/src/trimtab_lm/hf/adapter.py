@@ -323,9 +323,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         mean_loss = {name: value for name, value in recorded.items() if name == f"{metric_key_prefix}_loss"}
         self.log_samples(dataloader, metric_key_prefix)
         reshard(self.model)
-        return output._replace(
-            metrics=recorded | (output.metrics or {}) | mean_loss
-        )  # compute_metrics may have names of its own
+        metrics = recorded | (output.metrics or {}) | mean_loss  # compute_metrics may have names of its own
+        return output._replace(metrics=metrics)
 
     def statistics(self, *, training: bool) -> dict[str, float]:
         """The statistics since the last call, over all processes. Collective."""
@@ -333,8 +332,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last log of training."""
-        recorded = self.statistics(training=True) if "loss" in logs else {}
-        super().log(recorded | logs, start_time)
+        super().log((self.statistics(training=True) if "loss" in logs else {}) | logs, start_time)
 
     def hyperparameter_search(
         self,
