@@ -10,6 +10,7 @@ VLLM := .venv-vllm
 
 DEEPSPEED := .venv-deepspeed
 AUDIT := .venv-audit
+DOCS := .venv-docs
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
@@ -24,7 +25,7 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit check format sizes bench chaos chaos-short gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit check format sizes bench chaos chaos-short gpu docs docs-serve clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -100,8 +101,14 @@ chaos-short: $(STAMP) ## the same with six kills (half a minute)
 gpu: $(STAMP) ## run what needs a GPU, in parts of less than eight minutes, and write docs/gpu.md
 	$(PY) -m tools.gpu $(ARGS)
 
+docs: $(DOCS)/.installed ## build the documentation into site/; a broken link or reference fails (a minute)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+
+docs-serve: $(DOCS)/.installed ## serve the documentation at http://127.0.0.1:8000, built again at every change
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve $(ARGS)
+
 clean: ## remove caches and build leftovers; keeps environments, runs and W&B folders
-	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist site
 	find packages experiments examples tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
 # An interpreter is asked what it is and whether it can make environments: a name on PATH alone proves neither.
@@ -161,6 +168,14 @@ $(AUDIT)/.installed: pyproject.toml | $(PY)
 	$(PY) -m venv --clear $(AUDIT)
 	$(AUDIT)/bin/python -m pip install --quiet --upgrade pip
 	$(AUDIT)/bin/python -m pip install --quiet --group audit
+	@touch $@
+
+# The reference is written from the sources, without importing them: the site needs none of the packages' requirements.
+$(DOCS)/.installed: constraints.txt pyproject.toml | $(PY)
+	@echo "installing mkdocs into $(DOCS)"
+	$(PY) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt pip
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt --group docs
 	@touch $@
 
 # DeepSpeed is built from source, by g++ against the torch that is there; ninja compiles its communication over shared
