@@ -25,7 +25,7 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit check format sizes bench chaos chaos-short gpu docs docs-serve clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit check format sizes bench chaos chaos-short gpu docs docs-serve test-docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -106,6 +106,9 @@ docs: $(DOCS)/.installed ## build the documentation into site/; a broken link or
 
 docs-serve: $(DOCS)/.installed ## serve the documentation at http://127.0.0.1:8000, built again at every change
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve $(ARGS)
+
+test-docs: $(STAMP) ## run every block of code of the documentation and the READMEs, on tiny models (a minute)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or not slow" --durations=10 tests/docs $(ARGS)
 
 clean: ## remove caches and build leftovers; keeps environments, runs and W&B folders
 	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist site

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
@@ -18,8 +17,6 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
-    PPOConfig,
-    PPOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -39,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "disable_tqdm": True,
     "use_cpu": True,
 }
+ROWS = Dataset.from_dict({"text": WORDS})
 PAIRS = Dataset.from_dict({"prompt": WORDS, "chosen": [" is good"] * 4, "rejected": [" is bad"] * 4})
 PROMPTS = Dataset.from_dict({"prompt": WORDS})
 
@@ -82,25 +80,20 @@ def logged(trainer: Any) -> set[str]:
 
 
 def sft(folder: Path) -> set[str]:
-    rows = Dataset.from_dict({"text": WORDS})
+    data = {"train_dataset": ROWS, "eval_dataset": ROWS, "processing_class": tiny.tokenizer()}
     args = SFTConfig(str(folder), include_num_input_tokens_seen="all", **SETTINGS)
-    return logged(
-        SFTTrainer(tiny.gpt2(), args, train_dataset=rows, eval_dataset=rows, processing_class=tiny.tokenizer())
-    )
+    return logged(SFTTrainer(tiny.gpt2(), args, **data))
 
 
 def reward(folder: Path) -> set[str]:
+    data = {"train_dataset": PAIRS, "eval_dataset": PAIRS, "processing_class": tiny.tokenizer()}
     args = RewardConfig(str(folder), gradient_checkpointing=False, **SETTINGS)
-    return logged(
-        RewardTrainer(tiny.scorer(), args, train_dataset=PAIRS, eval_dataset=PAIRS, processing_class=tiny.tokenizer())
-    )
+    return logged(RewardTrainer(tiny.scorer(), args, **data))
 
 
 def dpo(folder: Path) -> set[str]:
-    args = DPOConfig(str(folder), **SETTINGS)
-    return logged(
-        DPOTrainer(tiny.gpt2(), None, args, train_dataset=PAIRS, eval_dataset=PAIRS, processing_class=tiny.tokenizer())
-    )
+    data = {"train_dataset": PAIRS, "eval_dataset": PAIRS, "processing_class": tiny.tokenizer()}
+    return logged(DPOTrainer(tiny.gpt2(), args=DPOConfig(str(folder), **SETTINGS), **data))
 
 
 def grpo(folder: Path) -> set[str]:
@@ -118,12 +111,9 @@ def grpo(folder: Path) -> set[str]:
 
 
 def iterative_sft(folder: Path) -> set[str]:
-    rows = Dataset.from_dict({"text": WORDS})
-    args = IterativeSFTConfig(str(folder), **SETTINGS | {"max_steps": 2})
-    names = Names()
-    trainer = IterativeSFTTrainer(
-        tiny.gpt2(), args, processing_class=tiny.tokenizer(), eval_dataset=rows, callbacks=[names]
-    )
+    args, names = IterativeSFTConfig(str(folder), **SETTINGS | {"max_steps": 2}), Names()
+    data = {"eval_dataset": ROWS, "processing_class": tiny.tokenizer()}
+    trainer = IterativeSFTTrainer(tiny.gpt2(), args, callbacks=[names], **data)
     returned = trainer.step(texts=WORDS)
     trainer.evaluate()
     return names.names | set(returned)

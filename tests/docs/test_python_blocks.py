@@ -8,7 +8,11 @@ from tests.docs.blocks import BLOCKS, Block
 from tests.docs.hub import fill, hidden_names, small_settings
 
 PYTHON = [block for block in BLOCKS if block.language == "python"]
-PAGES = sorted({block.page for block in PYTHON if block.reason is None})
+LONG = ("docs/howto/", "docs/concepts/")
+PAGES = [
+    pytest.param(page, marks=pytest.mark.slow if page.startswith(LONG) else ())
+    for page in sorted({block.page for block in PYTHON if block.reason is None})
+]
 
 
 @pytest.fixture(scope="session")

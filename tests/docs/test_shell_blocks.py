@@ -42,7 +42,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 def check(words: list[str]) -> None:
     """Raises Wrong where a command names what does not exist."""
-    program, rest = words[0], words[1:]
+    program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
     checks = {"make": check_make, "pip": check_pip, "accelerate": check_accelerate, "wandb": check_wandb}
     if program == "uv" and rest[:1] == ["pip"]:
         check_pip(rest[1:])
@@ -134,11 +134,9 @@ def help_of(program: tuple[str, ...]) -> str:
     is_module, printed = program[0] == "-m", io.StringIO()
     name = program[1] if is_module else program[0]
     arguments = [name, *program[2 if is_module else 1 :], "--help"]
+    run, options = (runpy.run_module, {"alter_sys": True}) if is_module else (runpy.run_path, {})
     with patch.object(sys, "argv", arguments), contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
-        if is_module:
-            runpy.run_module(name, run_name="__main__", alter_sys=False)
-        else:
-            runpy.run_path(str(ROOT / name), run_name="__main__")
+        run(name, run_name="__main__", **options)
     return printed.getvalue()
 
 
