@@ -19,11 +19,12 @@ ENDINGS = {".py", ".toml", ".yaml", ".yml", ".sh"}
 ELSEWHERE = {
     "WANDB_MODE",
     "num_frames",
+    "TERM",
     "stage3_gather_16bit_weights_on_model_save",
     "trackio",
     "zero_to_fp32",
 }
-"""Names of other libraries."""
+"""Names of other libraries and programs."""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
