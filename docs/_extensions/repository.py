@@ -5,10 +5,12 @@ file becomes a page under its path in the repository; a picture stays a picture;
 shows it.
 """
 
+import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -77,10 +79,26 @@ def _file(path: Path, config: MkDocsConfig) -> File:
 
 
 def _shown(path: Path) -> str:
-    """A page with a file, or with the files of a folder."""
+    """A page with a file, or with the files of a folder; a notebook with its outputs."""
+    if path.suffix == ".ipynb":
+        return "\n\n".join(part for cell in json.loads(path.read_text())["cells"] for part in _cell(cell))
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     blocks = [f"```{LANGUAGES.get(file.suffix, 'text')} title=\"{file.name}\"\n{file.read_text()}\n```" for file in files]
     return "\n\n".join([f"# {path.relative_to(ROOT)}", *blocks])
+
+
+def _cell(cell: dict[str, Any]) -> Iterator[str]:
+    """The Markdown of a notebook's cell, and of what it printed and drew."""
+    source = "".join(cell["source"])
+    yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+    printed = [output["text"] for output in cell.get("outputs", []) if "text" in output]
+    results = [output["data"] for output in cell.get("outputs", []) if "data" in output]
+    printed += [data["text/plain"] for data in results if "image/png" not in data]
+    if printed:
+        yield "```text\n" + "".join("".join(lines) for lines in printed).rstrip() + "\n```"
+    for data in results:
+        if "image/png" in data:
+            yield f"![](data:image/png;base64,{data['image/png'].strip()})"
 
 
 def _leaves(nav: object) -> list[str]:

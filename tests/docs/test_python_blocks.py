@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.docs.blocks import BLOCKS, Block
-from tests.docs.hub import fill, hidden_names, small_settings
+from tests.docs.hub import hidden_names, small_settings
 
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 LONG = ("docs/howto/", "docs/concepts/")
@@ -13,13 +13,6 @@ PAGES = [
     pytest.param(page, marks=pytest.mark.slow if page.startswith(LONG) else ())
     for page in sorted({block.page for block in PYTHON if block.reason is None})
 ]
-
-
-@pytest.fixture(scope="session")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hub")
-    fill(folder)
-    return folder
 
 
 def run(block: Block, names: dict[str, object]) -> None:
