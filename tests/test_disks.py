@@ -4,13 +4,16 @@ import os
 import re
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tools.chaos import works
+from tools.chaos.trees import tree_difference
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trimtab_common import locks
@@ -84,6 +87,39 @@ def test_a_full_disk(name: str, disk: Path):
     assert_explained(str(error.value), disk / "checkpoints", reason="")
     (disk / "other").unlink()
     run(name, disk)  # resumes
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_training_goes_on_without_saving_if_asked_to(name: str, is_late: bool, disk: Path, tmp_path: Path):
+    """The disk is full for one save, from the start or near its end; the run ends as one that always saved."""
+    root = disk / "checkpoints"
+    refused: list[str] = []
+
+    def fill() -> None:
+        last = latest_checkpoint(root)
+        assert last is not None
+        size = sum(file.stat().st_size for file in last.rglob("*"))
+        free = shutil.disk_usage(disk).free
+        (disk / "other").write_bytes(b"x" * (free - (size - 8192 if is_late else 20_000)))
+
+    def make_room(message: Any, *_: Any, **__: Any) -> None:
+        if "is not saved" in str(message):
+            refused.append(str(message))
+            (disk / "other").unlink()
+
+    with after_the_second_save(root, fill), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = make_room
+        works.run(name, disk, "none", on_save_error="warn")
+    assert len(refused) == 1
+    assert "Training goes on, because on_save_error='warn'" in refused[0]
+    assert all(verify(folder) for folder in checkpoints(root).values())
+    assert latest_checkpoint(root) == root / f"checkpoint-{works.STEPS}"
+    assert not (root / re.findall(r"checkpoint-\d+", refused[0])[0]).exists()
+    works.run(name, tmp_path / "straight", "none")
+    left = [torch.load(folder / "final-0.pt", weights_only=True) for folder in (disk, tmp_path / "straight")]
+    assert tree_difference(*left) == ""
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -44,6 +44,18 @@ def writer(root: Path, *, before: str = "") -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.slow
+def test_the_first_save_into_a_new_folder_keeps_others_out(tmp_path: Path):
+    root = tmp_path / "run" / "checkpoints"
+    trainer = works.ppo_trainer(tmp_path, "none", output_dir=None, save_steps=None)
+    trainer.save_checkpoint(root)
+    command = [sys.executable, "-c", WRITER.replace("{before}", ""), str(root)]
+    other = subprocess.run(command, env=environment(), capture_output=True, text=True, input="")
+    assert f"process {os.getpid()} on" in other.stderr
+    assert "writes checkpoints here" in other.stderr
+    del trainer
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", EVERY)
 def test_a_second_writer_is_refused_and_a_kill_frees_the_folder(name: str, tmp_path: Path, monkeypatch):

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from trimtab_common.checkpoint import load_checkpoint, save_checkpoint
-from trimtab_common.sealing import CheckpointError, latest_checkpoint
+from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +213,18 @@ def test_other_world_size_other_format_and_no_checkpoint_at_all(tmp_path, accele
     assert latest_checkpoint(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "\udcff", "[]", "null"])
+def test_a_manifest_that_is_none_is_refused_and_passed_over(tmp_path, accelerator, text):
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, accelerator=accelerator, weights={"w": torch.zeros(2)}, state={})
+    newest = tmp_path / "checkpoint-2"
+    (newest / MANIFEST).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=re.escape(str(newest))):
+        load_checkpoint(newest, accelerator=accelerator)
+    with pytest.warns(UserWarning, match="Passing over"):
+        assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+
+
 @pytest.mark.parametrize(("value", "kind"), [(np.float64(1.5), "numpy.float64"), (lambda: 0, "builtins.function")])
 def test_state_that_could_not_be_read_back_is_refused_when_saved(tmp_path, accelerator, value, kind):
     with pytest.raises(CheckpointError, match=rf"\['kl'\]\[1\] is {kind}"):
@@ -251,7 +264,7 @@ TWO_PROCESSES = """
 import sys, torch
 from accelerate import Accelerator
 from trimtab_common.checkpoint import load_checkpoint, save_checkpoint
-from trimtab_common.sealing import CheckpointError, latest_checkpoint
+from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
 from trimtab_common.seeding import set_seed
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index

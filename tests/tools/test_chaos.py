@@ -1,5 +1,6 @@
 """The chaos tool sees a run that differs, and kills what it is told to."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import ROOT, environment
+from tools.chaos.__main__ import punished
 from tools.chaos.comparing import difference
 from torch.utils.tensorboard import SummaryWriter
+
+from trimtab_common.checkpoint import Checkpoint
 
 
 def leave(folder: Path, *, steps: list[int], purge_step: int | None = None, **changes: Any) -> Path:
@@ -45,6 +49,23 @@ def test_steps_that_a_resumed_run_repeats_replace_the_earlier_ones(tmp_path: Pat
     straight = leave(tmp_path / "straight", steps=[1, 2, 3, 4])
     run = leave(tmp_path / "run", steps=[1, 2, 3])
     assert difference(leave(run, steps=[3, 4], purge_step=3), straight) == ""
+
+
+def test_a_run_that_is_gone_is_not_equal(tmp_path: Path):
+    run = leave(tmp_path / "run", steps=[1, 2])
+    with pytest.raises(ValueError, match=r"holds no final-<rank>.pt"):
+        difference(run, tmp_path / "straight")
+    (straight := tmp_path / "straight").mkdir()
+    shutil.copy(run / "final-0.pt", straight)
+    with pytest.raises(ValueError, match="holds no scalars"):
+        difference(run, straight)
+
+
+@pytest.mark.slow
+def test_a_resume_that_loses_the_random_numbers_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Checkpoint, "restore_rng", lambda checkpoint: None)
+    row = punished("ppo", tmp_path, 1, "tensorboard", kills=3, seed=0)
+    assert "final-0" in row.difference
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ A seed repeats the order of the kills and the moments that are drawn; the machin
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -62,12 +63,13 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.folder or temporary)
-        for size, kills in ((1, options.kills), (2, options.pair_kills)):
-            for trainer in options.only if kills else ():
-                rows.append(row := punished(trainer, folder, size, options.tracker, kills=kills, seed=options.seed))
-                print(table([row]).splitlines()[-1], flush=True)
+    folder = Path(options.folder or tempfile.mkdtemp())  # a TemporaryDirectory would go with the first forked process
+    for size, kills in ((1, options.kills), (2, options.pair_kills)):
+        for trainer in options.only if kills else ():
+            rows.append(row := punished(trainer, folder, size, options.tracker, kills=kills, seed=options.seed))
+            print(table([row]).splitlines()[-1], flush=True)
+    if not options.folder and not any(row.difference for row in rows):
+        shutil.rmtree(folder)
     total = sum(sum(row.kills.values()) for row in rows)
     print(f"\n{table(rows)}\n\n{total} kills, {sum(row.runs for row in rows)} runs, {' '.join(machine())}")
     if options.record:

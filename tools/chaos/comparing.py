@@ -13,13 +13,23 @@ History = dict[str, list[tuple[int, float]]]
 
 
 def difference(run: Path, straight: Path) -> str:
-    """Where the two differ first; empty if they are equal."""
-    for file in sorted(straight.glob("final-*.pt")):
+    """Where the two differ first; empty if they are equal.
+
+    Raises:
+        ValueError: there is nothing to compare with: the run that was left alone has no final state, or logged nothing.
+    """
+    finals = sorted(straight.glob("final-*.pt"))
+    if not finals:
+        raise ValueError(f"{straight} holds no final-<rank>.pt: the run that was left alone has not ended, or is gone.")
+    for file in finals:
         one, other = (torch.load(folder / file.name, weights_only=True) for folder in (run, straight))
         if where := tree_difference(one, other):
             return f"{file.stem}{where}"
     read = wandb_scalars if any(straight.rglob("run-*.wandb")) else tensorboard_scalars
-    return tree_difference(read(run), read(straight), "/tracker")
+    expected = read(straight)
+    if not expected:
+        raise ValueError(f"{straight} holds no scalars of a tracker: there is no history to compare.")
+    return tree_difference(read(run), expected, "/tracker")
 
 
 def wandb_scalars(run: Path) -> History:

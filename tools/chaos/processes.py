@@ -143,12 +143,15 @@ def _be(work: str, folder: Path, rank: int, tracker: str) -> NoReturn:
 
 
 def end_as(program: Callable[[], object], *, log: Path) -> NoReturn:
-    """In a forked process: runs a program, whose output goes to a file, and ends as an interpreter would."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    """In a forked process: runs a program, whose output goes to a file, and ends as an interpreter would.
+
+    What the parent process registered with atexit runs here, too, so that the parent must own no TemporaryDirectory.
+    """
     status = 0
     try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
         program()
     except KeyboardInterrupt:
         status = 130

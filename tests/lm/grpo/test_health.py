@@ -7,8 +7,9 @@ import pytest
 import torch
 from datasets import Dataset
 from tests.lm import tiny
-from tests.lm.grpo.run_distributed import prompts, trainer
+from tests.lm.grpo.run_distributed import Fixed, prompts, trainer
 
+from trimtab_common.health import TrainingDivergedError
 from trimtab_lm.sampling.backends import TransformersRollout
 from trimtab_lm.sampling.rollout import SamplingSettings
 
@@ -91,6 +92,21 @@ def test_a_reward_that_is_not_finite_in_one_row(make):
     with pytest.raises(ValueError, match="'broken' returned has nan for completion 5: a score must be a finite"):
         grpo.train()
     assert not tiny.moved(before, grpo.model)
+
+
+def test_a_completion_whose_numbers_are_not_finite(make):
+    settings = {"num_generations": 3, "per_device_train_batch_size": 2, "reward": share_of_a}
+    data = Dataset.from_dict({"prompt": ["m", "zzz", "no", "it"]})
+    grpo = make(rollout=Fixed([True] * 3), train_dataset=data, **settings)
+    with torch.no_grad():
+        grpo.model.transformer.wte.weight[6] = torch.nan  # which the second of three completions repeats
+        grpo.model.lm_head.weight = torch.nn.Parameter(grpo.model.lm_head.weight.nan_to_num())
+    before = tiny.weights(grpo.model)
+    with pytest.raises(
+        TrainingDivergedError, match=r"logprobs of completion 1, 4 \(2 of 6\) are not finite. No update"
+    ):
+        grpo.train()
+    assert all(torch.equal(before[n].nan_to_num(), w.nan_to_num()) for n, w in grpo.model.state_dict().items())
 
 
 def test_a_collapsing_entropy_and_a_kl_that_runs_away(make):

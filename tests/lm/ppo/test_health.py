@@ -117,7 +117,7 @@ def test_responses_that_grow_for_the_reward():
 def test_a_collapsing_entropy():
     trainer = ppo(learning_rate=2e-2, ppo_epochs=2, init_kl_coef=0.0)
     texts = said(trainer, steps=40, until="entropy_collapse")
-    assert re.search(r"entropy is .* \(0.1 times the first\): the policy stops exploring", texts["entropy_collapse"])
+    assert re.search(r"entropy is .* \(0.05 times the first\): the policy stops exploring", texts["entropy_collapse"])
 
 
 def test_a_reference_that_is_not_the_policy_at_the_start():

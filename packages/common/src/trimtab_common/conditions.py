@@ -180,7 +180,7 @@ CONDITIONS = (
     ),
     Condition(
         name="entropy_collapse",
-        signs=(Sign("entropy", below=0.1, of="first"),),
+        signs=(Sign("entropy", below=0.05, of="first"),),
         cause="the policy stops exploring",
         remedy="Lower the learning rate, raise the KL coefficient, or add an entropy bonus.",
     ),
@@ -210,7 +210,7 @@ CONDITIONS = (
         name="bad_value_function",
         signs=(
             Sign("explained_variance", below=-0.5, slow=2),
-            Sign("value_error", above=0.55, of="first", slow=2),
+            Sign("value_error", above=0.75, of="first", slow=2),
         ),
         cause="the value function does worse than a constant and does not learn, and its noise is in the advantages",
         remedy="Does the value head train (requires_grad, the optimizer)? Raise vf_coef or the learning rate, start "

@@ -55,7 +55,7 @@ def check_rows(columns: Mapping[str, Tensor], *, what: str) -> None:
         columns: [B, ...] each, floating point, on one device; a column that is computed from others comes after them.
         what: a row, such as "response".
     """
-    is_broken = torch.stack([~column.isfinite().flatten(1).all(1) for column in columns.values()]).cpu()
+    is_broken = torch.stack([~column.isfinite().reshape(len(column), -1).all(1) for column in columns.values()]).cpu()
     if not bool(is_broken.any()):
         return
     name, rows = next((name, rows) for name, rows in zip(columns, is_broken, strict=True) if bool(rows.any()))

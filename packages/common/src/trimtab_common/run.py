@@ -7,7 +7,7 @@ algorithm, and never looks at a trainer beyond the attributes that the trainer n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
@@ -194,7 +194,7 @@ class Run:
         parts, numbers = self._parts_and_numbers()
         # Before the process ends the tracker starts, so that the run goes on under its id.
         tracker_id = self.tracker.run_id if self.interruption.number else self.tracker_id
-        self._hold(root)
+        self._hold(root, is_saving=True)
         return save_checkpoint(
             root,
             step,
@@ -327,14 +327,17 @@ class Run:
         finally:
             free(self)
 
-    def _hold(self, root: str | Path) -> None:
-        """Keeps other runs from writing to an existing folder while this one lasts; see `locks`. Collective."""
+    def _hold(self, root: str | Path, *, is_saving: bool = False) -> None:
+        """Keeps other runs out of a folder, if it exists, while this one lasts; see `locks`. Collective."""
 
         def hold_here() -> None:
-            if self.accelerator.is_main_process and Path(root).is_dir():
+            if is_saving:
+                with suppress(OSError):  # save_checkpoint explains it
+                    Path(root).mkdir(parents=True, exist_ok=True)
+            if Path(root).is_dir():
                 hold(Path(root), self)
 
-        everywhere(hold_here)
+        everywhere(hold_here if self.accelerator.is_main_process else lambda: None)
 
     # ------------------------------------------------------- tracker, health, hub
 

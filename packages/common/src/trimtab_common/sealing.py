@@ -18,10 +18,10 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from safetensors import SafetensorError
 
@@ -38,13 +38,29 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, read or used: names the file, what is wrong with it, and the remedy."""
 
 
+class SaveError(CheckpointError):
+    """The file system refused a checkpoint. What had been written of it is removed."""
+
+
+OnSaveError: TypeAlias = Literal["raise", "warn"]
+ON_SAVE_ERROR = (
+    "What `train` does when a checkpoint cannot be written, because the disk is full, read-only or gone: 'raise' ends "
+    "the run, 'warn' trains on without the checkpoint."
+)
+"""What the setting `on_save_error` of the configs says of itself."""
+
+
+_WRITERS = ("PytorchStream", "iostream", "container")
+"""Words in the RuntimeErrors of torch's writer of archives."""
+
+
 def is_of_files(error: BaseException) -> bool:
     """Whether an error comes from files: full disks and the like. torch's writer of archives has no type for them."""
-    is_archive = isinstance(error, RuntimeError) and any(word in str(error) for word in ("PytorchStream", "container"))
+    is_archive = isinstance(error, RuntimeError) and any(word in str(error) for word in _WRITERS)
     return isinstance(error, OSError | SafetensorError) or is_archive
 
 
-def save_error(folder: Path, error: BaseException, *, needed: int) -> CheckpointError:
+def save_error(folder: Path, error: BaseException, *, needed: int) -> SaveError:
     """The error of a save that the file system refused, after what is unfinished has been removed.
 
     Args:
@@ -58,11 +74,31 @@ def save_error(folder: Path, error: BaseException, *, needed: int) -> Checkpoint
     place = next(parent for parent in folder.resolve().parents if parent.is_dir())
     newest = latest_checkpoint(root)
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return CheckpointError(
+    return SaveError(
         f"{folder} is not saved: {reason}. It needs about {needed} bytes; at {place} {shutil.disk_usage(place).free} "
         f"bytes are free. {f'The last complete checkpoint is {newest}' if newest else 'No checkpoint is complete'}. "
         "Make room, or give back the folder and the right to write to it; then resume."
     )
+
+
+def save_or_warn(save: Callable[[], object], on_save_error: OnSaveError) -> None:
+    """Saves a checkpoint between two steps.
+
+    Args:
+        save: raises a SaveError where the file system refuses, in every process.
+        on_save_error: "warn" makes a warning of the SaveError.
+    """
+    try:
+        save()
+    except SaveError as error:
+        warn_unsaved(error, on_save_error)
+
+
+def warn_unsaved(error: SaveError, on_save_error: OnSaveError) -> None:
+    """Warns that training goes on without a checkpoint; raises the error unless `on_save_error` is "warn"."""
+    if on_save_error != "warn":
+        raise error
+    warnings.warn(f"{error} Training goes on, because on_save_error='warn'.", stacklevel=3)
 
 
 def checkpoints(root: str | Path) -> dict[int, Path]:
@@ -230,7 +266,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"the folder named checkpoint-<step> itself. {instead(path)} If you know that it is whole (downloaded, or "
             f"written by another program), seal it: python -m trimtab_common.sealing {path}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error}). {instead(path)}") from error
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version != FORMAT:

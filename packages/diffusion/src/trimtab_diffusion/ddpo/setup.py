@@ -31,6 +31,7 @@ WITHOUT_EFFECT = (
     *("exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq"),
     *("num_checkpoint_limit", "resume_*", "max_workers", "async_reward_computation", "train_gradient_checkpointing"),
     *("train_compile", "train_channels_last", "trajectory_on_cpu", "rank_failure_timeout", "reward_timeout"),
+    "on_save_error",
 )
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")

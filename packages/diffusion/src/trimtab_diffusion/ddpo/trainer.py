@@ -13,6 +13,7 @@ from trimtab_common.health import TrainingDivergedError
 from trimtab_common.kl import kl_controller
 from trimtab_common.ranks import begin, phase
 from trimtab_common.run import Stateful
+from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
 from trimtab_common.tracking import progress
@@ -112,7 +113,7 @@ class DDPOTrainer(PipelineServices):
                 self.step(epoch, self.global_step)
                 history.append(self.last_stats)
                 if (epoch + 1) % self.config.save_freq == 0:
-                    self.save_checkpoint()
+                    save_or_warn(self.save_checkpoint, self.config.on_save_error)
                 self.run.interruption.end_if_asked(self.save_checkpoint)
         return history
 

@@ -204,6 +204,12 @@ class Group:
         self.is_counted = [False] * len(self.completions)
         self.logprobs = {name: values[:0] for name, values in self.logprobs.items()}
 
+    def only(self, i: int) -> "Group":
+        """The prompt with one of its completions, without log-probabilities."""
+        part = slice(i, i + 1)
+        masks = None if self.masks is None else self.masks[part]
+        return Group(self.prompt, self.completions[part], self.is_counted[part], self.advantages[part], masks=masks)
+
     def tokens(self) -> TokenGroup:
         """A completion that does not count is a branch of one token, which does not count either."""
         kept = [None if counted else 1 for counted in self.is_counted]

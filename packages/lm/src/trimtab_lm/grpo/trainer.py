@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from trimtab_common.health import rounding_of
+from trimtab_common.health import TrainingDivergedError, rounding_of
 from trimtab_common.kl import k3
 from trimtab_common.ranks import phase, watch_ranks
 from trimtab_common.seeding import private_rngs, sampling_seed
+from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS
@@ -39,7 +40,7 @@ from .config import GRPOConfig
 from .loss import LOG_RATIOS, corrected_k3, policy_losses
 from .rollout import GroupSampler
 from .saving import Progress
-from .selfcheck import check_start
+from .selfcheck import check_completions, check_start
 from .setup import layout_of, make_backend, reference_of, rewards_of
 from .statistics import SURPRISE, SampleTable, numbers_of, policy_stats, rollout_stats, steps_behind, vitals
 from .weights import Window, token_weights
@@ -253,7 +254,13 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of a micro-batch; after the last one of a step the sampler's weights are old."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        try:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        except TrainingDivergedError:
+            if not divides_weights(self.accelerator):  # a forward pass would wait for the other processes
+                policy = self.accelerator.unwrap_model(self.model)
+                check_completions(inputs["groups"], policy, self.lay_out, temperature=self.config.temperature)
+            raise
         if self.accelerator.sync_gradients:
             self.version += 1  # the optimizer comes next
         return loss

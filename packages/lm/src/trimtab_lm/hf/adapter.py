@@ -63,10 +63,9 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
     - dropout off until the end of backward, for trainers that ask for it,
     - checkpoints that are sealed, belong to one run, and are verified before they are resumed.
 
-    A checkpoint counts once its manifest is written, after all other files. `resume_from_checkpoint=True` resumes the
-    last one that counts, which must be of a run with the same settings, data and model (or `resume_with_changes=True`).
-    A folder holds the checkpoints of one run. `save_total_limit` removes an old checkpoint after the new one counts. A
-    finished run that is resumed trains nothing.
+    A checkpoint counts once it is sealed. `resume_from_checkpoint=True` resumes the last one that counts, of a run with
+    the same settings, data and model (or `resume_with_changes=True`). A folder holds the checkpoints of one run.
+    `save_total_limit` removes an old one after the new one counts. A finished run that is resumed trains nothing.
     """
 
     model: Model
@@ -121,7 +120,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         watch_ranks(self.config.rank_failure_timeout)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
-        self.checkpoints = Checkpoints(self.accelerator)
+        self.checkpoints = Checkpoints(self)
         self.add_callback(self.checkpoints)
         self.ending = EndsBySignal(self, saves=config.save_strategy != "no" or config.enable_jit_checkpoint)
         self.add_callback(self.ending)
@@ -196,8 +195,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def get_eval_dataloader(self, eval_dataset: DataSource | str | None = None) -> DataLoader[Batch]:
         """Batches for evaluation; a dataset that was not given to the constructor is prepared here."""
-        known = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        is_known = eval_dataset is None or isinstance(eval_dataset, str) or any(eval_dataset is one for one in known)
+        known = [*self.eval_dataset.values()] if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        is_known = isinstance(eval_dataset, str) or any(eval_dataset is one for one in [*known, None])
         return super().get_eval_dataloader(eval_dataset if is_known else self.prepare_dataset(eval_dataset, "eval"))
 
     def get_test_dataloader(self, test_dataset: DataSource) -> DataLoader[Batch]:
@@ -252,8 +251,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """
         is_alone = num_items_in_batch is None
         items = self.items_of([inputs], of_all_processes=False) if is_alone else num_items_in_batch
-        # training_step keeps dropout off until the end of backward.
-        with self.dropout_off(model) if is_alone else nullcontext():
+        with self.dropout_off(model) if is_alone else nullcontext():  # else training_step keeps it off, in backward too
             loss, stats, outputs = self.batch_loss(model, inputs, items)
         self.recorder.add(stats, training=model.training)
         loss = loss if is_alone else loss * self.num_averaged
@@ -321,12 +319,13 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """As in transformers, with statistics over all rows instead of means over batches, and tables of samples."""
         self.shard_model()
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        metrics = output.metrics or {}
         recorded = {f"{metric_key_prefix}_{name}": value for name, value in self.statistics(training=False).items()}
         mean_loss = {name: value for name, value in recorded.items() if name == f"{metric_key_prefix}_loss"}
         self.log_samples(dataloader, metric_key_prefix)
         reshard(self.model)
-        return output._replace(metrics=recorded | metrics | mean_loss)  # compute_metrics may have names of its own
+        return output._replace(
+            metrics=recorded | (output.metrics or {}) | mean_loss
+        )  # compute_metrics may have names of its own
 
     def statistics(self, *, training: bool) -> dict[str, float]:
         """The statistics since the last call, over all processes. Collective."""
@@ -334,9 +333,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last log of training."""
-        if "loss" in logs:
-            logs = self.statistics(training=True) | logs
-        super().log(logs, start_time)
+        recorded = self.statistics(training=True) if "loss" in logs else {}
+        super().log(recorded | logs, start_time)
 
     def hyperparameter_search(
         self,
@@ -371,7 +369,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """
         self.recorder = Recorder()
         checkpoint = self.open_run(resume_from_checkpoint, trial)
-        with self.ending.during_train(), self.checkpoints.named(self):
+        with self.ending.during_train():
             return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
@@ -391,10 +389,14 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """The dataset by which a run is told from another."""
         return self.train_dataset
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.checkpoints.refusable():
+            super()._save_checkpoint(*args, **kwargs)
+
     @phase("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that `from_pretrained` loads it; for a checkpoint, open its folder first."""
         if is_checkpoint := _internal_call and output_dir is not None:
-            self.checkpoints.begin_save(self.args, Path(str(output_dir)))
+            self.checkpoints.begin_save(Path(str(output_dir)))
         with nullcontext() if is_checkpoint else full_state_dicts(self.accelerator):
             super().save_model(output_dir, _internal_call)

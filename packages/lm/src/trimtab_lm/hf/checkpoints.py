@@ -1,12 +1,16 @@
 """Checkpoints of `transformers.Trainer`: sealed, of one run, and verified before they are resumed."""
 
+import errno
+import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from accelerate import Accelerator
+from peft import PeftModel
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trimtab_common.checkpoint import bytes_of
@@ -16,6 +20,7 @@ from trimtab_common.sealing import (
     MANIFEST,
     UNFINISHED,
     CheckpointError,
+    SaveError,
     clean,
     is_of_files,
     keep_under_other_name,
@@ -25,6 +30,7 @@ from trimtab_common.sealing import (
     seal,
     set_aside,
     verify,
+    warn_unsaved,
 )
 from trimtab_common.stats import everywhere, gather_over_ranks
 
@@ -40,7 +46,7 @@ WITHOUT_EFFECT = (
     "dataloader_multiprocessing_context", "dataset_num_proc", "num_train_epochs", "max_steps", "num_eval_samples",
     "generate_during_eval", "max_new_tokens", "generation_kwargs.*", "ref_log_probs_cache", "log_completions",
     "num_completions_to_print", "optimize_device_cache", "model_init_kwargs", "ref_model_init_kwargs",
-    "rank_failure_timeout", "reward_timeout",
+    "rank_failure_timeout", "reward_timeout", "on_save_error",
 )  # fmt: skip
 """Settings that a resumed run may change. A longer run (`max_steps`, `num_train_epochs`) is one of them."""
 
@@ -52,11 +58,12 @@ HELD = ("learning_rate", "weight_decay", "adam_*")
 class Checkpoints(TrainerCallback):
     """The checkpoints of a run: begun when the Trainer starts to save, sealed and rotated when it has saved."""
 
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.accelerator = trainer, trainer.accelerator
         self.run: RunRecord | None = None
         self.keep: int | None = None
         self._saving: Path | None = None
+        self._best_before: str | None = None
         self._is_sealed = False
         self._is_finished = False
 
@@ -107,11 +114,16 @@ class Checkpoints(TrainerCallback):
         saved = RunRecord(**manifest["run"]) if "run" in manifest else None
         return record.continued(folder, saved, accepts_changes=args.resume_with_changes, held=HELD), str(folder)
 
-    def begin_save(self, args: TrainingArguments, folder: Path) -> None:
-        """Open the folder of a checkpoint, marked as unfinished; one of the same name is set aside. Collective."""
+    def begin_save(self, folder: Path) -> None:
+        """Open the folder of a checkpoint, marked as unfinished; one of the same name is set aside. Collective.
+
+        Raises:
+            SaveError: in every process, if the folder cannot be opened or its disk has too little room.
+        """
         assert self.run is not None
         self.run.claim(folder.parent)
-        self._saving = folder
+        self._saving, self._best_before = folder, self.trainer.state.best_model_checkpoint
+        needed = self._needed_bytes()
         self.accelerator.wait_for_everyone()  # no process reads the folder while another changes it
 
         def open_folder() -> None:
@@ -124,8 +136,16 @@ class Checkpoints(TrainerCallback):
                 keep_under_other_name(folder)
             folder.mkdir()
             (folder / UNFINISHED).touch()
+            if shutil.disk_usage(folder).free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        everywhere(open_folder if args.should_save else lambda: None)
+        def open_or_explain() -> None:
+            try:
+                open_folder()
+            except OSError as error:
+                raise save_error(folder, error, needed=needed) from error
+
+        everywhere(open_or_explain if self.trainer.args.should_save else lambda: None)
 
     def _hold(self, args: TrainingArguments) -> None:
         """Keep other runs out of output_dir, if this process writes there; see `trimtab_common.locks`."""
@@ -133,22 +153,33 @@ class Checkpoints(TrainerCallback):
         if args.should_save and args.save_strategy != "no" and folder.is_dir():
             hold(folder, self)
 
+    def _needed_bytes(self) -> int:
+        """Of a checkpoint: its weights, of adapters those alone, and the optimizer's moments."""
+        model, optimizer = cast(nn.Module, self.trainer.model), self.trainer.optimizer
+        weights = [weight for weight in model.parameters() if weight.requires_grad or not isinstance(model, PeftModel)]
+        moments = {} if self.trainer.args.save_only_model or optimizer is None else optimizer.state
+        return bytes_of(weights) + bytes_of(moments)
+
     @contextmanager
-    def named(self, trainer: Trainer) -> Iterator[None]:
-        """Names the trainer's checkpoint whose files the file system refuses, and removes what is unfinished of it.
+    def refusable(self) -> Iterator[None]:
+        """Around what saves a checkpoint: explains where the file system refuses, or warns if the run is to go on.
+
+        What begins a save fails in all processes. What fails later, when the disk fills up while it is written, fails
+        in one; with several processes the run then ends, whatever `on_save_error` says.
 
         Raises:
-            CheckpointError: in place of the error of the file system.
+            SaveError: in place of the error of the file system. What is unfinished of the checkpoint is removed.
         """
         try:
             yield
         except Exception as error:
             folder, self._saving, self._is_sealed = self._saving, None, False
-            if folder is None or not is_of_files(error):
+            if folder is None or not (isinstance(error, SaveError) or is_of_files(error)):
                 raise
-            parts = (trainer.model, *([] if trainer.args.save_only_model else [trainer.optimizer]))
-            needed = sum(bytes_of(part.state_dict()) for part in parts if part is not None)
-            raise save_error(folder, error, needed=needed) from error
+            refused = error if isinstance(error, SaveError) else save_error(folder, error, needed=self._needed_bytes())
+            is_alone = refused is not error and self.accelerator.num_processes > 1
+            warn_unsaved(refused, "raise" if is_alone else cast(TrainerConfig, self.trainer.args).on_save_error)
+            self.trainer.state.best_model_checkpoint = self._best_before
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -159,16 +190,18 @@ class Checkpoints(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Seal the checkpoint, then remove what save_total_limit leaves no room for. Collective."""
-        assert self._saving is not None
+        if self._saving is None:  # the file system refused it
+            return
         folder = self._saving
-        if not self._is_sealed:
-            self._seal(args, folder)
-        if args.should_save:
-            clean(folder.parent)
-            if self.keep is not None and self.keep > 0:
-                best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
-                rotate(folder.parent, folder, self.keep, protected=best)
-        self.accelerator.wait_for_everyone()
+        with self.refusable():
+            if not self._is_sealed:
+                self._seal(args, folder)
+            if args.should_save:
+                clean(folder.parent)
+                if self.keep is not None and self.keep > 0:
+                    best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
+                    rotate(folder.parent, folder, self.keep, protected=best)
+            self.accelerator.wait_for_everyone()
         self._saving, self._is_sealed = None, False
 
     def _seal(self, args: TrainingArguments, folder: Path) -> None:

@@ -346,7 +346,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_best
         if self.control.should_save:
-            with self.checkpoints.named(self):
+            with self.checkpoints.refusable():
                 self.save_checkpoint()
 
     def _note_best(self, metrics: dict[str, float]) -> bool:

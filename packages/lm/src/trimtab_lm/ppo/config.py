@@ -8,6 +8,7 @@ from typing import Any, Literal
 from trimtab_common.config import Count, Fraction, NotNegative, Positive, Seed, check_ranges, script_name, setting
 from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.ranks import FAILURE_TIMEOUT, REWARD_TIMEOUT
+from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
 from trimtab_common.tracking import check_tracker_name
 from trimtab_lm.sampling.backends import BACKENDS
 
@@ -153,6 +154,7 @@ class PPOConfig(_Taken):
         default=False,
     )
 
+    on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise")
     rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60)
     reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 

@@ -36,7 +36,7 @@ WITHOUT_EFFECT = (
     *("exp_name", "log_with", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
     *("compare_steps", "steps", "model_name", "query_dataset", "reward_model", "optimize_device_cache", "output_dir"),
     *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size", "rank_failure_timeout"),
-    "reward_timeout",
+    *("reward_timeout", "on_save_error"),
 )
 """Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
 HELD = ("learning_rate", "init_kl_coef")

@@ -17,6 +17,7 @@ from trimtab_common.health import rounding_of
 from trimtab_common.kl import SAMPLED_KL, full, kl_controller
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.ranks import begin, phase
+from trimtab_common.sealing import save_or_warn
 from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
@@ -92,8 +93,7 @@ class PPOTrainer(PolicyServices):
 
         self.accelerator = accelerator_of(config)
         self.config = filled(config, model, self.accelerator.num_processes)
-        self.current_device = self.accelerator.device
-        self.lr_scheduler = lr_scheduler
+        self.current_device, self.lr_scheduler = self.accelerator.device, lr_scheduler
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
         self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
@@ -165,7 +165,7 @@ class PPOTrainer(PolicyServices):
                 if on_step is not None:
                     on_step(self.steps_done, logs, batch)
                 if self.config.save_steps and self.steps_done % self.config.save_steps == 0:
-                    self.save_checkpoint()
+                    save_or_warn(self.save_checkpoint, self.config.on_save_error)
                 self.run.interruption.end_if_asked(self.save_checkpoint)
         return history
 
