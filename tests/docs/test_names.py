@@ -34,6 +34,13 @@ def test_the_reference_has_every_public_name(package: str):
     assert listed == set(importlib.import_module(package).__all__)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_one_title_and_a_text(page: Path):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"^# \S", text, flags=re.MULTILINE)) == 1
+    assert len(text.splitlines()) > 8
+
+
 def known_words() -> set[str]:
     """The words of the sources, of pages' own code, and the settings that come from transformers."""
     files = [path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in ENDINGS]
