@@ -22,7 +22,7 @@ HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/te
 SIGNALS := tests/test_signals.py tests/test_disks.py tests/test_locks.py tests/test_checkpoint_rules.py \
   tests/common/test_interruption.py
 ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.py
-SOURCES := $(wildcard packages experiments examples tests tools)
+SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit check format sizes bench chaos chaos-short gpu docs docs-serve test-docs clean

@@ -83,7 +83,8 @@ def _shown(path: Path) -> str:
     if path.suffix == ".ipynb":
         return "\n\n".join(part for cell in json.loads(path.read_text())["cells"] for part in _cell(cell))
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    blocks = [f"```{LANGUAGES.get(file.suffix, 'text')} title=\"{file.name}\"\n{file.read_text()}\n```" for file in files]
+    heads = [f'```{LANGUAGES.get(file.suffix, "text")} title="{file.name}"' for file in files]
+    blocks = [f"{head}\n{file.read_text()}\n```" for head, file in zip(heads, files, strict=True)]
     return "\n\n".join([f"# {path.relative_to(ROOT)}", *blocks])
 
 

@@ -1,8 +1,12 @@
 """An extension of griffe: the fields of a configuration, each with its line of help, in the reference of its class."""
 
 import ast
+from collections.abc import Iterator
 
 from griffe import Attribute, Class, Expr, ExprCall, ExprKeyword, Extension, GriffeLoader
+
+SHOWN = {"dict": "{}", "script_name": "name of the script"}
+"""What default factories are shown as."""
 
 
 class Settings(Extension):
@@ -10,30 +14,28 @@ class Settings(Extension):
 
     def on_class(self, *, cls: Class, loader: GriffeLoader, **kwargs: object) -> None:
         """See griffe."""
-        fields = [member for member in cls.members.values() if isinstance(member, Attribute) and _call(member)]
-        if not fields or cls.docstring is None:
-            return
-        lines = [f"    {field.name}: {_help(field)} {_default(field)}" for field in fields]
-        before, raises, after = cls.docstring.value.partition("\n\nRaises:")
-        cls.docstring.value = before + "\n\nAttributes:\n" + "\n".join(lines) + raises + after
+        lines = [f"    {name}: {_help(call, cls)} {_default(call)}" for name, call in _settings(cls)]
+        if lines and cls.docstring is not None:
+            text, raises, errors = cls.docstring.value.partition("\n\nRaises:")
+            cls.docstring.value = "\n".join([f"{text}\n\nAttributes:", *lines]) + raises + errors
 
 
-def _call(field: Attribute) -> ExprCall | None:
-    value = field.value
-    is_setting = isinstance(value, ExprCall) and value.canonical_path == "trimtab_common.config.setting"
-    return value if is_setting else None  # type: ignore[return-value]
+def _settings(cls: Class) -> Iterator[tuple[str, ExprCall]]:
+    """The fields of a class that are `trimtab_common.config.setting`."""
+    for name, member in cls.members.items():
+        value = member.value if isinstance(member, Attribute) else None
+        if isinstance(value, ExprCall) and value.canonical_path == "trimtab_common.config.setting":
+            yield name, value
 
 
-def _help(field: Attribute) -> str:
-    text = _call(field).arguments[0]  # type: ignore[union-attr]
+def _help(call: ExprCall, cls: Class) -> str:
+    text = call.arguments[0]
     if isinstance(text, Expr):  # the name of a constant
-        text = field.modules_collection[text.canonical_path].value
+        text = cls.modules_collection[text.canonical_path].value
     return " ".join(ast.literal_eval(str(text)).split())
 
 
-def _default(field: Attribute) -> str:
-    given = [one for one in _call(field).arguments if isinstance(one, ExprKeyword)]  # type: ignore[union-attr]
-    values = [str(one.value) for one in given if one.name in ("default", "default_factory")]
-    if not values:
-        return "Required."
-    return f"Default: `{ {'dict': '{}', 'script_name': 'name of the script'}.get(values[0], values[0])}`."
+def _default(call: ExprCall) -> str:
+    keywords = {one.name: str(one.value) for one in call.arguments if isinstance(one, ExprKeyword)}
+    value = keywords.get("default", keywords.get("default_factory"))
+    return "Required." if value is None else f"Default: `{SHOWN.get(value, value)}`."
