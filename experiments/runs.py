@@ -6,7 +6,7 @@ config.json holds the settings, history.jsonl a row for each step, and summary.j
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ matplotlib.use("Agg")  # files only: the machine may have no display
 
 from matplotlib import pyplot as plt
 
+WANDB_VARIABLES = {"group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
 HISTORY, CONFIG, SUMMARY, FIGURE = "history.jsonl", "config.json", "summary.json", "report.png"
 
 
@@ -40,12 +41,42 @@ def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, *
         changes: Settings that replace the recipe's.
 
     Returns:
-        An instance of each class.
+        An instance of each class. W&B shows the run under `run_name`, in the group of the recipe's folder, as a job of
+        the recipe's kind (train, sft, reward).
     """
     values = read_settings(recipe)
     ids = [os.environ.get(name, "") for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID")]
     values |= {name: str(Path(str(values[name]), *ids)) for name in ("output_dir", "logdir") if name in values}
-    return parse_config(*kinds, argv=argv, recipe=values | changes)
+    configs = parse_config(*kinds, argv=argv, recipe=values | changes)
+    base = parse_config(*kinds, argv=[], recipe=values | changes)
+    name = run_name(to_flat_dict(*configs), to_flat_dict(*base))
+    shown = {"group": recipe.parent.name, "job_type": recipe.stem.partition("_")[2] or "train"}
+    for config in configs:
+        if isinstance(config, TrainingArguments):  # transformers gives W&B the name, and W&B reads the rest by itself
+            config.run_name = config.run_name or name
+            for key, value in shown.items():
+                os.environ.setdefault(WANDB_VARIABLES[key], value)
+        elif any(field.name == "tracker_kwargs" for field in fields(config)):
+            options = config.tracker_kwargs
+            options["wandb"] = {
+                **{key: value for key, value in {"name": name, **shown}.items() if key not in options},
+                **options.get("wandb", {}),
+            }
+    return configs
+
+
+def run_name(settings: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    """The settings that differ from the recipe's, and the seed: "target=6.0 seed=1"."""
+    hidden = (
+        *("output_dir", "logdir", "run_name", "exp_name", "report_to", "log_with", "resume", "tracker_", "project_"),
+        *("backward_batch_size", "global_", "total_ppo_epochs", "samples"),
+    )
+    changed = [
+        f"{name}={value}"
+        for name, value in settings.items()
+        if value != base.get(name) and name != "seed" and not name.startswith(hidden)
+    ]
+    return " ".join([*changed, f"seed={settings['seed']}"])
 
 
 def begin(project: str, run: Any, args: TrainingArguments) -> "History":

@@ -133,7 +133,8 @@ def train(
     if is_main:
         open_folder(folder, to_flat_dict(run, ppo), goes_on=bool(run.resume_from))
     evaluation = Evaluation(policy.pretrained_model, tokenizer, reward, run, seed=ppo.seed)
-    looks, shown_texts = [], {}
+    trainer.run.about = to_flat_dict(run)
+    looks, shown_texts, rows = [], {}, []
     for stage in ("before", "after"):
         if stage == "after":
             learn(trainer, run, reward, folder, lambda step, row: on_step and on_step(step, row, evaluation))
@@ -143,9 +144,10 @@ def train(
         shown_texts |= {"query": shown, stage: [" ".join(answer.split()) for answer in written]}
         if is_main:
             show(f"{stage} training", shown, shown_texts[stage])
-        rows = zip([stage] * run.samples, shown, written, reward(written), strict=False)
-        trainer.tracker.table("samples", ["stage", "query", "response", "reward"], rows, trainer.steps_done)
+        rows += zip([stage] * run.samples, shown, written, reward(written), strict=False)
     if is_main:
+        # Not before training: a run that is resumed takes up its tracker's run there.
+        trainer.tracker.table("samples", ["stage", "query", "response", "reward"], rows, trainer.steps_done)
         summary = {"reward_before": looks[0]["reward"], **looks[1], "kl_held": held_kl(read_history(folder))}
         trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
         (folder / SAMPLES).write_text(json.dumps(shown_texts, indent=2) + "\n", encoding="utf-8")

@@ -133,6 +133,7 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
     known = zip(asking.prompts, asking.metadata, strict=True)
     asked, metadata = zip(*islice(cycle(known), run.eval_pictures), strict=True)
     means: dict[str, list[float]] = {}
+    trainer.run.about = to_flat_dict(run) | {"reward": reward}
     with trainer.tracker as tracker:
         for sheet in (BEFORE, AFTER):
             if sheet == AFTER:
@@ -197,7 +198,11 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
         reward: ddpo.run_name or reward + (f"-{ddpo.estimator}" if ddpo.estimator != "is" else "")
         for reward in run.reward
     }
-    configs = [replace(ddpo, run_name=name, logdir=str(folder / name)) for name in names.values()]
+    shown = ddpo.tracker_kwargs.get("wandb", {})
+    configs = []
+    for name in names.values():
+        tracker = {**ddpo.tracker_kwargs, "wandb": {**shown, "name": f"{name} {shown.get('name', '')}".strip()}}
+        configs.append(replace(ddpo, run_name=name, logdir=str(folder / name), tracker_kwargs=tracker))
     jobs = side_by_side(run)
     if run.model == "shapes":
         shapes_pipeline(run.pretrain_steps)  # before several processes need it

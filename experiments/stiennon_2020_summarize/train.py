@@ -40,7 +40,6 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
     open_folder(root, config, goes_on=run.resume)
     if not run.resume:
         clean(root)
-    options = ppo.tracker_kwargs
     tracking = start_tracking(
         ppo.log_with,
         project=ppo.tracker_project_name,
@@ -48,7 +47,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
         name=ppo.exp_name,
         tags=[ppo.task_name] if ppo.task_name else [],
         folder=ppo.project_kwargs.get("logging_dir", "."),
-        init_kwargs=options.get(ppo.log_with or "", options),
+        init_kwargs=ppo.tracker_kwargs,
     )
     with tracking as tracker:
         record = Record(root, tracker, goes_on=run.resume)

@@ -21,6 +21,7 @@ from trimtab_common.tracking import (
     progress,
     start_tracking,
 )
+from trimtab_common.weights_and_biases import STEP_AXIS
 
 pytestmark = pytest.mark.usefixtures("offline_wandb")
 
@@ -46,7 +47,7 @@ def read_wandb(folder: Path):
 
 
 def history(records) -> dict[str, dict[int, Any]]:
-    """What was logged: {name: {train/step: value}}."""
+    """What was logged: {name: {train/global_step: value}}."""
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for row in records["history"]:
         values: dict[str, Any] = {}
@@ -54,9 +55,9 @@ def history(records) -> dict[str, dict[int, Any]]:
             name, *inner = item.nested_key
             value = json.loads(item.value_json)
             values[name] = {**values.get(name, {}), inner[0]: value} if inner else value
-        assert values["_step"] >= values["train/step"]
+        assert values["_step"] >= values[STEP_AXIS]
         for name, value in values.items():
-            by_name[name][values["train/step"]] = value
+            by_name[name][values[STEP_AXIS]] = value
     return by_name
 
 
@@ -77,6 +78,7 @@ def test_offline_run_holds_what_was_logged(tmp_path, capfd):
             rows = [["x" * 9999, 1, True], [7, 2.5, None]] + [["a", 0, False]] * 99
             tracker.table("samples", ["text", "score", "good"], rows, step)
         tracker.images("pictures", [torch.ones(3, 4, 6), Image.new("L", (6, 4))], ["white", "black"], 1)
+        tracker.describe({"program": "train.py"})
         tracker.finish({"best": 3})
     printed = capfd.readouterr()
     (run_folder,) = tmp_path.glob("wandb/offline-run-*")
@@ -89,18 +91,18 @@ def test_offline_run_holds_what_was_logged(tmp_path, capfd):
     assert (run.run_id, run.project, run.display_name, run.run_group) == (tracker.run_id, "p", "n", "g")
     assert (run.job_type, list(run.tags)) == ("eval", ["t"])
     assert {item.key: item.value_json for item in run.config.update}["lr"] == "0.1"
+    described = {item.key: item.value_json for config in records["config"] for item in config.update}
+    assert described["program"] == '"train.py"'
     logged = history(records)
     assert logged["loss"] == {0: 0.5, 1: 1.5}
     assert np.isnan(logged["nan"][1])
-    assert logged["eval/step"] == {0: 0, 1: 1}
+    assert logged["eval/loss"] == {0: 2, 1: 2}
     assert sum(logged["dist"][0]["values"]) == 2
     assert logged["pictures"][1]["captions"] == ["white", "black"]
     assert (logged["pictures"][1]["width"], logged["pictures"][1]["height"]) == (6, 4)
     assert {metric.name or metric.glob_name: metric.step_metric for metric in records["metric"]} == {
-        "train/step": "",
-        "*": "train/step",
-        "eval/step": "",
-        "eval/*": "eval/step",
+        "train/global_step": "",
+        "*": "train/global_step",
     }
     summary = {item.key: item.value_json for row in records["summary"] for item in row.update}
     assert summary["best"] == "3.0"

@@ -9,6 +9,8 @@ from tensorboard.compat.proto.event_pb2 import SessionLog
 from tools.chaos.trees import tree_difference
 from tools.chaos.works import is_repeatable
 
+from trimtab_common.weights_and_biases import STEP_AXIS
+
 History = dict[str, list[tuple[int, float]]]
 
 
@@ -42,7 +44,7 @@ def wandb_scalars(run: Path) -> History:
     history: History = defaultdict(list)
     for file in sorted(run.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         for row in RunFile(file).update().rows:
-            step = row.get("train/step", row.get("train/global_step"))
+            step = row.get(STEP_AXIS)
             for name, value in row.items():
                 if is_finite(value) and is_repeatable(name) and (step, value) not in history[name]:
                     history[name].append((step, value))

@@ -51,6 +51,15 @@ def test_log_stats_sends_rewards_and_a_table_of_samples():
     assert "env/reward_mean" not in stats
 
 
+def test_a_table_is_sent_every_so_many_steps():
+    trainer = tiny.ppo(log_table_every=2)
+    tracker = trainer.run._tracker = FakeTracker()
+    for _ in range(4):
+        trainer.log_stats(trainer.step(*tiny.batch()), {"query": list("abcd"), "response": list("wxyz")}, [1.0] * 4)
+    assert [step for step, _ in tracker.logs] == [1, 2, 3, 4]
+    assert [step for *_, step in tracker.tables] == [1, 3]
+
+
 # -------------------------------------------------------------- saving
 
 

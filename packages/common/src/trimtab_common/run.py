@@ -130,6 +130,7 @@ class Run:
 
     Attributes:
         tracker_id: the id of the tracker's run, by which a resumed run goes on in it; None until the tracker starts.
+        about: settings of the program, which the tracker shows beside the trainer's; set them before it starts.
         interruption: how the run takes SIGTERM and SIGINT.
     """
 
@@ -147,6 +148,7 @@ class Run:
         self.accelerator, self.model, self.record, self.health = accelerator, model, record, health
         self.accepts_changes, self.held = accepts_changes, held
         self.tracker_id: str | None = None
+        self.about: Mapping[str, object] = {}
         self._start_tracker = start_tracker
         self._tracker: Tracker | None = None
         self.interruption = Interruption(accelerator, close=self._close_tracker)
@@ -346,6 +348,7 @@ class Run:
         """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
         if self._tracker is None:
             self._tracker = self._start_tracker(run_id=self.tracker_id, is_main=self.accelerator.is_main_process)
+            self._tracker.describe(self.about)
             self.tracker_id = self._tracker.run_id
         return self._tracker
 

@@ -6,10 +6,9 @@ import os
 import re
 import secrets
 import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -18,11 +17,11 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from trimtab_common.images import Picture, to_pil
-from trimtab_common.interruption import exit_at_sigterm, is_preemption, status_of
+from trimtab_common.interruption import status_of
+from trimtab_common.weights_and_biases import WandbWriter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-    from wandb.sdk.wandb_run import Run
 
 TRACKERS = ("wandb", "tensorboard", "none")
 MAX_TABLE_ROWS = 32  # of a call
@@ -65,9 +64,9 @@ def start_tracking(
         log_with: "wandb", "tensorboard", "none" or None.
         project: W&B's project.
         config: the run's settings by name, plain values.
-        name: of the run.
-        group: W&B's group of runs.
-        job_type: W&B's type of the run.
+        name: of the run. WANDB_NAME takes precedence in W&B.
+        group: W&B's group of runs; None: WANDB_RUN_GROUP.
+        job_type: W&B's type of the run. WANDB_JOB_TYPE takes precedence.
         tags: W&B's tags.
         folder: W&B writes to folder/wandb, TensorBoard to folder/tensorboard.
         run_id: the id that a checkpoint holds. Without it W&B takes WANDB_RUN_ID, or draws one. Under a sweep agent W&B
@@ -80,10 +79,11 @@ def start_tracking(
     if not is_main:
         return Tracker(None, run_id)
     folder, options = Path(folder), dict(init_kwargs or {})
-    extra = options.get(chosen, options)
+    extra = {key: value for key, value in options.items() if key not in TRACKERS} | options.get(chosen, {})
     if chosen == "wandb":
+        name, job_type = os.environ.get("WANDB_NAME", name), os.environ.get("WANDB_JOB_TYPE", job_type)
         arguments = {"project": project, "name": name, "group": group, "job_type": job_type, "tags": list(tags)}
-        wandb_writer = _Wandb({**arguments, "id": run_id, **extra}, config, folder)
+        wandb_writer = WandbWriter({**arguments, "id": run_id, **extra}, config, folder)
         return Tracker(wandb_writer, wandb_writer.run.id)
     run_id = run_id or secrets.token_hex(4)
     if chosen == "none":
@@ -106,6 +106,11 @@ class Tracker:
         self._writer = writer
         self._step = 0
         self._columns: dict[str, tuple[list[str], list[type]]] = {}
+
+    def describe(self, settings: Stats) -> None:
+        """Adds settings to the run's, such as those of the program that trains; plain values by name."""
+        if self._writer is not None:
+            self._writer.describe(settings)
 
     def log(self, stats: Stats, step: int) -> None:
         """Logs numbers as floats, and 1-D arrays, tensors or lists as histograms of their finite values.
@@ -211,59 +216,11 @@ class Tracker:
 class Writer(Protocol):
     """One kind of tracker: receives what `Tracker` has checked and converted."""
 
+    def describe(self, settings: Stats) -> None: ...
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None: ...
     def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None: ...
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None: ...
     def finish(self, summary: dict[str, float], exit_code: int) -> None: ...
-
-
-class _Wandb:
-    def __init__(self, kwargs: dict[str, Any], config: Stats, folder: Path) -> None:
-        wandb = import_wandb()
-        self._wandb = wandb
-        self._owned = wandb.run is None
-        if wandb.run is None:
-            folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
-            self.run: Run = _init_wandb(kwargs, config, folder)
-            exit_at_sigterm(exits=True)
-        else:
-            self.run = wandb.run
-            self.run.config.update(dict(config), allow_val_change=True)
-        for axis, metrics in (("train/step", "*"), ("eval/step", "eval/*")):
-            self.run.define_metric(axis, hidden=True)
-            self.run.define_metric(metrics, step_metric=axis)
-
-    def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
-        values = {
-            name: self._wandb.Histogram(np_histogram=np.histogram(array, bins=64)) for name, array in histograms.items()
-        }
-        self._log({**scalars, **values}, step)
-
-    def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
-        types: Any = [type(cell) if cell is not None else str for cell in rows[0]]
-        self._log({name: self._wandb.Table(columns=[*columns], data=rows, dtype=types, optional=True)}, step)
-
-    def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
-        logged = [self._wandb.Image(image, caption=text) for image, text in zip(images, captions, strict=True)]
-        self._log({name: logged}, step)
-
-    def finish(self, summary: dict[str, float], exit_code: int) -> None:
-        self.run.summary.update(summary)
-        if self._owned:
-            exit_at_sigterm(exits=False)
-            finish_wandb(self.run, exit_code)
-
-    def _log(self, values: dict[str, object], step: int) -> None:
-        axes = {"train/step": step} | ({"eval/step": step} if any(key.startswith("eval/") for key in values) else {})
-        # A run resumed from a checkpoint repeats steps that W&B has seen; its own counter must not go back.
-        self.run.log({**values, **axes}, step=max(step, self.run.step))
-
-
-def finish_wandb(run: Run, exit_code: int) -> None:
-    """Closes a W&B run; one that was preempted is marked, so that W&B's sweeps give it to an agent again."""
-    if is_preemption(exit_code):
-        run.mark_preempting()
-    run.finish(exit_code=exit_code)
 
 
 def _status_after(error: BaseException | None) -> int:
@@ -280,37 +237,6 @@ def _status_after(error: BaseException | None) -> int:
     return 1
 
 
-def import_wandb() -> ModuleType:
-    """W&B's package, with other defaults where the environment names none.
-
-    It sends no reports of its errors and its use. It writes what was logged to the run's file within a second instead
-    of 15: its service ends with a process that is killed, and loses what it has not written.
-    """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
-    import wandb
-
-    return wandb
-
-
-def _init_wandb(kwargs: dict[str, Any], config: Stats, folder: Path) -> Run:
-    wandb = import_wandb()
-    mode = kwargs.get("mode") or os.environ.get("WANDB_MODE")
-    reason = f"mode {mode}"
-    if mode in (None, "online", "shared") and not wandb.login(prompt=False, verify=False):
-        if mode is not None:
-            raise RuntimeError(f"W&B's mode is {mode} without an API key. Set WANDB_API_KEY or WANDB_MODE=offline.")
-        mode, reason = "offline", "no API key"
-    quiet = {"settings": wandb.Settings(silent=True)} if mode == "offline" else {}
-    run_id = kwargs["id"] or os.environ.get("WANDB_RUN_ID")
-    defaults = {"dir": str(folder), "resume": "allow", **quiet}
-    run = wandb.init(**{**defaults, **kwargs, "config": dict(config), "id": run_id, "mode": mode})
-    if mode == "offline":
-        command = f"wandb sync {run.settings.sync_dir}"
-        print(f"W&B run {run.id} is offline ({reason}); upload it later with: {command}", file=sys.stderr)
-    return run
-
-
 class _TensorBoard:
     """A writer of events, which begins with the first step: a resumed run repeats steps, and replaces them."""
 
@@ -320,13 +246,22 @@ class _TensorBoard:
         except ImportError as error:
             raise ImportError("log_with='tensorboard' needs its package: pip install tensorboard") from error
         self._open, self._kwargs = SummaryWriter, kwargs
-        self._config = markdown_table(["name", "value"], [[key, repr(config[key])] for key in config])
+        self._config = dict(config)
         self._opened: SummaryWriter | None = None
+
+    def describe(self, settings: Stats) -> None:
+        self._config |= settings
+        if self._opened is not None:
+            self._write_config(self._opened)
+
+    def _write_config(self, writer: SummaryWriter) -> None:
+        rows = [[key, repr(value)] for key, value in self._config.items()]
+        writer.add_text("config", markdown_table(["name", "value"], rows))
 
     def _at(self, step: int | None) -> SummaryWriter:
         if self._opened is None:
             self._opened = self._open(**{"purge_step": step, **self._kwargs})
-            self._opened.add_text("config", self._config)
+            self._write_config(self._opened)
         return self._opened
 
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:

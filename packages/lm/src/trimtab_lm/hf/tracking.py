@@ -11,7 +11,8 @@ from transformers.integrations import TensorBoardCallback
 
 from trimtab_common.interruption import status_of
 from trimtab_common.stats import gather_stats, merge_stats
-from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type, finish_wandb, import_wandb, markdown_table
+from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type, markdown_table
+from trimtab_common.weights_and_biases import STEP_AXIS, finish_wandb, import_wandb
 
 
 class Recorder:
@@ -68,7 +69,7 @@ class Tables:
             return
         for name, columns, rows in self._waiting:
             table = wandb.Table(columns=columns, data=rows)
-            wandb.log({name: table, "train/global_step": step})
+            wandb.log({name: table, STEP_AXIS: step})
         self._waiting.clear()
 
 

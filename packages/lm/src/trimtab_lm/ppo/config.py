@@ -154,6 +154,7 @@ class PPOConfig(_Taken):
         default=False,
     )
 
+    log_table_every: Count = setting("Steps between two tables of texts that `log_stats` sends.", default=10)
     on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise")
     rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60)
     reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)

@@ -274,7 +274,7 @@ class PolicyServices(ForwardPasses):
         rewards: Sequence[Any],
         columns_to_log: Sequence[str] = ("query", "response"),
     ) -> dict[str, Any]:
-        """Send a step's statistics to the tracker, with the rewards and a table of samples.
+        """Send a step's statistics to the tracker, with the rewards; every `log_table_every` steps a table of samples.
 
         Args:
             stats: of `step`.
@@ -296,7 +296,8 @@ class PolicyServices(ForwardPasses):
             "env/reward_dist": distribution,
         }
         self.tracker.log(logs, self.steps_done)
-        self.tracker.table("game_log", [*columns_to_log, "reward"], gathered, self.steps_done)
+        if (self.steps_done - 1) % self.config.log_table_every == 0:
+            self.tracker.table("game_log", [*columns_to_log, "reward"], gathered, self.steps_done)
         return logs
 
     @property

@@ -33,7 +33,7 @@ from trimtab_lm.sampling.rollout import RolloutBackend
 from .config import PPOConfig
 
 WITHOUT_EFFECT = (
-    *("exp_name", "log_with", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
+    *("exp_name", "log_*", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
     *("compare_steps", "steps", "model_name", "query_dataset", "reward_model", "optimize_device_cache", "output_dir"),
     *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size", "rank_failure_timeout"),
     *("reward_timeout", "on_save_error"),

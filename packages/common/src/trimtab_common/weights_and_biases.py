@@ -1,0 +1,104 @@
+"""Weights & Biases: opens and closes runs, online or not, and writes what a `Tracker` logs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from trimtab_common.interruption import exit_at_sigterm, is_preemption
+
+if TYPE_CHECKING:
+    from wandb.sdk.wandb_run import Run
+
+STEP_AXIS = "train/global_step"
+"""The statistic that W&B draws all others over; transformers' trainers have the same one."""
+
+
+class WandbWriter:
+    """Writes to a run of its own, or to the one that is open, which then stays open."""
+
+    def __init__(self, kwargs: dict[str, Any], config: Mapping[str, object], folder: Path) -> None:
+        wandb = import_wandb()
+        self._wandb = wandb
+        self._owned = wandb.run is None
+        if wandb.run is None:
+            folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
+            self.run: Run = _init_wandb(kwargs, config, folder)
+            exit_at_sigterm(exits=True)
+        else:
+            self.run = wandb.run
+            self.describe(config)
+        self.run.define_metric(STEP_AXIS)
+        self.run.define_metric("*", step_metric=STEP_AXIS, step_sync=True)
+
+    def describe(self, settings: Mapping[str, object]) -> None:
+        self.run.config.update(dict(settings), allow_val_change=True)
+
+    def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
+        values = {
+            name: self._wandb.Histogram(np_histogram=np.histogram(array, bins=64)) for name, array in histograms.items()
+        }
+        self._log({**scalars, **values}, step)
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        types: Any = [type(cell) if cell is not None else str for cell in rows[0]]
+        self._log({name: self._wandb.Table(columns=[*columns], data=rows, dtype=types, optional=True)}, step)
+
+    def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
+        logged = [self._wandb.Image(image, caption=text) for image, text in zip(images, captions, strict=True)]
+        self._log({name: logged}, step)
+
+    def finish(self, summary: dict[str, float], exit_code: int) -> None:
+        self.run.summary.update(summary)
+        if self._owned:
+            exit_at_sigterm(exits=False)
+            finish_wandb(self.run, exit_code)
+
+    def _log(self, values: dict[str, object], step: int) -> None:
+        # A run resumed from a checkpoint repeats steps that W&B has seen; its own counter must not go back.
+        self.run.log({**values, STEP_AXIS: step}, step=max(step, self.run.step))
+
+
+def finish_wandb(run: Run, exit_code: int) -> None:
+    """Closes a W&B run; one that was preempted is marked, so that W&B's sweeps give it to an agent again."""
+    if is_preemption(exit_code):
+        run.mark_preempting()
+    run.finish(exit_code=exit_code)
+
+
+def import_wandb() -> ModuleType:
+    """W&B's package, with other defaults where the environment names none.
+
+    It sends no reports of its errors and its use. It writes what was logged to the run's file within a second instead
+    of 15: its service ends with a process that is killed, and loses what it has not written.
+    """
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
+    import wandb
+
+    return wandb
+
+
+def _init_wandb(kwargs: dict[str, Any], config: Mapping[str, object], folder: Path) -> Run:
+    wandb = import_wandb()
+    mode = kwargs.get("mode") or os.environ.get("WANDB_MODE")
+    reason = f"mode {mode}"
+    if mode in (None, "online", "shared") and not wandb.login(prompt=False, verify=False):
+        if mode is not None:
+            raise RuntimeError(f"W&B's mode is {mode} without an API key. Set WANDB_API_KEY or WANDB_MODE=offline.")
+        mode, reason = "offline", "no API key"
+    quiet = {"settings": wandb.Settings(silent=True)} if mode == "offline" else {}
+    run_id = kwargs["id"] or os.environ.get("WANDB_RUN_ID")
+    defaults = {"dir": str(folder), "resume": "allow", **quiet}
+    run = wandb.init(**{**defaults, **kwargs, "config": dict(config), "id": run_id, "mode": mode})
+    if mode == "offline":
+        command = f"wandb sync {run.settings.sync_dir}"
+        print(f"W&B run {run.id} is offline ({reason}); upload it later with: {command}", file=sys.stderr)
+    return run
