@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trimtab_diffusion import DDPOConfig
 from trimtab_diffusion.rewards import CLIP, AestheticHead
-from trimtab_lm import PPOConfig
+from trimtab_lm import GRPOConfig, PPOConfig
 from trimtab_lm.hf.config import TrainerConfig
 
 STORIES = Path(__file__).resolve().parents[2] / "examples" / "stories"
@@ -27,7 +26,8 @@ PIPELINES = {
     "stabilityai/stable-diffusion-3.5-medium": tiny_diffusion.stable_diffusion_3,
 }
 AT_MOST: dict[type, dict[str, Any]] = {
-    TrainerConfig: {"max_steps": 2, "max_completion_length": 8, "per_device_train_batch_size": 4},
+    TrainerConfig: {"max_steps": 2, "per_device_train_batch_size": 4},
+    GRPOConfig: {"max_completion_length": 8},
     PPOConfig: {"steps": 2},
     DDPOConfig: {
         "num_epochs": 1,
@@ -70,7 +70,7 @@ def small_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _limited(check: Callable[[Any], None], limits: dict[str, Any]) -> Callable[[Any], None]:
     def post_init(config: Any) -> None:
         for name, most in limits.items():
-            if name in {field.name for field in fields(config)} and not 0 < getattr(config, name) <= most:
+            if not 0 < getattr(config, name) <= most:
                 setattr(config, name, most)
         if getattr(config, "mixed_precision", None) == "fp16" and not torch.cuda.is_available():
             config.mixed_precision = "no"
