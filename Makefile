@@ -11,6 +11,7 @@ VLLM := .venv-vllm
 
 DEEPSPEED := .venv-deepspeed
 AUDIT := .venv-audit
+RELEASE := .venv-release
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
@@ -25,7 +26,7 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed signals health fuzz long-runs audit check format sizes bench chaos chaos-short gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +61,9 @@ test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (F
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow $(ZERO) $(ARGS)
 
+test-scripts: $(STAMP) ## run scripts that import trl, as they are, on our trainers (two minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or not slow" --durations=10 tests/lm/legacy/test_trl_scripts.py $(ARGS)
+
 signals: $(STAMP) ## SIGTERM, SIGINT, full disks and second writers in every trainer (five minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or distributed or not slow" --durations=10 $(SIGNALS) $(ARGS)
 
@@ -76,6 +80,18 @@ audit: $(STAMP) $(AUDIT)/.installed ## look up known vulnerabilities of everythi
 	$(PY) -m pip freeze --exclude-editable | sed -E 's/\+[A-Za-z0-9.]+$$//; / @ /d' > $(AUDIT)/installed.txt
 	$(AUDIT)/bin/pip-audit --strict --vulnerability-service pypi --disable-pip --no-deps --progress-spinner off \
 	  -r $(AUDIT)/installed.txt $(ARGS)
+
+release: $(LOWEST)/.installed $(RELEASE)/.installed ## build wheels and sdists into dist, install them with the highest and the lowest versions, train
+	rm -rf dist
+	for package in $(PACKAGES); do $(RELEASE)/bin/uv build --quiet --out-dir dist packages/$$package || exit 1; done
+	$(RELEASE)/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	for versions in constraints.txt $(LOWEST)/lowest.txt; do \
+	  echo "installing the wheels into an empty environment with the versions of $$versions"; \
+	  $(PY) -m venv --clear $(RELEASE)/empty && \
+	  $(RELEASE)/empty/bin/python -m pip install --quiet -c $$versions -r $(LOWEST)/pytest.txt dist/*.whl && \
+	  OMP_NUM_THREADS=1 $(RELEASE)/empty/bin/python -m pytest tests/wheels.py tests/test_every_trainer.py || exit 1; \
+	done
+	rm -r $(RELEASE)/empty
 
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check $(SOURCES)
@@ -180,6 +196,14 @@ $(AUDIT)/.installed: pyproject.toml | $(PY)
 	$(PY) -m venv --clear $(AUDIT)
 	$(AUDIT)/bin/python -m pip install --quiet --upgrade pip
 	$(AUDIT)/bin/python -m pip install --quiet --group audit
+	@touch $@
+
+# uv builds the packages, each in an environment of its own, and twine checks what an index would refuse.
+$(RELEASE)/.installed: pyproject.toml | $(PY)
+	@echo "installing uv and twine into $(RELEASE)"
+	$(PY) -m venv --clear $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --upgrade pip
+	$(RELEASE)/bin/python -m pip install --quiet --group release
 	@touch $@
 
 # DeepSpeed is built from source, by g++ against the torch that is there; ninja compiles its communication over shared

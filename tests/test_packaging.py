@@ -1,4 +1,7 @@
-"""What goes into the wheels: the licence, versions that fit each other, and readmes without dead links."""
+"""What goes into the wheels: the licence, versions that fit each other, readmes without dead links; and the citation.
+
+tests/wheels.py looks at the wheels themselves.
+"""
 
 import re
 import tomllib
@@ -6,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+
+from experiments.assets import data, models
+from experiments.assets.registry import NODE_WHEEL, Package
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = sorted((ROOT / "packages").iterdir())
@@ -22,6 +29,28 @@ def test_each_package_ships_the_licence_of_the_repository(folder: Path):
     assert project(folder)["license"] == "Apache-2.0"
     assert project(folder)["license-files"] == ["LICENSE"]
     assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@EACH_PACKAGE
+def test_each_package_is_typed_and_has_the_version_of_the_citation(folder: Path):
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (project(folder)["version"], project(folder)["license"])
+    assert (folder / "src" / project(folder)["name"].replace("-", "_") / "py.typed").read_text() == ""
+
+
+def test_the_page_of_licences_names_everything_that_is_shipped_or_downloaded():
+    page = (ROOT / "docs" / "licences.md").read_text()
+    downloads = [value for module in (data, models) for value in vars(module).values() if isinstance(value, Package)]
+    assert len(downloads) >= 7
+    assert [str(one) for one in downloads if f"`{one.name}` {one.version}" not in page] == []
+    assert f"`{NODE_WHEEL.partition('==')[0]}`" in page
+    files = [*ROOT.glob("packages/*/src/**/*.*"), *ROOT.glob("examples/**/*.*"), *ROOT.glob("experiments/**/*.*")]
+    lists = {path.name for path in files if path.parent.name == "prompt_lists"}
+    weights = [path.relative_to(ROOT).parent for path in files if path.suffix == ".safetensors"]
+    assert {name for name in lists if name not in page} == set()
+    assert [path for path in weights if not any(str(folder) in page for folder in (path, path.parent))] == []
+    assert len(lists) == 2
+    assert len(weights) >= 4
 
 
 @EACH_PACKAGE

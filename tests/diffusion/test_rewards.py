@@ -22,10 +22,14 @@ from trimtab_diffusion.rewards import (
     AestheticScore,
     ClassifierReward,
     ClipAlignment,
-    _settle,
+    ClipScore,
+    HumanPreferenceScore,
+    PickScore,
+    WeightedSum,
     jpeg_compressibility,
     jpeg_incompressibility,
 )
+from trimtab_diffusion.rewards.loading import settle
 
 SIZE = 12  # what the models see; pictures are larger
 LABELS = ("cat", "dog", "horse")
@@ -168,12 +172,12 @@ def test_aesthetic_score_is_the_perceptron_of_the_unit_embedding(
 def test_weights_that_are_no_aesthetic_predictor_for_this_clip_are_refused(clip_folder: Path, tmp_path: Path):
     torch.save(predictor(width=768), tmp_path / "large.pth")
     with pytest.raises(ValueError, match=r"large.pth is not an aesthetic predictor for .* of 10 numbers"):
-        AestheticScore(tmp_path / "large.pth", clip=clip_folder)
+        AestheticScore(tmp_path / "large.pth", clip=clip_folder)(pictures(1), PROMPTS[:1], ({},))
     torch.save({}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"has 2 files of weights \(large.pth, other.pt\), and one is needed"):
-        AestheticScore(tmp_path, clip=clip_folder)
+        AestheticScore(tmp_path, clip=clip_folder)(pictures(1), PROMPTS[:1], ({},))
     with pytest.raises(FileNotFoundError, match=r"There is no file .*absent.pth. Pass one"):
-        AestheticScore(tmp_path / "absent.pth", clip=clip_folder)
+        AestheticScore(tmp_path / "absent.pth", clip=clip_folder)(pictures(1), PROMPTS[:1], ({},))
 
 
 def test_alignment_is_the_cosine_behind_clips_logits(clip_folder: Path, clip: CLIPModel):
@@ -191,6 +195,107 @@ def test_alignment_is_the_cosine_behind_clips_logits(clip_folder: Path, clip: CL
 def test_alignment_needs_a_prompt_for_each_image(clip_folder: Path):
     with pytest.raises(ValueError, match="4 prompts came with 5 images"):
         ClipAlignment(clip_folder)(pictures(), PROMPTS[:4], ({},) * 5)
+
+
+def test_nothing_is_loaded_before_the_first_call(tmp_path: Path):
+    absent = tmp_path / "absent"
+    rewards = [AestheticScore(absent, clip=absent), ClipScore(absent), PickScore(absent), HumanPreferenceScore(absent)]
+    rewards += [ClipAlignment(absent), ClassifierReward(absent, label=0)]
+    for reward in rewards:
+        with pytest.raises(OSError, match="absent"):
+            reward(pictures(1), PROMPTS[:1], ({},))
+
+
+def logits(clip: CLIPModel, prompts: tuple[str, ...]) -> Tensor:
+    """CLIP's own logits of each image and its prompt."""
+    tokens = tiny.tokenizer()(list(prompts), padding=True, truncation=True, return_tensors="pt")
+    values = pixel_values(pictures(), Image.Resampling.BICUBIC, CLIP_MEAN, CLIP_STD)
+    with torch.no_grad():
+        return clip(pixel_values=values, **tokens).logits_per_image.diagonal()
+
+
+def test_clip_score_is_two_and_a_half_times_the_positive_cosine(clip_folder: Path, clip: CLIPModel):
+    cosines = logits(clip, tuple(f"A photo depicts {prompt}" for prompt in PROMPTS)) / clip.logit_scale.exp()
+    assert cosines.min() < 0 < cosines.max()
+    scores = ClipScore(clip_folder, batch_size=2)(pictures(), PROMPTS, ({},) * 5)
+    torch.testing.assert_close(scores, 2.5 * cosines.clamp(min=0), rtol=0, atol=1e-5)
+
+
+def test_pick_score_is_the_models_logit(clip_folder: Path, clip: CLIPModel, tmp_path: Path):
+    clip.save_pretrained(tmp_path)  # without a tokenizer, as it is published
+    scores = PickScore(tmp_path, processor=clip_folder, batch_size=2)(pictures(), PROMPTS, ({},) * 5)
+    torch.testing.assert_close(scores, logits(clip, PROMPTS), rtol=0, atol=1e-3)
+
+
+def in_open_clip(clip: CLIPModel) -> dict[str, Tensor]:
+    """A model's weights by open_clip's names: query, key and value in one matrix, projections transposed."""
+    weights = dict(clip.state_dict())
+    renamed = {"logit_scale": weights["logit_scale"]}
+    for half, begin in (("vision", "visual."), ("text", "")):
+        embeddings = f"{half}_model.embeddings"
+        renamed[f"{begin}positional_embedding"] = weights[f"{embeddings}.position_embedding.weight"]
+        for layer in range(MODEL["num_hidden_layers"]):
+            here, there = f"{half}_model.encoder.layers.{layer}", f"{begin}transformer.resblocks.{layer}"
+            for end in ("weight", "bias"):
+                parts = [weights[f"{here}.self_attn.{letter}_proj.{end}"] for letter in "qkv"]
+                renamed[f"{there}.attn.in_proj_{end}"] = torch.cat(parts)
+                renamed[f"{there}.attn.out_proj.{end}"] = weights[f"{here}.self_attn.out_proj.{end}"]
+                renamed[f"{there}.ln_1.{end}"] = weights[f"{here}.layer_norm1.{end}"]
+                renamed[f"{there}.ln_2.{end}"] = weights[f"{here}.layer_norm2.{end}"]
+                renamed[f"{there}.mlp.c_fc.{end}"] = weights[f"{here}.mlp.fc1.{end}"]
+                renamed[f"{there}.mlp.c_proj.{end}"] = weights[f"{here}.mlp.fc2.{end}"]
+    for end in ("weight", "bias"):
+        renamed[f"visual.ln_pre.{end}"] = weights[f"vision_model.pre_layrnorm.{end}"]
+        renamed[f"visual.ln_post.{end}"] = weights[f"vision_model.post_layernorm.{end}"]
+        renamed[f"ln_final.{end}"] = weights[f"text_model.final_layer_norm.{end}"]
+    renamed["visual.class_embedding"] = weights["vision_model.embeddings.class_embedding"]
+    renamed["visual.conv1.weight"] = weights["vision_model.embeddings.patch_embedding.weight"]
+    renamed["token_embedding.weight"] = weights["text_model.embeddings.token_embedding.weight"]
+    renamed["visual.proj"] = weights["visual_projection.weight"].T
+    renamed["text_projection"] = weights["text_projection.weight"].T
+    return renamed
+
+
+def test_human_preference_is_the_cosine_of_the_whole_image_between_black_bars(
+    clip_folder: Path, clip: CLIPModel, tmp_path: Path
+):
+    for version in ("v2", "v2.1"):
+        torch.save({"epoch": 1, "state_dict": in_open_clip(clip)}, tmp_path / f"HPS_{version}_compressed.pt")
+    wide = pictures()[:, :, :12]  # 12 x 18, so that 8 x 12 pixels stay, with two black rows on either side
+    whole = F.interpolate((wide * 255).round() / 255, (8, 12), mode="bicubic", antialias=True)
+    values = torch.zeros(5, 3, SIZE, SIZE)
+    values[:, :, 2:10] = whole
+    values = (values - torch.tensor(CLIP_MEAN)[:, None, None]) / torch.tensor(CLIP_STD)[:, None, None]
+    tokens = tiny.tokenizer()(list(PROMPTS), padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        cosines = clip(pixel_values=values, **tokens).logits_per_image.diagonal() / clip.logit_scale.exp()
+    scores = HumanPreferenceScore(tmp_path, clip=clip_folder, batch_size=2)(wide, PROMPTS, ({},) * 5)
+    torch.testing.assert_close(scores, cosines, rtol=0, atol=1e-5)
+    assert cosines.std() > 0.001
+
+
+def test_a_model_in_bfloat16_gives_float32(clip_folder: Path):
+    exact = ClipAlignment(clip_folder)(pictures(), PROMPTS, ({},) * 5)
+    reward = ClipAlignment(clip_folder, dtype=torch.bfloat16)
+    rounded = reward(pictures(), PROMPTS, ({},) * 5)
+    assert (reward.clip.model.dtype, rounded.dtype) == (torch.bfloat16, torch.float32)
+    assert 0 < (rounded - exact).abs().max() < 0.05
+
+
+def test_a_weighted_sum_by_hand():
+    def brightness(images, prompts, metadata):
+        return images.mean(dim=(1, 2, 3)).double()
+
+    def length(images, prompts, metadata):
+        return [len(prompt) for prompt in prompts]
+
+    images = torch.full((2, 3, 4, 4), 0.5)
+    total = WeightedSum((brightness, 2.0), (length, -0.1))(images, ["abc", "a"], ({}, {}))
+    torch.testing.assert_close(total, torch.tensor([0.7, 0.9]))
+    with pytest.raises(ValueError, match=r"returns \(1,\) for 2 images"):
+        WeightedSum((lambda *_: [1.0], 1.0))(images, ["a", "b"], ({}, {}))
+    with pytest.raises(ValueError, match="nothing to add"):
+        WeightedSum()
 
 
 @pytest.mark.parametrize("label", ["dog", 1])
@@ -234,9 +339,9 @@ def test_classes_that_are_missing_or_unknown_are_refused(classifier_folder: Path
     with pytest.raises(
         ValueError, match=r"label is 'cow', which is not a class .* It has 'cat', 'dog', 'horse'; an index"
     ):
-        ClassifierReward(classifier_folder, label="cow")
+        ClassifierReward(classifier_folder, label="cow")(pictures(1), PROMPTS[:1], ({},))
     with pytest.raises(ValueError, match=r"label is 3, which is not .* from 0 to 2 does as well"):
-        ClassifierReward(classifier_folder, label=3)
+        ClassifierReward(classifier_folder, label=3)(pictures(1), PROMPTS[:1], ({},))
     reward = ClassifierReward(classifier_folder, label_key="noun")
     with pytest.raises(ValueError, match="'noun' of image 1 is 'cow', which is not a class of this model"):
         reward(pictures(2), PROMPTS[:2], ({"noun": "cat"}, {"noun": "cow"}))
@@ -260,5 +365,5 @@ def test_classes_that_are_missing_or_unknown_are_refused(classifier_folder: Path
 )
 def test_models_go_where_they_are_asked_to_or_to_the_images(images: Any, asked: str | None, expected: str):
     model = torch.nn.Linear(2, 2)
-    _settle(model, images, asked)
+    settle(model, images, asked)
     assert model.weight.device.type == expected

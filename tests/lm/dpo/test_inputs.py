@@ -144,6 +144,9 @@ EFFECTS = {
         lambda trainer: trainer.model.active_adapter,
     ),
     "ref_adapter_name": ({"model": adapters, "ref_adapter_name": "other"}, lambda trainer: trainer.reference.adapter),
+    "dataset_num_proc": ({"dataset_num_proc": 1}, lambda trainer: trainer.args.dataset_num_proc),
+    "reference_free": ({"reference_free": True}, lambda trainer: trainer.reference is None),
+    "force_use_ref_model": None,  # the reference is used without it
 }
 """Argument -> arguments that set it, and what then differs.
 

@@ -36,7 +36,7 @@ def taken(pairs: PairLogprobs, rows) -> PairLogprobs:
 def gradients(name: str, pairs: PairLogprobs, **numbers) -> tuple[float, float]:
     pairs = replace(pairs, chosen=pairs.chosen.requires_grad_(), rejected=pairs.rejected.requires_grad_())
     LOSSES[name](pairs, **numbers).sum().backward()
-    return pairs.chosen.grad.item(), pairs.rejected.grad.item()
+    return pairs.chosen.grad.item(), 0.0 if pairs.rejected.grad is None else pairs.rejected.grad.item()
 
 
 # beta a = log 3, beta b = -log 2: s(beta a) = 3/4, s(beta b) = 1/3, beta m = log 6, s(beta m) = 6/7
@@ -56,6 +56,7 @@ WORKED = {
     "aot": (0.1, 0.9 * LOG(7 / 6) + 0.1 * LOG(7)),
     "aot_pair": (0.1, 0.9 * LOG(7 / 6) + 0.1 * LOG(7)),
     "discopop": (0.0, LOG(7 / 6) / (6**20 + 1) + 1 / 6 / (1 + 6**-20)),
+    "sft": (0.0, 8 - LOG(3) / BETA),
 }
 
 
@@ -83,6 +84,7 @@ AT_THE_REFERENCE = {
     "aot": (LOG(2), -1 / 2, 1 / 2),
     "aot_pair": (LOG(2), -1 / 2, 1 / 2),
     "discopop": ((LOG(2) + 1) / 2, 5 * (1 - LOG(2)) - 3 / 4, 3 / 4 - 5 * (1 - LOG(2))),
+    "sft": (8.0, -1 / BETA, 0.0),
 }
 
 
@@ -112,7 +114,11 @@ def test_margins_of_ten_thousand_nats_are_finite_in_float32(name, dtype):
         losses.sum().backward()
         assert losses.dtype == torch.float32
         for tensor in (losses, pairs.chosen.grad, pairs.rejected.grad):
-            assert torch.isfinite(tensor).all()
+            assert tensor is None or torch.isfinite(tensor).all()  # sft does not read the rejected answer
+
+
+def test_sft_is_the_loss_per_token_of_the_chosen_answer():
+    assert LOSSES["sft"](pairs_of(2.0, 0.0, lengths=(3, 1)), beta=BETA).item() == 2.0  # log pi = -6, three tokens
 
 
 def test_log_ratios_are_not_rounded_to_the_models_precision():

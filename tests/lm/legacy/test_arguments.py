@@ -57,7 +57,7 @@ DOCUMENTED = {
 
 
 @dataclass
-@takes_arguments_of_2024
+@takes_arguments_of_2024()
 class Config(TrainingArguments):
     """As the documented RewardConfig: defaults that transformers 5 would refuse or warn about."""
 
@@ -74,7 +74,7 @@ class Config(TrainingArguments):
 
 
 @dataclass
-@takes_arguments_of_2024
+@takes_arguments_of_2024()
 class Checked(TrainingArguments):
     """One that looks at its fields itself, before and after transformers does."""
 

@@ -44,6 +44,7 @@ DOCUMENTED = {
         ("neftune_noise_alpha", None),
         ("model_init_kwargs", None),
         ("dataset_kwargs", None),
+        ("eval_packing", None),
     ],
     "DPO": [
         ("model", None),
@@ -76,6 +77,9 @@ DOCUMENTED = {
         ("ref_model_init_kwargs", None),
         ("model_adapter_name", None),
         ("ref_adapter_name", None),
+        ("dataset_num_proc", None),
+        ("reference_free", False),
+        ("force_use_ref_model", False),
     ],
     "IterativeSFT": [
         ("model", None),
@@ -99,7 +103,7 @@ def setting(default: Any) -> Any:
 
 
 @dataclass
-@takes_arguments_of_2024
+@takes_arguments_of_2024()
 class Config(TrainingArguments):
     """The fields of all the trainers below; some defaults are not 2024's."""
 
@@ -118,11 +122,14 @@ class Config(TrainingArguments):
     disable_dropout: bool = setting(True)
     generate_during_eval: bool = setting(False)
     precompute_ref_log_probs: bool = setting(False)
+    reference_free: bool = setting(False)
+    force_use_ref_model: bool = setting(False)
     ref_model_init_kwargs: dict[str, Any] | None = setting(None)
     model_adapter_name: str | None = setting(None)
     ref_adapter_name: str | None = setting(None)
     dataset_text_field: str = setting("text")
     packing: bool = setting(False)
+    eval_packing: bool | None = setting(None)
     infinite: bool | None = setting(None)
     num_of_sequences: int = setting(1024)
     chars_per_token: float = setting(3.6)

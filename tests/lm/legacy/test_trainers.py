@@ -169,6 +169,7 @@ SFT = {
     "neftune_noise_alpha": 5.0,
     "dataset_kwargs": {"add_special_tokens": False},
     "model_init_kwargs": {"torch_dtype": "float64"},
+    "eval_packing": True,
 }
 
 
@@ -232,6 +233,8 @@ DPO = {
     "ref_model_init_kwargs": {"torch_dtype": "float64"},
     "model_adapter_name": "own",
     "ref_adapter_name": "ref",
+    "dataset_num_proc": 1,
+    "reference_free": True,
 }
 
 
@@ -317,7 +320,7 @@ def test_iterative_sft(name: str, tmp_path):
 
 
 def test_every_constructor_argument_of_2024_is_seen_here():
-    shared = set(legacy.REWARD) - {"max_length"} | {"ref_model", "formatting_func"}
+    shared = set(legacy.REWARD) - {"max_length"} | {"ref_model", "formatting_func", "force_use_ref_model"}
     for seen, signature in ((SFT, legacy.SFT), (DPO, legacy.DPO), (ITERATIVE, legacy.ITERATIVE_SFT)):
         assert set(signature) - shared <= set(seen)
 

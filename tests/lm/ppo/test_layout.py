@@ -62,8 +62,16 @@ def test_scores_and_gradients_are_those_of_padded_rows(kind, samples):
     for gradient, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-10 * largest)
     assert_equal(*(trainer.scorer.ref(one, temperature=0.7) for one in (samples, padded(trainer, samples))))
-    kl, expected_kl = (trainer.scorer.exact_kl(one, temperature=0.7) for one in (samples, padded(trainer, samples)))
+    kl, expected_kl = (exact_kl(trainer, one) for one in (samples, padded(trainer, samples)))
     torch.testing.assert_close(kl, expected_kl, **CLOSE)
+
+
+def exact_kl(trainer: PPOTrainer, samples: Samples) -> torch.Tensor:
+    policy = trainer.scorer.policy(samples, temperature=0.7, return_head_inputs=True)
+    ref = trainer.scorer.ref(samples, temperature=0.7, return_head_inputs=True)
+    assert policy.head_inputs is not None
+    assert ref.head_inputs is not None
+    return trainer.scorer.exact_kl(samples, policy.head_inputs, ref.head_inputs, temperature=0.7)
 
 
 def test_rows_of_unlike_lengths_share_rows():
@@ -121,3 +129,18 @@ def test_inputs_that_a_subclass_prepares_are_what_the_model_reads():
     torch.testing.assert_close(prepared["objective/logprobs"], expected["objective/logprobs"], **CLOSE)
     plain = tiny.ppo(tiny.policy(dtype=DOUBLE)).step(queries, responses, scores)
     assert not torch.allclose(plain["objective/logprobs"], expected["objective/logprobs"])
+
+
+def test_the_exact_kl_takes_no_forward_pass_of_its_own():
+    trainer = tiny.ppo(kl_penalty="full", batch_size=4, mini_batch_size=2, ppo_epochs=1)
+    runs = {"policy": 0, "reference": 0}
+    for name, actor in (("policy", trainer.scorer.bare), ("reference", trainer.scorer.ref_actor)):
+
+        def count(*_: Any, name: str = name) -> None:
+            runs[name] += 1
+
+        actor.pretrained_model.base_model.register_forward_hook(count)
+    trainer.step(*tiny.batch())  # once, because the first step checks the ratios by passes of its own
+    runs |= dict.fromkeys(runs, 0)
+    trainer.step(*tiny.batch())
+    assert runs == {"policy": 2 + 2, "reference": 2}  # scored and trained, in two minibatches

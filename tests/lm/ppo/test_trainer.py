@@ -420,13 +420,11 @@ def test_dropout_is_off_and_gradient_checkpointing_engages(is_checkpointing, is_
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = tiny.with_value_head(base, **{"peft_config": lora} if is_adapter else {}).to(DOUBLE).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
         calls = []
         for name, module in model.named_modules():
             if name.endswith(".attn"):
                 module.register_forward_pre_hook(lambda *_: calls.append(1))
-        trainer = tiny.ppo(model, temperature=1.0)
+        trainer = tiny.ppo(model, temperature=1.0, gradient_checkpointing=checkpointing)
         calls.clear()
         trainer.step(*tiny.batch())
         rates = {module.p for name, module in model.named_modules() if name.endswith(("drop", "resid_dropout"))}

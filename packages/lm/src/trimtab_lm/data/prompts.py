@@ -241,7 +241,9 @@ def _encode(
     return prompt
 
 
-def as_queries(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool) -> Dataset:
+def as_queries(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool, num_proc: int | None = None
+) -> Dataset:
     """The dataset with `input_ids` and `query` (text), from a `query` or `prompt` column of texts or conversations.
 
     A conversation goes through the tokenizer's chat template, with the mark of an answer to come. See
@@ -253,7 +255,7 @@ def as_queries(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encod
             f"The dataset has the columns {dataset.column_names}, and none of input_ids, query or prompt. "
             "Rename the column with the prompts to 'query'."
         )
-    options: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "needed_for": "PPO"}
+    options: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "needed_for": "PPO", "num_proc": num_proc}
     rows = tokenize_prompts(dataset, tokenizer, column=column, into="input_ids", **options)
 
     def add_text(row: Row) -> dict[str, object]:
@@ -261,7 +263,7 @@ def as_queries(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encod
             return {"query": row[column]}
         return {"query": tokenizer.apply_chat_template(row[column], tokenize=False, add_generation_prompt=True)}
 
-    return rows.map(add_text, remove_columns=[column], desc="writing queries")
+    return rows.map(add_text, remove_columns=[column], num_proc=num_proc, desc="writing queries")
 
 
 def open_prompts(
@@ -271,6 +273,7 @@ def open_prompts(
     *,
     is_encoder_decoder: bool,
     is_collated: bool,
+    num_proc: int | None = None,
 ) -> Any:
     """Prompts with `input_ids`, out of the caller's dataset or, where that is None, of the one called `name`.
 
@@ -279,7 +282,7 @@ def open_prompts(
     if dataset is None and name:
         dataset = open_dataset(name)
     if isinstance(dataset, Dataset) and not is_collated and "input_ids" not in dataset.column_names:
-        return as_queries(dataset, tokenizer, is_encoder_decoder=is_encoder_decoder)
+        return as_queries(dataset, tokenizer, is_encoder_decoder=is_encoder_decoder, num_proc=num_proc)
     return dataset
 
 

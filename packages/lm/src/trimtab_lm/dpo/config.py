@@ -7,12 +7,13 @@ from trimtab_common.config import Count, CountFromZero, setting
 from trimtab_lm.data.truncation import check_mode
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
+from trimtab_lm.legacy.translations import DPO_ARGUMENTS
 
 from .variants import check_losses, mixed
 
 
 @dataclass
-@takes_arguments_of_2024
+@takes_arguments_of_2024(DPO_ARGUMENTS)
 class DPOConfig(TrainerConfig):
     """Learning from preferences without a reward model (Rafailov et al. 2023, arXiv:2305.18290).
 
@@ -29,7 +30,7 @@ class DPOConfig(TrainerConfig):
     )
     loss_type: str | list[str] = setting(
         "sigmoid, hinge, ipo, kto_pair (or kto), robust, exo_pair, nca_pair, apo_zero, apo_down, sppo_hard, aot, "
-        "aot_pair, discopop; or several, whose weighted sum is the loss.",
+        "aot_pair, discopop, sft (of the chosen answer); or several, whose weighted sum is the loss.",
         default="sigmoid",
     )
     loss_weights: list[float] | None = setting(

@@ -125,6 +125,14 @@ def discopop(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) 
     return -torch.sigmoid(-x / DISCOPOP_TAU) * F.logsigmoid(x) + exponential
 
 
+def sft(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-log pi(chosen) / n, nats per token of the chosen answer: the term that RPO adds to DPO.
+
+    Pang et al. 2024, arXiv:2404.19733, Eq. 1-2. `loss_type=["sigmoid", "sft"]`, `loss_weights=[1, alpha]` is RPO.
+    """
+    return -precise(pairs.chosen) / pairs.chosen_length
+
+
 LOSSES: dict[str, Loss] = {
     "sigmoid": sigmoid,
     "hinge": hinge,
@@ -140,6 +148,7 @@ LOSSES: dict[str, Loss] = {
     "aot": aot,
     "aot_pair": aot_pair,
     "discopop": discopop,
+    "sft": sft,
 }
 """The losses under their names in configurations; `kto` is another name of `kto_pair`."""
 

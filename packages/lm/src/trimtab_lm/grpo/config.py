@@ -7,6 +7,7 @@ from trimtab_common.config import Count, NotNegative, Positive, setting
 from trimtab_common.ranks import REWARD_TIMEOUT
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
+from trimtab_lm.legacy.translations import GRPO_ARGUMENTS
 from trimtab_lm.sampling.backends import BACKENDS
 from trimtab_lm.sampling.rollout import SamplingSettings
 
@@ -15,7 +16,7 @@ from .weights import NORMALIZATIONS
 
 
 @dataclass
-@takes_arguments_of_2024
+@takes_arguments_of_2024(GRPO_ARGUMENTS)
 class GRPOConfig(TrainerConfig):
     """GRPO (Shao et al. 2024, arXiv:2402.03300) and its relatives: all of transformers' TrainingArguments, and more.
 

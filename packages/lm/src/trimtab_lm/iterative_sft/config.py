@@ -9,7 +9,7 @@ from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
 
 @dataclass
-@takes_arguments_of_2024
+@takes_arguments_of_2024()
 class IterativeSFTConfig(TrainerConfig):
     """Fine-tuning in steps: all of transformers' TrainingArguments, and what becomes of the rows of a step.
 

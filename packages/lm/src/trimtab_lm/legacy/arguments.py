@@ -1,10 +1,10 @@
 """Decorators that let configs and trainers accept the arguments of old TRL (0.7 to 0.11), with a FutureWarning.
 
 The decorated classes themselves know only the present names. A config accepts every argument of TrainingArguments that
-transformers 5 has dropped (`ARGUMENTS`):
+transformers 5 has dropped (`ARGUMENTS`), and those of its own past:
 
     @dataclass
-    @takes_arguments_of_2024
+    @takes_arguments_of_2024(DPO_ARGUMENTS)
     class DPOConfig(TrainingArguments): ...
 
 A constructor with the present parameters also accepts its old signature (`DPO`, `SFT`, ...):
@@ -40,7 +40,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_lm.hf.config import CHECKPOINTING
-from trimtab_lm.legacy.translations import ARGUMENTS, conflict, defaults_of
+from trimtab_lm.legacy.translations import ARGUMENTS, Argument, conflict, defaults_of
 
 Config = TypeVar("Config", bound=TrainingArguments)
 CHECKED = "_is_checked"
@@ -48,67 +48,77 @@ CHECKED = "_is_checked"
 Constructor: TypeAlias = Callable[..., None]
 
 
-def takes_arguments_of_2024(cls: type[Config]) -> type[Config]:
-    """Adds `ARGUMENTS` and `overwrite_output_dir` to a TrainingArguments class; stands below @dataclass.
+def takes_arguments_of_2024(further: Mapping[str, Argument] | None = None) -> Callable[[type[Config]], type[Config]]:
+    """Decorates a TrainingArguments class so that it also accepts old arguments; stands below @dataclass.
 
-    A value other than the documented default is translated before `__post_init__`, or when it is assigned to an
-    existing config. Its field then holds the default again, so that `dataclasses.replace` and a rebuild from `to_dict`
-    keep the setting and do not warn. A default that is written out cannot be told from one that is left out. Documented
-    values that transformers 5 refuses (`report_to=None`, `bf16=None`, `fsdp=""`) mean none.
+    It adds `ARGUMENTS`, `further` and `overwrite_output_dir`. A value other than the documented default is translated
+    before `__post_init__`, or when it is assigned to an existing config. Its field then holds the default again, so
+    that `dataclasses.replace` and a rebuild from `to_dict` keep the setting and do not warn. A default that is written
+    out cannot be told from one that is left out. Documented values that transformers 5 refuses (`report_to=None`,
+    `bf16=None`, `fsdp=""`) mean none.
+
+    Args:
+        further: old arguments of this class, by name.
     """
+    arguments = ARGUMENTS | dict(further or {})
+    return lambda cls: _with_old_arguments(cls, arguments)
+
+
+def _with_old_arguments(cls: type[Config], arguments: Mapping[str, Argument]) -> type[Config]:
+    """Adds the arguments to a config class, which is returned."""
     post_init, as_dict = cls.__post_init__, cls.to_dict
 
     @functools.wraps(post_init)
     def __post_init__(self: Config) -> None:
-        _translate_names(self)
+        _translate_names(self, arguments)
         _translate_values(self)
         post_init(self)
         vars(self)[CHECKED] = True
 
     def __setattr__(self: Config, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
-        if name in ARGUMENTS and CHECKED in vars(self) and value not in (None, ARGUMENTS[name].default):
-            _translate_late(self, name)
+        if name in arguments and CHECKED in vars(self) and value not in (None, arguments[name].default):
+            _translate_late(self, name, arguments)
 
     @functools.wraps(as_dict)
     def to_dict(self: Config) -> dict[str, Any]:
-        return {name: value for name, value in as_dict(self).items() if name not in ARGUMENTS}
+        return {name: value for name, value in as_dict(self).items() if name not in arguments}
 
     members: dict[str, object] = {"__post_init__": __post_init__, "__setattr__": __setattr__, "to_dict": to_dict}
     members["__repr__"] = TrainingArguments.__repr__  # the one of @dataclass would show tokens
     members["overwrite_output_dir"] = dataclasses.field(default=False, metadata={"help": SetCheckpointsAside.help})
-    for name, old in ARGUMENTS.items():
+    for name, old in arguments.items():
         members[name] = dataclasses.field(default=old.default, metadata={"help": f"Deprecated: {old.advice}."})
     for name, member in members.items():
         setattr(cls, name, member)
-    types: dict[str, object] = {name: old.annotation for name, old in ARGUMENTS.items()}
+    types: dict[str, object] = {name: old.annotation for name, old in arguments.items()}
     cls.__annotations__ = inspect.get_annotations(cls) | {"overwrite_output_dir": bool} | types
     return cls
 
 
-def _translate_names(config: TrainingArguments) -> None:
-    """Translates the dropped arguments that a config sets, and puts their defaults back."""
-    values = {name: getattr(config, name) for name in ARGUMENTS}
+def _translate_names(config: TrainingArguments, arguments: Mapping[str, Argument]) -> None:
+    """Translates the old arguments that a config sets, and puts their defaults back."""
+    values = {name: getattr(config, name) for name in arguments}
     for name, value in values.items():
-        old = ARGUMENTS[name]
+        old = arguments[name]
         if value is None or value == old.default:
             continue
         if old.translate is None:
-            raise ValueError(f"{name}={value!r} has no meaning since transformers 5: {old.advice}.")
+            raise ValueError(f"{name}={value!r} is not supported: {old.advice}.")
         old.translate(config, name, value)
         _warn(f"{name} is deprecated: {old.advice}.")
-    for name, old in ARGUMENTS.items():
+    for name, old in arguments.items():
         setattr(config, name, old.default)
 
 
-def _translate_late(config: TrainingArguments, name: str) -> None:
-    """Translates a dropped argument that is assigned to an existing config."""
+def _translate_late(config: TrainingArguments, name: str, arguments: Mapping[str, Argument]) -> None:
+    """Translates an old argument that is assigned to an existing config."""
     if name in ("no_cuda", "use_mps_device", "dispatch_batches", "split_batches") or name.startswith("fsdp_"):
         raise ValueError(
             f"{name}={getattr(config, name)!r} was set on a {type(config).__name__} after its constructor had chosen "
-            f"the device and the engine. Pass the setting to the constructor: {ARGUMENTS[name].advice}."
+            f"the device and the engine. Pass the setting to the constructor: {arguments[name].advice}."
         )
-    _translate_names(config)
+    _translate_names(config, arguments)
     if config.eval_strategy == IntervalStrategy.STEPS and not config.eval_steps:
         config.eval_steps = config.logging_steps
 
@@ -194,7 +204,7 @@ SFT = _TRAINER | {
     "peft_config": None, "dataset_text_field": None, "packing": False, "formatting_func": None,
     "max_seq_length": None, "infinite": None, "num_of_sequences": 1024, "chars_per_token": 3.6,
     "dataset_num_proc": None, "dataset_batch_size": 1000, "neftune_noise_alpha": None, "model_init_kwargs": None,
-    "dataset_kwargs": None,
+    "dataset_kwargs": None, "eval_packing": None,
 }  # fmt: skip
 DPO: dict[str, object] = {
     "model": None, "ref_model": None, "beta": 0.1, "label_smoothing": 0, "loss_type": "sigmoid", "args": None,
@@ -204,16 +214,20 @@ DPO: dict[str, object] = {
     "max_target_length": None, "peft_config": None, "is_encoder_decoder": None, "disable_dropout": True,
     "generate_during_eval": False, "compute_metrics": None, "precompute_ref_log_probs": False,
     "model_init_kwargs": None, "ref_model_init_kwargs": None, "model_adapter_name": None, "ref_adapter_name": None,
+    "dataset_num_proc": None, "reference_free": False, "force_use_ref_model": False,
 }  # fmt: skip
 ITERATIVE_SFT: dict[str, object] = {
     "model": None, "args": None, "tokenizer": None, "optimizers": (None, None), "data_collator": None,
     "eval_dataset": None, "max_length": None, "truncation_mode": "keep_end", "preprocess_logits_for_metrics": None,
     "compute_metrics": None, "optimize_device_cache": False,
 }  # fmt: skip
-"""The constructors of old TRL: each parameter with its documented default, in order."""
+"""The constructors of old TRL: each parameter with its documented default, in the order of 0.7; then those of 0.9."""
 
 NEW_NAMES = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
 """The present name of a constructor's argument, where it differs from the old one."""
+
+NONE_IS_A_VALUE = ("dataset_batch_size",)
+"""The constructors' arguments for which None was more than a default: here all rows at once."""
 
 TOLD_BY = {"beta": Real, "max_length": Real, "dataset_text_field": str, "tokenizer": PreTrainedTokenizerBase}
 """The types that positional arguments have in the old order only, at the places where the two orders differ."""
@@ -226,7 +240,7 @@ def takes_constructor_of_2024(
 
     `__init__` itself has the present parameters, `args` and `processing_class` among them. Its `args` is always a
     `kind`; callers may pass one, None or a plain TrainingArguments. Old arguments that are not present parameters are
-    set on a copy of the config; a None that was the documented default is ignored.
+    set on a copy of the config; None is the same as no argument, except in `NONE_IS_A_VALUE`.
 
     Positional arguments have the present order. They have the old order if the first argument at which the two differ
     has the type that the old order wants there (a number for DPO's beta, a tokenizer for IterativeSFT), or if there are
@@ -257,7 +271,7 @@ def takes_constructor_of_2024(
             arguments = _bind(title, args, kwargs, present, list(signature or {}))
             old_arguments = {name: arguments.pop(name) for name in old if name in arguments}
             changes = {
-                name: value for name, value in old_arguments.items() if value is not None or old[name] is not None
+                name: value for name, value in old_arguments.items() if value is not None or name in NONE_IS_A_VALUE
             }
             _translate_arguments(title, arguments, changes, kind)
             init(self, **arguments)
@@ -265,6 +279,29 @@ def takes_constructor_of_2024(
                 self.add_callback(SetCheckpointsAside)
 
         vars(__init__)["__signature__"] = _shown(present, old)
+        return __init__
+
+    return decorate
+
+
+def refuses_arguments_of_2024(**advice: str) -> Callable[[Constructor], Constructor]:
+    """Decorates a trainer's `__init__` so that arguments without a successor raise an error that explains.
+
+    Args:
+        advice: what to write instead, by the name of the argument.
+
+    Raises:
+        TypeError: raised by the decorated constructor, for such an argument unless it is None.
+    """
+
+    def decorate(init: Constructor) -> Constructor:
+        @functools.wraps(init)
+        def __init__(self: object, *args: object, **kwargs: object) -> None:
+            for name in advice.keys() & kwargs.keys():
+                if kwargs.pop(name) is not None:
+                    raise TypeError(f"{init.__qualname__.split('.')[-2]}({name}=...) is not supported: {advice[name]}.")
+            init(self, *args, **kwargs)
+
         return __init__
 
     return decorate

@@ -1,4 +1,8 @@
-"""The arguments of old TRL (0.7 to 0.11) that transformers 5 has dropped, and how each is translated."""
+"""The arguments of old configs that ours lack, and how each is translated.
+
+`ARGUMENTS` are those of TrainingArguments that transformers 5 has dropped. `DPO_ARGUMENTS` and `SFT_ARGUMENTS` are
+those of TRL 0.9 to 0.11, `GRPO_ARGUMENTS` those of TRL 0.21.
+"""
 
 import dataclasses
 import math
@@ -16,13 +20,13 @@ Translate: TypeAlias = Callable[[TrainingArguments, str, Any], None]
 
 
 class Argument(NamedTuple):
-    """A dropped argument of TrainingArguments.
+    """An argument of an old config.
 
     Args:
         annotation: its type.
         default: its documented default.
-        advice: what to write instead, for the warning.
-        translate: sets the field that has replaced it; None where nothing has.
+        advice: what to write instead, for the warning or the error.
+        translate: sets the field that has replaced it. None: every other value than the default is an error.
     """
 
     annotation: object
@@ -110,6 +114,36 @@ def _set_repository(config: Any, old: str, value: str) -> None:
     _set(config, old, "hub_model_id", f"{owner}/{name}" if owner else name)
 
 
+def _no_change(config: TrainingArguments, old: str, value: object) -> None:
+    """Ours always does what the argument asks for."""
+
+
+def _add_sft_loss(config: Any, old: str, alpha: float) -> None:
+    """Adds the loss of RPO to the losses of a DPOConfig."""
+    losses = config.loss_type or "sigmoid"  # HfArgumentParser leaves None
+    names = [losses] if isinstance(losses, str) else list(losses)
+    if "sft" in names:
+        raise ValueError(f"rpo_alpha={alpha} and loss_type={names} both add the loss sft. Give loss_weights alone.")
+    config.loss_weights = [*(config.loss_weights or [1.0] * len(names)), alpha]
+    config.loss_type = [*names, "sft"]
+
+
+def _split_generation(config: Any, old: str, completions: int) -> None:
+    """Sets the optimizer steps that one call of generation provides for, from its completions over all processes."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    prompts = config.per_device_train_batch_size * config.gradient_accumulation_steps * processes
+    step = prompts * config.num_generations
+    if completions % step:
+        raise ValueError(
+            f"generation_batch_size={completions} completions are no whole number of optimizer steps, which take "
+            f"{step} each: per_device_train_batch_size {config.per_device_train_batch_size} x num_generations "
+            f"{config.num_generations} x gradient_accumulation_steps {config.gradient_accumulation_steps} x "
+            f"{processes} processes. Here per_device_train_batch_size counts prompts, not completions: divide yours by "
+            "num_generations."
+        )
+    _set(config, old, "steps_per_generation", completions // step)
+
+
 ARGUMENTS: dict[str, Argument] = {
     "evaluation_strategy": _renamed(IntervalStrategy | str, "no", "eval_strategy"),
     "per_gpu_train_batch_size": _renamed(int | None, None, "per_device_train_batch_size"),
@@ -130,7 +164,7 @@ ARGUMENTS: dict[str, Argument] = {
     "logging_dir": Argument(
         str | None, None, "set the environment variable TENSORBOARD_LOGGING_DIR (this run does)", _set_logging_dir
     ),
-    "use_mps_device": Argument(bool, False, "leave it out, MPS is used where there is one", lambda *_: None),
+    "use_mps_device": Argument(bool, False, "leave it out, MPS is used where there is one", _no_change),
     "include_inputs_for_metrics": Argument(bool, False, "write include_for_metrics=['inputs']", _add_inputs),
     "include_tokens_per_second": Argument(bool | None, False, "write include_num_input_tokens_seen", _count_tokens),
     "save_safetensors": Argument(bool | None, True, "leave it out, weights are always saved as safetensors"),
@@ -147,4 +181,70 @@ ARGUMENTS: dict[str, Argument] = {
     "torchdynamo": Argument(str | None, None, "write torch_compile_backend"),
     "ray_scope": Argument(str | None, "last", "set the environment variable RAY_SCOPE"),
 }
-"""The dropped arguments by name."""
+"""Arguments of TrainingArguments, by name."""
+
+_FIXED_REFERENCE = (
+    "leave it out; the reference stays as it is at construction. To move it, train in rounds, and pass the policy of "
+    "one round as ref_model of the next"
+)
+_OTHER_DIVERGENCE = "leave it out; the implicit rewards are those of the reverse KL"
+
+DPO_ARGUMENTS: dict[str, Argument] = {
+    "max_completion_length": _renamed(int | None, None, "max_target_length"),
+    "rpo_alpha": Argument(
+        float | None, None, "write loss_type=['sigmoid', 'sft'], loss_weights=[1, alpha]", _add_sft_loss
+    ),
+    "force_use_ref_model": Argument(bool, False, "leave it out; a ref_model is used, also beside adapters", _no_change),
+    "f_divergence_type": Argument(str, "reverse_kl", _OTHER_DIVERGENCE),
+    "f_alpha_divergence_coef": Argument(float, 1.0, _OTHER_DIVERGENCE),
+    "sync_ref_model": Argument(bool, False, _FIXED_REFERENCE),
+    "ref_model_mixup_alpha": Argument(float, 0.9, _FIXED_REFERENCE),
+    "ref_model_sync_steps": Argument(int, 64, _FIXED_REFERENCE),
+}
+"""Arguments of DPOConfig in TRL 0.9 to 0.11, by name."""
+
+SFT_ARGUMENTS: dict[str, Argument] = {
+    "max_seq_length": _renamed(int | None, None, "max_length"),
+    "use_liger": _renamed(bool, False, "use_liger_kernel"),
+}
+"""Arguments of SFTConfig in TRL 0.9 to 0.11, by name."""
+
+_SERVER = "write rollout_backend='vllm_server', rollout_backend_kwargs={'servers': ['http://host:8000']}"
+
+GRPO_ARGUMENTS: dict[str, Argument] = {
+    "generation_batch_size": Argument(
+        int | None,
+        None,
+        "write steps_per_generation, the optimizer steps that one call of generation provides for",
+        _split_generation,
+    ),
+    "use_transformers_paged": _renamed(bool, False, "rollout_backend", "continuous_batching"),
+    "cache_implementation": _entry(str | None, None, "generation_kwargs", "cache_implementation"),
+    "use_liger_loss": Argument(bool, False, "leave it out; the logits are never held in full", _no_change),
+    "vllm_mode": Argument(
+        str, "server", "write rollout_backend='vllm', whose engine runs in this process, or 'vllm_server'"
+    ),
+    "vllm_server_base_url": Argument(str | None, None, _SERVER),
+    "vllm_server_host": Argument(str, "0.0.0.0", _SERVER),
+    "vllm_server_port": Argument(int, 8000, _SERVER),
+    "vllm_server_timeout": Argument(float, 240.0, _SERVER),
+    "vllm_gpu_memory_utilization": Argument(
+        float, 0.3, "write rollout_backend='vllm', rollout_backend_kwargs={'gpu_memory_utilization': ...}"
+    ),
+    "vllm_tensor_parallel_size": Argument(
+        int, 1, "write rollout_backend='vllm_server', and start the server with --tensor-parallel-size"
+    ),
+    "vllm_model_impl": Argument(
+        str, "vllm", "write rollout_backend='vllm', rollout_backend_kwargs={'model_impl': ...}"
+    ),
+    "vllm_guided_decoding_regex": Argument(
+        str | None, None, "write generation_kwargs, which has the settings of vllm.SamplingParams"
+    ),
+    "ds3_gather_for_generation": Argument(bool, True, "leave it out, or sample with rollout_backend='vllm_server'"),
+    "sync_ref_model": Argument(bool, False, _FIXED_REFERENCE),
+    "ref_model_mixup_alpha": Argument(float, 0.6, _FIXED_REFERENCE),
+    "ref_model_sync_steps": Argument(int, 512, _FIXED_REFERENCE),
+    "top_entropy_quantile": Argument(float, 1.0, "leave it out; every token of a completion is learnt from"),
+    "wandb_log_unique_prompts": Argument(bool | None, False, "leave it out; the table of completions has every row"),
+}
+"""Arguments of GRPOConfig in TRL 0.21, by name."""

@@ -154,6 +154,9 @@ class PPOConfig(_Taken):
         default=False,
     )
 
+    gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", default=False)
+    dataset_num_proc: Count | None = setting("Processes that tokenize the prompts.", default=None)
+
     log_table_every: Count = setting("Steps between two tables of texts that `log_stats` sends.", default=10)
     on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise")
     rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60)

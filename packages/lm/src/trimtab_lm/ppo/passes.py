@@ -78,15 +78,25 @@ class ForwardPasses(ABC):
             outputs = in_minibatches(forward, samples, self.config.mini_batch_size)
         return outputs.logprobs, outputs.logits, outputs.values, outputs.mask
 
-    def _forward(self, samples: Samples, *, of_reference: bool = False, return_logits: bool = False) -> PolicyOutputs:
+    def _forward(
+        self,
+        samples: Samples,
+        *,
+        of_reference: bool = False,
+        return_logits: bool = False,
+        return_head_inputs: bool = False,
+    ) -> PolicyOutputs:
         """A minibatch under the policy or the reference, by the built-in pass or by a subclass's.
 
-        The built-in pass needs no logits for log-probabilities and entropies. A subclass's is asked for the policy's.
+        The built-in pass needs no logits for log-probabilities and entropies. A subclass's is asked for the policy's,
+        and has no inputs of heads to return.
         """
         temperature = self.sampler.temperature
         if not self._replaces("batched_forward_pass"):
             score = self.scorer.ref if of_reference else self.scorer.policy
-            return score(samples, temperature=temperature, return_logits=return_logits)
+            return score(
+                samples, temperature=temperature, return_logits=return_logits, return_head_inputs=return_head_inputs
+            )
         model = self.scorer.ref_actor if of_reference else self.actor_critic
         context = self.scorer.of_reference() if of_reference else nullcontext()
         with context, without_dropout(self.actor_critic):
@@ -115,14 +125,21 @@ class ForwardPasses(ABC):
         """
         is_full, temperature = self.config.kl_penalty == "full", self.sampler.temperature
         needs_logits = is_full and self._replaces("compute_rewards", "batched_forward_pass")
-        policy = self._forward(samples, return_logits=needs_logits)
-        ref = self._forward(samples, of_reference=True, return_logits=needs_logits)
+        needed = {"return_logits": needs_logits, "return_head_inputs": is_full and not needs_logits}
+        policy = self._forward(samples, **needed)
+        ref = self._forward(samples, of_reference=True, **needed)
         values = cast(Tensor, policy.values)  # None for a reference alone
         compared = Compared(policy.logprobs, ref.logprobs, values, policy.entropy, policy.mask)
         if not is_full:
             return compared
+        if policy.head_inputs is not None and ref.head_inputs is not None:
+            read = policy.head_inputs, ref.head_inputs
+            return compared._replace(kl=self.scorer.exact_kl(samples, *read, temperature=temperature))
         if policy.logits is None or ref.logits is None:
-            return compared._replace(kl=self.scorer.exact_kl(samples, temperature=temperature))
+            raise ValueError(
+                "kl_penalty='full' needs the logits of policy and reference. batched_forward_pass was called with "
+                "return_logits=True, and returned None in their place."
+            )
         pair = [full_logprobs(logits, temperature=temperature) for logits in (policy.logits, ref.logits)]
         if self._replaces("compute_rewards"):
             return compared._replace(distributions=pair[0], ref_distributions=pair[1])

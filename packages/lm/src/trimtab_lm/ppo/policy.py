@@ -33,12 +33,14 @@ class TokenOutputs(NamedTuple):
         entropy: [N], in nats, of the distributions that the tokens come from.
         values: [N], what the critic expects; None for a reference.
         logits: [N, V], where they were asked for.
+        head_inputs: [N, ...], what the LM head read at these tokens, where it was asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor | None = None
     logits: Tensor | None = None
+    head_inputs: Tensor | None = None
 
 
 class PolicyOutputs(NamedTuple):
@@ -50,6 +52,7 @@ class PolicyOutputs(NamedTuple):
         values: [B, R]; None for a reference.
         mask: [B, R], 1 where a token counts.
         logits: [B, R, V], where they were asked for.
+        head_inputs: [N, ...], what the LM head read at the N tokens that count, where it was asked for.
     """
 
     logprobs: Tensor
@@ -57,12 +60,14 @@ class PolicyOutputs(NamedTuple):
     values: Tensor | None
     mask: Tensor
     logits: Tensor | None = None
+    head_inputs: Tensor | None = None
 
     @classmethod
     def of(cls, samples: Samples, outputs: TokenOutputs) -> "PolicyOutputs":
         """Outputs of tokens, spread to their places."""
         values, logits = (x if x is None else samples.spread(x) for x in (outputs.values, outputs.logits))
-        return cls(samples.spread(outputs.logprobs), samples.spread(outputs.entropy), values, samples.mask, logits)
+        logprobs, entropy = samples.spread(outputs.logprobs), samples.spread(outputs.entropy)
+        return cls(logprobs, entropy, values, samples.mask, logits, outputs.head_inputs)
 
     def of_minibatch(self) -> dict[str, Any]:
         """What `PPOTrainer.train_minibatch` takes of the policy as it is, by its names."""
@@ -219,6 +224,7 @@ class ActorCritic(nn.Module):
         critic_tokens: dict[str, Tensor] | None = None,
         temperature: float = 1.0,
         return_logits: bool = False,
+        return_head_inputs: bool = False,
         needs_values: bool = True,
         **inputs: Any,
     ) -> TokenOutputs | tuple[Any, ...]:
@@ -239,7 +245,9 @@ class ActorCritic(nn.Module):
         values = None
         if needs_values:
             values = self.policy.v_head(heads.state) if self.critic is None else self.critic(critic_tokens)
-        return TokenOutputs(*scores, values=values, logits=self.head.logits(heads) if return_logits else None)
+        logits = self.head.logits(heads) if return_logits else None
+        read = self.head.packed(heads) if return_head_inputs else None
+        return TokenOutputs(*scores, values=values, logits=logits, head_inputs=read)
 
     def _logits_and_values(self, **inputs: Any) -> tuple[Any, ...]:
         logits, loss, values, *cache = self.policy(**inputs)
@@ -285,10 +293,10 @@ class Scorer:
         keep_value_dtype(self.bare)
         self.ref_actor = self.bare if ref_model is None else prepared_for_inference(ActorCritic(ref_model), accelerator)
 
-    def policy(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
-        """[B, R] of the policy; every process takes part."""
+    def policy(self, samples: Samples, *, temperature: float, **returned: bool) -> PolicyOutputs:
+        """[B, R] of the policy; every process takes part. returned: `return_logits`, `return_head_inputs`."""
         tokens = self.bare.tokens(samples, self.padding)
-        outputs = self.actor_critic(**tokens, temperature=temperature, return_logits=return_logits)
+        outputs = self.actor_critic(**tokens, temperature=temperature, **returned)
         return PolicyOutputs.of(samples, outputs)
 
     def policy_alone(self, samples: Samples, *, temperature: float) -> Tensor:
@@ -303,18 +311,23 @@ class Scorer:
         with self.reference.active(), self.accelerator.autocast():
             yield
 
-    def ref(self, samples: Samples, *, temperature: float, return_logits: bool = False) -> PolicyOutputs:
-        """[B, R] of the reference, which has no values; every process takes part."""
+    def ref(self, samples: Samples, *, temperature: float, **returned: bool) -> PolicyOutputs:
+        """[B, R] of the reference, which has no values; every process takes part. returned: as for `policy`."""
         tokens = samples.tokens(self.ref_actor.layouts, self.padding)
         with self.of_reference():
-            outputs = self.ref_actor(
-                tokens=tokens, temperature=temperature, return_logits=return_logits, needs_values=False
-            )
+            outputs = self.ref_actor(tokens=tokens, temperature=temperature, needs_values=False, **returned)
         return PolicyOutputs.of(samples, outputs)
 
     @torch.no_grad()
-    def exact_kl(self, samples: Samples, *, temperature: float) -> Tensor:
-        """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats."""
+    def exact_kl(self, samples: Samples, policy: Tensor, ref: Tensor, *, temperature: float) -> Tensor:
+        """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats.
+
+        Args:
+            samples: B responses.
+            policy: what the policy's head read at the tokens that count.
+            ref: what the reference's head read there.
+            temperature: of both distributions.
+        """
         head, ref_head = self.bare.head, self.ref_actor.head
 
         def ref_logits(inputs: HeadInputs) -> Tensor:
@@ -322,16 +335,10 @@ class Scorer:
                 return ref_head.logits(inputs)
 
         with self.whole(has_reference=True), self.accelerator.autocast():
-            policy = self._read(self.bare, samples)
-            with self.reference.active():
-                ref = self._read(self.ref_actor, samples)
             size = head.config.vocab_size
-            flat = exact_kl(head.logits, policy, ref_logits, ref, vocab_size=size, temperature=temperature)
+            pair = head.logits, head.unpacked(policy), ref_logits, ref_head.unpacked(ref)
+            flat = exact_kl(*pair, vocab_size=size, temperature=temperature)
         return samples.spread(flat)
-
-    def _read(self, actor: ActorCritic, samples: Samples) -> HeadInputs:
-        tokens = samples.tokens(actor.layouts, self.padding)
-        return actor.head.read(tokens["source"], **model_inputs(actor.pretrained_model, tokens))
 
     @contextmanager
     def whole(self, *, has_reference: bool) -> Iterator[None]:

@@ -88,6 +88,7 @@ class PolicyServices(ForwardPasses):
             self.tokenizer,
             is_encoder_decoder=self.is_encoder_decoder,
             is_collated=data_collator is not None,
+            num_proc=self.config.dataset_num_proc,
         )
         if dataset is None:
             return None, None, None

@@ -36,7 +36,7 @@ WITHOUT_EFFECT = (
     *("exp_name", "log_*", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
     *("compare_steps", "steps", "model_name", "query_dataset", "reward_model", "optimize_device_cache", "output_dir"),
     *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size", "rank_failure_timeout"),
-    *("reward_timeout", "on_save_error"),
+    *("reward_timeout", "on_save_error", "gradient_checkpointing", "dataset_num_proc"),
 )
 """Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
 HELD = ("learning_rate", "init_kl_coef")
@@ -72,6 +72,13 @@ def check_engine(config: PPOConfig, engine: DistributedType) -> None:
 
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
     """The model with a value head to train: the caller's, or that of `config.model_name`."""
+    model = _loaded_or_checked(config, model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def _loaded_or_checked(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
     if model is None:
         if config.model_name is None:
             raise ValueError("PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name.")

@@ -22,6 +22,7 @@ from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
+from trimtab_lm.legacy.arguments import refuses_arguments_of_2024
 from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.asynchronous import Pending
@@ -55,17 +56,16 @@ class PPOTrainer(PolicyServices):
         ref_model: the reference of the KL penalty; None: the model as it is at this moment, a PEFT model with its
             adapters off, any other as a frozen copy.
         tokenizer: with a pad token.
-        dataset: prompts for `dataloader` and `train`, as token ids (`input_ids`), texts or conversations (`query` or
-            `prompt`); None: `config.query_dataset` is loaded.
+        dataset: prompts as token ids (`input_ids`), texts or conversations (`query`, `prompt`); None: the config's.
         optimizer: over the model's parameters; None: Adam.
         data_collator: see `prepare_dataloader`.
         num_shared_layers: layers that the copied reference shares with the model, frozen in both.
         lr_scheduler: stepped once per PPO step.
         value_model: a model for the values in place of the value head, such as a reward model; see `Critic`.
-        rollout: what samples in `generate` and `train`, by its own settings, such as a VLLMRollout; None: transformers'
-            generate, or in `train` the backend that `config.rollout_backend` names.
+        rollout: what samples, such as a VLLMRollout; None: transformers' generate, in `train` the config's backend.
     """
 
+    @refuses_arguments_of_2024(training_data_collator="leave it out; a step packs its tokens without padding")
     def __init__(
         self,
         config: PPOConfig | None = None,

@@ -13,7 +13,7 @@ MODES = ("filter", "keep_start", "keep_end")
 
 
 @dataclass
-@takes_arguments_of_2024
+@takes_arguments_of_2024()
 class RewardConfig(TrainerConfig):
     """A reward model from pairs of answers (Christiano et al. 2017; Ouyang et al. 2022, arXiv:2203.02155, Eq. 1).
 

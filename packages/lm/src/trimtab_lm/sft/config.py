@@ -7,12 +7,13 @@ from trimtab_common.config import setting
 from trimtab_lm.data.truncation import check_mode
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
+from trimtab_lm.legacy.translations import SFT_ARGUMENTS
 
 DATASET_KWARGS = {"skip_prepare_dataset", "add_special_tokens", "append_concat_token"}
 
 
 @dataclass
-@takes_arguments_of_2024
+@takes_arguments_of_2024(SFT_ARGUMENTS)
 class SFTConfig(TrainerConfig):
     """Supervised fine-tuning: all of transformers' TrainingArguments, and how rows become tokens."""
 

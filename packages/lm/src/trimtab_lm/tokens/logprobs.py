@@ -129,6 +129,14 @@ class LanguageHead:
         """Returns the model's logits [N, V] of a few positions."""
         return self._changed(self.head(inputs.hidden)) if inputs.logits is None else inputs.logits
 
+    def packed(self, inputs: HeadInputs) -> Tensor:
+        """What `logits` needs of head inputs, as one tensor [N, H], or [N, V] where the head reads more positions."""
+        return inputs.hidden if inputs.logits is None else inputs.logits
+
+    def unpacked(self, packed: Tensor) -> HeadInputs:
+        """Head inputs again, for `logits`."""
+        return HeadInputs(packed, None if self.separable else packed)
+
     def _run(
         self,
         where: Tensor,

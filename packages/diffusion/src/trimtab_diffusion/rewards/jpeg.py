@@ -1,0 +1,36 @@
+"""Rewards of the size of a file."""
+
+import io
+from collections.abc import Sequence
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .batches import Images, Metadata, chunks
+
+QUALITY = 95
+
+
+def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Returns the size of each image as a JPEG of quality 95 (Black et al. 2023, arXiv:2305.13301, section 5.1).
+
+    Args:
+        images: see the package; should have one size.
+        prompts, metadata: not used.
+
+    Returns:
+        [B], in kB of 1000 bytes.
+    """
+    return torch.tensor([_jpeg_bytes(picture) / 1000 for _, pictures in chunks(images, 1) for picture in pictures])
+
+
+def jpeg_compressibility(images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Returns minus `jpeg_incompressibility` [B], in kB."""
+    return -jpeg_incompressibility(images, prompts, metadata)
+
+
+def _jpeg_bytes(picture: Image.Image) -> int:
+    buffer = io.BytesIO()
+    picture.save(buffer, format="JPEG", quality=QUALITY)
+    return buffer.tell()

@@ -1,0 +1,142 @@
+"""The names of TRL 0.7 to 0.11 that lead to something here, by module, and what to use for the others."""
+
+from collections.abc import Mapping
+
+_LM, _DIFFUSION, _SCRIPTS = "trimtab_lm", "trimtab_diffusion", "trimtab_lm.legacy.scripts"
+
+
+def _of(module: str, names: str) -> dict[str, str]:
+    """Returns `module:name` of each name."""
+    return {name: f"{module}:{name}" for name in names.split()}
+
+
+_MODELS = {
+    **_of(
+        _LM,
+        "AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead PreTrainedModelWrapper "
+        "create_reference_model",
+    ),
+    **_of(_SCRIPTS, "SUPPORTED_ARCHITECTURES setup_chat_format"),
+    **_of(
+        _DIFFUSION,
+        "DDPOPipelineOutput DDPOSchedulerOutput DDPOStableDiffusionPipeline DefaultDDPOStableDiffusionPipeline",
+    ),
+}
+_UTILS = {
+    **_of(
+        _LM,
+        "ConstantLengthDataset DataCollatorForCompletionOnlyLM DPODataCollatorWithPadding "
+        "RewardDataCollatorWithPadding",
+    ),
+    **_of("trimtab_common.kl", "AdaptiveKLController FixedKLController"),
+    **_of(_SCRIPTS, "ModelConfig get_peft_config get_quantization_config get_kbit_device_map"),
+    **_of(_SCRIPTS, "SIMPLE_CHAT_TEMPLATE SIMPLE_QUERY_CHAT_TEMPLATE"),
+}
+_TRAINERS = {
+    f"{folder}_{part}": _of(package, f"{kind}Config {kind}Trainer")
+    for package, folders in (
+        (_LM, {"ppo": "PPO", "dpo": "DPO", "sft": "SFT", "reward": "Reward", "iterative_sft": "IterativeSFT"}),
+        (_LM, {"grpo": "GRPO"}),
+        (_DIFFUSION, {"ddpo": "DDPO"}),
+    )
+    for folder, kind in folders.items()
+    for part in ("config", "trainer")
+}
+_CLI = _of(_SCRIPTS, "ScriptArguments TrlParser init_zero_verbose") | {
+    f"{kind}ScriptArguments": f"{_SCRIPTS}:ScriptArguments" for kind in ("SFT", "DPO", "Reward")
+}
+_AVAILABLE = {
+    **_of("transformers.utils", "is_bitsandbytes_available is_liger_kernel_available is_peft_available"),
+    **_of("transformers.utils", "is_rich_available is_torchvision_available"),
+    **_of("accelerate.utils", "is_npu_available is_xpu_available"),
+    **_of("transformers.integrations", "is_wandb_available"),
+    **_of(_SCRIPTS, "is_diffusers_available"),
+}
+_CORE = {**_of(_LM, "LengthSampler set_seed"), **_of(_SCRIPTS, "respond_to_batch")}
+_EXTRAS = _of(_LM, "BestOfNSampler")
+_ROWS = _of(_SCRIPTS, "maybe_apply_chat_template maybe_extract_prompt")
+_FORMATTING = _of(_SCRIPTS, "conversations_formatting_function")
+_TRAINER = {name: place for names in _TRAINERS.values() for name, place in names.items()}
+
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "trl": {
+        **_ROWS,
+        "__version__": f"{_SCRIPTS}:TRL_VERSION",
+        **_MODELS,
+        **_UTILS,
+        **_TRAINER,
+        **_CLI,
+        **_AVAILABLE,
+        **_EXTRAS,
+        **_of(_LM, "set_seed"),
+    },
+    "trl.core": _CORE,
+    "trl.models": _MODELS,
+    "trl.models.modeling_base": _MODELS,
+    "trl.models.modeling_value_head": _MODELS,
+    "trl.models.modeling_sd_base": _MODELS,
+    "trl.models.utils": _MODELS,
+    "trl.trainer": {**_TRAINER, **_UTILS},
+    "trl.trainer.utils": _UTILS,
+    "trl.trainer.model_config": _UTILS,
+    **{f"trl.trainer.{module}": names for module, names in _TRAINERS.items()},
+    "trl.extras": _EXTRAS,
+    "trl.extras.best_of_n_sampler": _EXTRAS,
+    "trl.extras.dataset_formatting": _FORMATTING,
+    "trl.import_utils": _AVAILABLE,
+    "trl.data_utils": _ROWS,
+    "trl.commands": {},
+    "trl.commands.cli_utils": _CLI,
+    "trl.scripts": _CLI,
+    "trl.scripts.utils": _CLI,
+    "trl.env_utils": _of(_SCRIPTS, "strtobool"),
+}
+"""Where the names of each module lead: `module:attribute`. A module that is not here raises an ImportError."""
+
+_TRAIN_WITH = {
+    "KTO": "DPOTrainer with loss_type='kto_pair' learns from pairs",
+    "ORPO": "use DPOTrainer with loss_type=['sigmoid', 'sft']",
+    "CPO": "use DPOTrainer with reference_free=True",
+    "BCO": "use DPOTrainer",
+    "RLOO": "use GRPOTrainer with scale_rewards='none'",
+    "PPOv2": "use PPOTrainer, which takes a value_model and trains by train()",
+    "OnlineDPO": "use GRPOTrainer",
+    "XPO": "use GRPOTrainer",
+    "NashMD": "use GRPOTrainer",
+    "GKD": "use SFTTrainer on the teacher's samples",
+    "AlignProp": "use DDPOTrainer, which needs no gradient of the reward",
+}
+_STATISTICS = "use trimtab_common.masking, whose functions take (x, mask)"
+_MESSAGES = "leave it out; the trainers take messages, and write them with the tokenizer's chat template"
+_JUDGE = "write a reward function"
+
+ADVICE: Mapping[str, str] = {
+    **{f"{kind}{part}": advice for kind, advice in _TRAIN_WITH.items() for part in ("Trainer", "Config")},
+    "TextEnvironment": "use trimtab_lm.environments",
+    "TextHistory": "use trimtab_lm.environments",
+    "environment": "use trimtab_lm.environments",
+    **dict.fromkeys(("masked_mean", "masked_var", "masked_whiten", "whiten"), _STATISTICS),
+    "logprobs_from_logits": "use trimtab_lm.tokens.logprobs",
+    "entropy_from_logits": "use trimtab_lm.tokens.logprobs",
+    "disable_dropout_in_model": "leave it out; trainers switch dropout off by themselves, see disable_dropout",
+    "peft_module_casting_to_bf16": "leave it out; load the model with dtype=torch.bfloat16",
+    "ValueHead": "use trimtab_lm.models.head.ValueHead, which takes the width of the hidden state",
+    "PerPromptStatTracker": "use trimtab_diffusion.prompt_stats.PerPromptStatTracker, which takes tensors",
+    "RunningMoments": "use trimtab_common.stats.RunningMoments(), which needs no accelerator",
+    "compute_accuracy": "leave it out; RewardTrainer logs the accuracy",
+    "neftune_post_forward_hook": "set neftune_noise_alpha in the config",
+    "FDivergenceType": "leave it out; DPOTrainer has the reverse KL alone",
+    "FDivergenceConstants": "leave it out; DPOTrainer has the reverse KL alone",
+    "SyncRefModelCallback": "leave it out; the reference does not move",
+    "RichProgressCallback": "leave it out; transformers shows the progress",
+    "LogCompletionsCallback": "set GRPOConfig(log_completions=True), or DPOConfig(generate_during_eval=True)",
+    "WinRateCallback": "score samples with a reward function",
+    **dict.fromkeys(("BaseJudge", "BaseRankJudge", "BasePairwiseJudge", "PairRMJudge", "HfPairwiseJudge"), _JUDGE),
+    **dict.fromkeys(("OpenAIPairwiseJudge", "RandomRankJudge", "RandomPairwiseJudge"), _JUDGE),
+    **dict.fromkeys(("extract_prompt", "is_conversational", "apply_chat_template"), _MESSAGES),
+    "instructions_formatting_function": "leave it out; SFTTrainer takes rows of prompt and completion",
+    "get_formatting_func_from_dataset": "leave it out; SFTTrainer finds the format of its rows",
+    "auxiliary_modules": "use trimtab_diffusion.rewards",
+    "aesthetic_scorer": "use trimtab_diffusion.rewards",
+}
+"""What to use instead of a name or module that leads nowhere."""
