@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs", "reproduce")
 BEGIN, END = "<!-- reproduced -->", "<!-- /reproduced -->"
 HEADINGS = ("paper", "claim", "expected", "obtained", "", "minutes")
-FAILED = "failed"  # what tools/sweep.py calls a trial whose program failed
+FAILED = "failed"  # what `trimtab sweep` calls a trial whose program failed
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def reproduce(paper: str, jobs: int) -> Result:
     folders, trials, failures = [], [], []
     for file in sorted(home.glob("reproduce*.yaml")):
         sweep = out / file.stem
-        command = ["tools.sweep", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
+        command = ["trimtab_cli", "sweep", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
         command.append("--retry-failed")
         failures += ["its sweep could not be run"] * bool(call(command))
         if (about := sweep / "sweep.json").exists():

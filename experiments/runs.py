@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
 from trimtab_common.config import parse_config, read_settings, to_flat_dict
+from trimtab_common.runs import folder_of_trial
 from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_common.seeding import private_rng
 from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
@@ -45,8 +46,7 @@ def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, *
         the recipe's kind (train, sft, reward).
     """
     values = read_settings(recipe)
-    ids = [os.environ.get(name, "") for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID")]
-    values |= {name: str(Path(str(values[name]), *ids)) for name in ("output_dir", "logdir") if name in values}
+    values |= {name: str(folder_of_trial(str(values[name]))) for name in ("output_dir", "logdir") if name in values}
     configs = parse_config(*kinds, argv=argv, recipe=values | changes)
     base = parse_config(*kinds, argv=[], recipe=values | changes)
     name = run_name(to_flat_dict(*configs), to_flat_dict(*base))

@@ -80,9 +80,10 @@ EXPORTS: dict[str, set[str]] = {
 # Top-level names that a package must not import; `packages/*` all share the last three.
 OUTSIDE = {"experiments", "tests", "tools"}
 FORBIDDEN = {
-    "trimtab_common": {"trimtab_lm", "trimtab_diffusion", "transformers", "diffusers"} | OUTSIDE,
-    "trimtab_lm": {"trimtab_diffusion", "diffusers"} | OUTSIDE,
-    "trimtab_diffusion": {"trimtab_lm"} | OUTSIDE,
+    "trimtab_common": {"trimtab_cli", "trimtab_lm", "trimtab_diffusion", "transformers", "diffusers"} | OUTSIDE,
+    "trimtab_lm": {"trimtab_cli", "trimtab_diffusion", "diffusers"} | OUTSIDE,
+    "trimtab_diffusion": {"trimtab_cli", "trimtab_lm"} | OUTSIDE,
+    "trimtab_cli": OUTSIDE,
 }
 
 
@@ -94,6 +95,10 @@ def python_files(folder: Path) -> list[Path]:
         for path in folder.rglob("*.py")
         if not any(part.startswith(hidden) for part in path.relative_to(folder).parts)
     )
+
+
+COMMAND = ROOT / "packages" / "lm" / "src" / "trimtab_cli"
+"""The command. It imports every package, and only `python -m trimtab_lm` imports it."""
 
 
 def source_of(package: str) -> Path:
@@ -117,7 +122,9 @@ def relative_to_root(paths: list[Path]) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in paths]
 
 
-PACKAGE_FILES = [path for package in PACKAGES for path in python_files(source_of(package))]
+LAUNCHED = source_of("trimtab_lm") / "__main__.py"
+PACKAGE_FILES = [path for package in PACKAGES for path in python_files(source_of(package)) if path != LAUNCHED]
+COMMAND_FILES = python_files(COMMAND)
 EXPERIMENT_FILES = python_files(ROOT / "experiments")
 TOOL_FILES = python_files(ROOT / "tools")
 EXPERIMENT_SCRIPTS = sorted((ROOT / "experiments").glob("*/train.py"))
@@ -174,13 +181,13 @@ def experiment_faults(source: str, folder: str, papers: set[str]) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("file", relative_to_root(PACKAGE_FILES))
+@pytest.mark.parametrize("file", relative_to_root(PACKAGE_FILES + COMMAND_FILES))
 def test_packages_import_in_the_right_direction(file: str):
     path = ROOT / file
     package, *inner = path.relative_to(ROOT / "packages").parts[2:]
     source = path.read_text(encoding="utf-8")
     faults = package_faults(source, package)
-    if len(inner) > 1 and inner[0] in TRAINERS[package]:
+    if len(inner) > 1 and inner[0] in TRAINERS.get(package, ()):
         faults += trainer_faults(source, package, inner[0], TRAINERS[package])
     assert not faults
 
@@ -203,6 +210,8 @@ def test_experiments_import_packages_and_their_own_folder(file: str):
         ("trimtab_diffusion", "from trimtab_lm import PPOConfig"),
         ("trimtab_diffusion", "from tools import sizes"),
         ("trimtab_lm", "import tests.tiny"),
+        ("trimtab_lm", "from trimtab_cli.main import main"),
+        ("trimtab_cli", "from experiments import runs"),
     ],
 )
 def test_a_wrong_direction_is_seen(package: str, source: str):
@@ -255,7 +264,7 @@ def test_what_an_experiment_may_import(source: str, faults: int):
 # Every module imports --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [module_name(path) for path in PACKAGE_FILES])
+@pytest.mark.parametrize("name", [module_name(path) for path in PACKAGE_FILES + COMMAND_FILES])
 def test_package_module_imports(name: str):
     importlib.import_module(name)
 
@@ -369,10 +378,10 @@ def test_help_of_every_config_names_every_field(package: str, name: str, capsys,
     monkeypatch.setenv("COLUMNS", "200")
     config = getattr(importlib.import_module(package), name)
     with pytest.raises(SystemExit) as exit_info:
-        parse_config(config, argv=["--help"])
+        parse_config(config, argv=["--help-all"])
     assert exit_info.value.code == 0
     shown = squeezed(capsys.readouterr().out)
-    fields = [field for field in dataclasses.fields(config) if field.init]
+    fields = [one for one in dataclasses.fields(config) if one.init and not one.metadata.get("is_computed")]
     assert [field.name for field in fields if not field.metadata.get("help")] == []
     assert [field.name for field in fields if squeezed(f"--{field.name}") not in shown] == []
     assert [field.name for field in fields if squeezed(field.metadata["help"]) not in shown] == []

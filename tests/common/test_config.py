@@ -1,8 +1,9 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 import pytest
+from transformers import TrainingArguments
 
 from trimtab_common.config import (
     Count,
@@ -14,6 +15,7 @@ from trimtab_common.config import (
     Seed,
     Share,
     check_ranges,
+    computed,
     parse_config,
     setting,
     to_flat_dict,
@@ -210,6 +212,46 @@ def test_missing_value_and_help(capsys):
     ):
         assert word in text
     assert "runtime" not in text
+
+
+@dataclass
+class TrainedConfig(TrainingArguments):
+    learning_rate: float = setting("Ours, of the algorithm.", default=1e-6)
+    new: Optional[int] = setting("A name of the algorithm.", default=None)  # noqa: UP045
+    old: int | None = setting("Deprecated name of new.", default=None)
+    both: int | None = computed("Counted by the trainer.")
+
+
+def help_of(capsys, *argv: str, **options: Any) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse_config(TrainedConfig, argv=argv, **options)
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_algorithm_and_what_the_recipe_sets(capsys):
+    text = help_of(capsys, "--help", recipe={"warmup_steps": 7}, program="trimtab x")
+    flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert flags == ["--learning_rate", "--new", "--warmup_steps", "--help-all"]
+    assert text.startswith("usage: trimtab x [--config FILE.yaml]")
+    assert "--new  int | None, default None" in text
+    assert "more of transformers.TrainingArguments." in text
+
+
+def test_help_all_shows_every_flag_and_ours_first(capsys):
+    text = help_of(capsys, "--help-all")
+    flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert flags[:3] == ["--learning_rate", "--new", "--old"]
+    inherited = {f"--{one.name}" for one in fields(TrainingArguments) if one.init}
+    assert set(flags[3:]) == inherited - {"--learning_rate"}
+
+
+def test_a_computed_field_is_no_flag(capsys):
+    for flag in ("--both=3", "--trained.both=3"):
+        with pytest.raises(SystemExit) as stop:
+            parse_config(TrainedConfig, argv=[flag])
+        assert stop.value.code == 2
+        assert "is no setting, because it is computed" in capsys.readouterr().err
 
 
 def test_flat_dict_has_plain_values_and_tells_apart_what_differs():

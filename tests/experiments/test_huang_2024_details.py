@@ -10,13 +10,13 @@ import torch
 import yaml
 from matplotlib import pyplot as plt
 from tests.lm import tiny
-from tools.sweeper.search import grid_size, suggest
-from tools.sweeper.spec import read_sweep
 
 from experiments import sentiment_ppo
 from experiments.huang_2024_details import report, train
 from experiments.huang_2024_details.details import DETAILS, make_trainer
 from experiments.runs import Run
+from trimtab_cli.sweep.search import grid_size, suggest
+from trimtab_cli.sweep.spec import read_sweep
 from trimtab_common.config import to_flat_dict
 
 FOLDER = Path(train.__file__).parent

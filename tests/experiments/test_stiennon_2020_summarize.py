@@ -14,12 +14,12 @@ import torch
 import wandb
 from datasets import Dataset, DatasetDict
 from tests.lm import tiny
-from tools.sweeper.records import RunFile
 from transformers import AutoModelForSequenceClassification
 
 from experiments.runs import Run, read_history
 from experiments.stiennon_2020_summarize import comparisons, stages, train
 from experiments.stiennon_2020_summarize.report import judge
+from trimtab_cli.sweep.records import RunFile
 from trimtab_lm.ppo.samples import Samples
 
 SIZES = {

@@ -19,10 +19,6 @@ from datasets import Dataset
 from PIL import Image
 from tests.lm import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
-from tools.sweeper.launch import fill_command
-from tools.sweeper.records import RunFile, is_finite
-from tools.sweeper.search import suggest
-from tools.sweeper.spec import Sweep, read_sweep
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.integrations.integration_utils import rewrite_logs
 
@@ -38,6 +34,10 @@ from experiments.shao_2024_grpo import train as grpo
 from experiments.stiennon_2020_summarize import reward, sft
 from experiments.stiennon_2020_summarize import train as pipeline
 from experiments.ziegler_2019_sentiment import train as ppo
+from trimtab_cli.sweep.launch import fill_command
+from trimtab_cli.sweep.records import RunFile, is_finite
+from trimtab_cli.sweep.search import suggest
+from trimtab_cli.sweep.spec import Sweep, read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(file for kind in ("sweep", "reproduce") for file in (ROOT / "experiments").glob(f"*/{kind}*.yaml"))
@@ -437,7 +437,7 @@ def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, mon
     source["program"] = str(ROOT / source["program"])
     source["parameters"] |= {name: {"value": value} for name, value in tiny_run(program, place).items()}
     Path("sweep.yaml").write_text(yaml.safe_dump(source, sort_keys=False))
-    tool = [sys.executable, str(ROOT / "tools" / "sweep.py"), "sweep.yaml", "--count", "2", "--folder", "sweep"]
+    tool = [sys.executable, "-m", "trimtab_cli", "sweep", "sweep.yaml", "--count", "2", "--folder", "sweep"]
 
     process = subprocess.Popen(tool, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -74,11 +74,16 @@ def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer():
     assert kept == [10 * 32 * 34 * 3, 10 * 32 * (34 + 2 * 3)]
 
 
-def test_the_command_prints_a_row_for_each_engine(tmp_path, capsys, monkeypatch):
+def test_the_command_prints_a_row_for_each_engine(tmp_path, capsys):
     (file := tmp_path / "config.json").write_text(LLAMA.to_json_string())
-    monkeypatch.setattr("sys.argv", ["memory", "--model", str(file), "--gpus", "4"])
-    main()
+    assert main(["--model", str(file), "--gpus", "4"]) == 0
     _, head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["engine", *Memory._fields, "total"]
     assert [row.split()[0] for row in rows] == ["DDP", "ZeRO-2", "ZeRO-3", "FSDP2"]
     assert float(rows[0].split()[1]) == round(4 * size_of(LLAMA).parameters / GIB, 1)
+
+
+def test_the_command_says_in_a_line_that_there_is_no_such_model(tmp_path, capsys):
+    assert main(["--model", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trimtab memory: error: ")

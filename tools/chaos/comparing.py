@@ -39,7 +39,10 @@ def wandb_scalars(run: Path) -> History:
 
     Each start of the process writes a file of its own. W&B takes a step of a run once.
     """
-    from tools.sweeper.records import RunFile, is_finite  # W&B's package, which forked processes import by themselves
+    from trimtab_cli.sweep.records import (  # W&B's package, which forked processes import by themselves
+        RunFile,
+        is_finite,
+    )
 
     history: History = defaultdict(list)
     for file in sorted(run.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):

@@ -351,7 +351,7 @@ def test_old_names_on_the_command_line(parse):
 
 def test_both_parsers_show_every_old_name(capsys):
     with pytest.raises(SystemExit):
-        parse_config(Config, argv=["--help"])
+        parse_config(Config, argv=["--help-all"])
     for text in (HfArgumentParser(Config).format_help(), capsys.readouterr().out):
         assert [name for name in DOCUMENTED if f"--{name} " not in text] == []
         assert text.count("Deprecated: write eval_strategy.") == 1

@@ -1,7 +1,8 @@
 """Dataclasses as the command line: flags, a YAML file, and whatever a W&B sweep agent passes.
 
-Every field is a flag, `--learning_rate 1e-4`, `--learning-rate=1e-4`; `--help` lists them. Values may be Python
-literals (`--x=['a', 'b']`, `--x=None`, `--flag=False`), JSON or YAML (`--x=[a, b]`), or several words for a list.
+Every field is a flag, `--learning_rate 1e-4`, `--learning-rate=1e-4`, unless it is computed. `--help` lists those of
+the algorithm, `--help-all` those that come from other libraries too. Values may be Python literals (`--x=['a', 'b']`,
+`--x=None`, `--flag=False`), JSON or YAML (`--x=[a, b]`), or several words for a list.
 
     --ppo.learning_rate=1e-4      the field of PPOConfig only; `ppo` is the class name without Config, in snake case
     --ppo={'learning_rate': 1e-4} several fields of one class, as a nested sweep parameter arrives
@@ -20,9 +21,8 @@ import difflib
 import math
 import re
 import sys
-import textwrap
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
+
+from trimtab_common.help_text import Flag, help_text, type_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -61,6 +63,11 @@ Seed = Annotated[int, Range("in [0, 2**32), the range that NumPy takes", lambda 
 def setting(text: str, **default: Any) -> Any:
     """A field of a configuration with its line of help; `default` or `default_factory` as for dataclasses.field."""
     return dataclasses.field(**default, metadata={"help": text})
+
+
+def computed(text: str) -> Any:
+    """A field that follows from other fields, or that a trainer fills in: None before, and no flag."""
+    return dataclasses.field(default=None, metadata={"help": text, "is_computed": True})
 
 
 def check_ranges(config: DataclassInstance) -> None:
@@ -101,6 +108,7 @@ class _Section:
     short: str
     fields: dict[str, dataclasses.Field[object]]
     hints: dict[str, Any]
+    computed: set[str]
     values: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
@@ -109,11 +117,10 @@ def parse_config(
     argv: Sequence[str] | None = None,
     description: str | None = None,
     recipe: Mapping[str, object] | None = None,
+    program: str | None = None,
+    without: Collection[str] = (),
 ) -> tuple[Any, ...]:
     """Builds one instance of each dataclass from a recipe, the YAML files that the flags name, and the flags.
-
-    Fields with `init=False` are left to their class. A mistake, a ValueError of `__post_init__` included, ends the
-    program with exit status 2 and one message at stderr.
 
     Args:
         dataclass_types: The classes, in the order of the result.
@@ -121,19 +128,23 @@ def parse_config(
         description: What the program does, for --help.
         recipe: Settings of the program, by the names that a file may have. They replace the classes' defaults, in
             --help too.
+        program: How the program is started, in --help and messages. None: its file, or python -m with its module.
+        without: Fields that are no flags, and are left to their class, as computed ones are.
 
     Returns:
         An instance of each class.
 
     Raises:
-        SystemExit: After --help (status 0), and for a setting that does not exist or has a wrong value (status 2).
+        SystemExit: With status 0 after --help or --help-all; with status 2 and a message at stderr for a setting that
+            does not exist or has a wrong value, a ValueError of `__post_init__` included.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
-    sections = [_section(kind) for kind in dataclass_types]
+    argv, program = list(sys.argv[1:] if argv is None else argv), program or _program()
+    sections = [_section(kind, without) for kind in dataclass_types]
     try:
         _apply(sections, [(name, [value]) for name, value in (recipe or {}).items()], prefix="recipe: ")
-        if "-h" in argv or "--help" in argv:
-            print(_help(sections, description))
+        if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
+            flags_by_title = {f"{one.kind.__name__} (also as --{one.short}.name)": _flags(one) for one in sections}
+            print(help_text(program, description, flags_by_title, everything="--help-all" in argv))
             raise SystemExit(0)
         flags = list(_read_flags(argv))
         for file in [str(words[0]) for name, words in flags if name == "config"]:
@@ -141,7 +152,7 @@ def parse_config(
         _apply(sections, [(name, values) for name, values in flags if name != "config"], prefix="--")
         return tuple(_build(section) for section in sections)
     except ConfigError as error:
-        print(f"{_program()}: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -183,8 +194,7 @@ def _plain(value: object) -> object:
 
 SECRET = re.compile(r"(^|[._-])(token|key|auth)$|apikey|passw(or)?d|secret|credential|authorization|cookie", re.I)
 """Names of what services know a user by."""
-CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-"""User and password in a URL."""
+CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
 
 
 def without_secrets(value: object) -> object:
@@ -201,9 +211,11 @@ def without_secrets(value: object) -> object:
     return CREDENTIALS.sub("", value) if isinstance(value, str) else value
 
 
-def _section(kind: type) -> _Section:
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
-    return _Section(kind, _short(kind), fields, typing.get_type_hints(kind))
+def _section(kind: type, without: Collection[str]) -> _Section:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    computed = {name for name, one in fields.items() if not one.init or one.metadata.get("is_computed")}
+    flags = {name: one for name, one in fields.items() if name not in computed and name not in without}
+    return _Section(kind, _short(kind), flags, typing.get_type_hints(kind), computed)
 
 
 def _short(kind: type) -> str:
@@ -258,15 +270,13 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's floats: PyYAML takes 1e-4, without a dot, for text."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+\.?\d*[eE][-+]?\d+$"), [*"-+0123456789"])
 
 
 def _apply(sections: list[_Section], settings: Iterable[tuple[str, list[object]]], prefix: str) -> None:
     """Set fields; what names the class comes after what does not, so that it wins."""
     general: list[tuple[_Section, str, list[str], list[object]]] = []
-    specific: list[tuple[_Section, str, list[str], list[object]]] = []
+    specific = general.copy()
     for name, words in settings:
         for section, field, path, field_words in _resolve(sections, name, words, prefix):
             named_class = name.partition(".")[0] == section.short and name != field
@@ -281,14 +291,17 @@ def _resolve(
     """The fields that a name means: (section, field, path inside a dict, words)."""
     head, *path = name.split(".")
     owner = next((section for section in sections if section.short == head), None)
+    inner = path[0].replace("-", "_") if owner and path else head
     holders = [section for section in sections if head in section.fields]
-    if owner and path and path[0].replace("-", "_") in owner.fields:
-        yield owner, path[0].replace("-", "_"), path[1:], words
+    if owner and path and inner in owner.fields:
+        yield owner, inner, path[1:], words
     elif holders:
         yield from ((section, head, path, words) for section in holders)
     elif owner and not path and isinstance(value := _decode(words[0]), Mapping):
-        for key, inner in value.items():
-            yield from _resolve(sections, f"{head}.{key}", [inner], prefix)
+        for key, part in value.items():
+            yield from _resolve(sections, f"{head}.{key}", [part], prefix)
+    elif any(inner in section.computed for section in sections):
+        raise ConfigError(f"{prefix}{name} is no setting, because it is computed. Leave it out.")
     else:
         fields = [(section.short, field) for section in sections for field in section.fields]
         names = [*(field for _, field in fields), *(f"{short}.{field}" for short, field in fields)]
@@ -311,11 +324,10 @@ def _coerce(section: _Section, field: str, path: list[str], words: list[object],
                 continue
             if isinstance(value, bool) or not isinstance(candidate, bool):  # True is no number
                 return value
-    shown = ".".join([field, *path])
-    text = " ".join(str(word) for word in words)
+    shown, text = ".".join([field, *path]), " ".join(str(word) for word in words)
     # The most specific problem lies deepest inside the value; of several as deep, the likeliest reading's is the first.
     why = f" ({max(problems, key=lambda problem: len(problem['loc']))['msg']})" if problems else ""
-    raise ConfigError(f"{prefix}{shown}: {text!r} came in, {_type_name(section.hints[field])} is needed{why}.")
+    raise ConfigError(f"{prefix}{shown}: {text!r} came in, {type_name(section.hints[field])} is needed{why}.")
 
 
 def _readings(words: list[object]) -> list[object]:
@@ -367,8 +379,8 @@ def _merge(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, ob
 
 
 def _build(section: _Section) -> object:
-    required = [name for name, field in section.fields.items() if _default(field) is dataclasses.MISSING]
-    absent = [name for name in required if name not in section.values]
+    unset = {name: field for name, field in section.fields.items() if name not in section.values}
+    absent = [name for name, field in unset.items() if _default(field) is dataclasses.MISSING]
     if absent:
         raise ConfigError(f"{section.kind.__name__} needs a value for --{', --'.join(absent)}.")
     try:
@@ -381,20 +393,8 @@ def _default(field: dataclasses.Field[object]) -> object:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _help(sections: list[_Section], description: str | None) -> str:
-    lines = [f"usage: {_program()} [--config FILE.yaml] [--name=value ...]", ""]
-    lines += [description, ""] if description else []
-    for section in sections:
-        lines.append(f"{section.kind.__name__} (also as --{section.short}.name):")
-        for name, field in section.fields.items():
-            default = section.values.get(name, _default(field))
-            shown = "required" if default is dataclasses.MISSING else f"default {_plain(default)!r}"
-            lines.append(f"  --{name}  {_type_name(section.hints[name])}, {shown}")
-            text = " ".join(str(field.metadata.get("help", "")).split())
-            lines += textwrap.wrap(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _type_name(hint: object) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+def _flags(section: _Section) -> Iterator[Flag]:
+    for name, field in section.fields.items():
+        default = section.values.get(name, _default(field))
+        shown = "required" if default is dataclasses.MISSING else f"default {_plain(default)!r}"
+        yield Flag.of(section.kind, field, section.hints[name], default=shown, is_set=name in section.values)

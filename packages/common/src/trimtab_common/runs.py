@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import secrets
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 FINGERPRINT_ROWS = 256
+
+
+def folder_of_trial(folder: str | Path) -> Path:
+    """The folder of a run; in a sweep followed by the ids of sweep and run, so that no two runs share a folder."""
+    return Path(folder, os.environ.get("WANDB_SWEEP_ID", ""), os.environ.get("WANDB_RUN_ID", ""))
 
 
 @dataclass(frozen=True)

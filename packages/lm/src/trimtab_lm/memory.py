@@ -1,10 +1,11 @@
-"""Memory of a training on each GPU, per engine: `python -m trimtab_lm.memory --model ID_OR_CONFIG --gpus 8`.
+"""Memory of a training on each GPU, per engine: `trimtab memory --model ID_OR_CONFIG --gpus 8`.
 
 Weights, gradients and optimizer states are counted from the model itself, which is built without memory. Copies of
 weights and activations are estimates.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -202,17 +203,19 @@ def memory_by_engine(config: MemoryConfig) -> dict[str, Memory]:
     }
 
 
-def main() -> None:
-    """Print the table of the model that the command line names."""
-    (config,) = parse_config(MemoryConfig, description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Print the table of the model that the words of the command line name; the exit status."""
+    (config,) = parse_config(MemoryConfig, argv=argv, description=__doc__, program="trimtab memory")
+    try:
+        engines_of_model = memory_by_engine(config)
+    except (OSError, ValueError) as error:
+        print(f"trimtab memory: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     rows = [["engine", *Memory._fields, "total"]]
-    for name, parts in memory_by_engine(config).items():
+    for name, parts in engines_of_model.items():
         rows.append([name, *(f"{part / GIB:.1f}" for part in (*parts, parts.total))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"{config.model} on {config.gpus} GPUs, GiB on each:")
     for name, *cells in rows:
         print(name.ljust(widths[0]), *(cell.rjust(width + 1) for cell, width in zip(cells, widths[1:], strict=True)))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

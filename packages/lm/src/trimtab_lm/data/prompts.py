@@ -141,16 +141,27 @@ def used_columns(dataset: Dataset, model: nn.Module) -> Dataset:
     return dataset.remove_columns(unused)
 
 
-def open_dataset(name: str) -> Dataset:
-    """The train split of a hub id, of a folder that `save_to_disk` wrote, or of a json, csv, parquet or text file."""
+def open_dataset(name: str, split: str = "train") -> Dataset:
+    """A split of a hub id, of a folder (also of `save_to_disk`), or of a json, csv, parquet or text file.
+
+    Args:
+        name: of the dataset, the folder or the file.
+        split: or a part of one, such as train[:90%]; of a folder that `save_to_disk` wrote, a whole one.
+
+    Raises:
+        ValueError: the folder that `save_to_disk` wrote has no such split.
+    """
     path = Path(name)
     if path.is_file():
         kind = {".jsonl": "json", ".txt": "text"}.get(path.suffix, path.suffix[1:])
-        return load_dataset(kind, data_files=name, split="train")
+        return load_dataset(kind, data_files=name, split=split)
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         stored = load_from_disk(name)
-        return stored if isinstance(stored, Dataset) else stored["train"]
-    return load_dataset(name, split="train")
+        splits = {"train": stored} if isinstance(stored, Dataset) else stored
+        if split not in splits:
+            raise ValueError(f"{name} has no split {split!r}; its splits are {', '.join(splits)}.")
+        return splits[split]
+    return load_dataset(name, split=split)
 
 
 def tokenize_prompts(

@@ -5,7 +5,17 @@ import warnings
 from dataclasses import FrozenInstanceError, dataclass, replace
 from typing import Any, Literal
 
-from trimtab_common.config import Count, Fraction, NotNegative, Positive, Seed, check_ranges, script_name, setting
+from trimtab_common.config import (
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    Seed,
+    check_ranges,
+    computed,
+    script_name,
+    setting,
+)
 from trimtab_common.kl import SAMPLED_KL
 from trimtab_common.ranks import FAILURE_TIMEOUT, REWARD_TIMEOUT
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
@@ -82,7 +92,7 @@ class PPOConfig(_Taken):
     forward_batch_size: int | None = setting("Deprecated name of mini_batch_size.", default=None)
     mini_batch_size: Count = setting("Responses per forward and backward pass.", default=1)
     gradient_accumulation_steps: Count = setting("Minibatches per optimizer step, weighed by tokens.", default=1)
-    world_size: Count | None = setting("Number of processes; filled in by the trainer.", default=None)
+    world_size: Count | None = computed("Number of processes; filled in by the trainer.")
     ppo_epochs: Count = setting("Passes over the batch in each step.", default=4)
     max_grad_norm: Positive | None = setting("Clip the gradient's norm to this at every update.", default=None)
     optimize_cuda_cache: bool | None = setting("Deprecated name of optimize_device_cache.", default=None)
@@ -106,16 +116,12 @@ class PPOConfig(_Taken):
     whiten_rewards: bool = setting(
         "Scale rewards to variance 1 before the advantages; their mean is kept.", default=False
     )
-    is_encoder_decoder: bool | None = setting(
-        "Filled in by the trainer from the model; an error if it differs.", default=None
-    )
-    is_peft_model: bool | None = setting(
-        "Filled in by the trainer from the model; an error if it differs.", default=None
-    )
-    backward_batch_size: int | None = setting("Responses per optimizer step on one process; computed.", default=None)
-    global_backward_batch_size: int | None = setting("The same over all processes; computed.", default=None)
-    global_batch_size: int | None = setting("Responses per step over all processes; computed.", default=None)
-    total_ppo_epochs: int | None = setting("Deprecated: steps / batch_size, rounded up; computed.", default=None)
+    is_encoder_decoder: bool | None = computed("Filled in by the trainer from the model; an error if it differs.")
+    is_peft_model: bool | None = computed("Filled in by the trainer from the model; an error if it differs.")
+    backward_batch_size: int | None = computed("Responses per optimizer step on one process; computed.")
+    global_backward_batch_size: int | None = computed("The same over all processes; computed.")
+    global_batch_size: int | None = computed("Responses per step over all processes; computed.")
+    total_ppo_epochs: int | None = computed("Deprecated: steps / batch_size, rounded up; computed.")
     temperature: Positive | None = setting(
         "Temperature that the responses were sampled at. None: that of the last `generate`.", default=None
     )

@@ -1,12 +1,13 @@
-"""Run a W&B sweep file here, without a server: python -m tools.sweep experiments/X/sweep.yaml --count 8 --jobs 2
+"""Run a W&B sweep file here, without a server: trimtab sweep FILE --count 8 --jobs 2
 
 The file is the one that `wandb sweep` takes: method grid, random or bayes (Optuna's TPE), every distribution, nested
 parameters, the command with its macros, metric, run_cap, and hyperband early_terminate. Run it where `wandb agent`
 would run, since `program` is meant from there. Trials are processes with an agent's environment, W&B offline unless
 WANDB_MODE says otherwise, and the sweep's id in their runs, so that `wandb sync` can upload them later.
 
-The same call again goes on where the last one ended: finished runs stay, runs that were cut off are run again. State,
-logs and, unless WANDB_DIR is set, the runs' own folders are in runs/sweeps/<name>/.
+The same call again goes on where the last one ended: finished runs stay, runs that were cut off are run again. Status
+143 says that some trials were cut off. State, logs and, unless WANDB_DIR is set, the runs' own folders are in
+runs/sweeps/<name>/.
 """
 
 from __future__ import annotations
@@ -15,22 +16,29 @@ import argparse
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from tools.sweeper.report import draw, table
-from tools.sweeper.runner import Runner
-from tools.sweeper.search import grid_size
-from tools.sweeper.spec import Sweep, SweepError, read_sweep
-from tools.sweeper.store import FAILED, INTERRUPTED, Store
+from trimtab_cli.sweep.report import draw, table
+from trimtab_cli.sweep.runner import Runner
+from trimtab_cli.sweep.search import grid_size
+from trimtab_cli.sweep.spec import Sweep, SweepError, read_sweep
+from trimtab_cli.sweep.store import FAILED, INTERRUPTED, Store
 
+PROGRAM = "trimtab sweep"
 EXPONENT_KINDS = ("log_uniform", "inv_log_uniform", "q_log_uniform")
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="the sweep file")
-    parser.add_argument("--count", type=int, help="trials in the whole sweep, over all calls; run_cap is obeyed too")
-    parser.add_argument("--jobs", type=int, default=1, help="trials at a time (default 1)")
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The words of the command line."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="the sweep file")
+    parser.add_argument(
+        "--count", metavar="N", type=int, help="trials in the whole sweep, over all calls; run_cap is obeyed too"
+    )
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="trials at a time (default 1)")
     parser.add_argument(
         "--report", action="store_true", help="then rank the trials and draw report.png; --count 0 for that alone"
     )
@@ -54,6 +62,7 @@ def trials_wanted(sweep: Sweep, count: int | None) -> int:
 
 
 def warn_of_exponents(sweep: Sweep) -> None:
+    """Print the values that bounds in exponents of e stand for."""
     for parameter in sweep.parameters:
         if parameter.kind in EXPONENT_KINDS:
             low, high = sorted((parameter.at(0.0), parameter.at(1.0)))
@@ -65,6 +74,7 @@ def warn_of_exponents(sweep: Sweep) -> None:
 
 
 def check_program(sweep: Sweep) -> None:
+    """Raise SweepError if the program of the sweep is neither below this folder nor on PATH."""
     program = sweep.get("program")
     if program and "${program}" in sweep.command and not Path(program).is_file() and not shutil.which(program):
         raise SweepError(
@@ -72,39 +82,41 @@ def check_program(sweep: Sweep) -> None:
         )
 
 
-def main(argv: list[str] | None = None) -> int:
-    given = arguments(argv)
+def main(argv: Sequence[str]) -> int:
+    """Run a sweep, or what is left of it.
+
+    Returns:
+        0; 2 where the sweep cannot be run; 143 where trials are left that were cut off; 128 and the number of the
+        signal that ended the sweep.
+    """
+    flags = arguments(argv)
     store = None
     try:
-        if given.jobs < 1 or (given.count is not None and given.count < 0):
+        if flags.jobs < 1 or (flags.count is not None and flags.count < 0):
             raise SweepError("--jobs needs 1 or more, --count 0 or more.")
-        sweep = read_sweep(given.file)
-        count = trials_wanted(sweep, given.count)
+        sweep = read_sweep(flags.file)
+        count = trials_wanted(sweep, flags.count)
         if count:
             check_program(sweep)
         warn_of_exponents(sweep)
-        folder = given.folder or Path(
+        folder = flags.folder or Path(
             "runs", "sweeps", re.sub(r"[^A-Za-z0-9._-]+", "-", sweep.name).strip("-.") or "sweep"
         )
-        store = Store(folder, sweep, seed=given.seed, sweep_id=given.sweep_id)
-        if given.retry_failed:
+        store = Store(folder, sweep, seed=flags.seed, sweep_id=flags.sweep_id)
+        if flags.retry_failed:
             for trial in store.trials:
                 trial.status = INTERRUPTED if trial.status == FAILED else trial.status
         status = 0
         if count:
-            status = Runner(sweep, store, count=count, jobs=given.jobs).run()
+            status = Runner(sweep, store, count=count, jobs=flags.jobs).run()
         print(f"sweep {store.sweep_id}: {len(store.trials)} trial(s) in {store.folder}")
-        if given.report:
+        if flags.report:
             figure = draw(sweep, store)
             print(f"\n{table(sweep, store.trials)}" + (f"\n\nfigure: {figure}" if figure else ""))
         return status
     except SweepError as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     finally:
         if store is not None:
             store.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

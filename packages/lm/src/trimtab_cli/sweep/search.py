@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.sweeper.distributions import Parameter
-from tools.sweeper.spec import Metric, Sweep
-from tools.sweeper.store import FAILED, FINISHED, STOPPED, Trial
+from trimtab_cli.sweep.distributions import Parameter, SweepError
+from trimtab_cli.sweep.spec import Metric, Sweep
+from trimtab_cli.sweep.store import FAILED, FINISHED, STOPPED, Trial
 
 History = Callable[[Trial], list[float]]  # the finite values of the metric that a trial has logged so far
 
@@ -36,6 +36,7 @@ def suggest(sweep: Sweep, *, number: int, seed: int, trials: Sequence[Trial], hi
 
 
 def grid_size(sweep: Sweep) -> int:
+    """The number of combinations of a grid."""
     size = 1
     for parameter in sweep.parameters:
         size *= len(parameter.grid() or ())
@@ -73,8 +74,10 @@ def _bayes(sweep: Sweep, number: int, seed: int, trials: Sequence[Trial], histor
     out), and needs nothing but NumPy. Distributions are searched by their quantiles in [0, 1], as W&B's own search
     does it: what is likely under the distribution is likely at first.
     """
-    import optuna
-
+    try:
+        import optuna
+    except ImportError:
+        raise SweepError('method: bayes needs Optuna. Install it: pip install "trimtab-lm[sweeps]"') from None
     assert sweep.metric is not None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space: dict[str, optuna.distributions.BaseDistribution] = {}

@@ -1,4 +1,4 @@
-"""The parts of tools/sweep.py: what is read, drawn, suggested, stopped and started."""
+"""The parts of `trimtab sweep`: what is read, drawn, suggested, stopped and started."""
 
 import math
 import random
@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tools.sweeper.distributions import KINDS, SweepError
-from tools.sweeper.hyperband import brackets, runs_to_stop
-from tools.sweeper.launch import fill_command
-from tools.sweeper.search import imputed, suggest
-from tools.sweeper.spec import Hyperband, Metric, parse_sweep, read_sweep
-from tools.sweeper.store import FAILED, FINISHED, RUNNING, Trial
 
-ROOT = Path(__file__).resolve().parents[2]
+from trimtab_cli.sweep.distributions import KINDS, SweepError
+from trimtab_cli.sweep.hyperband import brackets, runs_to_stop
+from trimtab_cli.sweep.launch import fill_command
+from trimtab_cli.sweep.search import imputed, suggest
+from trimtab_cli.sweep.spec import Hyperband, Metric, parse_sweep, read_sweep
+from trimtab_cli.sweep.store import FAILED, FINISHED, RUNNING, Trial
+
+ROOT = Path(__file__).resolve().parents[4]
 EDGES = [0.0, 1e-9, 0.2, 0.5, 0.8, 1 - 1e-9, 1.0]
 
 

@@ -1,4 +1,4 @@
-"""tools/sweep.py at work: a small program that logs to W&B offline, run, stopped, killed, resumed and read back."""
+"""`trimtab sweep` at work: a small program that logs to W&B offline, run, stopped, killed, resumed and read back."""
 
 import json
 import os
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tools.sweep import main
-from tools.sweeper.records import RunFile
-from tools.sweeper.search import suggest
-from tools.sweeper.spec import read_sweep
-from tools.sweeper.store import Trial
 
-ROOT = Path(__file__).resolve().parents[2]
+from trimtab_cli.sweep.command import main
+from trimtab_cli.sweep.records import RunFile
+from trimtab_cli.sweep.search import suggest
+from trimtab_cli.sweep.spec import read_sweep
+from trimtab_cli.sweep.store import Trial
+
+ROOT = Path(__file__).resolve().parents[4]
 PROGRAM = """\
 import ast, os, signal, sys, time
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
@@ -32,6 +33,10 @@ if mode == "crash":
     sys.exit(3)
 if mode == "silent":
     sys.exit(0)
+if mode == "preempted" and not os.path.exists("go"):
+    sys.exit(143)
+if mode == "killed" and not os.path.exists("go"):
+    os.kill(os.getpid(), signal.SIGTERM)
 import wandb
 folder = {"dir": os.path.join("runs", "own", os.environ["WANDB_RUN_ID"])} if mode == "own" else {}
 for path in folder.values():
@@ -74,9 +79,9 @@ def write(config):
 
 
 def start(config, *flags):
-    """tools/sweep.py on a sweep file, in a process of its own that can be killed."""
+    """`trimtab sweep` on a sweep file, in a process of its own that can be killed."""
     write(config)
-    words = [sys.executable, str(ROOT / "tools" / "sweep.py"), "sweep.yaml", *flags]
+    words = [sys.executable, "-m", "trimtab_cli", "sweep", "sweep.yaml", *flags]
     STARTED.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     return STARTED[-1]
 
@@ -182,6 +187,18 @@ def test_failed_trials_run_again_on_request_only(place, sweep):
         assert len(calls()) == runs
     (trial,) = trials()
     assert trial["run_id"] == calls()[1][1] != calls()[0][1]
+
+
+def test_a_trial_that_sigterm_ends_runs_again_in_the_next_call(place, sweep):
+    """A preempted training saves and ends with status 143; a program without a handler dies of the signal."""
+    config = {"method": "grid", "parameters": {"mode": {"values": ["preempted", "killed"]}}}
+    output = sweep(config, status=143)
+    assert [trial["status"] for trial in trials()] == ["interrupted", "interrupted"]
+    assert "trial 0 interrupted" in output
+    assert [call[0] for call in calls()] == ["preempted0", "killed0"]
+    Path("go").touch()
+    sweep(config, "--jobs", "2")
+    assert [trial["status"] for trial in trials()] == ["finished", "finished"]
 
 
 def test_a_bad_run_is_stopped_early(place, sweep):

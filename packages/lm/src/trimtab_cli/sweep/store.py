@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from tools.sweeper.distributions import SweepError
-from tools.sweeper.spec import Sweep
+from trimtab_cli.sweep.distributions import SweepError
+from trimtab_cli.sweep.spec import Sweep
 
 RUNNING, INTERRUPTED, FINISHED, STOPPED, FAILED = "running", "interrupted", "finished", "stopped", "failed"
 # What makes it the same sweep; the rest of the file may change between two calls.
@@ -62,9 +62,11 @@ class Store:
         write_atomically(self.folder / "trials.jsonl", "".join(lines))
 
     def log_of(self, trial: Trial) -> Path:
+        """The file that a trial prints into."""
         return self.folder / "logs" / f"{trial.number:04d}-{trial.run_id}.log"
 
     def close(self) -> None:
+        """Let other processes have the sweep."""
         self._lock.close()
 
     def _about(self, sweep: Sweep, seed: int | None, sweep_id: str | None) -> dict[str, Any]:
@@ -103,6 +105,7 @@ def try_lock(file: TextIO) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old one or the new one."""
     beside = path.with_name(path.name + ".new")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)

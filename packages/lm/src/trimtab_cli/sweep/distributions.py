@@ -28,14 +28,17 @@ def number(value: Any) -> str | None:
 
 
 def positive(value: Any) -> str | None:
+    """The same for a number above 0."""
     return number(value) or (None if value > 0 else "a number above 0 is needed")
 
 
 def not_negative(value: Any) -> str | None:
+    """The same for a number of 0 or more."""
     return number(value) or (None if value >= 0 else "a number of 0 or more is needed")
 
 
 def whole(value: Any) -> str | None:
+    """The same for a whole number."""
     return None if isinstance(value, int) and not isinstance(value, bool) else "a whole number is needed"
 
 
@@ -49,14 +52,17 @@ def exponent(value: Any) -> str | None:
 
 
 def some(value: Any) -> str | None:
+    """The same for a list with a value."""
     return None if isinstance(value, list) and value else "a list with at least one value is needed"
 
 
 def anything(value: Any) -> str | None:
+    """None: every value will do."""
     return None
 
 
 def probabilities(value: Any) -> str | None:
+    """The same for numbers that add up to 1."""
     if problem := some(value):
         return problem
     if any(not_negative(item) for item in value) or not math.isclose(sum(value), 1.0, abs_tol=1e-6):
@@ -65,10 +71,12 @@ def probabilities(value: Any) -> str | None:
 
 
 def one_of(values: Sequence[Any], u: float) -> Any:
+    """The u-quantile of equally likely values."""
     return values[min(int(u * len(values)), len(values) - 1)]
 
 
 def weighted(values: Sequence[Any], weights: Sequence[float], u: float) -> Any:
+    """The u-quantile of values with probabilities."""
     total, chosen = 0.0, None
     for value, weight in zip(values, weights, strict=True):
         total += weight
@@ -80,6 +88,7 @@ def weighted(values: Sequence[Any], weights: Sequence[float], u: float) -> Any:
 
 
 def between(low: float, high: float, u: float) -> float:
+    """The u-quantile of the uniform distribution from low to high."""
     return min(max(low + (high - low) * u, low), high)
 
 
@@ -89,6 +98,7 @@ def between_logs(low: float, high: float, u: float) -> float:
 
 
 def gaussian(mu: float, sigma: float, u: float) -> float:
+    """The u-quantile of the normal distribution."""
     return mu + sigma * NormalDist().inv_cdf(min(max(u, 1e-12), 1 - 1e-12))
 
 
@@ -171,10 +181,12 @@ class Parameter:
 
     @property
     def name(self) -> str:
+        """Its keys, joined by dots."""
         return ".".join(self.path)
 
     @property
     def is_constant(self) -> bool:
+        """Whether it has one value."""
         return self.kind == "constant"
 
     def at(self, u: float) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
-from tools.sweeper.spec import Hyperband
+from trimtab_cli.sweep.spec import Hyperband
 
 Key = TypeVar("Key")
 
@@ -25,11 +25,11 @@ def brackets(settings: Hyperband, longest: int) -> list[int]:
     if settings.max_iter is not None and settings.s is not None:
         sizes = [settings.max_iter / settings.eta**n for n in range(1, settings.s + 1)]
         return sorted(int(size) for size in sizes if size >= 1)
-    found, size = [], float(settings.min_iter or 1)
+    iterations, size = [], float(settings.min_iter or 1)
     while int(size) <= longest:
-        found.append(int(size))
+        iterations.append(int(size))
         size *= settings.eta
-    return found
+    return iterations
 
 
 def runs_to_stop(

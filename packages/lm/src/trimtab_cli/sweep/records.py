@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # chosen by protobuf's version
 
 HEADER, CHUNK, BLOCK = 7, 7, 32768
 WHOLE, LAST = 1, 4  # kinds of chunks that end a record
@@ -36,6 +36,7 @@ class RunFile:
         self._parts: list[bytes] = []
 
     def update(self) -> RunFile:
+        """Read what the run has written since the last call."""
         with self.path.open("rb") as file:
             file.seek(self._position)
             data = file.read()
@@ -83,7 +84,8 @@ class RunFile:
             self.exit_code = record.exit.exit_code
 
 
-def is_finite(value: Any) -> TypeGuard[float]:
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -93,14 +95,14 @@ def find_run_file(run_id: str, roots: Sequence[Path]) -> Path | None:
     A program may give wandb.init a folder of its own, so that W&B's place is not known beforehand.
     """
     for root in roots:
-        found = [
+        files = [
             file
             for folder in _wandb_folders(root)
             for run in folder.iterdir()
             if run.name.endswith(f"-{run_id}") and (file := run / f"run-{run_id}.wandb").is_file()
         ]
-        if found:
-            return max(found, key=lambda file: file.stat().st_mtime)
+        if files:
+            return max(files, key=lambda file: file.stat().st_mtime)
     return None
 
 
@@ -112,14 +114,14 @@ def _wandb_folders(root: Path) -> Iterator[Path]:
 
 def _values(items: Any) -> dict[str, Any]:
     """{name: value} of W&B's items; the keys of inner mappings are joined to the name with dots."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in items:
         name = ".".join(item.nested_key) or item.key
-        found.update(_flat(name, json.loads(item.value_json)))
-    return found
+        values.update(_flat(name, json.loads(item.value_json)))
+    return values
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
     yield name, value
     if isinstance(value, Mapping):
         for key, inner in value.items():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from tools.sweeper.runner import value_of
-from tools.sweeper.spec import Metric, Sweep
-from tools.sweeper.store import FAILED, FINISHED, STOPPED, Store, Trial
+from trimtab_cli.sweep.distributions import SweepError
+from trimtab_cli.sweep.runner import value_of
+from trimtab_cli.sweep.spec import Metric, Sweep
+from trimtab_cli.sweep.store import FAILED, FINISHED, STOPPED, Store, Trial
 
 FIGURE = "report.png"
 
@@ -39,7 +39,8 @@ def table(sweep: Sweep, trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
+    """A cell of the table."""
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -51,8 +52,10 @@ def draw(sweep: Sweep, store: Store) -> Path | None:
     stopped = [trial for trial in store.trials if trial.status == STOPPED and trial.metric is not None]
     if sweep.metric is None or not sweep.varied or not done:
         return None
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        raise SweepError('--report needs matplotlib. Install it: pip install "trimtab-lm[sweeps]"') from None
     matplotlib.use("Agg")  # files only: the machine may have no display
     from matplotlib import pyplot as plt
 

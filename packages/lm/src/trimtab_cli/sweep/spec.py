@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from tools.sweeper.distributions import KINDS, Parameter, SweepError, number, positive, whole
+
+from trimtab_cli.sweep.distributions import KINDS, Check, Parameter, SweepError, number, positive, whole
 
 DEFAULT_COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
 TEXTS = ("name", "description", "project", "entity", "program")
@@ -41,6 +42,7 @@ class Metric:
         return 1.0 if self.goal == "minimize" else -1.0
 
     def reached(self, value: float) -> bool:
+        """Whether a value is as good as the target."""
         return self.target is not None and self.sign * value <= self.sign * self.target
 
 
@@ -73,6 +75,7 @@ class Sweep:
 
     @property
     def varied(self) -> list[Parameter]:
+        """The parameters that are no constants."""
         return [parameter for parameter in self.parameters if not parameter.is_constant]
 
 
@@ -227,12 +230,12 @@ def _command(source: Mapping[str, Any]) -> list[Any]:
     return command
 
 
-def _mapping(place: str, value: Any) -> None:
+def _mapping(place: str, value: object) -> None:
     if not isinstance(value, dict):
         raise SweepError(f"{place}: got {value!r}; lines of `name: value` are needed.")
 
 
-def _known(place: str, source: Mapping[str, Any], names: Any) -> None:
+def _known(place: str, source: Mapping[str, Any], names: Iterable[str]) -> None:
     for name in source:
         if name not in names:
             near = difflib.get_close_matches(str(name), list(names), 1)
@@ -241,16 +244,16 @@ def _known(place: str, source: Mapping[str, Any], names: Any) -> None:
             raise SweepError(f"{where}: unknown key; {hint}")
 
 
-def _choice(place: str, value: Any, choices: tuple[str, ...]) -> str:
-    if value not in choices:
+def _choice(place: str, value: object, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in choices:
         near = difflib.get_close_matches(str(value), choices, 1)
         raise SweepError(
             f"{place}: got {value!r}; {'did you mean ' + near[0] if near else 'one of ' + ', '.join(choices)}."
         )
-    return str(value)
+    return value
 
 
-def _check(place: str, value: Any, check: Any) -> None:
+def _check(place: str, value: object, check: Check) -> None:
     if problem := check(value):
         raise SweepError(f"{place}: got {value!r}; {problem}.")
 

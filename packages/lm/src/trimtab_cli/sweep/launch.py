@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import wandb
-from tools.sweeper.distributions import SweepError
-from tools.sweeper.spec import Sweep
-from tools.sweeper.store import Store, Trial, try_lock
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 from wandb.sdk.lib.config_util import save_config_file_from_dict
+
+from trimtab_cli.sweep.distributions import SweepError
+from trimtab_cli.sweep.spec import Sweep
+from trimtab_cli.sweep.store import Store, Trial, try_lock
 
 KILL_DELAY = 30.0  # seconds between SIGTERM and SIGKILL, the agent's default
 FLUSH_INTERVAL = "2"  # seconds; W&B's default of 15 would let bad runs go on for long
@@ -84,6 +85,7 @@ def start(sweep: Sweep, store: Store, trial: Trial, *, jobs: int) -> subprocess.
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a group of processes, if it is still there."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
@@ -111,4 +113,5 @@ def end_leftover(trial: Trial) -> None:
 
 
 def kill_delay() -> float:
+    """Seconds between SIGTERM and SIGKILL, by the agent's environment variable."""
     return float(os.environ.get("WANDB_AGENT_KILL_DELAY", KILL_DELAY))

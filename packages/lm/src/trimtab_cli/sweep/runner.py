@@ -9,17 +9,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from tools.sweeper import launch
-from tools.sweeper.hyperband import runs_to_stop
-from tools.sweeper.records import RunFile, find_run_file, is_finite
-from tools.sweeper.search import suggest
-from tools.sweeper.spec import Sweep
-from tools.sweeper.store import FAILED, FINISHED, INTERRUPTED, RUNNING, STOPPED, Store, Trial, new_id
+from trimtab_cli.sweep import launch
+from trimtab_cli.sweep.hyperband import runs_to_stop
+from trimtab_cli.sweep.records import RunFile, find_run_file, is_finite
+from trimtab_cli.sweep.search import suggest
+from trimtab_cli.sweep.spec import Sweep
+from trimtab_cli.sweep.store import FAILED, FINISHED, INTERRUPTED, RUNNING, STOPPED, Store, Trial, new_id
 
 POLL = 0.2  # seconds
 READ = 1.0  # seconds between two looks at the files of running trials
+PREEMPTED = 128 + signal.SIGTERM
+"""The exit status by which a training says that SIGTERM ended it; see trimtab_common.interruption.status_of."""
 TAIL = 20  # lines of a failed run's log that are kept
 
 
@@ -41,12 +42,13 @@ class Runner:
         self.sweep, self.store, self.count, self.jobs = sweep, store, count, jobs
         self.running: list[Job] = []
         self.signals: list[int] = []
+        self.preempted: set[int] = set()  # trials that SIGTERM ended in this call, and the next call runs again
         self._files: dict[str, RunFile] = {}  # by run id
         self._looked = 0.0
         self._compared: dict[int, int] = {}  # iterations that trials had when Hyperband last saw them
 
     def run(self) -> int:
-        """0, or 128 and the number of the signal that ended it."""
+        """0, or 128 and the number of the signal that ended the sweep or a trial of it."""
         self._adopt_interrupted()
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -56,7 +58,7 @@ class Runner:
                 while len(self.running) < self.jobs and (trial := self._next()):
                     self._start(trial)
                 if not self.running:
-                    return 0
+                    return PREEMPTED if self.preempted else 0
                 time.sleep(POLL)
             return 128 + self.signals[0]
         finally:
@@ -84,7 +86,7 @@ class Runner:
         if metric and any(t.status == FINISHED and t.metric is not None and metric.reached(t.metric) for t in trials):
             return None
         for trial in trials:
-            if trial.status == INTERRUPTED:
+            if trial.status == INTERRUPTED and trial.number not in self.preempted:
                 return trial
         if number >= self.count:
             return None
@@ -129,10 +131,13 @@ class Runner:
     def _judge(self, job: Job, code: int) -> None:
         trial, metric = job.trial, self.sweep.metric
         file = self._file(trial, search=True)
-        value: Any = file.summary.get(metric.name) if file and metric else None
+        value = file.summary.get(metric.name) if file and metric else None
         if job.stopping:
             trial.metric = float(value) if is_finite(value) else next(iter(self.history(trial)[-1:]), None)
             self._end(trial, STOPPED, job.stopping)
+        elif code in (PREEMPTED, -signal.SIGTERM):
+            self.preempted.add(trial.number)
+            self._end(trial, INTERRUPTED, "SIGTERM from elsewhere; the next call of the sweep runs it again")
         elif code != 0:
             cause = f"exit status {code}" if code > 0 else f"signal {-code}"
             self._end(trial, FAILED, f"{cause}; the end of its log:\n{tail(Path(trial.log))}")
@@ -145,7 +150,7 @@ class Runner:
         elif metric is not None and not is_finite(value):
             self._end(trial, FAILED, f"{metric.name} is {value!r}; a finite number is needed.")
         else:
-            trial.metric = None if metric is None else float(value)
+            trial.metric = float(value) if is_finite(value) else None
             self._end(trial, FINISHED, "")
 
     def _end(self, trial: Trial, status: str, message: str) -> None:
@@ -224,4 +229,5 @@ def tail(log: Path, lines: int = TAIL) -> str:
 
 
 def say(text: str) -> None:
+    """Print a line at once."""
     print(text, flush=True)

@@ -1,0 +1,89 @@
+"""The text of --help: the flags of each configuration, those of its algorithm or all of them."""
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, get_args
+
+WIDTH = 108
+
+
+class Flag(NamedTuple):
+    """A setting as --help shows it.
+
+    Attributes:
+        name: of the field.
+        kind: its type, in words.
+        default: the value without the flag, in words.
+        text: the line of help.
+        inherited_from: the class of another library that declares the field; empty for a field of ours.
+        is_everyday: whether --help shows the flag, or --help-all alone.
+    """
+
+    name: str
+    kind: str
+    default: str
+    text: str
+    inherited_from: str
+    is_everyday: bool
+
+    @classmethod
+    def of(cls, kind: type, field: dataclasses.Field[object], hint: object, *, default: str, is_set: bool) -> "Flag":
+        """The flag of a dataclass's field.
+
+        --help shows what the program sets, and our fields that are not deprecated. transformers.TrainingArguments has
+        more fields than all algorithms together.
+
+        Args:
+            kind: the dataclass.
+            field: of it.
+            hint: the type of the field.
+            default: the value without the flag, in words.
+            is_set: whether the program sets a value in place of the class's default.
+        """
+        text = " ".join(str(field.metadata.get("help", "")).split())
+        declares = next(one for one in kind.__mro__ if field.name in inspect.get_annotations(one))
+        library = declares.__module__.partition(".")[0]
+        inherited_from = f"{library}.{declares.__name__}" if library == "transformers" else ""
+        is_everyday = is_set or not (inherited_from or text.startswith("Deprecated"))
+        return cls(field.name, type_name(hint), default, text, inherited_from, is_everyday)
+
+    def lines(self) -> list[str]:
+        """The flag with its type and default, and its help."""
+        help_lines = textwrap.wrap(self.text, WIDTH - 8, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        return [f"  --{self.name}  {self.kind}, {self.default}", *help_lines]
+
+
+def type_name(hint: object) -> str:
+    """A type as a reader of --help knows it."""
+    if isinstance(hint, type) and not get_args(hint):
+        return hint.__name__
+    text = re.sub(r"Optional\[(\w+)\]", r"\1 | None", str(hint).replace("typing.", ""))
+    return re.sub(r"Literal\[(.*?)\]", lambda choices: choices[1].replace(", ", " | "), text)
+
+
+def help_text(
+    program: str, description: str | None, flags_by_title: Mapping[str, Iterable[Flag]], *, everything: bool
+) -> str:
+    """The whole text.
+
+    Args:
+        program: how the program is started.
+        description: what it does.
+        flags_by_title: for the title of each configuration its flags.
+        everything: whether all flags are shown, those of other libraries after ours.
+    """
+    lines = [f"usage: {program} [--config FILE.yaml] [--name=value ...]", ""]
+    lines += [description, ""] if description else []
+    for title, flags in flags_by_title.items():
+        ordered = sorted(flags, key=lambda flag: bool(flag.inherited_from))
+        hidden = [] if everything else [flag for flag in ordered if not flag.is_everyday]
+        lines.append(f"{title}:")
+        lines += [line for flag in ordered if flag not in hidden for line in flag.lines()]
+        if hidden:
+            sources = sorted({flag.inherited_from for flag in hidden} - {""})
+            lines.append(f"  --help-all shows {len(hidden)} more{' of ' if sources else ''}{', '.join(sources)}.")
+        lines.append("")
+    return "\n".join(lines)

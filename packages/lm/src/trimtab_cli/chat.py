@@ -1,0 +1,168 @@
+"""`trimtab chat MODEL`: what a model answers, beside its reference."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO, cast
+
+import torch
+import transformers
+from peft import PeftConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import find_adapter_config_file
+
+from trimtab_common.seeding import set_seed
+from trimtab_lm.data.tokenization import encode_prompt
+from trimtab_lm.models.loading import AutoModel, load_model
+from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
+
+from .runs import refuse_missing_path
+
+PROGRAM = "trimtab chat"
+ABOUT = """Talk to a model: each line of the input is a message, and the end of the input (Ctrl-D) ends the talk.
+
+A model with a chat template remembers the conversation; /new begins another one. A model without a template continues
+each line by itself. MODEL is a hub id, or a folder of a model, of an adapter, or of a model with a value head. With
+--reference both models answer; each remembers its own answers.
+
+  trimtab chat runs/dpo --reference my-sft-model
+  echo "Once upon a time" | trimtab chat runs/ppo --max-new-tokens 40"""
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The words of the command line."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", help="hub id or folder")
+    parser.add_argument("--reference", metavar="MODEL", help="hub id or folder of a model that answers too")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer at most (default 128)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="divides the logits; 0: the likeliest token (default 1)"
+    )
+    parser.add_argument("--system", help="the system message of a model with a chat template")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answer the lines of stdin; the exit status."""
+    flags = arguments(argv)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        set_seed(flags.seed)
+        names = {"": flags.model} if flags.reference is None else {"model": flags.model, "reference": flags.reference}
+        speakers = {name: Speaker.load(source, flags.system) for name, source in names.items()}
+        sampling = sampling_of(flags.max_new_tokens, flags.temperature)
+    except (ValueError, OSError) as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    for line in lines_of(sys.stdin):
+        for name, speaker in speakers.items():
+            if line == "/new":
+                speaker.forget()
+                continue
+            try:
+                print(f"{name}: {speaker.answer(line, sampling)}".removeprefix(": "), flush=True)
+            except ValueError as error:  # of a conversation that is too long for the model
+                print(f"{PROGRAM}: {error} /new begins another conversation.", file=sys.stderr)
+    return 0
+
+
+def sampling_of(max_new_tokens: int, temperature: float) -> dict[str, object]:
+    """Settings of transformers' generation.
+
+    Raises:
+        ValueError: there is no token to sample, or the temperature is below 0.
+    """
+    if max_new_tokens < 1 or temperature < 0:
+        raise ValueError(
+            f"--max-new-tokens {max_new_tokens} --temperature {temperature:g}: use 1 token or more, and a temperature "
+            "of 0 or more."
+        )
+    return {"max_new_tokens": max_new_tokens} | (
+        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    )
+
+
+def lines_of(stream: TextIO) -> Iterator[str]:
+    """The lines of a stream that are not empty; a terminal shows a prompt before each, and Ctrl-C ends them."""
+    is_terminal = stream.isatty()
+    try:
+        while True:
+            if is_terminal:
+                print("> ", end="", flush=True)
+            if not (line := stream.readline()):
+                break
+            if text := line.strip():
+                yield text
+    except KeyboardInterrupt:
+        pass
+    if is_terminal:
+        print()
+
+
+@dataclass
+class Speaker:
+    """A model with its tokenizer and the conversation so far.
+
+    Attributes:
+        model: causal or encoder-decoder, with adapters or without.
+        tokenizer: the model's.
+        system: the system message; None: there is none.
+        messages: of the conversation, which a tokenizer with a chat template reads.
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, source: str, system: str | None = None) -> "Speaker":
+        """The model of a hub id or folder, on the accelerator if there is one.
+
+        Raises:
+            ValueError: it is a reward model, or gets a system message and has no chat template.
+            OSError: there is no such model.
+        """
+        refuse_missing_path(source)
+        is_adapter = find_adapter_config_file(source) is not None
+        base = str(PeftConfig.from_pretrained(source).base_model_name_or_path) if is_adapter else source
+        config = AutoConfig.from_pretrained(base)
+        if any("Classification" in name for name in config.architectures or ()):
+            raise ValueError(f"{source} is a reward model, which writes no text. Name a language model.")
+        kind: AutoModel = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = cast(nn.Module, load_model(kind, source, (), {}, is_trainable=False, hub={}))
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        if system is not None and tokenizer.chat_template is None:
+            raise ValueError(f"{source} has no chat template, so there is no place for a system message.")
+        speaker = cls(model.to(device).eval(), tokenizer, system)
+        speaker.forget()
+        return speaker
+
+    def forget(self) -> None:
+        """Begin another conversation."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def answer(self, text: str, sampling: dict[str, object]) -> str:
+        """The model's answer to a message, or its continuation of a text where it has no chat template."""
+        talk = [*self.messages, {"role": "user", "content": text}]
+        prompt = text if self.tokenizer.chat_template is None else talk
+        ids = encode_prompt(self.tokenizer, prompt)["input_ids"]
+        if self.model.config.is_encoder_decoder:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        query = torch.tensor(ids, device=self.model.device)
+        eos = self.tokenizer.eos_token_id
+        pad = eos if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        config, _ = sampling_config(self.model, pad_token_id=pad, **sampling)
+        eos_ids = eos_token_ids(self.model, eos, config)
+        responses = generate(self.model, [query], config, eos_ids=eos_ids, batch_size=1, return_prompt=False)
+        options = {"is_encoder_decoder": bool(self.model.config.is_encoder_decoder)}
+        (reply,) = response_texts(self.tokenizer, [query], responses, **options)
+        self.messages = [*talk, {"role": "assistant", "content": reply.strip()}]
+        return reply.strip()

@@ -1,0 +1,96 @@
+"""`trimtab ddpo`: a diffusion pipeline from rewards (Black et al. 2023, arXiv:2305.13301)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from diffusers.utils.logging import disable_progress_bar
+
+from trimtab_common.config import CountFromZero, setting
+from trimtab_common.sealing import CheckpointError
+from trimtab_common.seeding import set_seed
+from trimtab_diffusion import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
+from trimtab_diffusion.ddpo.sampling import RewardFunction
+from trimtab_diffusion.prompts import Prompts
+from trimtab_lm.data.prompts import open_dataset
+
+from .runs import errors_in_one_line, named, refuse_missing_path, settings, tracker
+
+ABOUT = """Learning from rewards of images. The dataset has a column `prompt` (or `text`, such as the lines of a .txt
+file); the reward function gets the others as metadata: reward(images, prompts, metadata) -> one number per image.
+
+  trimtab ddpo --model stable-diffusion-v1-5/stable-diffusion-v1-5 --dataset prompts.txt \\
+      --reward trimtab_diffusion.rewards:jpeg_incompressibility --num_epochs 50"""
+COLUMNS = ("prompt", "text")
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """The pipeline that trains, its prompts and its reward."""
+
+    model: str = setting("Hub id or folder of a diffusers pipeline.")
+    dataset: str = setting("Hub id, folder or file (.jsonl, .json, .csv, .parquet, .txt) of the prompts.")
+    split: str = setting("Split of the dataset, or a part of it.", default="train")
+    reward: str = setting("file.py:function or module:function that scores images.")
+    lora_rank: CountFromZero = setting("Train LoRA adapters of this rank. 0: all weights of the denoiser.", default=4)
+
+    def __post_init__(self) -> None:
+        refuse_missing_path(self.model)
+        refuse_missing_path(self.dataset)
+
+    def prompts(self) -> Prompts:
+        """The rows of the dataset as a prompt function.
+
+        Raises:
+            ValueError: the dataset has no column of prompts.
+        """
+        rows = open_dataset(self.dataset, self.split)
+        column = next((name for name in COLUMNS if name in rows.column_names), None)
+        if column is None:
+            raise ValueError(
+                f"The dataset has the columns {rows.column_names}, and none of prompt and text. Rename the column with "
+                "the prompts to 'prompt'."
+            )
+        metadata = rows.remove_columns(column) if len(rows.column_names) > 1 else [{}] * len(rows)
+        return Prompts(tuple(rows[column]), tuple(metadata))
+
+    def function(self) -> RewardFunction:
+        """The reward function.
+
+        Raises:
+            ValueError: the name is not that of a function.
+        """
+        if isinstance(function := named(self.reward), str):
+            raise ValueError(f"reward={self.reward} is no function. Write file.py:function or module:function.")
+        return function
+
+
+def ddpo(argv: Sequence[str]) -> int:
+    """Train a diffusion pipeline from rewards."""
+    recipe = {"logdir": "runs/ddpo", "exp_name": "ddpo", "tracker_project_name": "trimtab", "log_with": tracker()}
+    if not torch.accelerator.is_available():
+        recipe["mixed_precision"] = "no"  # half precision is for accelerators
+    run, config = settings("ddpo", argv, RunConfig, DDPOConfig, about=ABOUT, recipe=recipe)
+    disable_progress_bar()
+    with errors_in_one_line("ddpo"):
+        set_seed(config.seed)
+        use_lora = {"use_lora": run.lora_rank > 0, "lora_rank": run.lora_rank}
+        pipeline = DefaultDDPOStableDiffusionPipeline(run.model, **use_lora)
+        trainer = DDPOTrainer(config, run.function(), run.prompts(), pipeline, report)
+    trainer.sd_pipeline.set_progress_bar_config(disable=True)
+    with errors_in_one_line("ddpo", (CheckpointError,)):
+        trainer.train()
+    trainer.save_pretrained(config.logdir)
+    if trainer.accelerator.is_main_process:
+        how = "pipeline.load_lora_weights" if run.lora_rank else "DiffusionPipeline.from_pretrained"
+        print(f'The model is in {config.logdir}. Load it: {how}("{config.logdir}")')
+    return 0
+
+
+def report(batches: list[list[Any]], updates: int, tracker: object) -> None:
+    """Print the mean reward of an epoch's images on the main process; the `image_samples_hook` of the trainer."""
+    if PartialState().is_main_process:
+        rewards = torch.cat([torch.as_tensor(rewards) for _, _, _, rewards, _ in batches])
+        print(f"after {updates} updates: mean reward {float(rewards.mean()):.4g}", flush=True)

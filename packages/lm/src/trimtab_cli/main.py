@@ -1,0 +1,103 @@
+"""The dispatch of `trimtab SUBCOMMAND ...`; a subcommand is a function of its words that returns the exit status."""
+
+import difflib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import NamedTuple, cast
+
+
+class Command(NamedTuple):
+    """A subcommand.
+
+    Attributes:
+        module: where its function is.
+        function: takes the words after the subcommand, and returns the exit status.
+        purpose: in a line.
+        package: the import name of a package that it needs besides trimtab_lm.
+    """
+
+    module: str
+    function: str
+    purpose: str
+    package: str = "trimtab_lm"
+
+
+TRAINING = {
+    "sft": Command("trimtab_cli.train", "sft", "supervised fine-tuning on texts, conversations or completions"),
+    "reward": Command("trimtab_cli.train", "reward", "a reward model from pairs of answers"),
+    "dpo": Command("trimtab_cli.train", "dpo", "DPO and twelve relatives, from pairs of answers"),
+    "grpo": Command("trimtab_cli.train", "grpo", "GRPO, from prompts and rewards"),
+    "ppo": Command("trimtab_cli.train", "ppo", "PPO with a value head, from prompts and rewards"),
+    "iterative-sft": Command("trimtab_cli.raft", "iterative_sft", "fine-tuning on the best of n samples (RAFT)"),
+    "ddpo": Command("trimtab_cli.ddpo", "ddpo", "DDPO of a diffusion pipeline, from rewards", "trimtab_diffusion"),
+}
+OTHERS = {
+    "sweep": Command("trimtab_cli.sweep.command", "main", "run a W&B sweep file, without a server"),
+    "chat": Command("trimtab_cli.chat", "main", "talk to a model, beside its reference"),
+    "memory": Command("trimtab_lm.memory", "main", "what each GPU would hold in a training, per engine"),
+    "doctor": Command("trimtab_cli.doctor", "main", "what is installed, what is missing, what is wrong"),
+}
+COMMANDS = TRAINING | OTHERS
+HELP = {"-h", "--help", "--help-all"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that the first word names.
+
+    Args:
+        argv: the words after the program's name; None: those of the running program.
+
+    Returns:
+        The exit status: that of the subcommand; 2 where there is no such subcommand, or its package is missing.
+    """
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if argv is None and not HELP.isdisjoint(words):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `trimtab dpo --help | head` ends without an error
+    name = words[0]
+    if name in HELP:
+        print(help_text())
+        return 0
+    if name == "--version":
+        print(f"trimtab {metadata.version('trimtab-lm')}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        advice = f"Did you mean {near[0]}?" if near else f"Subcommands are {', '.join(COMMANDS)}."
+        print(f"trimtab: error: {name!r} is no subcommand. {advice}", file=sys.stderr)
+        return 2
+    command = COMMANDS[name]
+    if not is_installed(command):
+        print(f"trimtab: error: {name} needs a package that is missing: {remedy(command)}", file=sys.stderr)
+        return 2
+    run = cast(Callable[[Sequence[str]], int], getattr(import_module(command.module), command.function))
+    return run(words[1:])
+
+
+def help_text() -> str:
+    """What `trimtab --help` prints."""
+    lines = ["usage: trimtab SUBCOMMAND [--config FILE.yaml] [--name=value ...]"]
+    for title, commands in (("train a model", TRAINING), ("other subcommands", OTHERS)):
+        lines += ["", f"{title}:"]
+        for name, command in commands.items():
+            missing = "" if is_installed(command) else f" (missing: {remedy(command)})"
+            lines.append(f"  {name:<14} {command.purpose}{missing}")
+    lines += [
+        "",
+        "An example: trimtab dpo --model gpt2 --dataset pairs.jsonl --output_dir runs/dpo",
+        "`trimtab SUBCOMMAND --help` lists the flags of a subcommand. Under several processes:",
+        "accelerate launch -m trimtab_lm dpo --config dpo.yaml",
+    ]
+    return "\n".join(lines)
+
+
+def is_installed(command: Command) -> bool:
+    """Whether the package of a subcommand can be imported; it is not imported."""
+    return find_spec(command.package) is not None
+
+
+def remedy(command: Command) -> str:
+    """How to install the package of a subcommand."""
+    return f"pip install {command.package.replace('_', '-')}"

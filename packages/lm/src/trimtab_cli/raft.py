@@ -1,0 +1,125 @@
+"""`trimtab iterative-sft`: best of n, learnt. This is RAFT (Dong et al. 2023, arXiv:2304.06767, Algorithm 1)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab_common.config import Count, setting
+from trimtab_common.sealing import CheckpointError
+from trimtab_common.seeding import sampling_seed, set_seed
+from trimtab_common.stats import gather_over_ranks
+from trimtab_lm import IterativeSFTConfig, IterativeSFTTrainer
+from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
+from trimtab_lm.rewards.functions import RewardSet, as_completions, rewards_of
+from trimtab_lm.sampling.backends import TransformersRollout
+from trimtab_lm.sampling.generate import response_texts
+from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
+
+from .runs import RewardsConfig, RunConfig, chat_with, checkpoint_of, defaults, errors_in_one_line, finish, settings
+
+ABOUT = """Fine-tuning in rounds: the model samples several completions of each prompt, and learns the one with the
+highest reward. The dataset has a column `prompt`; a reward function gets the others by their names.
+
+  trimtab iterative-sft --model my-sft-model --dataset prompts.jsonl --reward rewards.py:right --rounds 20"""
+
+
+@dataclass(kw_only=True)
+class RaftConfig:
+    """The rounds."""
+
+    rounds: Count = setting("Times that the model samples, and learns from the best.", default=10)
+    prompts: Count = setting("Prompts of a round, over all processes: the b of Algorithm 1.", default=64)
+    samples: Count = setting("Completions of each prompt, of which the best is learnt: the K.", default=8)
+    max_new_tokens: Count = setting("Tokens of a completion at most.", default=64)
+    sample_batch_size: Count = setting("Completions that are sampled at a time, on one process.", default=64)
+
+
+def iterative_sft(argv: Sequence[str]) -> int:
+    """Sample, keep the best, learn; round after round."""
+    name, kinds = "iterative-sft", (RunConfig, RewardsConfig, RaftConfig, IterativeSFTConfig)
+    recipe = defaults(name) | {"logging_steps": 1, "lr_scheduler_type": "constant"}
+    run, rewards, raft, args = settings(name, argv, *kinds, about=ABOUT, recipe=recipe)
+    with errors_in_one_line(name):
+        set_seed(args.seed)
+        args.model_init_kwargs = run.init_kwargs(args.model_init_kwargs)
+        trainer = IterativeSFTTrainer(run.model, args, peft_config=run.adapters())
+        scorers = rewards_of(rewards.functions(), None, tokenizer=trainer.tokenizer, device=args.device)
+        rows = tokenize_prompts(
+            run.rows().shuffle(seed=args.seed),
+            trainer.tokenizer,
+            is_encoder_decoder=trainer.is_encoder_decoder,
+            needed_for=name,
+        )
+    with errors_in_one_line(name, (CheckpointError,)):
+        if checkpoint := checkpoint_of(run, args):
+            trainer.train(checkpoint)
+    limit = SamplingSettings(max_completion_length=raft.max_new_tokens)
+    backend = TransformersRollout(limit, trainer.tokenizer, batch_size=raft.sample_batch_size)
+    for number in range(trainer.progress.calls, raft.rounds):
+        places = range(number * raft.prompts + args.process_index, (number + 1) * raft.prompts, args.world_size)
+        batch = [rows[place % len(rows)] for place in places]
+        mean, best = one_round(trainer, scorers, backend, batch, samples=raft.samples, number=number)
+        trainer.log({"round": number + 1, "reward": mean, "reward_of_best": best})
+    return finish(trainer, chat_with(args.output_dir, run))
+
+
+def one_round(
+    trainer: IterativeSFTTrainer,
+    rewards: RewardSet,
+    backend: RolloutBackend,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    samples: int,
+    number: int,
+) -> tuple[float, float]:
+    """Sample completions of each prompt, and learn the one with the highest reward. Collective.
+
+    Args:
+        trainer: of the model.
+        rewards: scores completions.
+        backend: samples completions.
+        rows: of the dataset, for this process, with the token ids of their prompts.
+        samples: completions of a prompt.
+        number: of the round, from 0.
+
+    Returns:
+        The mean reward of all completions, and of those that were learnt, over all processes.
+    """
+    args = trainer.args
+    prompts = [torch.tensor(row[PROMPT_IDS]) for row in rows]
+    seed = sampling_seed(args.seed, rank=args.process_index, draw=number)
+    backend.sync(trainer.accelerator.unwrap_model(trainer.model), number)
+    completions = backend.generate(prompts, num_generations=samples, version=number, seed=seed).completions
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    is_encoder_decoder = trainer.is_encoder_decoder
+    texts = response_texts(trainer.tokenizer, repeated, completions, is_encoder_decoder=is_encoder_decoder)
+    asked = [row["prompt"] for row in rows]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", PROMPT_IDS)}
+    ids = [completion.tolist() for completion in completions]
+    scored = rewards(asked, as_completions(asked, texts), ids, columns).rewards.view(len(rows), samples)
+    best = [completions[i * samples + int(j)] for i, j in enumerate(scored.argmax(1))]
+    input_ids, labels = learnable(prompts, best, is_encoder_decoder=is_encoder_decoder)
+    trainer.step(input_ids, labels=labels)
+    means = gather_over_ranks((float(scored.mean()), float(scored.amax(1).mean())))
+    return fmean(mean for mean, _ in means), fmean(highest for _, highest in means)
+
+
+def learnable(
+    prompts: Sequence[Tensor], completions: Sequence[Tensor], *, is_encoder_decoder: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The `input_ids` and `labels` of `IterativeSFTTrainer.step`, in which the tokens of the completions count.
+
+    Args:
+        prompts: B rows of token ids, [Q].
+        completions: B rows of token ids, [R].
+        is_encoder_decoder: whether an encoder reads the prompts.
+    """
+    if is_encoder_decoder:
+        return list(prompts), list(completions)
+    pairs = list(zip(prompts, completions, strict=True))
+    labels = [torch.cat([torch.full_like(prompt, -100), completion]) for prompt, completion in pairs]
+    return [torch.cat(pair) for pair in pairs], labels

@@ -1,0 +1,243 @@
+"""What the training subcommands share: their settings, models, data and rewards by name, and errors in one line."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, cast
+
+import datasets
+import torch
+import transformers
+from datasets import Dataset
+from datasets.exceptions import DatasetsError
+from peft import LoraConfig
+from transformers import AutoConfig, Trainer, TrainingArguments
+
+from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting
+from trimtab_common.runs import folder_of_trial
+from trimtab_common.sealing import latest_checkpoint
+from trimtab_lm.data.prompts import open_dataset
+
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """The model that trains, and on which rows."""
+
+    model: str = setting("Hub id or folder of the model to train.")
+    dataset: str = setting("Hub id, folder or file (.jsonl, .json, .csv, .parquet, .txt) of the training data.")
+    split: str = setting("Split to train on, or a part of it, such as train[:90%].", default="train")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "Type in which the weights are loaded. auto: that of the checkpoint.", default="auto"
+    )
+    lora_r: CountFromZero = setting("Train LoRA adapters of this rank. 0: train all weights.", default=0)
+    lora_alpha: Positive | None = setting("Scale of the adapters, over their rank. None: 2 x lora_r.", default=None)
+    lora_target_modules: list[str] | None = setting(
+        "Names of the layers that get adapters. None: all linear layers.", default=None
+    )
+    resume_from: str | None = setting(
+        "Checkpoint to go on from: its folder, or latest, the newest in output_dir if there is one.", default=None
+    )
+
+    def __post_init__(self) -> None:
+        refuse_missing_path(self.model)
+        refuse_missing_path(self.dataset)
+        if (Path(self.model) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"model={self.model} holds an adapter, and a whole model is needed. Merge it: "
+                "AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(new_folder)."
+            )
+        if not self.lora_r and (self.lora_alpha or self.lora_target_modules):
+            raise ValueError("lora_alpha and lora_target_modules are settings of adapters. Set lora_r, such as 16.")
+
+    def rows(self, split: str | None = None) -> Dataset:
+        """The rows of a split of the dataset; None: those to train on."""
+        return open_dataset(self.dataset, split or self.split)
+
+    def init_kwargs(self, others: Mapping[str, object] | None) -> dict[str, object]:
+        """Arguments of `from_pretrained`: those of the trainer's configuration, and the type of the weights."""
+        return {"dtype": self.dtype, **(others or {})}
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model has an encoder."""
+        return bool(AutoConfig.from_pretrained(self.model).is_encoder_decoder)
+
+    def adapters(self, task: str | None = None) -> LoraConfig | None:
+        """The adapters to train; None where all weights train.
+
+        Args:
+            task: PEFT's name of what the model does; None: it writes texts.
+        """
+        if not self.lora_r:
+            return None
+        task = task or ("SEQ_2_SEQ_LM" if self.is_encoder_decoder else "CAUSAL_LM")
+        modules = self.lora_target_modules or "all-linear"
+        alpha = self.lora_alpha or 2 * self.lora_r
+        return LoraConfig(r=self.lora_r, lora_alpha=alpha, target_modules=modules, task_type=task)  # type: ignore[arg-type]
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """On which rows the model is evaluated."""
+
+    eval_split: str | None = setting(
+        "Split to evaluate on, such as test or train[90%:]: after training, and as eval_strategy says. None: never.",
+        default=None,
+    )
+
+
+@dataclass(kw_only=True)
+class RewardsConfig:
+    """What scores the completions."""
+
+    reward: list[str] = setting(
+        "file.py:function, module:function, or hub id or folder of a reward model. The scores of several are added."
+    )
+
+    def functions(self) -> list[Any]:
+        """The reward functions, and the names of reward models."""
+        return [named(name) for name in self.reward]
+
+
+@dataclass(kw_only=True)
+class CompletionsConfig:
+    """How long completions are."""
+
+    max_new_tokens: Count = setting("Tokens of a completion at most.", default=64)
+
+
+def settings(
+    name: str,
+    argv: Sequence[str],
+    *kinds: type,
+    about: str,
+    recipe: Mapping[str, object],
+    without: Collection[str] = (),
+) -> tuple[Any, ...]:
+    """The settings of a training subcommand: the recipe, then `--config FILE.yaml`, then the flags.
+
+    In a sweep, the folder that a run writes into is followed by the ids of the sweep and of the run.
+
+    Args:
+        name: of the subcommand.
+        argv: the words after it.
+        kinds: the classes of its settings, that of the trainer at the end.
+        about: what --help says of it.
+        recipe: its defaults, in place of those of the classes.
+        without: fields that the subcommand has under another name.
+
+    Returns:
+        An instance of each class.
+    """
+    if not sys.stderr.isatty():  # where the bars of downloads and of loading would be lines of their own
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+    configs = parse_config(
+        *kinds, argv=argv, description=about, recipe=recipe, program=f"trimtab {name}", without=without
+    )
+    config, setting_of_folder = configs[-1], "logdir" if "logdir" in recipe else "output_dir"
+    with errors_in_one_line(name):
+        if (folder := getattr(config, setting_of_folder)) is None:
+            raise ValueError(f"{setting_of_folder}=None: name the folder that the run writes into.")
+    setattr(config, setting_of_folder, str(folder_of_trial(folder)))
+    return configs
+
+
+def tracker() -> str:
+    """Where a run logs without a flag: W&B in a sweep, which reads its metric there, else nowhere."""
+    return "wandb" if "WANDB_SWEEP_ID" in os.environ else "none"
+
+
+def defaults(name: str) -> dict[str, object]:
+    """The settings of a trainer on transformers.Trainer that a subcommand changes."""
+    shown = {"logging_steps": 10, "disable_tqdm": not sys.stderr.isatty()}
+    pinned = {"dataloader_pin_memory": torch.accelerator.is_available()}
+    return {"output_dir": f"runs/{name}", "report_to": tracker(), **shown, **pinned}
+
+
+def checkpoint_of(run: RunConfig, args: TrainingArguments) -> str | bool | None:
+    """The checkpoint that the user names; for "latest", whether there is one in output_dir."""
+    name = run.resume_from or args.resume_from_checkpoint
+    return latest_checkpoint(str(args.output_dir)) is not None if name == "latest" else name
+
+
+def finish(trainer: Trainer, use: str) -> int:
+    """Save the model with its tokenizer, and say where it is and how it is used; the exit status."""
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        print(f"The model is in {trainer.args.output_dir}. {use}")
+    return 0
+
+
+def chat_with(folder: str | None, run: RunConfig) -> str:
+    """How one looks at the model in a folder."""
+    return f"Look at it: trimtab chat {folder} --reference {run.model}"
+
+
+def refuse_missing_path(name: str) -> None:
+    """Raise ValueError for a name that looks like a path and leads nowhere: libraries would look for it on the hub."""
+    path = Path(name)
+    is_in_a_folder = len(path.parts) == 2 and path.parent.is_dir()
+    is_path = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or is_in_a_folder
+    if (is_path or path.suffix in DATA_SUFFIXES) and not path.exists():
+        raise ValueError(f"There is no file or folder {name}.")
+
+
+def named(name: str) -> Callable[..., Any] | str:
+    """The function that `file.py:function` or `module:function` names; a name without a colon, as it is.
+
+    Raises:
+        ValueError: there is no such file, folder, module or function.
+    """
+    source, colon, function = name.rpartition(":")
+    if not colon:
+        refuse_missing_path(name)
+        return name
+    module = _module(source)
+    if not callable(value := vars(module).get(function)):
+        near = difflib.get_close_matches(function, [one for one, other in vars(module).items() if callable(other)], n=1)
+        raise ValueError(f"{source} has no function {function!r}.{f' Did you mean {near[0]}?' if near else ''}")
+    return cast(Callable[..., Any], value)
+
+
+def _module(source: str) -> ModuleType:
+    if not source.endswith(".py"):
+        try:
+            return import_module(source)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"There is no module {error.name!r}. Name a file: path/to/file.py:function.") from error
+    if not Path(source).is_file():
+        raise ValueError(f"There is no file {source}.")
+    spec = spec_from_file_location(Path(source).stem, source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def errors_in_one_line(
+    name: str, kinds: tuple[type[Exception], ...] = (ValueError, OSError, DatasetsError)
+) -> Iterator[None]:
+    """End the program with status 2 and one line at an error that the user can correct.
+
+    Args:
+        name: of the subcommand.
+        kinds: of the error; by default those of settings, models and data that cannot be used.
+    """
+    try:
+        yield
+    except kinds as error:
+        cause = f": {error.__cause__}" if isinstance(error, DatasetsError) and error.__cause__ else ""
+        print(f"trimtab {name}: error: {' '.join(f'{error}{cause}'.split())}", file=sys.stderr)
+        raise SystemExit(2) from error

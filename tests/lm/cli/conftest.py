@@ -1,0 +1,51 @@
+"""A folder as a user of the command has it: a tiny model, files of rows, and a file of rewards."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+import transformers
+from tests.lm import tiny
+
+REWARDS = """\
+calls = []
+
+def length(completions, answer, **columns):
+    calls.append(answer)
+    return [len(text) / 10 for text in completions]
+
+def redness(images, prompts, metadata):
+    assert metadata[0] == {"hue": "warm"}
+    return images[:, 0].mean((1, 2)) - images[:, 2].mean((1, 2))
+
+wrong = 3
+"""
+WORDS = ("a dog", "the cat", "one bird", "two fish", "my cow", "a pig", "the hen", "big ox")
+
+
+def write_rows(name: str, rows: list[dict[str, object]]) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder, which is the working directory; no setting of W&B's, and bars are shown again afterwards."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    tiny.gpt2().save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    write_rows("texts/train.jsonl", [{"text": f"{words} sat."} for words in WORDS])
+    pairs = [{"prompt": f"{words} ", "chosen": "sat.", "rejected": "ran off."} for words in WORDS]
+    write_rows("pairs/train.jsonl", pairs)
+    write_rows("pairs/test.jsonl", pairs[:2])
+    write_rows("prompts.jsonl", [{"prompt": words, "answer": words[-1]} for words in WORDS])
+    Path("rewards.py").write_text(REWARDS, encoding="utf-8")
+    yield tmp_path
+    datasets.enable_progress_bars()
+    transformers.utils.logging.enable_progress_bar()

@@ -1,0 +1,58 @@
+"""Subcommands in processes of their own: two that train together, and the trials of a sweep."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tests.processes import environment
+
+from trimtab_cli.main import main
+
+DPO = ("--model=model", "--dataset=pairs", "--max_steps=2", "--save_strategy=no", "--learning_rate=0.01")
+EXACT = ("--use_cpu", "--optim=sgd", "--train_sampling_strategy=sequential", "--max_grad_norm=0")
+
+
+def output_of(*words):
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.mark.distributed
+def test_two_processes_under_accelerate_train_as_one(place):
+    # accelerate's only launcher on one machine that starts torchrun; the processes see no GPU and talk over gloo.
+    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--mixed_precision=no")
+    words = ("-m", "trimtab_lm", "dpo", *DPO, *EXACT, "--per_device_train_batch_size=2", "--output_dir=two")
+    shown = output_of(sys.executable, *launch, *words)
+    assert shown.count("The model is in two.") == 1
+    assert main(["dpo", *DPO, *EXACT, "--per_device_train_batch_size=4", "--output_dir=one"]) == 0
+    one, two = (load_file(Path(folder, "model.safetensors")) for folder in ("one", "two"))
+    before = load_file("model/model.safetensors")
+    assert max(float((weight - before[name]).abs().max()) for name, weight in one.items()) > 1e-3
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_sweep_of_a_subcommand_ranks_its_runs_by_the_evaluation(place):
+    words = [sys.executable, "-m", "trimtab_cli", "dpo", *DPO, "--eval_split=test", "--output_dir=out", "${args}"]
+    sweep = {
+        "method": "grid",
+        "metric": {"name": "eval/loss", "goal": "minimize"},
+        "command": words,
+        "parameters": {"beta": {"values": [0.1, 5.0]}},
+    }
+    Path("sweep.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
+    output_of(sys.executable, "-m", "trimtab_cli", "sweep", "sweep.yaml", "--folder=sweep")
+    trials = [json.loads(line) for line in Path("sweep/trials.jsonl").read_text().splitlines()]
+    assert [trial["status"] for trial in trials] == ["finished", "finished"], trials
+    assert len({trial["metric"] for trial in trials}) == 2
+    sweep_id = json.loads(Path("sweep/sweep.json").read_text())["id"]
+    for trial in trials:
+        arguments = torch.load(Path("out", sweep_id, trial["run_id"], "training_args.bin"), weights_only=False)
+        assert arguments.beta == trial["parameters"]["beta"]

@@ -1,0 +1,173 @@
+"""Each subcommand trains a tiny model on files, saves it, and says where it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tests.diffusion import tiny as tiny_diffusion
+from tests.lm import tiny
+from tests.lm.cli.conftest import write_rows
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trimtab_cli.main import main
+from trimtab_lm import AutoModelForCausalLMWithValueHead
+
+BATCH = ("--per_device_train_batch_size=2", "--max_steps=2", "--save_strategy=no", "--learning_rate=0.01")
+REWARD = ("--dataset=prompts.jsonl", "--reward=rewards.py:length")
+PPO = (*REWARD, "--steps=2", "--batch_size=4", "--mini_batch_size=2", "--learning_rate=0.01", "--max_new_tokens=5")
+GRPO = (*REWARD, "--num_generations=2", "--max_completion_length=5")
+RAFT = (*REWARD, "--rounds=2", "--prompts=4", "--samples=2", "--max_new_tokens=5")
+COMMANDS = {
+    "sft": ("--dataset=texts", *BATCH),
+    "reward": ("--dataset=pairs", *BATCH),
+    "dpo": ("--dataset=pairs", "--eval_split=test", *BATCH),
+    "grpo": (*GRPO, *BATCH),
+    "ppo": PPO,
+    "iterative-sft": (*RAFT, *BATCH[:1], "--save_strategy=no", "--learning_rate=0.01"),
+}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def run(name, *words, capsys=None, model="model"):
+    """The lines that a subcommand printed."""
+    assert main([name, f"--model={model}", *words]) == 0
+    return capsys.readouterr().out.splitlines() if capsys else []
+
+
+def error_of(words, capsys):
+    """The line at stderr with which the command ends with status 2."""
+    try:
+        status = main(words)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trimtab")]
+    return line
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_subcommand_trains_and_saves_model_and_tokenizer(name, place, capsys):
+    *_, last = run(name, *COMMANDS[name], capsys=capsys)
+    assert last.startswith(f"The model is in runs/{name}. ")
+    kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    trained, before = kind.from_pretrained(f"runs/{name}"), tiny.gpt2().transformer.state_dict()
+    gaps = [float((weight - before[key]).abs().max()) for key, weight in trained.transformer.state_dict().items()]
+    assert max(gaps) > 1e-3
+    assert AutoTokenizer.from_pretrained(f"runs/{name}").get_vocab() == tiny.tokenizer().get_vocab()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_adapters_train_alone(name, place, capsys):
+    run(name, *COMMANDS[name], "--lora_r=2", "--lora_target_modules", "c_attn", capsys=capsys)
+    assert Path("runs", name, "adapter_model.safetensors").exists()
+    assert not Path("runs", name, "model.safetensors").exists()
+
+
+def test_ppo_saves_its_value_head(place, capsys):
+    run("ppo", *PPO, capsys=capsys)
+    fresh, stored = (AutoModelForCausalLMWithValueHead.from_pretrained(name) for name in ("model", "runs/ppo"))
+    assert not torch.equal(fresh.v_head.summary.weight, stored.v_head.summary.weight)
+    again = AutoModelForCausalLMWithValueHead.from_pretrained("runs/ppo")
+    torch.testing.assert_close(again.v_head.summary.weight, stored.v_head.summary.weight, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_for_grpo_beside_a_function(place, capsys):
+    run("reward", "--dataset=pairs", *BATCH)
+    words = ("--reward", "rewards.py:length", "runs/reward", "--reward_weights", "1", "0.5", "--logging_steps=1")
+    lines = run("grpo", "--dataset=prompts.jsonl", *words, *GRPO[2:], *BATCH, capsys=capsys)
+    logged = [line for line in lines if "rewards/length/mean" in line]
+    assert logged
+    assert all("rewards/reward/mean" in line for line in logged)
+
+
+def test_an_evaluation_comes_after_the_training(place, capsys):
+    lines = run("dpo", *COMMANDS["dpo"], capsys=capsys)
+    assert any("eval_rewards/accuracies" in line for line in lines)
+
+
+def test_ddpo_trains_a_pipeline_on_the_prompts_of_a_file(place, capsys):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    write_rows("drawings.jsonl", [{"prompt": f"a {word}", "hue": "warm"} for word in ("red", "blue")])
+    sizes = ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
+    words = ("--dataset=drawings.jsonl", "--reward=rewards.py:redness", "--num_epochs=1", "--mixed_precision=no")
+    first, last = run("ddpo", *words, *sizes, capsys=capsys, model="pipeline")
+    assert first.startswith("after 0 updates: mean reward ")
+    assert last == 'The model is in runs/ddpo. Load it: pipeline.load_lora_weights("runs/ddpo")'
+    assert Path("runs/ddpo/pytorch_lora_weights.safetensors").exists()
+
+
+# --- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(place, capsys):
+    nested = {"model": "model", "dataset": "pairs", "dpo": {"beta": 0.3, "max_steps": 1, "save_strategy": "no"}}
+    Path("dpo.yaml").write_text(yaml.safe_dump({**nested, "output_dir": "from_file"}), encoding="utf-8")
+    assert main(["dpo", "--config", "dpo.yaml", "--beta", "0.7"]) == 0
+    arguments = torch.load("from_file/training_args.bin", weights_only=False)
+    assert (arguments.beta, arguments.max_steps, arguments.output_dir) == (0.7, 1, "from_file")
+    assert not Path("runs").exists()
+
+
+def test_a_run_of_a_sweep_has_a_folder_of_its_own(place, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep7")
+    monkeypatch.setenv("WANDB_RUN_ID", "run3")
+    run("sft", *COMMANDS["sft"], "--report_to=none", "--output_dir=out")
+    assert Path("out/sweep7/run3/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
+    words = ("--dataset=texts", *BATCH[:2], *BATCH[3:], "--save_strategy=steps", "--save_steps=1", "--logging_steps=1")
+    straight = run("sft", *words, "--resume_from=latest", "--output_dir=one", capsys=capsys)
+    assert [line for line in straight if "'loss'" in line][1:]
+    again = run("sft", *words, "--resume_from=latest", "--output_dir=one", capsys=capsys)
+    assert [line for line in again if "'loss'" in line] == []
+    assert "of another run" in error_of(["sft", "--model=model", *words, "--output_dir=one"], capsys)
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["dpo", "--dataset=pairs", "--betta=3"], "--betta is not a setting. Did you mean beta?"),
+        (["dpo", "--dataset=pairs", "--config=no.yaml"], "no.yaml: No such file or directory."),
+        (["dpo", "--dataset=pairs", "--output_dir"], "--output_dir: 'True' came in, str | None is needed"),
+        (["dpo"], "RunConfig needs a value for --dataset."),
+        (["dpo", "--dataset=texts"], "DPO cannot read a dataset with the columns ['text']. It needs one of"),
+        (["dpo", "--dataset=pairs/none.jsonl"], "There is no file or folder pairs/none.jsonl."),
+        (["dpo", "--dataset=pairs", "--eval_split=dev"], 'Unknown split "dev"'),
+        (["dpo", "--dataset=pairs", "--lora_alpha=3"], "Set lora_r, such as 16."),
+        (["grpo", *REWARD[:1]], "RewardsConfig needs a value for --reward."),
+        (["grpo", *REWARD[:1], "--reward=rewards.py:lenght"], "no function 'lenght'. Did you mean length?"),
+        (["grpo", *REWARD[:1], "--reward=rewards.py:wrong"], "rewards.py has no function 'wrong'."),
+        (["grpo", *REWARD[:1], "--reward=rewardz.py:length"], "There is no file rewardz.py."),
+        (["grpo", *REWARD[:1], "--reward=no_module:length"], "There is no module 'no_module'."),
+        (["grpo", *REWARD[:1], "--reward=pairs/scorer"], "There is no file or folder pairs/scorer."),
+        (["ppo", *REWARD, "--global_batch_size=4"], "--global_batch_size is no setting, because it is computed."),
+        (["ppo", *REWARD, "--model_name=x"], "--model_name is not a setting. Did you mean model?"),
+        (["ppo", "--dataset=texts", "--reward=rewards.py:length"], "none of input_ids, query or prompt"),
+        (["iterative-sft", "--dataset=texts", "--reward=rewards.py:length"], "iterative-sft cannot read a dataset"),
+        (["ppo", *REWARD, "--output_dir=None"], "output_dir=None: name the folder that the run writes into."),
+        (["ddpo", "--dataset=pairs", "--reward=x", "--model=no/such/pipeline"], "no file or folder no/such/pipeline."),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_status_2(words, error, place, capsys):
+    line = error_of([words[0], "--model=model", *words[1:]], capsys)
+    assert line.startswith(f"trimtab {words[0]}: error: ")
+    assert error in line
+
+
+def test_a_file_that_is_no_json_is_named_with_its_fault(place, capsys):
+    Path("broken.jsonl").write_text('{"prompt": ', encoding="utf-8")
+    assert "JSON parse error" in error_of(["sft", "--model=model", "--dataset=broken.jsonl"], capsys)
+
+
+def test_a_folder_of_an_adapter_is_no_model_to_train(place, capsys):
+    run("sft", *COMMANDS["sft"], "--lora_r=2")
+    assert "holds an adapter" in error_of(["dpo", "--model=runs/sft", "--dataset=pairs"], capsys)
