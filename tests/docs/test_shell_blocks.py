@@ -19,6 +19,8 @@ from accelerate.commands.launch import launch_command_parser
 from tests.docs.blocks import BLOCKS, ROOT, Block
 from wandb.cli.cli import cli as wandb_cli
 
+from trimtab_cli.main import COMMANDS, TRAINING
+
 SHELL = [block for block in BLOCKS if block.language == "bash" and block.reason is None]
 EACH_BLOCK = pytest.mark.parametrize("block", SHELL, ids=str)
 PLACEHOLDERS = {"script.py", "train.py", "FOLDER", "FILE", "my_script.py"}
@@ -51,13 +53,9 @@ def check(words: list[str]) -> None:
     elif program in ("python", "torchrun"):
         check_python(rest)
     elif program == "trimtab":
-        check_flags(("-m", "trimtab_lm.cli", *subcommand(rest)), rest)
+        check_python(["-m", "trimtab_lm", *rest])
     elif program not in SHELL_WORDS:
         raise Wrong(f"{program}: no command that the pages may use")
-
-
-def subcommand(words: list[str]) -> list[str]:
-    return [word for word in words[:1] if not word.startswith("-")]
 
 
 def check_make(words: list[str]) -> None:
@@ -107,6 +105,10 @@ def check_python(words: list[str]) -> None:
         if not words[1].startswith(("trimtab", "experiments", "tools", "tests")):
             return
         program, flags = ("-m", words[1]), words[2:]
+        if words[1] == "trimtab_lm":  # whose first word is a subcommand
+            if flags[0] not in COMMANDS:
+                raise Wrong(f"trimtab has no subcommand {flags[0]}")
+            program, flags = (*program, flags[0]), flags[1:]
     elif Path(words[0]).name in PLACEHOLDERS:
         return
     elif not (ROOT / words[0]).exists():
@@ -133,7 +135,8 @@ def help_of(program: tuple[str, ...]) -> str:
     """What a program of the repository prints with --help."""
     is_module, printed = program[0] == "-m", io.StringIO()
     name = program[1] if is_module else program[0]
-    arguments = [name, *program[2 if is_module else 1 :], "--help"]
+    words = list(program[2 if is_module else 1 :])
+    arguments = [name, *words, "--help-all" if words[:1] and words[0] in TRAINING else "--help"]
     run, options = (runpy.run_module, {"alter_sys": True}) if is_module else (runpy.run_path, {})
     with patch.object(sys, "argv", arguments), contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
         run(name, run_name="__main__", **options)
@@ -160,6 +163,8 @@ def test_the_commands_of_a_page_name_what_exists(block: Block, monkeypatch: pyte
         "python -m trimtab_lm.nothing",
         "accelerate launch --config_file configs/accelerate/nothing.yaml train.py",
         "wandb nothing",
+        "trimtab nothing",
+        "trimtab dpo --no_such_setting 1",
         "npm install",
     ],
 )
