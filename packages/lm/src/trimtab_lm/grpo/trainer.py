@@ -63,8 +63,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
             from the global generators are fixed by (seed, rank, step), and those of training are not moved. They may be
             left out where `rollout` has environments, whose reward is one more, called `environment`.
         args: the config; None for the defaults.
-        train_dataset, eval_dataset: a `prompt` column, of texts or conversations, and any others; eval_dataset may be a
-            dict of several.
+        train_dataset: a `prompt` column, of texts or conversations, and any others.
+        eval_dataset: such rows too, or a dict of several datasets.
         processing_class: the tokenizer; None loads the one beside the model.
         reward_processing_classes: tokenizers of the reward models.
         peft_config: adapters to add.

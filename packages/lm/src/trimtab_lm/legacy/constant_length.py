@@ -38,8 +38,8 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
             tokenized: their `input_ids` count where their `labels`, if there are any, are not -100.
         infinite: whether to begin again at the end.
         seq_length: tokens of a row.
-        num_of_sequences, chars_per_token: texts of about num_of_sequences rows, at chars_per_token characters per
-            token, are tokenized together, and their rows are shuffled.
+        num_of_sequences: texts of about so many rows are tokenized together, and their rows are shuffled.
+        chars_per_token: how many characters make a token, for that estimate.
         eos_token_id: the EOS, for a tokenizer that has none.
         shuffle: whether to shuffle, by a generator that depends on `seed` and the epoch alone.
         append_concat_token: whether to append EOS to each text.

@@ -56,7 +56,8 @@ class PreTrainedModelWrapper(nn.Module):
         pretrained_model: a model with an LM head. The wrapper holds it as `.pretrained_model` and does not change it.
         summary_dropout_prob: dropout on the value head's input, in training mode. Default: the field of that name in
             the model's configuration, or 0.1 where there is none.
-        v_head_init_strategy, v_head_initializer_range: see `ValueHead.init_weights`.
+        v_head_init_strategy: see `ValueHead.init_weights`.
+        v_head_initializer_range: see `ValueHead.init_weights`.
 
     Raises:
         TypeError: pretrained_model is no PreTrainedModel or PeftModel.

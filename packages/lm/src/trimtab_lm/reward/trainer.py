@@ -48,10 +48,10 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         args: the config; None for the defaults.
         data_collator: one that returns what `RewardDataCollatorWithPadding` does, instead of the padding-free one,
             which reads the prompt of a pair once.
-        train_dataset, eval_dataset: rows of `prompt`, `chosen` and `rejected`, or of the last two with the prompt in
-            both, texts or conversations; or pre-tokenized, `input_ids_chosen`, `attention_mask_chosen` and the same of
-            rejected. `margin`: by how much the scores of a pair have to differ. Streams too; eval_dataset may be a dict
-            of several.
+        train_dataset: rows of `prompt`, `chosen` and `rejected`, or of the last two with the prompt in both, texts or
+            conversations; or pre-tokenized, `input_ids_chosen`, `attention_mask_chosen` and the same of rejected.
+            `margin`: by how much the scores of a pair have to differ. Streams too.
+        eval_dataset: such rows too, or a dict of several datasets.
         processing_class: the tokenizer; None loads the one beside the model.
         compute_metrics: gets the scores of chosen and rejected as predictions [N, 2], and as label_ids [N] which column
             is the better one, 0.

@@ -32,9 +32,9 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         model: a causal or encoder-decoder model, with adapters or without, or the name of one.
         args: the config; None for the defaults.
         data_collator: instead of the padding-free one, such as DataCollatorForCompletionOnlyLM.
-        train_dataset, eval_dataset: rows of texts, of `messages`, of `prompt` and `completion`, or of `input_ids` with
-            or without `labels`; streams too. `SFTConfig` says what of them counts. eval_dataset may be a dict of
-            several.
+        train_dataset: rows of texts, of `messages`, of `prompt` and `completion`, or of `input_ids` with or without
+            `labels`; streams too. `SFTConfig` says what of them counts.
+        eval_dataset: such rows too, or a dict of several datasets.
         processing_class: the tokenizer; None loads the one beside the model.
         peft_config: adapters to add.
         formatting_func: from a row to its text.
