@@ -1,4 +1,5 @@
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,12 @@ import wandb
 
 # As `make test` runs it: sums are then in one order on every machine, and two workers do not fight for two cores.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Heed SIGINT, which a shell lets its background jobs ignore: tests send it, and their programs inherit this."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
