@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import wandb
+from wandb.sdk.lib.module import unset_globals
 
 # As `make test` runs it: sums are then in one order on every machine, and two workers do not fight for two cores.
 torch.set_num_threads(1)
@@ -26,6 +27,5 @@ def offline_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()
     yield
-    if wandb.run is not None:  # transformers leaves it open
-        wandb.run.finish()
     wandb.teardown()
+    unset_globals()  # transformers leaves its run open

@@ -12,7 +12,13 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 PACKAGES = ("trimtab_common", "trimtab_diffusion", "trimtab_lm", "trimtab_lm.environments")
-OTHERS = {"migration.md", "migration-others.md", "reliability.md", "licences.md", "gpu.md"}  # they also name what is not here
+OTHERS = {
+    "migration.md",
+    "migration-others.md",
+    "reliability.md",
+    "licences.md",
+    "gpu.md",
+}  # they also name what is not here
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in OTHERS)
 SOURCES = ("packages", "examples", "experiments", "tools", "configs")
 ENDINGS = {".py", ".toml", ".yaml", ".yml", ".sh"}

@@ -10,6 +10,7 @@ from tests.processes import environment
 from transformers import TrainingArguments
 
 from trimtab_cli.main import COMMANDS, TRAINING, main
+from trimtab_common.help_text import Computed
 from trimtab_lm import DPOConfig, PPOConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,7 +59,7 @@ def test_inherited_settings_are_behind_help_all(capsys):
 
 
 def test_computed_settings_are_no_flags(capsys):
-    computed = {field.name for field in fields(PPOConfig) if field.metadata.get("is_computed")}
+    computed = {field.name for field in fields(PPOConfig) if isinstance(field.metadata["help"], Computed)}
     assert "global_batch_size" in computed
     assert computed.isdisjoint(help_of(capsys, "ppo", "--help-all")[1])
 

@@ -1,4 +1,4 @@
-"""Every argument of the configs and trainers of TRL 0.7.10, 0.9.6, 0.10.1 and 0.11.4: known here, or refused in words.
+"""Every argument of the configs and trainers of TRL 0.7.10 to 0.11.4, and of 1.16 configs: known, or refused in words.
 
 old_arguments.json lists them with their defaults, by version and class.
 """
@@ -16,8 +16,8 @@ from transformers import HfArgumentParser
 
 import trimtab_diffusion
 import trimtab_lm
-from trimtab_lm import DPOConfig, DPOTrainer, GRPOConfig, PPOConfig, SFTConfig
-from trimtab_lm.legacy.translations import DPO_ARGUMENTS, GRPO_ARGUMENTS, SFT_ARGUMENTS
+from trimtab_lm import DPOConfig, DPOTrainer, GRPOConfig, PPOConfig, RewardConfig, SFTConfig
+from trimtab_lm.legacy.translations import DPO_ARGUMENTS, GRPO_ARGUMENTS, REWARD_ARGUMENTS, SFT_ARGUMENTS
 
 OLD = json.loads(Path(__file__).with_name("old_arguments.json").read_text())
 CLASSES = [(version, name) for version in OLD for name in OLD[version]]
@@ -49,6 +49,18 @@ def test_every_old_default_is_taken_in_silence(version, name):
     kind(name)(**{name: value for name, value in OLD[version][name].items() if value not in UNKNOWN_DEFAULTS})
 
 
+LATER_CASES = {
+    "trust_remote_code": (True, {"model_init_kwargs": {"trust_remote_code": True}}),
+    "router_aux_loss_coef": (0.01, "no term of a router"),
+    "pad_to_multiple_of": (8, {}),
+}
+REWARD_CASES = {
+    **LATER_CASES,
+    "activation_offloading": (True, "gradient_checkpointing=True"),
+    "pad_token": ("<pad>", "processing_class=tokenizer"),
+    "eos_token": ("</s>", "processing_class=tokenizer"),
+    "chat_template_path": ("model", "processing_class=tokenizer"),
+}
 DPO_CASES = {
     "max_completion_length": (32, {"max_target_length": 32}),
     "rpo_alpha": (0.5, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
@@ -58,10 +70,22 @@ DPO_CASES = {
     "sync_ref_model": (True, "ref_model of the next"),
     "ref_model_mixup_alpha": (0.6, "ref_model of the next"),
     "ref_model_sync_steps": (32, "ref_model of the next"),
+    **LATER_CASES,
+    "activation_offloading": (True, "gradient_checkpointing=True"),
+    "pad_token": ("<pad>", "processing_class=tokenizer"),
+    "padding_free": (True, {}),
+    "precompute_ref_batch_size": (4, "trainer's batches"),
+    "ld_alpha": (0.5, "same weight"),
+    "use_weighting": (True, "same weight"),
+    "discopop_tau": (0.1, "0.05"),
 }
 SFT_CASES = {
     "max_seq_length": (64, {"max_length": 64}),
     "use_liger": (True, {"use_liger_kernel": True}),
+    **REWARD_CASES,
+    "padding_free": (True, {}),
+    "shuffle_dataset": (True, {}),
+    "loss_type": ("dft", "negative log-likelihood"),
 }
 GRPO_CASES = {
     "generation_batch_size": (128, {"steps_per_generation": 2}),  # of 8 prompts with 8 completions each
@@ -83,13 +107,45 @@ GRPO_CASES = {
     "ref_model_sync_steps": (64, "ref_model of the next"),
     "top_entropy_quantile": (0.2, "every token"),
     "wandb_log_unique_prompts": (True, "table of completions"),
+    **LATER_CASES,
+    "use_transformers_continuous_batching": (True, {"rollout_backend": "continuous_batching"}),
+    "transformers_continuous_batching_config": ({"x": 1}, "rollout_backend_kwargs"),
+    "vllm_importance_sampling_correction": (False, "importance_sampling_cap"),
+    "vllm_importance_sampling_mode": ("token_truncate", "importance_sampling_cap"),
+    "vllm_importance_sampling_clip_max": (2.0, "importance_sampling_cap"),
+    "vllm_importance_sampling_clip_min": (0.5, "importance_sampling_cap"),
+    "vllm_importance_sampling_cap": (2.0, {"importance_sampling_cap": 2.0}),
+    "vllm_enable_sleep_mode": (True, "enable_sleep_mode"),
+    "vllm_structured_outputs_regex": ("a", "vllm.SamplingParams"),
+    "vllm_group_port": (1234, "unused port"),
+    "vllm_max_model_length": (512, "max_model_len"),
+    "cast_lm_head_to_fp32": (True, "float32"),
+    "num_generations_eval": (2, "num_generations"),
+    "multi_objective_aggregation": ("normalize_then_sum", "are added"),
+    "max_tool_calling_iterations": (3, "EnvironmentRollout"),
+    "entropy_coef": (0.1, "no entropy bonus"),
+    "use_adaptive_entropy": (True, "no entropy bonus"),
+    "entropy_coef_min": (0.1, "no entropy bonus"),
+    "entropy_coef_max": (0.5, "no entropy bonus"),
+    "entropy_coef_delta": (0.1, "no entropy bonus"),
+    "entropy_target": (0.1, "no entropy bonus"),
+    "sapo_temperature_neg": (1.0, "loss_type"),
+    "sapo_temperature_pos": (2.0, "loss_type"),
+    "vespo_k_pos": (1.0, "loss_type"),
+    "vespo_lambda_pos": (1.0, "loss_type"),
+    "vespo_k_neg": (1.0, "loss_type"),
+    "vespo_lambda_neg": (1.0, "loss_type"),
+    "off_policy_mask_threshold": (0.5, "importance_sampling_cap"),
+    "log_multimodal": (False, "texts alone"),
+    "log_unique_prompts": (True, "table of completions"),
+    "log_completions_hub_repo": ("me/run", "W&B"),
 }
-CASES = {DPOConfig: DPO_CASES, SFTConfig: SFT_CASES, GRPOConfig: GRPO_CASES}
+CASES = {DPOConfig: DPO_CASES, SFTConfig: SFT_CASES, RewardConfig: REWARD_CASES, GRPOConfig: GRPO_CASES}
 
 
 def test_every_translation_is_tried():
     assert [list(cases) for cases in CASES.values()] == [
-        list(table) for table in (DPO_ARGUMENTS, SFT_ARGUMENTS, GRPO_ARGUMENTS)
+        list(table) for table in (DPO_ARGUMENTS, SFT_ARGUMENTS, REWARD_ARGUMENTS, GRPO_ARGUMENTS)
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from tests.lm import tiny
+from transformers import HfArgumentParser
 
 from trimtab_lm import PPOConfig, PPOTrainer
 from trimtab_lm.ppo import trainer as trainer_module
@@ -579,3 +580,8 @@ def test_logprobs_are_taken_at_the_sampling_temperature(source):
 def test_two_temperatures_are_refused():
     with pytest.raises(ValueError, match=r"temperature 0.9, but .* at 0.7"):
         tiny.ppo(temperature=0.7).generate(tiny.batch()[0], do_sample=True, temperature=0.9, max_new_tokens=2)
+
+
+def test_scripts_read_it_with_the_parser_of_transformers():
+    (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(["--batch_size", "8", "--mini_batch_size", "4"])
+    assert (config.batch_size, config.mini_batch_size, config.target) == (8, 4, 6)

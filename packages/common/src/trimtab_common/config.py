@@ -31,7 +31,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from trimtab_common.help_text import Flag, help_text, type_name
+from trimtab_common.help_text import Computed, Flag, help_text, type_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -67,7 +67,7 @@ def setting(text: str, **default: Any) -> Any:
 
 def computed(text: str) -> Any:
     """A field that follows from other fields, or that a trainer fills in: None before, and no flag."""
-    return dataclasses.field(default=None, metadata={"help": text, "is_computed": True})
+    return dataclasses.field(default=None, metadata={"help": Computed(text)})
 
 
 def check_ranges(config: DataclassInstance) -> None:
@@ -213,7 +213,7 @@ def without_secrets(value: object) -> object:
 
 def _section(kind: type, without: Collection[str]) -> _Section:
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    computed = {name for name, one in fields.items() if not one.init or one.metadata.get("is_computed")}
+    computed = {name for name, one in fields.items() if not one.init or isinstance(one.metadata.get("help"), Computed)}
     flags = {name: one for name, one in fields.items() if name not in computed and name not in without}
     return _Section(kind, _short(kind), flags, typing.get_type_hints(kind), computed)
 

@@ -1,7 +1,7 @@
 """The arguments of old configs that ours lack, and how each is translated.
 
-`ARGUMENTS` are those of TrainingArguments that transformers 5 has dropped. `DPO_ARGUMENTS` and `SFT_ARGUMENTS` are
-those of TRL 0.9 to 0.11, `GRPO_ARGUMENTS` those of TRL 0.21.
+`ARGUMENTS` are those of TrainingArguments that transformers 5 has dropped. The others are those of TRL 0.9 to 0.11,
+0.21 and 1.16 that are not fields of our configs.
 """
 
 import dataclasses
@@ -189,6 +189,30 @@ _FIXED_REFERENCE = (
 )
 _OTHER_DIVERGENCE = "leave it out; the implicit rewards are those of the reverse KL"
 
+_LAID_OUT = "leave it out; rows are laid out without padding wherever the model allows it"
+_OF_TOKENIZER = "set it on the tokenizer, and pass processing_class=tokenizer"
+_CORRECTED = "write importance_sampling_cap, which truncates the ratio of trainer and sampler per token"
+_NO_ENTROPY = "leave it out; the losses have no entropy bonus"
+_OTHER_LOSSES = "leave it out; see loss_type for the losses that there are"
+
+LATER_ARGUMENTS: dict[str, Argument] = {
+    "trust_remote_code": _entry(bool, False, "model_init_kwargs", "trust_remote_code"),
+    "router_aux_loss_coef": Argument(float | None, None, "leave it out; the losses have no term of a router"),
+    "pad_to_multiple_of": Argument(int | str | None, "auto", _LAID_OUT, _no_change),
+}
+"""Arguments of SFTConfig, DPOConfig, RewardConfig and GRPOConfig in TRL 1.16, by name."""
+
+_OFFLOADING = Argument(bool, False, "leave it out, or write gradient_checkpointing=True")
+
+REWARD_ARGUMENTS: dict[str, Argument] = {
+    **LATER_ARGUMENTS,
+    "activation_offloading": _OFFLOADING,
+    "pad_token": Argument(str | None, None, _OF_TOKENIZER),
+    "eos_token": Argument(str | None, None, _OF_TOKENIZER),
+    "chat_template_path": Argument(str | None, None, _OF_TOKENIZER),
+}
+"""Arguments of RewardConfig in TRL 1.16, by name."""
+
 DPO_ARGUMENTS: dict[str, Argument] = {
     "max_completion_length": _renamed(int | None, None, "max_target_length"),
     "rpo_alpha": Argument(
@@ -200,14 +224,26 @@ DPO_ARGUMENTS: dict[str, Argument] = {
     "sync_ref_model": Argument(bool, False, _FIXED_REFERENCE),
     "ref_model_mixup_alpha": Argument(float, 0.9, _FIXED_REFERENCE),
     "ref_model_sync_steps": Argument(int, 64, _FIXED_REFERENCE),
+    **LATER_ARGUMENTS,
+    "activation_offloading": _OFFLOADING,
+    "pad_token": Argument(str | None, None, _OF_TOKENIZER),
+    "padding_free": Argument(bool, False, _LAID_OUT, _no_change),
+    "precompute_ref_batch_size": Argument(int | None, None, "leave it out; the reference reads the trainer's batches"),
+    "ld_alpha": Argument(float | None, None, "leave it out; every token of an answer has the same weight"),
+    "use_weighting": Argument(bool, False, "leave it out; every pair has the same weight"),
+    "discopop_tau": Argument(float, 0.05, "leave it out; the temperature of discopop is that of the paper, 0.05"),
 }
-"""Arguments of DPOConfig in TRL 0.9 to 0.11, by name."""
+"""Arguments of DPOConfig in TRL 0.9 to 0.11 and in 1.16, by name."""
 
 SFT_ARGUMENTS: dict[str, Argument] = {
     "max_seq_length": _renamed(int | None, None, "max_length"),
     "use_liger": _renamed(bool, False, "use_liger_kernel"),
+    **REWARD_ARGUMENTS,
+    "padding_free": Argument(bool, False, _LAID_OUT, _no_change),
+    "shuffle_dataset": Argument(bool, False, "leave it out; every epoch takes the rows in a new order", _no_change),
+    "loss_type": Argument(str, "nll", "leave it out; the loss is the mean negative log-likelihood of a token"),
 }
-"""Arguments of SFTConfig in TRL 0.9 to 0.11, by name."""
+"""Arguments of SFTConfig in TRL 0.9 to 0.11 and in 1.16, by name."""
 
 _SERVER = "write rollout_backend='vllm_server', rollout_backend_kwargs={'servers': ['http://host:8000']}"
 
@@ -246,5 +282,43 @@ GRPO_ARGUMENTS: dict[str, Argument] = {
     "ref_model_sync_steps": Argument(int, 512, _FIXED_REFERENCE),
     "top_entropy_quantile": Argument(float, 1.0, "leave it out; every token of a completion is learnt from"),
     "wandb_log_unique_prompts": Argument(bool | None, False, "leave it out; the table of completions has every row"),
+    **LATER_ARGUMENTS,
+    "use_transformers_continuous_batching": _renamed(bool, False, "rollout_backend", "continuous_batching"),
+    "transformers_continuous_batching_config": Argument(
+        dict[str, object] | str | None, None, "write rollout_backend='continuous_batching' and rollout_backend_kwargs"
+    ),
+    "vllm_importance_sampling_correction": Argument(bool, True, _CORRECTED),
+    "vllm_importance_sampling_mode": Argument(str, "sequence_mask", _CORRECTED),
+    "vllm_importance_sampling_clip_max": Argument(float, 3.0, _CORRECTED),
+    "vllm_importance_sampling_clip_min": Argument(float | None, None, _CORRECTED),
+    "vllm_importance_sampling_cap": _renamed(float | None, None, "importance_sampling_cap"),
+    "vllm_enable_sleep_mode": Argument(bool, False, "write rollout_backend_kwargs={'enable_sleep_mode': True}"),
+    "vllm_structured_outputs_regex": Argument(
+        str | None, None, "write generation_kwargs, which has the settings of vllm.SamplingParams"
+    ),
+    "vllm_group_port": Argument(int, 51216, "leave it out; an unused port is taken"),
+    "vllm_max_model_length": Argument(int | None, None, "write rollout_backend_kwargs={'max_model_len': ...}"),
+    "cast_lm_head_to_fp32": Argument(
+        bool, False, "leave it out; logits are scored in float32, by the head in its own type"
+    ),
+    "num_generations_eval": Argument(int | None, None, "leave it out; an evaluation has num_generations, too"),
+    "multi_objective_aggregation": Argument(str, "sum_then_normalize", "leave it out; the weighted rewards are added"),
+    "max_tool_calling_iterations": Argument(int | None, None, "write rollout=EnvironmentRollout(..., max_turns=...)"),
+    "entropy_coef": Argument(float, 0.0, _NO_ENTROPY),
+    "use_adaptive_entropy": Argument(bool, False, _NO_ENTROPY),
+    "entropy_coef_min": Argument(float, 0.0, _NO_ENTROPY),
+    "entropy_coef_max": Argument(float, 1.0, _NO_ENTROPY),
+    "entropy_coef_delta": Argument(float, 0.005, _NO_ENTROPY),
+    "entropy_target": Argument(float, 0.2, _NO_ENTROPY),
+    "sapo_temperature_neg": Argument(float, 1.05, _OTHER_LOSSES),
+    "sapo_temperature_pos": Argument(float, 1.0, _OTHER_LOSSES),
+    "vespo_k_pos": Argument(float, 2.0, _OTHER_LOSSES),
+    "vespo_lambda_pos": Argument(float, 3.0, _OTHER_LOSSES),
+    "vespo_k_neg": Argument(float, 3.0, _OTHER_LOSSES),
+    "vespo_lambda_neg": Argument(float, 2.0, _OTHER_LOSSES),
+    "off_policy_mask_threshold": Argument(float | None, None, "leave it out, or write importance_sampling_cap"),
+    "log_multimodal": Argument(bool, True, "leave it out; the table has texts alone"),
+    "log_unique_prompts": Argument(bool, False, "leave it out; the table of completions has every row"),
+    "log_completions_hub_repo": Argument(str | None, None, "leave it out; W&B and TensorBoard get the table"),
 }
-"""Arguments of GRPOConfig in TRL 0.21, by name."""
+"""Arguments of GRPOConfig in TRL 0.21 and in 1.16, by name."""

@@ -7,13 +7,14 @@ from typing import Literal
 from trimtab_common.config import setting
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
+from trimtab_lm.legacy.translations import REWARD_ARGUMENTS
 
 TruncationMode = Literal["filter", "keep_start", "keep_end"]
 MODES = ("filter", "keep_start", "keep_end")
 
 
 @dataclass
-@takes_arguments_of_2024()
+@takes_arguments_of_2024(REWARD_ARGUMENTS)
 class RewardConfig(TrainerConfig):
     """A reward model from pairs of answers (Christiano et al. 2017; Ouyang et al. 2022, arXiv:2203.02155, Eq. 1).
 
