@@ -27,11 +27,16 @@ pytestmark = pytest.mark.usefixtures("offline_wandb")
 
 
 def read_wandb(folder: Path):
-    """The records of the offline run under `folder`: chunks in blocks of 32 KiB, as in LevelDB's log."""
+    """The records of the offline run under `folder`."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    return read_wandb_file(file)
+
+
+def read_wandb_file(file: Path):
+    """The records of a file of W&B: chunks in blocks of 32 KiB, as in LevelDB's log."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     wandb.teardown()  # the service has written everything once it has ended
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, position, parts, records = file.read_bytes(), 7, [], defaultdict(list)
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:

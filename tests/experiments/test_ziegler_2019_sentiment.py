@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from matplotlib import pyplot as plt
+from tests.common.test_tracking import read_wandb_file
 from tests.experiments.test_assets import checkpoint, tensors, tokenizer_bin
 from tests.lm import tiny
 
@@ -79,6 +81,29 @@ def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
     assert f"figure: {folder / 'figure.png'}" in shown
     assert (folder / "figure.png").exists()
     assert "after, target 8" in (folder / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("offline_wandb")
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_which_has_the_settings_of_both(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"batch_size": 4, "mini_batch_size": 2, "save_steps": 1, "output_dir": str(tmp_path / "run")}
+    run = StoriesRun(model=model, max_new_tokens=4, eval_prompts=2, samples=1)
+    for steps, resume_from in ((1, None), (2, "latest")):
+        (_, ppo) = train.settings([], **sizes, steps=steps, seed=3)
+        sentiment_ppo.train(replace(run, resume_from=resume_from), ppo, sentiment)
+    folders = sorted(tmp_path.glob("wandb/offline-run-*"))
+    assert len(folders) == 2
+    records = [read_wandb_file(next(folder.glob("*.wandb"))) for folder in folders]
+    starts = [record["run"][0] for record in records]
+    assert len({start.run_id for start in starts}) == 1
+    assert {(start.display_name, start.run_group, start.job_type) for start in starts} == {
+        ("seed=3", "ziegler_2019_sentiment", "train")
+    }
+    updates = [start.config for start in starts] + [config for record in records for config in record["config"]]
+    config = {item.key: item.value_json for update in updates for item in update.update}
+    assert (config["seed"], config["target"], config["eval_prompts"]) == ("3", "8.0", "2")
 
 
 def test_stops_end_responses_where_they_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
