@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.processes import ends_of_two
 from tools.chaos import works
 from tools.chaos.trees import tree_difference
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -120,6 +121,19 @@ def test_training_goes_on_without_saving_if_asked_to(name: str, is_late: bool, d
     works.run(name, tmp_path / "straight", "none")
     left = [torch.load(folder / "final-0.pt", weights_only=True) for folder in (disk, tmp_path / "straight")]
     assert tree_difference(*left) == ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ppo", "sft"])
+def test_two_processes_go_on_together_without_saving(name: str, disk: Path, tmp_path: Path):
+    (straight := tmp_path / "straight").mkdir()
+    for folder, state, refused in ((disk, "full", 1), (straight, "empty", 0)):
+        ends = ends_of_two("tests.run_full_disk", name, str(folder), state)
+        assert [end.status for end in ends] == [0, 0], ends[0].errors[-2000:] + ends[1].errors[-2000:]
+        assert [end.output.splitlines()[-1] for end in ends] == [f"refused {refused}"] * 2
+    for file in ("final-0.pt", "final-1.pt"):
+        left = [torch.load(folder / file, weights_only=True) for folder in (disk, straight)]
+        assert tree_difference(*left) == ""
 
 
 @pytest.mark.filterwarnings("ignore")
