@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trimtab_common.kl import SAMPLED_KL, AdaptiveKLController, FixedKLController, full, k1, k3
+from trimtab_common.kl import SAMPLED_KL, AdaptiveKLController, DampedKLController, FixedKLController, full, k1, k3
 
 
 def bernoulli(p: float) -> torch.Tensor:
@@ -80,6 +80,64 @@ def test_controllers_restore_their_coefficient():
     kl.update(0.0, 50)
     other = AdaptiveKLController(1.0, target=6, horizon=100)
     other.load_state_dict(kl.state_dict())
+    assert other.value == kl.value != 0.2
+
+
+def test_a_bounded_coefficient_does_not_wind_up():
+    bounded = AdaptiveKLController(0.2, target=6, horizon=100, max_kl_coef=0.3)
+    unbounded = AdaptiveKLController(0.2, target=6, horizon=100)
+    for kl in (bounded, unbounded):
+        for _ in range(40):  # a KL that no penalty lowers
+            kl.update(60.0, 100)
+    assert bounded.value == 0.3
+    assert unbounded.value > 100
+    bounded.update(0.0, 100)
+    assert bounded.value == pytest.approx(0.3 * 0.8)
+
+
+def test_damped_controller_answers_at_once_and_forgets():
+    kl = DampedKLController(0.2, target=6, horizon=1e12, gain=2.0)
+    expected = {0.0: math.exp(-2), 3.0: math.exp(-1), 6.0: 1.0, 9.0: math.exp(1), 12.0: math.exp(2), 60.0: math.exp(2)}
+    for current, factor in expected.items():
+        kl.update(current, 100)
+        assert kl.value == pytest.approx(0.2 * factor)
+
+
+def test_damped_controller_is_bounded_as_a_whole():
+    kl = DampedKLController(0.2, target=6, horizon=100, max_kl_coef=0.3, gain=2.0)
+    for _ in range(40):
+        kl.update(60.0, 100)
+        assert kl.value == 0.3
+    kl.update(6.0, 100)
+    assert kl.value == 0.3
+    kl.update(0.0, 100)
+    assert kl.value == pytest.approx(0.3 * 0.8 * math.exp(-2))
+
+
+def largest_error(kl: AdaptiveKLController) -> float:
+    """|log(KL / target)| at most in the last 20 of 60 steps, for a KL that approaches 0.3 / coefficient in 20 steps."""
+    current, errors = 0.0, []
+    for _ in range(60):
+        current += (0.3 / kl.value - current) / 20
+        kl.update(current, 32)
+        errors.append(abs(math.log(current / kl.target)))
+    return max(errors[40:])
+
+
+@pytest.mark.parametrize("target", [3.0, 6.0, 12.0])
+def test_damping_ends_the_swings_of_a_kl_that_follows_late(target: float):
+    plain = largest_error(AdaptiveKLController(0.1, target, horizon=96))
+    damped = largest_error(DampedKLController(0.1, target, horizon=96, gain=2.0))
+    assert damped < 0.05
+    assert plain > 0.15
+
+
+def test_damped_controller_restores_coefficient_and_integral():
+    kl, other = (DampedKLController(0.2, target=6, horizon=100, gain=2.0) for _ in range(2))
+    kl.update(0.0, 50)
+    other.load_state_dict(kl.state_dict())
+    for one in (kl, other):
+        one.update(7.0, 50)
     assert other.value == kl.value != 0.2
 
 

@@ -74,7 +74,10 @@ CASES = {
     "llama, masks": Case(llama, has_masks=True),
     "t5": Case(t5),
     "lora": Case(lora, has_masks=True),
-    "critic": Case(arguments=lambda: {"value_model": tiny.scorer(dtype=torch.float64)}),
+    "critic": Case(
+        arguments=lambda: {"value_model": tiny.scorer(dtype=torch.float64)},
+        config={"value_learning_rate": 3e-3, "lr_warmup_steps": 3},
+    ),
     "critic of its own kind": Case(lora, arguments=lambda: {"value_model": tiny.exact(tiny.llama(seed=1))}),
     "another reference": Case(arguments=lambda: {"ref_model": tiny.policy(seed=1, dtype=torch.float64)}),
     "shared layers": Case(llama, arguments=lambda: {"num_shared_layers": 1}),

@@ -214,7 +214,8 @@ CONDITIONS = (
         ),
         cause="the value function does worse than a constant and does not learn, and its noise is in the advantages",
         remedy="Does the value head train (requires_grad, the optimizer)? Raise vf_coef or the learning rate, start "
-        "from v_head_init_strategy='zero', whiten or scale rewards, or give the critic its own warm-up.",
+        "from v_head_init_strategy='zero', whiten or scale rewards, or give the value function a rate of its own: "
+        "value_learning_rate of PPO.",
     ),
     Condition(
         name="dead_critic",

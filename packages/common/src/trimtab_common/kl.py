@@ -3,6 +3,7 @@
 Every estimator takes log-probabilities [...] of the sampled tokens, in nats, and returns [...].
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -93,12 +94,15 @@ class AdaptiveKLController(FixedKLController):
         init_kl_coef: the coefficient at the start.
         target: KL in nats per response.
         horizon: episodes over which an error of 20% or more multiplies or divides the coefficient by about e^0.2.
+        max_kl_coef: the largest coefficient. Without a bound the coefficient winds up while no penalty can lower the
+            KL, such as where the noise of the updates alone exceeds the target, and stays high long after.
     """
 
-    def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
+    def __init__(self, init_kl_coef: float, target: float, horizon: float, max_kl_coef: float = math.inf) -> None:
         super().__init__(init_kl_coef)
         self.target = target
         self.horizon = horizon
+        self.max_kl_coef = max_kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
         """Moves the coefficient.
@@ -107,12 +111,69 @@ class AdaptiveKLController(FixedKLController):
             current: KL in nats per response, mean over all processes.
             n_steps: responses since the last update, of all processes.
         """
+        self.value = self._moved(self.value, current, n_steps)
+
+    def _moved(self, kl_coef: float, current: float, n_steps: int) -> float:
         error = min(max(current / self.target - 1, -0.2), 0.2)
-        self.value *= max(1 + error * n_steps / self.horizon, LEAST_FACTOR)
+        return min(kl_coef * max(1 + error * n_steps / self.horizon, LEAST_FACTOR), self.max_kl_coef)
 
 
-def kl_controller(init_kl_coef: float, *, target: float | None, horizon: float | None) -> FixedKLController:
-    """The controller that moves a coefficient towards a target; without target and horizon, one that keeps it."""
+class DampedKLController(AdaptiveKLController):
+    """Adds a proportional part to the rule of Ziegler et al., which integrates (PI control; Astrom & Hagglund 1995).
+
+    The KL follows the coefficient some steps later. The integral sums the errors of these steps, so that the
+    coefficient overshoots and the KL swings around its target. Here the coefficient is
+
+        integral * exp(gain * clip(KL / target - 1, -1, 1))
+
+    The second factor answers to the KL of this step alone. The integral may therefore be slow: give it a horizon of
+    many steps.
+
+    Args:
+        init_kl_coef: the integral, which is the coefficient of a KL on target, at the start.
+        target: KL in nats per response.
+        horizon: of the integral; see `AdaptiveKLController`.
+        max_kl_coef: the largest integral and the largest coefficient.
+        gain: the factor at twice the target is e^gain, and without any KL e^-gain.
+    """
+
+    def __init__(
+        self, init_kl_coef: float, target: float, horizon: float, max_kl_coef: float = math.inf, *, gain: float
+    ) -> None:
+        super().__init__(init_kl_coef, target, horizon, max_kl_coef)
+        self.integral = init_kl_coef
+        self.gain = gain
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Moves the coefficient; see `AdaptiveKLController.update` for the arguments."""
+        self.integral = self._moved(self.integral, current, n_steps)
+        error = min(max(current / self.target - 1, -1.0), 1.0)
+        self.value = min(self.integral * math.exp(self.gain * error), self.max_kl_coef)
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient and its integral."""
+        return {"value": self.value, "integral": self.integral}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restores what `state_dict` returned."""
+        self.value, self.integral = state["value"], state["integral"]
+
+
+def kl_controller(
+    init_kl_coef: float,
+    *,
+    target: float | None,
+    horizon: float | None,
+    max_kl_coef: float | None = None,
+    gain: float = 0.0,
+) -> FixedKLController:
+    """The controller that moves a coefficient towards a target; without target and horizon, one that keeps it.
+
+    See `AdaptiveKLController` and, for a gain above 0, `DampedKLController`.
+    """
     if target is None or horizon is None:
         return FixedKLController(init_kl_coef)
-    return AdaptiveKLController(init_kl_coef, target, horizon)
+    largest = math.inf if max_kl_coef is None else max_kl_coef
+    if gain > 0:
+        return DampedKLController(init_kl_coef, target, horizon, largest, gain=gain)
+    return AdaptiveKLController(init_kl_coef, target, horizon, largest)

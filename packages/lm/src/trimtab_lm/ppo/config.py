@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from trimtab_common.config import (
     Count,
+    CountFromZero,
     Fraction,
     NotNegative,
     Positive,
@@ -16,7 +17,7 @@ from trimtab_common.config import (
     script_name,
     setting,
 )
-from trimtab_common.kl import SAMPLED_KL
+from trimtab_common.kl import SAMPLED_KL, FixedKLController, kl_controller
 from trimtab_common.ranks import FAILURE_TIMEOUT, REWARD_TIMEOUT
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
 from trimtab_common.tracking import check_tracker_name
@@ -148,6 +149,25 @@ class PPOConfig(_Taken):
         "{'servers': ['http://node:8000']}.",
         default=None,
     )
+    value_learning_rate: Positive | None = setting(
+        "Learning rate of the value head, or of value_model. None: learning_rate.", default=None
+    )
+    lr_warmup_steps: CountFromZero = setting(
+        "PPO steps over which the policy's learning rate rises linearly to learning_rate. The value function's rate is "
+        "whole from the start.",
+        default=0,
+    )
+    kl_gain: NotNegative = setting(
+        "Multiply the adaptive coefficient by exp(kl_gain * error) with the error KL / target - 1 of the last step, "
+        "clipped to +-1, so that it answers at once and does not overshoot. Take a longer horizon with it. 0: do not.",
+        default=0,
+    )
+    max_kl_coef: Positive | None = setting(
+        "Largest KL coefficient of the adaptive controller, so that it does not wind up while no penalty can lower the "
+        "KL. None: no bound.",
+        default=None,
+    )
+
     importance_sampling_cap: Positive | None = setting(
         "Weigh the policy loss of each token by pi / pi_sampler, at most this, where sampler and trainer differ: "
         "truncated importance sampling, 2 in its paper. None: no weights.",
@@ -177,6 +197,16 @@ class PPOConfig(_Taken):
     def kl_target(self) -> float | None:
         """What the KL coefficient moves towards, in nats per response; None where it stays."""
         return self.target if self.adap_kl_ctrl else None
+
+    def kl_controller(self) -> FixedKLController:
+        """What moves the coefficient of the KL penalty."""
+        return kl_controller(
+            self.init_kl_coef,
+            target=self.kl_target,
+            horizon=self.horizon,
+            max_kl_coef=self.max_kl_coef,
+            gain=self.kl_gain,
+        )
 
     def taken(self, **facts: Any) -> "PPOConfig":
         """A checked copy for a trainer, with what is known at run time filled in. Its fields cannot be assigned."""
@@ -244,6 +274,16 @@ class PPOConfig(_Taken):
             raise ValueError(
                 f"adap_kl_ctrl needs target and horizon, got target={self.target}, horizon={self.horizon}. "
                 "Give both, or set adap_kl_ctrl=False for a fixed coefficient."
+            )
+        if (self.max_kl_coef is not None or self.kl_gain) and not self.adap_kl_ctrl:
+            raise ValueError(
+                f"max_kl_coef={self.max_kl_coef} and kl_gain={self.kl_gain} belong to the adaptive controller, and "
+                "adap_kl_ctrl=False keeps the coefficient. Set adap_kl_ctrl=True, or leave them out."
+            )
+        if self.max_kl_coef is not None and self.init_kl_coef > self.max_kl_coef:
+            raise ValueError(
+                f"init_kl_coef={self.init_kl_coef} is above max_kl_coef={self.max_kl_coef}, the largest coefficient. "
+                "Lower it, or raise max_kl_coef."
             )
         if self.use_score_norm and not self.use_score_scaling:
             raise ValueError("use_score_norm subtracts the mean before scaling: set use_score_scaling=True as well.")

@@ -187,6 +187,11 @@ class ActorCritic(nn.Module):
             policy.v_head.requires_grad_(False)
 
     @property
+    def value_function(self) -> nn.Module:
+        """What has the weights of the values alone: the critic, or the policy's value head."""
+        return self.policy.v_head if self.critic is None else self.critic
+
+    @property
     def pretrained_model(self) -> Any:
         return self.policy.pretrained_model
 

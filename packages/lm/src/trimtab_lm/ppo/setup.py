@@ -10,6 +10,8 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import PeftType
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_common.config import to_flat_dict
@@ -31,6 +33,7 @@ from trimtab_lm.rewards.functions import RewardSet, rewards_of
 from trimtab_lm.sampling.rollout import RolloutBackend
 
 from .config import PPOConfig
+from .policy import ActorCritic
 
 WITHOUT_EFFECT = (
     *("exp_name", "log_*", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
@@ -39,7 +42,7 @@ WITHOUT_EFFECT = (
     *("reward_timeout", "on_save_error", "gradient_checkpointing", "dataset_num_proc"),
 )
 """Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
-HELD = ("learning_rate", "init_kl_coef")
+HELD = ("learning_rate", "value_learning_rate", "init_kl_coef")
 """Fields of PPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
 
 
@@ -147,15 +150,40 @@ def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) ->
     return config.taken(**facts)
 
 
-def optimizer_of(config: PPOConfig, optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
-    """The caller's optimizer, which must hold all parameters that train, or Adam; ValueError if nothing trains."""
+def optimizers_of(
+    config: PPOConfig, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None, model: ActorCritic
+) -> tuple[Optimizer, LRScheduler | None]:
+    """The optimizer, which must hold all parameters that train, and what moves its learning rates, if anything does.
+
+    Args:
+        config: the learning rates, and their warm-up.
+        optimizer: the caller's; None: Adam.
+        lr_scheduler: the caller's; None: the warm-up that the config asks for.
+        model: policy and value function.
+
+    Raises:
+        ValueError: nothing trains, the caller's optimizer lacks parameters, or the config has settings for another one.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError(
             "Nothing to train: no parameter of the model has requires_grad. Unfreeze some, or add an adapter."
         )
+    has_groups = config.value_learning_rate is not None or config.lr_warmup_steps > 0
     if optimizer is None:
-        return torch.optim.Adam(trainable, lr=config.learning_rate, fused=fused_if_possible(trainable))
+        groups: list[dict[str, Any]] = [{"params": trainable}]
+        if has_groups:
+            of_values = {id(weight) for weight in model.value_function.parameters()}
+            groups = [{"params": [weight for weight in trainable if id(weight) not in of_values]}]
+            rate = config.value_learning_rate or config.learning_rate
+            groups += [{"params": [weight for weight in trainable if id(weight) in of_values], "lr": rate}]
+        optimizer = torch.optim.Adam(groups, lr=config.learning_rate, fused=fused_if_possible(trainable))
+    elif has_groups:
+        raise ValueError(
+            f"value_learning_rate={config.value_learning_rate} and lr_warmup_steps={config.lr_warmup_steps} are "
+            "settings of the trainer's Adam, and PPOTrainer was given an optimizer. Give its parameter groups their "
+            "rates and pass an lr_scheduler, or leave the optimizer out."
+        )
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     missing = sum(id(weight) not in held for weight in trainable)
     if missing:
@@ -163,7 +191,20 @@ def optimizer_of(config: PPOConfig, optimizer: torch.optim.Optimizer | None, mod
             f"{missing} of {len(trainable)} trainable tensors are not in the optimizer. Build it over the "
             "parameters of the model and of value_model, or freeze what shall not be trained (requires_grad_(False))."
         )
-    return optimizer
+    if not config.lr_warmup_steps:
+        return optimizer, lr_scheduler
+    if lr_scheduler is not None:
+        raise ValueError(
+            f"lr_warmup_steps={config.lr_warmup_steps} moves the learning rate, and so does the lr_scheduler. Leave "
+            "one of them out."
+        )
+    of_policy = partial(warmup_factor, length=config.lr_warmup_steps)
+    return optimizer, LambdaLR(optimizer, [of_policy, lambda step: 1.0])
+
+
+def warmup_factor(steps: int, *, length: int) -> float:
+    """The share of the full learning rate after `steps` steps: 1/length, 2/length, ..., 1, and 1 from there on."""
+    return min((steps + 1) / length, 1.0)
 
 
 def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, dataset: object) -> Run:

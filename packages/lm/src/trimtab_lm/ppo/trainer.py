@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.health import rounding_of
-from trimtab_common.kl import SAMPLED_KL, full, kl_controller
+from trimtab_common.kl import SAMPLED_KL, full
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.ranks import begin, phase
 from trimtab_common.sealing import save_or_warn
@@ -38,7 +38,7 @@ from .sampler import Sampler, completions_of, told_by
 from .samples import Padding, Samples, carry, in_minibatches, token_entropy
 from .selfcheck import check_ratio, check_reference
 from .services import PolicyServices
-from .setup import accelerator_of, filled, optimizer_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
+from .setup import accelerator_of, filled, optimizers_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
 from .statistics import Clock, Rollout, as_sampled, sampling_stats, token_means, training_stats, vitals
 from .update import Update, rows_of_updates
 
@@ -89,7 +89,7 @@ class PPOTrainer(PolicyServices):
         self.is_encoder_decoder, self.decoder_start = model.is_encoder_decoder, decoder_start_of(model.pretrained_model)
         self.reference, self.ref_model = reference_of(model, ref_model, num_shared_layers)
         actor_critic = ActorCritic(model, value_model)
-        optimizer = optimizer_of(config, optimizer, actor_critic)
+        optimizer, lr_scheduler = optimizers_of(config, optimizer, lr_scheduler, actor_critic)
 
         self.accelerator = accelerator_of(config)
         self.config = filled(config, model, self.accelerator.num_processes)
@@ -99,7 +99,7 @@ class PPOTrainer(PolicyServices):
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
         self.scorer = Scorer(self.actor_critic, self.reference, self.ref_model, self.accelerator, padding)
         self.rounding = rounding_of(model.pretrained_model.dtype, is_mixed=self.accelerator.mixed_precision != "no")
-        self.kl_ctl = kl_controller(config.init_kl_coef, target=config.kl_target, horizon=config.horizon)
+        self.kl_ctl = config.kl_controller()
         self.running = RunningMoments()
         self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
         self.pending = Pending()
