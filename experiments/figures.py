@@ -5,10 +5,9 @@ import io
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -39,31 +38,6 @@ img { max-width: 100%; }
 
 Curve = tuple[Sequence[float], Sequence[float]]  # xs [N], ys [N]
 Point = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A claim of the paper, the expected and the obtained result, and whether they agree."""
-
-    claim: str
-    expected: str
-    obtained: str
-    passed: bool
-
-    def __str__(self) -> str:
-        """One line for the screen; line breaks become spaces."""
-        text = f"{self.claim}   expected: {self.expected}   obtained: {self.obtained}"
-        return f"{self.outcome}  " + " ".join(text.splitlines())
-
-    @property
-    def outcome(self) -> str:
-        """pass or FAIL."""
-        return "pass" if self.passed else "FAIL"
-
-
-def exit_code(verdicts: Sequence[Verdict]) -> int:
-    """Returns 0 if there are verdicts and all passed, else 1."""
-    return 0 if verdicts and all(verdict.passed for verdict in verdicts) else 1
 
 
 # Curves ----------------------------------------------------------------------------------------------------------
@@ -237,36 +211,33 @@ def _row(tag: str, cells: Sequence[object]) -> str:
     return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
 
-def png(figure: Figure) -> bytes:
-    """Returns the content of a PNG file of the figure."""
+def file_of(figure: Figure, form: Literal["png", "pdf"]) -> bytes:
+    """Returns the content of a PNG or PDF file of the figure; the same figure gives the same bytes."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
+    figure.savefig(buffer, format=form, dpi=130, metadata={"CreationDate": None} if form == "pdf" else None)
     return buffer.getvalue()
 
 
 def page(
     title: str,
-    claim: str,
-    verdicts: Sequence[Verdict],
+    texts: Sequence[str],
+    judged: Mapping[str, Sequence[object]],
     pictures: Mapping[str, bytes],
+    captions: Mapping[str, str],
     samples: Mapping[str, Sequence[object]],
     config: Mapping[str, Any],
 ) -> str:
     """Returns the HTML of `write_page`, with each figure as the bytes of a PNG file."""
-    judged = {
-        "": [verdict.outcome for verdict in verdicts],
-        "claim": [verdict.claim for verdict in verdicts],
-        "expected": [verdict.expected for verdict in verdicts],
-        "obtained": [verdict.obtained for verdict in verdicts],
-    }
     parts = [
         f"{HEAD}<title>{escape(title)}</title>\n</head>\n<body>",
-        f"<h1>{escape(title)}</h1>\n<p>{escape(claim)}</p>",
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p>{escape(text)}</p>" for text in texts),
         table(judged),
     ]
     for name, data in pictures.items():
         source = f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
-        parts.append(f'<p><img alt="{escape(name)}" src="{source}"></p>')
+        caption = escape(captions[name])
+        parts.append(f'<figure><img alt="{escape(name)}" src="{source}"><figcaption>{caption}</figcaption></figure>')
     if samples:
         parts.append("<h2>Samples</h2>\n" + table(samples))
     settings = table({"name": list(config), "value": list(config.values())})
@@ -277,20 +248,22 @@ def page(
 def write_page(
     folder: Path,
     title: str,
-    claim: str,
-    verdicts: Sequence[Verdict],
+    texts: Sequence[str],
+    judged: Mapping[str, Sequence[object]],
     figures: Mapping[str, Figure],
+    captions: Mapping[str, str],
     samples: Mapping[str, Sequence[object]],
     config: Mapping[str, Any],
 ) -> Path:
-    """Writes report.html, which needs no other file, and <name>.png for each figure; closes the figures.
+    """Writes report.html, which needs no other file, and <name>.png and .pdf for each figure; closes the figures.
 
     Args:
         folder: Where the files go.
         title: The title of the page.
-        claim: The paper's claim.
-        verdicts: The judged claims.
+        texts: Paragraphs under the title, such as the paper's claim.
+        judged: The table of verdicts: heading -> cells [N].
         figures: name -> figure. The name becomes the file's name; it may have letters, digits, - and _.
+        captions: name -> what the figure shows.
         samples: heading -> cells [N], such as prompt, before and after; {} for none.
         config: name -> value, as from `to_flat_dict`.
 
@@ -303,11 +276,12 @@ def write_page(
                 f"got a figure called {name!r}; a name of letters, digits, - and _ is needed, because it names a file. "
                 "Put other text into the figure's title."
             )
-    pictures = {name: png(figure) for name, figure in figures.items()}
-    text = page(title, claim, verdicts, pictures, samples, config)
+    pictures = {name: file_of(figure, "png") for name, figure in figures.items()}
+    text = page(title, texts, judged, pictures, captions, samples, config)
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in pictures.items():
         (folder / f"{name}.png").write_bytes(data)
+        (folder / f"{name}.pdf").write_bytes(file_of(figures[name], "pdf"))
         plt.close(figures[name])
     path = folder / PAGE
     path.write_text(text, encoding="utf-8")

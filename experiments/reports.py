@@ -1,43 +1,81 @@
-"""What every report.py shares: it reads finished runs, judges the claim, writes a page, and exits by the verdicts."""
+"""What every report.py shares: it reads finished runs, judges the paper's claims, and writes a page about them.
+
+A report writes into its folder: report.html, which needs no other file; report.md, the same for a README; numbers.json,
+from which the verdicts can be computed again; and each figure as PNG and PDF.
+"""
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.figures import Verdict, exit_code, write_page
+from experiments.claims import HEADINGS, Claim, Numbers, Verdict, judge, rounded, to_json
+from experiments.figures import write_page
+from experiments.provenance import in_words
 from experiments.runs import Run, finished_runs
 
-VERDICTS = "verdicts.json"
+NUMBERS, MARKDOWN = "numbers.json", "report.md"
+HOW = (
+    "A verdict is about the mean effect over seeds and prompts. The interval and the two-sided p-value are those of a "
+    "symmetric bootstrap-t that resamples seeds and prompts; runs with one seed, and answers to one prompt, are "
+    "compared in pairs. p is corrected by Holm's rule for all claims of the paper; reproduced and contradicted need "
+    "0.05 at most. Claims of little effect are tests of equivalence. The power is that of an uncorrected test at the "
+    "observed noise, for the effect that is named."
+)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a paper's report concludes from runs.
+    """What a paper's report reads from runs.
 
     Attributes:
-        verdicts: The judged claims.
+        measured: The quantities that the claims compare, by name: seed -> a number, or one for each prompt.
+        claims: The claims of the paper. Those whose quantities the runs do not have are left out.
         figures: Figures by file name; the first is the paper's.
+        captions: For each figure, what it shows, with the number of seeds and the meaning of its bands.
         samples: A table, from heading to cells [N], such as prompt, before and after.
     """
 
-    verdicts: Sequence[Verdict]
+    measured: Mapping[str, Numbers]
+    claims: Sequence[Claim]
     figures: Mapping[str, Figure]
+    captions: Mapping[str, str]
     samples: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
-def write_report(folder: Path, title: str, claim: str, report: Report, runs: Sequence[Run]) -> Path:
-    """Writes report.html, its figures as PNG files and verdicts.json; returns the path of the page."""
-    path = write_page(folder, title, claim, report.verdicts, report.figures, report.samples, settings(runs))
-    content = {"figures": list(report.figures), "verdicts": [asdict(verdict) for verdict in report.verdicts]}
-    (folder / VERDICTS).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return path
+def write_report(folder: Path, title: str, claim: str, report: Report, runs: Sequence[Run]) -> Sequence[Verdict]:
+    """Judges, writes report.html, report.md, numbers.json and the figures, and returns the verdicts."""
+    measured = rounded(report.measured)
+    verdicts = judge(report.claims, measured)
+    rows = [verdict.cells() for verdict in verdicts]
+    columns = {heading: [row[i] for row in rows] for i, heading in enumerate(HEADINGS)}
+    about = in_words([start for run in runs for start in run.starts])
+    write_page(
+        folder, title, [claim, about, HOW], columns, report.figures, report.captions, report.samples, settings(runs)
+    )
+    parts = [markdown(rows, HEADINGS), about]
+    parts += [f"![{name}]({name}.png)\n\n*{report.captions[name]}* ([PDF]({name}.pdf))" for name in report.figures]
+    if report.samples:
+        cells = zip(*report.samples.values(), strict=True)
+        parts += ["**Samples**", markdown([[str(cell) for cell in row] for row in cells], list(report.samples))]
+    (folder / MARKDOWN).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    content = {"about": about, "settings": settings(runs), **to_json(measured, verdicts)}
+    (folder / NUMBERS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return verdicts
+
+
+def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str]) -> str:
+    """Formats a table as Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(
+        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
@@ -50,28 +88,28 @@ def settings(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def report_on(
-    title: str, claim: str, judge: Callable[[Sequence[Run]], Report], folders: Sequence[Path], out: Path | None = None
+    title: str, claim: str, read: Callable[[Sequence[Run]], Report], folders: Sequence[Path], out: Path | None = None
 ) -> Sequence[Verdict]:
     """Judges the finished runs below `folders`, writes the report into `out` (default: the first), and prints it."""
     runs = finished_runs(*folders)
-    report = judge(runs)
-    page = write_report(out or folders[0], title, claim, report, runs)
-    print(*report.verdicts, f"page: {page}", sep="\n")
-    return report.verdicts
+    folder = out or folders[0]
+    verdicts = write_report(folder, title, claim, read(runs), runs)
+    print(*verdicts, f"page: {folder / 'report.html'}", sep="\n")
+    return verdicts
 
 
-def main(title: str, claim: str, judge: Callable[[Sequence[Run]], Report]) -> None:
-    """Runs report.py FOLDER [FOLDER ...] [--out FOLDER]. Exits with 0 if every verdict is a pass, else with 1."""
+def main(title: str, claim: str, read: Callable[[Sequence[Run]], Report]) -> None:
+    """Runs report.py FOLDER [FOLDER ...] [--out FOLDER]. Exits with 0 if every claim is reproduced, else with 1."""
     parser = argparse.ArgumentParser(description=f"{title}. Reads finished runs, and judges: {claim}")
     parser.add_argument("folders", nargs="+", type=Path, help="folders of runs, or of a sweep's runs")
-    parser.add_argument("--out", type=Path, help="where report.html and the figures go (default: the first folder)")
+    parser.add_argument("--out", type=Path, help="where the page and the figures go (default: the first folder)")
     arguments = parser.parse_args()
-    sys.exit(exit_code(report_on(title, claim, judge, arguments.folders, arguments.out)))
+    verdicts = report_on(title, claim, read, arguments.folders, arguments.out)
+    sys.exit(0 if verdicts and all(verdict.outcome == "reproduced" for verdict in verdicts) else 1)
 
 
-def spread(values: Iterable[float], form: str = ".3f") -> str:
-    """The median and the range of the seeds, as a table shows them: 0.812 (0.790 to 0.820)."""
-    known = list(values)
-    if len(known) == 1:
-        return f"{known[0]:{form}}"
-    return f"{median(known):{form}} ({min(known):{form}} to {max(known):{form}})"
+def spread(values: Sequence[float], form: str = ".3f") -> str:
+    """The median and the range of the seeds: 0.812 (0.790 to 0.820)."""
+    if len(values) == 1:
+        return f"{values[0]:{form}}"
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"

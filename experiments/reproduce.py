@@ -1,86 +1,76 @@
-"""Runs every paper's experiment at its default size, and writes the table of claims: `make reproduce`.
+"""Runs the papers' experiments and judges their claims: `make reproduce`.
 
-For each paper it runs the sweeps experiments/<paper>/reproduce*.yaml, and then report.py over their runs. It does not
-repeat the runs in runs/reproduce that have finished; remove that folder to start over. It writes the table and the
-figures between the marks of experiments/README.md and of each paper's README.md.
+A tier is a size: smoke (minutes, shows that everything runs and decides nothing), default (90 minutes on two cores),
+overnight and gpu. For each paper this program runs the sweeps of the tier, experiments/<paper>/smoke*.yaml,
+reproduce*.yaml, overnight*.yaml or sweep_gpu*.yaml, and then report.py over their runs. It does not repeat runs in
+runs/reproduce/<tier> that have finished; remove that folder to start over. The default tier writes the verdicts, the
+figures and the numbers into experiments/README.md and each paper's folder; the others leave their pages in
+runs/reproduce.
 """
 
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from experiments.claims import HEADINGS, Verdict, from_json
+from experiments.provenance import ROOT
+from experiments.reports import HOW, MARKDOWN, NUMBERS, markdown
+
 RUNS = Path("runs", "reproduce")
+TIERS = {"smoke": "smoke*.yaml", "default": "reproduce*.yaml", "overnight": "overnight*.yaml", "gpu": "sweep_gpu*.yaml"}
 BEGIN, END = "<!-- reproduced -->", "<!-- /reproduced -->"
-HEADINGS = ("paper", "claim", "expected", "obtained", "", "minutes")
 FAILED = "failed"  # what `trimtab sweep` calls a trial whose program failed
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a paper: rows of claim, expected, obtained and outcome; its figure; the minutes that it took."""
+    """The result of a paper: the folder of its page, its verdicts, what failed, and the minutes that it took."""
 
     paper: str
-    rows: Sequence[tuple[str, str, str, str]]
-    figure: Path | None
+    folder: Path
+    verdicts: Sequence[Verdict]
+    failures: Sequence[str]
     minutes: float
-    is_complete: bool  # every run ended well, and the report was written
-
-    def table(self) -> list[tuple[str, ...]]:
-        """Rows under HEADINGS; only the first has the paper and its minutes."""
-        link = f"[{self.paper}]({self.paper}/README.md)"
-        sides = [(link, f"{self.minutes:.1f}"), *[("", "")] * len(self.rows)]
-        return [(name, *row, minutes) for (name, minutes), row in zip(sides, self.rows, strict=False)]
 
 
-def papers() -> list[str]:
-    """The folders that have a reproduce*.yaml, the oldest paper first."""
-    names = {file.parent.name for file in (ROOT / "experiments").glob("*/reproduce*.yaml")}
+def papers(tier: str) -> list[str]:
+    """The folders that have sweeps of the tier, the oldest paper first."""
+    names = {file.parent.name for file in (ROOT / "experiments").glob(f"*/{TIERS[tier]}")}
     return sorted(names, key=lambda name: (name.split("_")[1], name))
 
 
-def reproduce(paper: str, jobs: int) -> Result:
+def reproduce(paper: str, tier: str, jobs: int) -> Result:
     """Runs what is left of the paper's sweeps, and its report."""
-    home, out = ROOT / "experiments" / paper, RUNS / paper
+    home, out = ROOT / "experiments" / paper, RUNS / tier / paper
     folders, trials, failures = [], [], []
-    for file in sorted(home.glob("reproduce*.yaml")):
+    for file in sorted(home.glob(TIERS[tier])):
         sweep = out / file.stem
         command = ["trimtab_cli", "sweep", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
         command.append("--retry-failed")
         failures += ["its sweep could not be run"] * bool(call(command))
         if (about := sweep / "sweep.json").exists():
-            folders.append(str(Path("runs", paper, json.loads(about.read_text(encoding="utf-8"))["id"])))
+            folders.append(str(Path("runs", paper, read_json(about)["id"])))
         trials += read_lines(sweep / "trials.jsonl")
     failures += [f"run {trial['run_id']} failed, see {trial['log']}" for trial in trials if trial["status"] == FAILED]
-    (verdicts := out / "verdicts.json").unlink(missing_ok=True)
+    (numbers := out / NUMBERS).unlink(missing_ok=True)
     call([f"experiments.{paper}.report", *folders, "--out", str(out)])
-    judged: dict[str, Any] = {"figures": [], "verdicts": []}
-    if verdicts.exists():
-        judged = json.loads(verdicts.read_text(encoding="utf-8"))
+    verdicts: Sequence[Verdict] = []
+    if numbers.exists():
+        _, _, verdicts = from_json(read_json(numbers))
     else:
         failures.append("its report was not written")
     for failure in failures:
         print(f"{paper}: {failure}", file=sys.stderr)
-    rows = [(v["claim"], v["expected"], v["obtained"], "pass" if v["passed"] else "FAIL") for v in judged["verdicts"]]
-    rows += [("it runs", "no failure", f"{len(failures)} failed", "FAIL")] * bool(failures)
-    return Result(
-        paper,
-        rows,
-        out / f"{judged['figures'][0]}.png" if judged["figures"] else None,
-        sum(trial["seconds"] or 0 for trial in trials) / jobs / 60,
-        not failures,
-    )
+    minutes = sum(trial["seconds"] or 0 for trial in trials) / jobs / 60
+    return Result(paper, out, verdicts, failures, minutes)
 
 
 def call(command: Sequence[str]) -> int:
@@ -89,31 +79,14 @@ def call(command: Sequence[str]) -> int:
     return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False).returncode
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines; empty if there is no file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str] = HEADINGS) -> str:
-    """Formats a table as Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def provenance(jobs: int) -> str:
-    """The commit, the day, the machine and the versions, in words."""
-    git = ["git", "-C", str(ROOT)]
-    commit, changed = (
-        subprocess.run([*git, *words], capture_output=True, text=True, check=False).stdout.strip()
-        for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-    )
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "diffusers"))
-    return (
-        f"Commit {commit or 'unknown'}{' with changes' if changed else ''}, {datetime.now(UTC):%Y-%m-%d}, "
-        f"{len(os.sched_getaffinity(0))} {platform.machine()} cores, {jobs} runs side by side, Python "
-        f"{platform.python_version()}, {libraries}. Numbers are medians over the seeds, with their range. Minutes are "
-        "those of the runs, divided by how many ran side by side."
-    )
 
 
 def around_marks(readme: Path) -> tuple[str, str]:
@@ -131,41 +104,62 @@ def write_between_marks(readme: Path, text: str) -> None:
     readme.write_text(f"{before}\n\n{text}\n\n{after}", encoding="utf-8")
 
 
-def publish(results: Sequence[Result], about: str, *, is_all: bool) -> None:
-    """Copies figures and tables into the papers' folders; with `is_all`, writes the table of all papers too."""
+def publish(results: Sequence[Result], jobs: int) -> None:
+    """Copies pages, figures and numbers into the papers' folders, and writes the table of all committed numbers."""
     home = ROOT / "experiments"
-    parts = [markdown([row for result in results for row in result.table()]), about]
     for result in results:
-        picture = ""
-        if result.figure:
-            shutil.copyfile(ROOT / result.figure, home / result.paper / "figure.png")
-            picture = f"\n\n![{result.paper}](figure.png)"
-            parts.append(f"### {result.paper}\n\n![{result.paper}]({result.paper}/figure.png)")
-        table = markdown(result.rows, HEADINGS[1:-1])
-        whole = f"{table}\n\n{about} Here: {result.minutes:.1f} minutes.{picture}"
-        write_between_marks(home / result.paper / "README.md", whole)
-    if is_all:
-        write_between_marks(home / "README.md", "\n\n".join(parts))
+        if result.failures:
+            continue  # the committed page stays: a part of the runs would judge other claims
+        for file in (*result.folder.glob("*.png"), *result.folder.glob("*.pdf")):
+            shutil.copyfile(file, home / result.paper / file.name)
+        content = {"minutes": round(result.minutes, 1), **read_json(result.folder / NUMBERS)}
+        (home / result.paper / NUMBERS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        words = (result.folder / MARKDOWN).read_text(encoding="utf-8").rstrip()
+        took = f"{result.minutes:.1f} minutes of runs, {jobs} at a time. The numbers: [{NUMBERS}]({NUMBERS})."
+        write_between_marks(home / result.paper / "README.md", f"{words}\n\n{took}")
+    write_between_marks(home / "README.md", f"{committed_table()}\n\n{HOW}")
+
+
+def committed_table() -> str:
+    """The verdicts of all papers as Markdown, from the numbers in their folders; the rows of a paper end with it."""
+    rows, abouts = [], []
+    for paper in papers("default"):
+        name = f"[{paper}]({paper}/README.md)"
+        if not (file := ROOT / "experiments" / paper / NUMBERS).exists():
+            rows.append((name, "not judged yet", *[""] * len(HEADINGS)))
+            continue
+        content = read_json(file)
+        verdicts = [verdict.cells() for verdict in from_json(content)[2]]
+        sides = [(name, str(content["minutes"])), *[("", "")] * len(verdicts)]
+        rows += [(paper, *row, minutes) for (paper, minutes), row in zip(sides, verdicts, strict=False)]
+        abouts.append(f"- {paper}: {content['about']}")
+    return "\n\n".join([markdown(rows, ["paper", *HEADINGS, "minutes"]), "\n".join(abouts)])
 
 
 def main() -> int:
     """Returns 0 if every paper ran and was judged, whatever the verdicts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("papers", nargs="*", help=f"which of {', '.join(papers())} (default: all)")
+    parser.add_argument("papers", nargs="*", help="folders of experiments (default: all that the tier has)")
+    parser.add_argument("--tier", choices=TIERS, default="default", help="the size of the runs (default: default)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     arguments = parser.parse_args()
-    if unknown := set(arguments.papers) - set(papers()):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}. Choose from {', '.join(papers())}.")
+    known = papers(arguments.tier)
+    if unknown := set(arguments.papers) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}. The tier {arguments.tier} has {', '.join(known)}.")
     os.chdir(ROOT)  # sweeps name their programs from here
-    chosen = arguments.papers or papers()
-    for folder in ("", *chosen):  # before the hour of work, not after it
+    chosen = arguments.papers or known
+    is_published = arguments.tier == "default"
+    for folder in ("", *chosen) if is_published else ():  # before the hours of work, not after them
         around_marks(ROOT / "experiments" / folder / "README.md")
-    began, about = time.monotonic(), provenance(arguments.jobs)
-    results = [reproduce(paper, arguments.jobs) for paper in chosen]
-    publish(results, about, is_all=not arguments.papers)
-    print(f"\n{markdown([row for result in results for row in result.table()])}\n\n{about}")
+    began = time.monotonic()
+    results = [reproduce(paper, arguments.tier, arguments.jobs) for paper in chosen]
+    if is_published:
+        publish(results, arguments.jobs)
+    for result in results:
+        print(f"\n{result.paper}: {result.minutes:.1f} minutes, {result.folder / 'report.html'}")
+        print(*result.verdicts, *(f"failed        {failure}" for failure in result.failures), sep="\n")
     print(f"{(time.monotonic() - began) / 60:.0f} minutes in all")
-    return 0 if all(result.is_complete for result in results) else 1
+    return 1 if any(result.failures for result in results) else 0
 
 
 if __name__ == "__main__":

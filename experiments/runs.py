@@ -1,12 +1,14 @@
 """The settings of a run, and the files that every run leaves in its folder.
 
-config.json holds the settings, history.jsonl a row for each step, and summary.json the results of a finished run.
+config.json holds the settings, starts.json the commit, versions, machine and command of each start, history.jsonl a row
+for each step, per_prompt.json the numbers of each prompt of the evaluation, and summary.json the results of a finished
+run.
 """
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
+from experiments.provenance import provenance
 from trimtab_common.config import parse_config, read_settings, to_flat_dict
 from trimtab_common.runs import folder_of_trial
 from trimtab_common.sealing import checkpoints, keep_under_other_name
@@ -27,6 +30,7 @@ from matplotlib import pyplot as plt
 
 WANDB_VARIABLES = {"group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
 HISTORY, CONFIG, SUMMARY, FIGURE = "history.jsonl", "config.json", "summary.json", "report.png"
+PER_PROMPT, STARTS = "per_prompt.json", "starts.json"
 
 
 def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, **changes: object) -> tuple[Any, ...]:
@@ -91,7 +95,7 @@ def begin(project: str, run: Any, args: TrainingArguments) -> "History":
 
 
 def open_folder(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> None:
-    """Writes config.json, and puts the files of an earlier run out of the way.
+    """Writes config.json and starts.json, and puts the files of an earlier run out of the way.
 
     A folder holds the history and the checkpoints of one run. Unless the run continues an earlier one, this function
     removes the earlier history and renames the earlier checkpoints to replaced-1-checkpoint-N.
@@ -99,6 +103,8 @@ def open_folder(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> No
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / SUMMARY).unlink(missing_ok=True)
+    starts = _json(folder / STARTS) if goes_on and (folder / STARTS).exists() else []
+    (folder / STARTS).write_text(json.dumps([*starts, provenance()], indent=2) + "\n", encoding="utf-8")
     if not goes_on:
         (folder / HISTORY).unlink(missing_ok=True)
         for checkpoint in (*checkpoints(folder).values(), *checkpoints(folder / "checkpoints").values()):
@@ -109,6 +115,11 @@ def append(folder: Path, row: Mapping[str, Any]) -> None:
     """Appends a row, which has a `step`, to history.jsonl as a line of JSON."""
     with (folder / HISTORY).open("a", encoding="utf-8") as file:
         file.write(json.dumps(dict(row)) + "\n")
+
+
+def write_per_prompt(folder: Path, numbers: Mapping[str, Sequence[float]]) -> None:
+    """Writes per_prompt.json: for each name, a number for each prompt of the evaluation, in the prompts' order."""
+    (folder / PER_PROMPT).write_text(json.dumps(dict(numbers)) + "\n", encoding="utf-8")
 
 
 def close_folder(folder: Path, summary: Mapping[str, float]) -> None:
@@ -180,12 +191,14 @@ def show(title: str, prompts: Sequence[str], answers: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, its settings, its rows of history.jsonl in order, and its summary."""
+    """A finished run: its folder, settings, rows of history.jsonl in order, summary, numbers per prompt, and starts."""
 
     folder: Path
     config: Mapping[str, Any]
     history: Sequence[Mapping[str, Any]]
     summary: Mapping[str, float]
+    per_prompt: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    starts: Sequence[Mapping[str, Any]] = ()
 
     def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
         """The values of two names, from the rows that have both."""
@@ -215,11 +228,40 @@ def finished_runs(*folders: Path) -> list[Run]:
             f"no finished run is below {names}: a folder with {SUMMARY} is needed. Give the folder of a run or of a "
             "sweep, or let a run finish."
         )
-    return [Run(folder, _json(folder / CONFIG), read_history(folder), _json(folder / SUMMARY)) for folder in finished]
+    return [
+        Run(
+            folder,
+            _json(folder / CONFIG),
+            read_history(folder),
+            _json(folder / SUMMARY),
+            _json(folder / PER_PROMPT) if (folder / PER_PROMPT).exists() else {},
+            _json(folder / STARTS),
+        )
+        for folder in finished
+    ]
 
 
 def _json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def of_seeds(runs: Iterable[Run], value: Callable[[Run], float | Sequence[float]]) -> dict[int, Any]:
+    """A value of each run by the run's seed.
+
+    Raises:
+        ValueError: Two runs have one seed, so that they differ in more than the seed.
+    """
+    values: dict[int, Any] = {}
+    folders: dict[int, Path] = {}
+    for run in runs:
+        seed = run.config["seed"]
+        if seed in folders:
+            raise ValueError(
+                f"{folders[seed]} and {run.folder} have the seed {seed}; one run of each setting and seed is needed. "
+                "Give the folder of one sweep."
+            )
+        folders[seed], values[seed] = run.folder, value(run)
+    return values
 
 
 def by(runs: Iterable[Run], *names: str) -> dict[Any, list[Run]]:

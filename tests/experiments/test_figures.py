@@ -10,9 +10,7 @@ import torch
 from PIL import Image
 
 from experiments.figures import (
-    Verdict,
     curves,
-    exit_code,
     frontier,
     frontier_points,
     image_grid,
@@ -24,8 +22,7 @@ from experiments.figures import (
     write_page,
 )
 
-GOOD = Verdict("reward rises", "more than 0", "0.4", True)
-BAD = Verdict("KL is held", "4 to 16", "21.0", False)
+JUDGED = {"verdict": ["reproduced"], "claim": ["reward rises"]}
 
 
 @pytest.fixture
@@ -33,20 +30,6 @@ def axis():
     figure, axis = plt.subplots()
     yield axis
     plt.close(figure)
-
-
-# Verdicts --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("verdicts", "code"), [([GOOD], 0), ([GOOD, BAD], 1), ([BAD, GOOD], 1), ([], 1)])
-def test_a_report_passes_if_something_was_judged_and_all_of_it_passed(verdicts: list[Verdict], code: int):
-    assert exit_code(verdicts) == code
-
-
-def test_a_verdict_is_one_line_with_all_it_knows():
-    assert str(GOOD) == "pass  reward rises   expected: more than 0   obtained: 0.4"
-    assert str(BAD).startswith("FAIL  KL is held")
-    assert len(str(Verdict("two\nlines", "a\r\nb", "c", True)).splitlines()) == 1
 
 
 # Curves ----------------------------------------------------------------------------------------------------------
@@ -215,13 +198,14 @@ def nasty_page(folder: Path) -> str:
     """A page with NASTY wherever a text is taken."""
     figure, axis = plt.subplots()
     curves(axis, {"a": [([0, 1], [0, 1])]})
-    verdict = Verdict(f"claim {NASTY}", f"expected {NASTY}", f"obtained {NASTY}", True)
+    judged = {f"claim {NASTY}": [f"expected {NASTY}", "rises"], "obtained": [f"obtained {NASTY}", "0.4"]}
     path = write_page(
         folder,
         f"title {NASTY}",
-        f"paper {NASTY}",
-        [verdict, BAD],
+        [f"paper {NASTY}"],
+        judged,
         {"reward-kl_1": figure},
+        {"reward-kl_1": f"caption {NASTY}"},
         {"prompt": ["one", "two"], f"after {NASTY}": [f"text {NASTY}", "a\nb"]},
         {f"name {NASTY}": f"value {NASTY}", "beta": 0.1},
     )
@@ -251,9 +235,9 @@ def test_a_page_shows_every_text_as_it_came(tmp_path: Path):
     source = nasty_page(tmp_path)
     assert "<script" not in source
     texts = Seen(source).texts
-    for word in ("title", "paper", "claim", "expected", "obtained", "after", "text", "name", "value"):
+    for word in ("title", "paper", "claim", "expected", "obtained", "caption", "after", "text", "name", "value"):
         assert f"{word} {NASTY}" in texts, word
-    assert {"pass", "FAIL", BAD.obtained, "prompt", "a\nb", "beta", "0.1"} <= set(texts)
+    assert {"rises", "0.4", "prompt", "a\nb", "beta", "0.1"} <= set(texts)
 
 
 def test_the_figure_in_the_page_is_the_png_beside_it(tmp_path: Path):
@@ -266,16 +250,24 @@ def test_the_figure_in_the_page_is_the_png_beside_it(tmp_path: Path):
         assert len(np.unique(np.asarray(picture.convert("L")))) > 2
 
 
+def test_a_figure_has_a_pdf_whose_bytes_are_the_same_each_time(tmp_path: Path):
+    nasty_page(tmp_path / "one")
+    nasty_page(tmp_path / "two")
+    first, second = ((tmp_path / name / "reward-kl_1.pdf").read_bytes() for name in ("one", "two"))
+    assert first.startswith(b"%PDF")
+    assert first == second
+
+
 @pytest.mark.parametrize("name", ["a b", "../up", "a/b", "a.png", ""])
 def test_a_figure_is_called_like_a_file_of_the_folder(name: str, tmp_path: Path):
     with pytest.raises(ValueError, match="letters, digits"):
-        write_page(tmp_path / "page", "", "", [GOOD], {name: plt.figure()}, {}, {})
+        write_page(tmp_path / "page", "", [], JUDGED, {name: plt.figure()}, {name: ""}, {}, {})
     plt.close("all")
     assert not (tmp_path / "page").exists()
 
 
 def test_a_page_without_samples_does_not_speak_of_them(tmp_path: Path):
-    path = write_page(tmp_path, "t", "c", [GOOD], {}, {}, {})
+    path = write_page(tmp_path, "t", ["c"], JUDGED, {}, {}, {}, {})
     assert "Samples" not in path.read_text("utf-8")
 
 

@@ -11,10 +11,21 @@ from matplotlib import pyplot as plt
 from tests.lm import tiny
 
 from experiments import reports
+from experiments.claims import Claim, from_json, judge
 from experiments.evaluation import continued, kl_of_samples
-from experiments.figures import Verdict
+from experiments.provenance import in_words
 from experiments.reports import Report, spread
-from experiments.runs import Run, append, by, close_folder, finished_runs, open_folder, read_history
+from experiments.runs import (
+    Run,
+    append,
+    by,
+    close_folder,
+    finished_runs,
+    of_seeds,
+    open_folder,
+    read_history,
+    write_per_prompt,
+)
 
 
 def a_run(folder: Path, *, is_over: bool = True, **config: object) -> Path:
@@ -89,27 +100,57 @@ def test_settings_that_differ_are_shown_with_all_their_values():
     assert reports.settings([run_with(seed=seed) for seed in range(13)]) == {"seed": "13 values"}
 
 
-@pytest.mark.parametrize(("rewards", "code"), [([0.5], 0), ([0.5, -0.5], 1), ([], 1)])
-def test_the_program_exits_by_its_verdicts_and_leaves_them_in_a_file(
-    rewards: list[float], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("effect", "code"), [(0.5, 0), (0.0, 1), (-0.5, 1)])
+def test_the_program_exits_by_its_verdicts_and_leaves_what_they_follow_from(
+    effect: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def judge(runs: Sequence[Run]) -> Report:
-        assert [run.config["seed"] for run in runs] == [4]
-        return Report(
-            [Verdict("rises", "above 0", str(reward), reward > 0) for reward in rewards], {"figure": plt.figure()}
-        )
+    def read(runs: Sequence[Run]) -> Report:
+        rewards = of_seeds(runs, lambda run: run.summary["reward"] - 0.5 + effect + run.config["seed"] / 100)
+        claim = Claim("the reward | rises", ("reward",), "more", 0.1, "points", number="0.7", place="figure 2")
+        samples = {"query": ["a|b"], "after": ["line\nbreak"]}
+        return Report({"reward": rewards}, [claim], {"curve": plt.figure()}, {"curve": "two seeds"}, samples)
 
-    a_run(tmp_path / "runs", seed=4)
+    for seed in range(-4, 5):
+        a_run(tmp_path / "runs" / str(seed), seed=seed)
     monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
-        reports.main("title", "claim", judge)
+        reports.main("title", "claim", read)
     assert ended.value.code == code
-    stored = json.loads((tmp_path / "out" / "verdicts.json").read_text())
-    assert stored["figures"] == ["figure"]
-    assert [verdict["passed"] for verdict in stored["verdicts"]] == [reward > 0 for reward in rewards]
+    stored = json.loads((tmp_path / "out" / "numbers.json").read_text())
+    claims, measured, verdicts = from_json(stored)
+    assert judge(claims, measured) == verdicts
+    assert verdicts[0].outcome == {0.5: "reproduced", 0.0: "undecided", -0.5: "contradicted"}[effect]
     assert "<title>title</title>" in (tmp_path / "out" / "report.html").read_text()
-    assert (tmp_path / "out" / "figure.png").exists()
-    assert capsys.readouterr().out.count("rises") == len(rewards)
+    assert (tmp_path / "out" / "curve.png").exists()
+    assert (tmp_path / "out" / "curve.pdf").exists()
+    assert capsys.readouterr().out.count("the reward | rises") == 1
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| the reward \\| rises (adapted: figure 2) | 0.7 |" in text
+    assert "![curve](curve.png)\n\n*two seeds*" in text
+    assert "| a\\|b | line break |" in text
+    assert "torch " in text
+
+
+def test_every_start_of_a_run_is_recorded(tmp_path: Path):
+    a_run(tmp_path, seed=4)
+    open_folder(tmp_path, {"seed": 4}, goes_on=True)
+    close_folder(tmp_path, {"reward": 0.5})
+    (run,) = finished_runs(tmp_path)
+    assert len(run.starts) == 2
+    assert set(run.starts[0]) == {"commit", "is_changed", "day", "machine", "python", "versions", "command"}
+    words = in_words(run.starts)
+    assert run.starts[0]["commit"] in words
+    assert f"torch {torch.__version__}" in words
+    assert in_words([run.starts[0], {**run.starts[0], "commit": "0ther"}]).count("0ther") == 1
+
+
+def test_numbers_of_prompts_are_read_back_by_seed(tmp_path: Path):
+    for seed in (2, 1):
+        write_per_prompt(a_run(tmp_path / str(seed), seed=seed), {"reward": [seed, 0.5]})
+    runs = finished_runs(tmp_path)
+    assert of_seeds(runs, lambda run: run.per_prompt["reward"]) == {1: [1, 0.5], 2: [2, 0.5]}
+    with pytest.raises(ValueError, match="one run of each setting and seed"):
+        of_seeds([*runs, runs[0]], lambda run: 0.0)
 
 
 def test_kl_of_samples_is_the_mean_gap_of_log_probabilities():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments import reproduce
+from experiments.claims import HEADINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """
@@ -18,7 +19,7 @@ method: grid
 metric: {{name: score, goal: maximize}}
 command: ["${{env}}", "${{interpreter}}", "${{program}}", "${{args}}"]
 parameters:
-  seed: {{values: [0, 1]}}
+  seed: {{values: [1, 2]}}
 """
 TRAIN = """
 import json, os, sys
@@ -31,21 +32,24 @@ folder.mkdir(parents=True)
 (folder / "config.json").write_text(json.dumps({{"seed": seed}}))
 (folder / "history.jsonl").write_text(json.dumps({{"step": 1}}) + "\\n")
 (folder / "summary.json").write_text(json.dumps({{"score": seed}}))
+from experiments.provenance import provenance
+(folder / "starts.json").write_text(json.dumps([provenance()]))
 import wandb
 with wandb.init() as run:
     run.log({{"score": seed}})
 """
 REPORT = """
 from matplotlib import pyplot as plt
-from experiments.figures import Verdict
+from experiments.claims import Claim
 from experiments.reports import Report, main
+from experiments.runs import of_seeds
 
-def judge(runs):
-    least = min(run.summary["score"] for run in runs)
-    verdict = Verdict("scores | count", "above 0", str(least), least > 0)
-    return Report([verdict], {"figure": plt.figure()})
+def read(runs):
+    scores = of_seeds(runs, lambda run: run.summary["score"])
+    claim = Claim("scores | count", ("scores",), "more", 1.0, "points")
+    return Report({"scores": scores}, [claim], {"figure": plt.figure()}, {"figure": "about"})
 
-main("t", "c", judge)
+main("t", "c", read)
 """
 
 
@@ -53,7 +57,7 @@ main("t", "c", judge)
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -> Path:
     """Two papers, of which the second, older one has a run that fails, and reports on what is left."""
     (tmp_path / "tools").symlink_to(ROOT / "tools")
-    for paper, fails in (("b_2020", -1), ("a_2019", 0)):
+    for paper, fails in (("b_2020", -1), ("a_2019", 1)):
         folder = tmp_path / "experiments" / paper
         folder.mkdir(parents=True)
         (folder / "reproduce.yaml").write_text(SWEEP.format(paper=paper))
@@ -79,37 +83,42 @@ def rows_of(readme: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")] for line in lines]
 
 
-def test_the_table_has_every_paper_with_its_verdicts_and_figure(tree: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_table_has_every_paper_with_its_verdicts(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     assert run(monkeypatch) == 1  # one run failed
     home = tree / "experiments"
-    first, second, third = rows_of(home / "README.md")[2:]
-    assert first[:5] == ["[a_2019](a_2019/README.md)", "scores / count", "above 0", "1", "pass"]
-    assert second[:5] == ["", "it runs", "no failure", "1 failed", "FAIL"]
-    assert third[:5] == ["[b_2020](b_2020/README.md)", "scores / count", "above 0", "0", "FAIL"]
-    for paper in ("a_2019", "b_2020"):
-        assert f"({paper}/figure.png)" in (home / "README.md").read_text()
-        readme = (home / paper / "README.md").read_text()
-        assert readme.startswith(f"# {paper}\n")
-        assert readme.endswith("end\n")
-        assert "old" not in readme
-        assert "(figure.png)" in readme
-        assert (home / paper / "figure.png").read_bytes().startswith(b"\x89PNG")
+    first, second = rows_of(home / "README.md")[2:]
+    assert first[:2] == ["[a_2019](a_2019/README.md)", "not judged yet"]
+    assert second[:3] == ["[b_2020](b_2020/README.md)", "undecided", "scores / count (adapted)"]
+    assert "failed        run " in capsys.readouterr().out
+    readme = (home / "b_2020" / "README.md").read_text()
+    assert readme.startswith("# b_2020\n")
+    assert readme.endswith("end\n")
+    assert "old" not in readme
+    assert "(figure.png)" in readme
+    assert (home / "b_2020" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert (home / "b_2020" / "figure.pdf").exists()
+    assert json.loads((home / "b_2020" / "numbers.json").read_text())["measured"] == {"scores": {"1": 1.0, "2": 2.0}}
+    # A part of the runs would judge other claims: the committed page of a paper with a failure stays.
+    assert "old" in (home / "a_2019" / "README.md").read_text()
+    assert not (home / "a_2019" / "numbers.json").exists()
 
 
 @pytest.mark.slow
 def test_what_was_run_is_not_run_again(tree: Path, monkeypatch: pytest.MonkeyPatch):
     assert run(monkeypatch, "b_2020") == 0
-    assert rows_of(tree / "experiments" / "README.md") == []  # the table is of all or none
+    assert [row[1] for row in rows_of(tree / "experiments" / "README.md")[2:]] == ["not judged yet", "undecided"]
     known = sorted(tree.rglob("summary.json"))
     assert len(known) == 2
     assert run(monkeypatch, "b_2020", "--jobs", "1") == 0
     assert sorted(tree.rglob("summary.json")) == known
-    trials = [json.loads(line) for line in (tree / "runs/reproduce/b_2020/reproduce/trials.jsonl").open()]
+    trials = [json.loads(line) for line in (tree / "runs/reproduce/default/b_2020/reproduce/trials.jsonl").open()]
     (headings, _, row) = rows_of(tree / "experiments" / "b_2020" / "README.md")
-    assert headings == ["claim", "expected", "obtained", ""]
-    assert row == ["scores / count", "above 0", "0", "FAIL"]
+    assert headings == list(HEADINGS)
+    assert row[:2] == ["undecided", "scores / count (adapted)"]
     minutes = sum(trial["seconds"] for trial in trials) / 60
-    assert f"Here: {minutes:.1f} minutes" in (tree / "experiments" / "b_2020" / "README.md").read_text()
+    assert f"{minutes:.1f} minutes of runs, 1 at" in (tree / "experiments" / "b_2020" / "README.md").read_text()
 
 
 def test_a_report_that_fails_is_a_failure_and_an_old_verdict_is_not_taken_for_it(
@@ -118,7 +127,19 @@ def test_a_report_that_fails_is_a_failure_and_an_old_verdict_is_not_taken_for_it
     assert run(monkeypatch, "b_2020") == 0
     (tree / "experiments" / "b_2020" / "report.py").write_text("raise SystemExit('broken')")
     assert run(monkeypatch, "b_2020") == 1
-    assert rows_of(tree / "experiments" / "b_2020" / "README.md")[2:] == [["it runs", "no failure", "1 failed", "FAIL"]]
+    assert len(rows_of(tree / "experiments" / "b_2020" / "README.md")) == 3  # the committed page stays
+
+
+def test_another_tier_runs_its_sweeps_and_leaves_the_committed_pages(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    home = tree / "experiments" / "b_2020"
+    (home / "smoke.yaml").write_text(SWEEP.format(paper="b_2020"))
+    before = (home / "README.md").read_text()
+    assert run(monkeypatch, "--tier", "smoke") == 0
+    assert (home / "README.md").read_text() == before
+    assert (tree / "runs/reproduce/smoke/b_2020/report.html").exists()
+    assert not (tree / "runs/reproduce/default").exists()
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "a_2019", "--tier", "smoke")
 
 
 def test_nothing_is_run_where_the_table_has_no_place(tree: Path, monkeypatch: pytest.MonkeyPatch):

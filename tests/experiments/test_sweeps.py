@@ -24,6 +24,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 
 from experiments.assets.data import GUTENBERG
 from experiments.black_2023_ddpo import train as ddpo
+from experiments.dong_2023_raft import ppo as raft_ppo
 from experiments.dong_2023_raft import train as raft
 from experiments.gao_2022_overoptimization import train as gao
 from experiments.huang_2024_details import train as details
@@ -40,7 +41,11 @@ from trimtab_cli.sweep.search import suggest
 from trimtab_cli.sweep.spec import Sweep, read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(file for kind in ("sweep", "reproduce") for file in (ROOT / "experiments").glob(f"*/{kind}*.yaml"))
+FILES = sorted(
+    file
+    for kind in ("smoke", "sweep", "reproduce", "overnight")
+    for file in (ROOT / "experiments").glob(f"*/{kind}*.yaml")
+)
 PROSE = "the cat was so happy and good but a sad bad dog hated it then he loved her and they cried in a terrible storm"
 COMMANDS = {
     "args": ["${env}", "${interpreter}", "${program}", "${args}"],
@@ -120,7 +125,16 @@ PROGRAMS = [
     ),
     Program(
         gao,
-        {**SHORT, **STEPS, "eval_prompts": 2, "labels": 4, "baseline": 8},
+        {
+            **SHORT,
+            **STEPS,
+            "eval_prompts": 2,
+            "labels": 4,
+            "comparisons": 4,
+            "bank_labels": [2, 4],
+            "bank_prompts": 2,
+            "bank_samples": 2,
+        },
         {**AWKWARD_STEPS, "penalty": 10.0, "run": {"sampling_temperature": 0.9}},
     ),
     Program(
@@ -142,6 +156,8 @@ PROGRAMS = [
             "eval_comparisons": 8,
             "reward_batch_size": 2,
             "best_of": [2, 3],
+            "kl_coefs": [0.05],
+            "judged_models": [],
             "eval_prompts": 2,
         },
         {
@@ -163,6 +179,9 @@ PROGRAMS = [
         {**AWKWARD, "max_length": None, "run": {"k": 3}},
     ),
     Program(
+        raft_ppo, {**SHORT, **STEPS, "eval_prompts": 2}, {**AWKWARD_STEPS, "stories_run": {"sampling_temperature": 0.9}}
+    ),
+    Program(
         dpo,
         {**BATCH, **SHORT, "max_steps": 2, "prompts": 8, "eval_prompts": 2},
         {**AWKWARD, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "run": {"per_prompt": 5}},
@@ -175,11 +194,11 @@ PROGRAMS = [
     Program(
         frontier_ppo,
         {**SHORT, **STEPS, "eval_prompts": 2, "look_every": 1},
-        {**AWKWARD_STEPS, "run": {"sampling_temperature": 0.9}},
+        {**AWKWARD_STEPS, "stories_run": {"sampling_temperature": 0.9}},
     ),
     Program(
         grpo,
-        {**BATCH, "samples": 1, "max_steps": 2, "largest": 10, "eval_prompts": 2},
+        {**BATCH, "samples": 1, "max_steps": 2, "largest": 10, "eval_prompts": 2, "variance_prompts": 2},
         {
             **AWKWARD,
             "scale_rewards": "none",
@@ -190,7 +209,14 @@ PROGRAMS = [
     ),
     Program(
         ddpo,
-        {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2, "eval_pictures": 4},
+        {
+            "num_epochs": 2,
+            "sample_num_steps": 2,
+            "sample_batch_size": 4,
+            "train_batch_size": 2,
+            "eval_pictures": 4,
+            "train_timestep_fraction": 1.0,
+        },
         {
             "train_learning_rate": 1e-05,
             "negative_prompts": None,
@@ -261,10 +287,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.llama(vocab_size=len(vocabulary), max_position_embeddings=256).save_pretrained(folder / "model")
 
     books = folder / "cache" / "npm" / f"{GUTENBERG.name}-{GUTENBERG.version}"
-    for member in GUTENBERG.members:
-        (books / member).parent.mkdir(parents=True, exist_ok=True)
-        (books / member).write_text("\n\n".join([f"{PROSE[0].upper()}{PROSE[1:]}.", "He cried and hated a dog."] * 50))
     words = PROSE.split()
+    for i, member in enumerate(GUTENBERG.members):  # each book's sentences begin with other words
+        sentences = [" ".join(words[j:] + words[:j]).capitalize() for j in range(4 * i, 4 * i + 4)]
+        (books / member).parent.mkdir(parents=True, exist_ok=True)
+        (books / member).write_text("\n\n".join(f"{sentence}." for sentence in sentences * 50))
     reviews = [
         {"text": f"the {'good' if i % 2 else 'bad'} film {words[i % len(words)]} {i}", "label": i % 2}
         for i in range(200)
