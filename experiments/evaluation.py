@@ -1,6 +1,7 @@
 """Measures of a policy: what it writes, and its KL divergence from the model that training began with."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ def continued(
     return rows, response_texts(tokenizer, queries, rows)
 
 
-@torch.no_grad()
 def kl_of_samples(
     policy: Any, reference: Any, prompts: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], *, batch_size: int = 32
 ) -> float:
@@ -36,21 +36,35 @@ def kl_of_samples(
     Returns:
         The mean of log policy(answer) - log reference(answer) over the answers.
     """
-    was_training, _ = policy.training, policy.eval()
-    gaps = []
+    policy_sums, reference_sums = (
+        answer_logprobs(model, prompts, rows, batch_size=batch_size) for model in (policy, reference)
+    )
+    return fmean(ours - theirs for ours, theirs in zip(policy_sums, reference_sums, strict=True))
+
+
+@torch.no_grad()
+def answer_logprobs(
+    model: Any, prompts: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], *, batch_size: int = 32
+) -> list[float]:
+    """The log-probability of each answer under a model, in nats.
+
+    Args:
+        model: A causal model.
+        prompts: Token ids, each [Q].
+        rows: The answers as token ids, each [R].
+        batch_size: Answers per forward pass.
+    """
+    was_training, _ = model.training, model.eval()
+    sums = []
     for start in range(0, len(rows), batch_size):
         pairs = list(zip(prompts[start : start + batch_size], rows[start : start + batch_size], strict=True))
-        whole = [torch.cat([prompt.to(policy.device), row.to(policy.device)]) for prompt, row in pairs]
+        whole = [torch.cat([prompt.to(model.device), row.to(model.device)]) for prompt, row in pairs]
         ids, mask = pad(whole, 0)
         answer = mask[:, 1:].bool()
         for i, (prompt, _) in enumerate(pairs):
             answer[i, : len(prompt) - 1] = False
-        policy_sum, reference_sum = (
-            score_logits(model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer], ids[:, 1:][answer])
-            .logprobs.double()
-            .sum()
-            for model in (policy, reference)
-        )
-        gaps.append(float(policy_sum - reference_sum))
-    policy.train(was_training)
-    return sum(gaps) / len(rows)
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer]
+        logprobs = score_logits(logits, ids[:, 1:][answer]).logprobs.double()
+        sums += [float(row.sum()) for row in logprobs.split(answer.sum(1).tolist())]
+    model.train(was_training)
+    return sums

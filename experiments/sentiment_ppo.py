@@ -13,15 +13,17 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from experiments.assets import openings, stories15m
+from experiments.assets import Split, openings, stories15m
 from experiments.evaluation import continued, kl_of_samples
-from experiments.runs import Run, append, close_folder, open_folder, read_history, show
+from experiments.runs import Run, append, close_folder, open_folder, read_history, show, write_per_prompt
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 from trimtab_lm.sampling.generate import eos_token_ids
 
 REWARD, KL = "ppo/mean_scores", "objective/kl"
-SAMPLES = "samples.json"  # in a run's folder: heading -> cells, of the columns query, before and after
+EVAL_REWARD, EVAL_KL = "eval_reward", "eval_kl"
+SAMPLES = "samples.json"  # in a run's folder: heading -> cells, of the columns query, before, after and reward
+WORST = 3  # samples with the lowest rewards that are always shown
 Reward = Callable[[Sequence[str]], list[float]]
 
 
@@ -40,7 +42,14 @@ class StoriesRun:
     sampling_temperature: float = field(
         default=1.0, metadata={"help": "Divides the logits where continuations are sampled to learn from."}
     )
-    eval_prompts: int = field(default=128, metadata={"help": "Other openings, for reward and KL before and after."})
+    eval_split: Split = field(
+        default="test",
+        metadata={"help": "Openings for reward and KL before and after: test, or tune to choose settings."},
+    )
+    eval_prompts: int = field(default=128, metadata={"help": "Of these openings, how many are used."})
+    look_every: int | None = field(
+        default=None, metadata={"help": "PPO steps between two evaluations of reward and KL. None: before and after."}
+    )
     samples: int = field(default=6, metadata={"help": "Of them, how many are shown."})
     resume_from: str | None = field(
         default=None,
@@ -85,7 +94,7 @@ class Evaluation:
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, reward: Reward, run: StoriesRun, *, seed: int):
         self.model, self.tokenizer, self.reward, self.run, self.seed = model, tokenizer, reward, run, seed
-        self.prompts = openings()[: run.eval_prompts]
+        self.prompts = openings(run.eval_split)[: run.eval_prompts]
         self.ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in self.prompts]
         self.reference = deepcopy(model).eval()
 
@@ -105,7 +114,6 @@ def train(
     ppo: PPOConfig,
     reward: Reward,
     *,
-    on_step: Callable[[int, dict[str, float], Evaluation], None] | None = None,
     make_trainer: Callable[..., PPOTrainer] = PPOTrainer,
 ) -> Path:
     """Trains, evaluates before and after, and writes the run's folder. Every process calls this function.
@@ -114,7 +122,6 @@ def train(
         run: The settings of the experiment.
         ppo: The settings of PPO.
         reward: From texts to one reward each.
-        on_step: Called with the step, its row of history.jsonl, which it may extend, and the evaluation.
         make_trainer: Called as PPOTrainer(config, model, tokenizer=..., dataset=...), for another optimizer or a
             subclass.
 
@@ -124,7 +131,7 @@ def train(
     set_seed(ppo.seed)
     ppo = replace(ppo, model_name=run.model)  # for the tracker's config
     policy, tokenizer = load(run.model)
-    dataset = prompts(tokenizer, openings()[run.eval_prompts :])
+    dataset = prompts(tokenizer, openings("train"))
     if run.stops:
         end_at(policy, tokenizer, run.stops)
     trainer = make_trainer(ppo, policy, tokenizer=tokenizer, dataset=dataset)
@@ -134,39 +141,48 @@ def train(
         open_folder(folder, to_flat_dict(run, ppo), goes_on=bool(run.resume_from))
     evaluation = Evaluation(policy.pretrained_model, tokenizer, reward, run, seed=ppo.seed)
     trainer.run.about = to_flat_dict(run)
-    looks, shown_texts, rows = [], {}, []
-    for stage in ("before", "after"):
-        if stage == "after":
-            learn(trainer, run, reward, folder, lambda step, row: on_step and on_step(step, row, evaluation))
-        numbers, answers = evaluation.look()
-        looks.append(numbers)
-        shown, written = evaluation.prompts[: run.samples], answers[: run.samples]
-        shown_texts |= {"query": shown, stage: [" ".join(answer.split()) for answer in written]}
-        if is_main:
-            show(f"{stage} training", shown, shown_texts[stage])
-        rows += zip([stage] * run.samples, shown, written, reward(written), strict=False)
+    before, first_answers = evaluation.look()
     if is_main:
+        show("before training", evaluation.prompts[: run.samples], first_answers[: run.samples])
+    learn(trainer, run, reward, folder, evaluation)
+    after, answers = evaluation.look()
+    if is_main:
+        show("after training", evaluation.prompts[: run.samples], answers[: run.samples])
+        rewards = {"reward_before": reward(first_answers), "reward": reward(answers)}
+        write_per_prompt(folder, rewards)
+        samples = sample_table(evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
+        (folder / SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
         # Not before training: a run that is resumed takes up its tracker's run there.
-        trainer.tracker.table("samples", ["stage", "query", "response", "reward"], rows, trainer.steps_done)
-        summary = {"reward_before": looks[0]["reward"], **looks[1], "kl_held": held_kl(read_history(folder))}
+        rows = zip(*samples.values(), strict=True)
+        trainer.tracker.table("samples", list(samples), rows, trainer.steps_done)
+        summary = {"reward_before": before["reward"], **after, "kl_held": held_kl(read_history(folder))}
         trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
-        (folder / SAMPLES).write_text(json.dumps(shown_texts, indent=2) + "\n", encoding="utf-8")
         close_folder(folder, summary)
     return folder
 
 
-def samples_of(runs: Mapping[str, Run]) -> dict[str, list[str]]:
-    """A table of samples: the queries, the answers before training, and the answers of each run after it.
+def sample_table(
+    prompts: Sequence[str], before: Sequence[str], after: Sequence[str], rewards: Sequence[float], count: int
+) -> dict[str, list[Any]]:
+    """Answers as columns query, before, after and reward: the first `count` prompts, and the WORST worst rewarded."""
+    worst = sorted(range(len(prompts)), key=rewards.__getitem__)[:WORST]
+    chosen = list(dict.fromkeys([*range(min(count, len(prompts))), *worst]))
+    return {
+        "query": [prompts[i] for i in chosen],
+        "before": [" ".join(before[i].split()) for i in chosen],
+        "after": [" ".join(after[i].split()) for i in chosen],
+        "reward": [rewards[i] for i in chosen],
+    }
 
-    Leaves out a run that has no samples, or has other queries than the first.
-    """
-    columns: dict[str, list[str]] = {}
+
+def samples_of(runs: Mapping[str, Run]) -> dict[str, list[Any]]:
+    """A table of the samples of one run for each label: its first prompts, and those that it was rewarded least for."""
+    columns: dict[str, list[Any]] = {"run": []}
     for label, run in runs.items():
-        if (path := run.folder / SAMPLES).exists():
-            samples = json.loads(path.read_text(encoding="utf-8"))
-            columns = columns or {"query": samples["query"], "before training": samples["before"]}
-            if samples["query"] == columns["query"]:
-                columns[label] = samples["after"]
+        samples = json.loads((run.folder / SAMPLES).read_text(encoding="utf-8"))
+        columns["run"] += [label] * len(samples["query"])
+        for heading, cells in samples.items():
+            columns.setdefault(heading, []).extend(cells)
     return columns
 
 
@@ -180,13 +196,14 @@ def learn(
     run: StoriesRun,
     reward: Reward,
     folder: Path,
-    add: Callable[[int, dict[str, float]], Any],
+    evaluation: Evaluation,
 ) -> None:
-    """Runs PPO's steps; writes each to history.jsonl, and prints every fifth."""
+    """Runs PPO's steps; evaluates every `look_every`, writes each step to history.jsonl, and prints every fifth."""
 
     def on_step(step: int, stats: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
         row = {key: value for key, value in stats.items() if isinstance(value, int | float)}
-        add(step, row)
+        if run.look_every and step % run.look_every == 0 and step < trainer.config.steps:
+            row |= {f"eval_{name}": value for name, value in evaluation.look()[0].items()}
         if not trainer.accelerator.is_main_process:
             return
         append(folder, {"step": step, **row})

@@ -7,7 +7,14 @@ or a list of strings.
 `python -m experiments.assets [NAME ...]` fetches everything, or the named assets, ahead of time.
 """
 
-from experiments.assets.data import imdb_reviews, openings, preferences, sentence_openings, state_of_the_union
+from experiments.assets.data import (
+    Split,
+    imdb_reviews,
+    openings,
+    preferences,
+    sentence_openings,
+    state_of_the_union,
+)
 from experiments.assets.llama2c import convert_llama2c
 from experiments.assets.models import convert_gguf, sentence_encoder, smollm2_135m_instruct, stories15m
 from experiments.assets.registry import AssetError, Package
@@ -15,6 +22,7 @@ from experiments.assets.registry import AssetError, Package
 __all__ = [
     "AssetError",
     "Package",
+    "Split",
     "convert_gguf",
     "convert_llama2c",
     "imdb_reviews",

@@ -3,6 +3,7 @@
 from argparse import ArgumentParser
 
 from experiments import assets
+from experiments.assets import data
 
 FETCHED = ["stories15m", "smollm2_135m_instruct", "sentence_encoder"]
 FETCHED += ["openings", "imdb_reviews", "preferences", "state_of_the_union"]
@@ -16,8 +17,10 @@ def main() -> None:
     if unknown := set(names).difference(FETCHED):
         parser.error(f"no such asset: {', '.join(sorted(unknown))}; there are {', '.join(FETCHED)}")
     for name in names:
-        asset = getattr(assets, name)()
-        print(f"{name}: {len(asset)} openings" if name == "openings" else f"{name}: {asset}")
+        if name == "openings":
+            print(f"{name}: " + ", ".join(f"{len(assets.openings(split))} to {split}" for split in data.BOOKS))
+        else:
+            print(f"{name}: {getattr(assets, name)()}")
 
 
 if __name__ == "__main__":

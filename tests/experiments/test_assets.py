@@ -1,5 +1,6 @@
 import hashlib
 import io
+import itertools
 import json
 import math
 import struct
@@ -289,17 +290,19 @@ about Rumpelstiltskin that day (he said so). He gave you the bread of the king.
 
 The king was very old.
 """
+WORDS = data.frequent_words([TEXT], min_count=1)
 
 
 def test_openings_are_cut_out_of_plain_narration():
-    openings = assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=1, seed=0)
+    openings = assets.sentence_openings([TEXT], WORDS, min_words=3, max_words=5, seed=0)
     two_sentences = {"The old king", "The old king was", "The old king was very", "The old king was sad"}
     assert set(openings) == two_sentences | {"The king was", "The king was very"}
-    assert openings == assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=1, seed=0)
+    assert openings == assets.sentence_openings([TEXT], WORDS, min_words=3, max_words=5, seed=0)
 
 
 def test_openings_have_no_rare_words():
-    openings = assets.sentence_openings([TEXT], min_words=3, max_words=5, min_count=3, seed=0)
+    frequent = data.frequent_words([TEXT[:80], TEXT[80:]], min_count=3)
+    openings = assets.sentence_openings([TEXT], frequent, min_words=3, max_words=5, seed=0)
     assert set(openings) == {"The old king", "The old king was", "The king was"}
 
 
@@ -398,4 +401,14 @@ def test_the_published_texts_are_what_the_docstrings_say():
     assert sum(map(len, assets.preferences("claude").values())) == 41927
     addresses = assets.state_of_the_union()
     assert (addresses[0]["year"], addresses[-1]["year"], len(addresses)) == (1790, 2021, 233)
-    assert len(assets.openings()) > 1000
+
+
+@pytest.mark.slow
+def test_no_text_of_one_split_begins_as_one_of_another():
+    splits = {name: [data.start_of(text, 99) for text in assets.openings(name)] for name in ("train", "tune", "test")}
+    assert {name: len(texts) for name, texts in splits.items()} == {"train": 1708, "tune": 483, "test": 320}
+    for one, other in itertools.permutations(splits, 2):
+        overlaps = [(a, b) for a in splits[one] for b in splits[other] if f"{b} ".startswith(f"{a} ")]
+        assert overlaps == []
+    for held_out in ("tune", "test"):
+        assert len({data.start_of(text, 3) for text in splits[held_out]}) == len(splits[held_out])
