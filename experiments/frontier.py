@@ -1,0 +1,137 @@
+"""The attainable frontier of reward against KL, from samples of the reference alone, and a run's efficiency on it."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.special import xlogy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from experiments.assets import openings, stories15m
+from experiments.assets.registry import build_once, cache_dir
+from experiments.evaluation import continued
+from experiments.runs import Run
+
+LEAST_EFFECTIVE = 10.0  # samples for each prompt, below which the curve ends
+TEMPERATURES = 400  # values of beta
+ANSWERS = "answers.json"
+BANK = {"prompts": 32, "samples": 256}  # at most so many openings, and samples of each
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The largest mean reward at each mean KL to the reference.
+
+    Attributes:
+        kls: In nats per response, ascending from 0, [B].
+        rewards: The mean rewards at them, from the reference's, [B].
+    """
+
+    kls: np.ndarray
+    rewards: np.ndarray
+
+    def reward(self, kl: float) -> float | None:
+        """The attainable reward at a KL; None where the samples do not reach it."""
+        if not 0 <= kl <= self.kls[-1]:
+            return None
+        return float(np.interp(kl, self.kls, self.rewards))
+
+    def efficiency(self, kl: float, gain: float) -> float | None:
+        """A policy's gain of reward over the reference, divided by the attainable gain at its KL.
+
+        Args:
+            kl: The policy's KL to the reference, in nats per response.
+            gain: Its mean reward minus the reference's, on the prompts of the frontier or on prompts like them.
+
+        Returns:
+            1 for the optimal policy, 0 for one that gains nothing; None at a KL of 0 and beyond the frontier's range.
+        """
+        best = self.reward(kl)
+        attainable_gain = 0.0 if best is None else best - float(self.rewards[0])
+        return gain / attainable_gain if attainable_gain > 0 else None
+
+
+def attainable(rewards: np.ndarray, *, least_effective: float = LEAST_EFFECTIVE) -> Frontier:
+    """The frontier that reweighting the reference's samples with exp(r / beta) reaches.
+
+    The policy of the most reward at its KL is pi(y | x) proportional to ref(y | x) exp(r(x, y) / beta) (Rafailov et al.
+    2023, arXiv:2305.18290, Eq. 4; Ziegler et al. 2019, arXiv:1909.08593, section 2). N samples of the reference
+    estimate it: with the weights w_i = exp(r_i / beta) / sum_j exp(r_j / beta) its reward is sum_i w_i r_i, and its KL
+    is sum_i w_i log(N w_i). One beta holds for all prompts, because that is best for the mean KL over prompts.
+
+    The curve ends where the effective number of samples for a prompt, 1 / sum_i w_i^2 (harmonic mean over prompts),
+    falls below `least_effective`. The estimate lies below the true frontier in expectation, so that efficiencies
+    against it are too high: the frontier at a KL of K is the least beta K + beta E[log E[exp(r / beta)]] over beta, and
+    the logarithm of a sample's mean is too small in expectation. The bias grows towards the end of the curve.
+
+    Args:
+        rewards: Of N samples of the reference for each of P prompts, [P, N].
+        least_effective: Smallest effective number of samples for a prompt.
+
+    Raises:
+        ValueError: The rewards are not a finite table, or there are too few samples.
+    """
+    rewards = np.asarray(rewards, dtype=float)
+    if rewards.ndim != 2 or not np.isfinite(rewards).all() or rewards.shape[1] < least_effective:
+        raise ValueError(
+            f"got rewards of shape {rewards.shape}; finite rewards [prompts, samples] with at least "
+            f"{least_effective:g} samples of each prompt are needed. Sample more answers of the reference."
+        )
+    spread = float(rewards.std(axis=1).mean())
+    inverse_betas = [0.0, *(np.geomspace(0.01, 100, TEMPERATURES) / spread)] if spread else [0.0]
+    points = []
+    for inverse_beta in inverse_betas:
+        weights = np.exp(inverse_beta * (rewards - rewards.max(axis=1, keepdims=True)))
+        weights /= weights.sum(axis=1, keepdims=True)
+        if 1 / (weights**2).sum(axis=1).mean() < least_effective:
+            break
+        kl = xlogy(weights, weights * rewards.shape[1]).sum(axis=1).mean()
+        points.append((kl, (weights * rewards).sum(axis=1).mean()))
+    kls, means = np.asarray(points).T
+    return Frontier(np.maximum.accumulate(np.maximum(kls, 0.0)), means)
+
+
+def frontier_of(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence[float]]) -> Frontier | None:
+    """The attainable frontier on the openings that runs are evaluated on, from a bank of stories15m's continuations.
+
+    Returns:
+        None if the runs have a single seed, which is not worth the minutes of sampling; if they train another model; or
+        if they differ in the openings or the length of answers.
+    """
+    if len({run.config["seed"] for run in runs}) == 1:
+        return None
+    names = ("model", "eval_split", "eval_prompts", "max_new_tokens")
+    settings = {tuple(run.config.get(name) for name in names) for run in runs}
+    if len(settings) > 1 or (setting := next(iter(settings)))[0] != "stories15m":
+        return None
+    _, split, count, max_new_tokens = setting
+    prompts = openings(split)[: min(count, BANK["prompts"])]
+    answers = stories_answers(prompts, samples=BANK["samples"], max_new_tokens=max_new_tokens)
+    return attainable(np.asarray([reward(texts) for texts in answers]))
+
+
+def stories_answers(prompts: Sequence[str], *, samples: int, max_new_tokens: int, seed: int = 0) -> list[list[str]]:
+    """A bank of stories15m's continuations: `samples` for each prompt, the same on each call.
+
+    The first call samples them (about a fiftieth of a second each on a CPU core, for 16 tokens) and caches them.
+
+    Returns:
+        For each prompt its continuations.
+    """
+    settings = json.dumps([list(prompts), samples, max_new_tokens, seed])
+
+    def sample(folder: Path) -> None:
+        name = str(stories15m())
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        repeated = [prompt for prompt in prompts for _ in range(samples)]
+        _, texts = continued(model, tokenizer, repeated, max_new_tokens=max_new_tokens, seed=seed)
+        rows = [texts[start : start + samples] for start in range(0, len(texts), samples)]
+        (folder / ANSWERS).write_text(json.dumps(rows), encoding="utf-8")
+
+    name = hashlib.sha256(settings.encode()).hexdigest()[:16]
+    doing = f"sampling {samples} answers to each of {len(prompts)} prompts"
+    folder = build_once(cache_dir() / "banks" / f"stories15M-1-{name}", sample, doing)
+    return json.loads((folder / ANSWERS).read_text(encoding="utf-8"))
