@@ -9,7 +9,7 @@ from experiments.reports import report_on
 from experiments.runs import from_recipe
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import StoriesRun, train
-from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, judge
+from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, read
 from trimtab_lm import PPOConfig
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
@@ -19,7 +19,7 @@ def main(run: StoriesRun, ppo: PPOConfig) -> None:
     """Trains, and writes the report of this run into its folder."""
     folder = train(run, ppo, sentiment)
     if PartialState().is_main_process:
-        report_on(TITLE, CLAIM, judge, [folder])
+        report_on(TITLE, CLAIM, read, [folder])
         print(f"figure: {folder / 'figure.png'}")
 
 

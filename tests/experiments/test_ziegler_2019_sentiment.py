@@ -1,11 +1,12 @@
 """PPO with an adaptive KL on sentiment: the reward, a run of two steps, and the verdicts on made-up runs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from matplotlib import pyplot as plt
@@ -15,12 +16,14 @@ from tests.lm import tiny
 
 from experiments import sentiment_ppo
 from experiments.assets import convert_llama2c
+from experiments.claims import judge
+from experiments.provenance import provenance
 from experiments.reports import report_on
-from experiments.runs import Run
+from experiments.runs import Run, finished_runs, write_per_prompt
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import Evaluation, StoriesRun, end_at, load, samples_of
+from experiments.sentiment_ppo import Evaluation, StoriesRun, end_at, load, sample_table
 from experiments.ziegler_2019_sentiment import train
-from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, judge
+from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, read
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +57,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     converted.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(
-        sentiment_ppo, "openings", lambda: ["the there", "he there the", "abc", "there there", "the he", "he he"]
+        sentiment_ppo, "openings", lambda split: ["the there", "he there the", "abc", "there there", "the he", "he he"]
     )
     return str(tmp_path / "model")
 
@@ -73,14 +76,16 @@ def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
     summary = json.loads((folder / "summary.json").read_text())
     assert {"reward_before", "reward", "kl", "ended", "kl_held"} <= set(summary)
     assert summary["kl_held"] == rows[1]["objective/kl"]
-    assert json.loads((folder / "samples.json").read_text())["query"] == ["the there"]
+    # All of two prompts: the first, and the worst three.
+    assert json.loads((folder / "samples.json").read_text())["query"] == ["the there", "he there the"]
+    assert len(json.loads((folder / "per_prompt.json").read_text())["reward"]) == 2
     shown = capsys.readouterr().out
     assert shown.count("[the there]") == 2
     assert "before training" in shown
     assert "the KL is held" in shown
     assert f"figure: {folder / 'figure.png'}" in shown
     assert (folder / "figure.png").exists()
-    assert "after, target 8" in (folder / "report.html").read_text()
+    assert "target 8: the KL is held" in (folder / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("offline_wandb")
@@ -107,7 +112,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_which_has_the_settings_o
 
 
 def test_stops_end_responses_where_they_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sentiment_ppo, "openings", lambda: ["the cat", "a dog", "he ran", "so"])
+    monkeypatch.setattr(sentiment_ppo, "openings", lambda split: ["the cat", "a dog", "he ran", "so"])
     tiny.llama().save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     policy, tokenizer = load(str(tmp_path))
@@ -128,7 +133,8 @@ def test_stops_end_responses_where_they_are_sampled(tmp_path: Path, monkeypatch:
 
 def test_another_trainer_can_be_given(model: str, tmp_path: Path):
     sizes = {"steps": 1, "batch_size": 4, "mini_batch_size": 2}
-    _, ppo = train.settings([], **sizes, log_with=None, output_dir=str(tmp_path))
+    of_adam = {"value_learning_rate": None, "lr_warmup_steps": 0}
+    _, ppo = train.settings([], **sizes, **of_adam, log_with=None, output_dir=str(tmp_path))
     trainers = []
 
     def make_trainer(config: Any, policy: Any, **others: Any) -> Any:
@@ -156,84 +162,84 @@ def test_the_files_of_settings_are_of_this_program(name: str):
 
 @pytest.fixture(autouse=True)
 def close_figures() -> Iterator[None]:
-    """judge() draws; only a page that is written closes what it holds."""
+    """read() draws; only a page that is written closes what it holds."""
     yield
     plt.close("all")
 
 
-def made_up(
-    target: float, seed: int, *, reward: float = 0.5, before: float = 0.2, kl: float | None = None, **others: Any
+def planted(
+    folder: Path, target: float, seed: int, *, gain: float = 0.5, kl: float | None = None, noise: int = 0, **others: Any
 ) -> Run:
-    """A run that held its target, unless `kl` says otherwise."""
+    """A run that held its target, unless `kl` says otherwise, and gained reward, with noise of runs and of prompts."""
+    folder = folder / f"{target}-{seed}-{'-'.join(map(str, others.values()))}"
+    folder.mkdir(parents=True)
     config = {"target": target, "seed": seed, "adap_kl_ctrl": True, "init_kl_coef": 0.1, **others}
-    held = target if kl is None else kl
+    rng = np.random.default_rng([seed, int(10 * target), noise])
+    held = (target if kl is None else kl) * float(np.exp(0.03 * rng.normal()))
     rows = [{"step": i, "ppo/mean_scores": i / 5, "objective/kl": held, "objective/kl_coef": 0.1} for i in (1, 2)]
-    summary = {"reward_before": before, "reward": reward, "kl": held, "ended": 0.0, "kl_held": held}
-    return Run(Path("none", f"{target}-{seed}"), config, rows, summary)
+    before = rng.normal(size=48) * 0.4
+    after = before + gain + 0.05 * rng.normal() + 0.2 * rng.normal(size=48)
+    samples = {"query": ["x"], "before": ["old"], "after": [f"new {target:g}"], "reward": [0.5]}
+    (folder / "samples.json").write_text(json.dumps(samples))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "starts.json").write_text(json.dumps([provenance()]))
+    (folder / "summary.json").write_text(json.dumps({"kl_held": held, "kl": held, "reward": float(after.mean())}))
+    (folder / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_per_prompt(folder, {"reward_before": before.tolist(), "reward": after.tolist()})
+    return finished_runs(folder)[0]
 
 
-def outcomes(*runs: Run) -> dict[str, bool]:
-    return {verdict.claim: verdict.passed for verdict in judge(runs).verdicts}
+def outcomes(runs: Sequence[Run]) -> dict[str, str]:
+    report = read(runs)
+    return {verdict.claim.text: verdict.outcome for verdict in judge(report.claims, report.measured)}
 
 
-def test_all_claims_hold():
-    runs = [made_up(target, seed, reward=0.3 + target / 10) for seed in (0, 1, 2) for target in (4.0, 2.0)]
-    assert outcomes(*runs) == {
-        "target 2: the reward rises": True,
-        "target 4: the reward rises": True,
-        "target 2: the KL is held": True,
-        "target 4: the KL is held": True,
-        "target 4 gives more reward than 2": True,
+def test_claims_that_hold_are_reproduced(tmp_path: Path):
+    runs = [planted(tmp_path, target, seed, gain=target / 5) for seed in range(8) for target in (4.0, 2.0)]
+    assert outcomes(runs) == {
+        "target 2: the reward of other books' openings rises": "reproduced",
+        "target 4: the reward of other books' openings rises": "reproduced",
+        "target 2: the KL is held within 25%": "reproduced",
+        "target 4: the KL is held within 25%": "reproduced",
+        "target 4 gives more reward than 2": "reproduced",
     }
 
 
-def test_one_seed_in_which_the_reward_fell_fails():
-    assert outcomes(made_up(2.0, 0), made_up(2.0, 1, reward=0.1))["target 2: the reward rises"] is False
+def test_a_reward_that_training_does_not_move_reproduces_no_gain(tmp_path: Path):
+    """What PPO on random scores gives: the KL is wherever the noise of the updates leaves it."""
+    for noise in range(5):
+        runs = [
+            planted(tmp_path / str(noise), target, seed, gain=0.0, kl=1.0, noise=noise)
+            for seed in range(8)
+            for target in (2.0, 4.0)
+        ]
+        assert "reproduced" not in outcomes(runs).values()
+        assert outcomes(runs)["target 4: the KL is held within 25%"] == "contradicted"
 
 
-@pytest.mark.parametrize(("kl", "is_held"), [(3.9, False), (4.1, True), (15.9, True), (16.1, False)])
-def test_kl_is_held_within_a_factor_of_two(kl: float, is_held: bool):
-    assert outcomes(made_up(8.0, 0), made_up(8.0, 1, kl=kl))["target 8: the KL is held"] is is_held
+def test_a_fixed_coefficient_has_no_target_to_hold(tmp_path: Path):
+    runs = [planted(tmp_path, 8.0, seed, adap_kl_ctrl=False, init_kl_coef=0.3) for seed in range(8)]
+    assert outcomes(runs) == {"coefficient 0.3: the reward of other books' openings rises": "reproduced"}
 
 
-def test_targets_are_compared_seed_by_seed():
-    claim = "target 4 gives more reward than 2"
-    paired = [made_up(2.0, 0, reward=0.3), made_up(2.0, 1, reward=0.6), made_up(4.0, 0, reward=0.4)]
-    assert outcomes(*paired)[claim] is True  # seed 1 has no other
-    assert outcomes(*paired, made_up(4.0, 1, reward=0.5))[claim] is False
-    assert claim not in outcomes(made_up(2.0, 0), made_up(4.0, 1))
+def test_runs_that_differ_in_more_than_the_seed_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="one run of each setting and seed"):
+        read([planted(tmp_path, 8.0, 0), planted(tmp_path, 8.0, 0, learning_rate=1.0)])
 
 
-def test_a_fixed_coefficient_has_no_target_to_hold():
-    fixed = [made_up(8.0, 0, adap_kl_ctrl=False), made_up(2.0, 0, adap_kl_ctrl=False, init_kl_coef=0.3)]
-    assert outcomes(*fixed) == {
-        "coefficient 0.1: the reward rises": True,
-        "coefficient 0.3: the reward rises": True,
-    }
-
-
-def test_runs_that_differ_in_more_than_the_seed_are_refused():
-    with pytest.raises(ValueError, match=r"target 8 has runs of the seeds \[0, 0\]"):
-        judge([made_up(8.0, 0), made_up(8.0, 0, learning_rate=1.0)])
-
-
-def test_samples_are_of_the_runs_that_answered_the_same_queries(tmp_path: Path):
-    runs = {}
-    for name, query in (("a", "x"), ("b", "x"), ("c", "y")):
-        run = made_up(8.0, 0)
-        runs[name] = Run(tmp_path / name, run.config, run.history, run.summary)
-        (tmp_path / name).mkdir()
-        text = json.dumps({"query": [query], "before": ["old"], "after": [f"new {name}"]})
-        (tmp_path / name / "samples.json").write_text(text)
-    runs = {"none": made_up(8.0, 1), **runs}
-    assert samples_of(runs) == {"query": ["x"], "before training": ["old"], "a": ["new a"], "b": ["new b"]}
-
-
-def test_the_page_is_made_of_finished_runs(tmp_path: Path):
-    run = made_up(8.0, 0)
-    (tmp_path / "config.json").write_text(json.dumps(run.config))
-    (tmp_path / "summary.json").write_text(json.dumps(run.summary))
-    (tmp_path / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run.history))
-    report_on(TITLE, CLAIM, judge, [tmp_path])
+def test_the_page_is_written_from_finished_runs(tmp_path: Path):
+    for seed in range(2):
+        planted(tmp_path, 8.0, seed)
+    report_on(TITLE, CLAIM, read, [tmp_path])
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert "target 8: the KL is held" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "target 8: the KL is held" in page
+    assert "new 8" in page
+
+
+def test_samples_have_the_first_prompts_and_those_with_the_lowest_rewards():
+    prompts, before, after = list("abcdef"), list("123456"), list("ABCDEF")
+    table = sample_table(prompts, before, after, [0.5, 0.4, 0.9, -0.5, 0.8, 0.1], count=2)
+    assert table["query"] == ["a", "b", "d", "f"]  # b is among the worst three too
+    assert table["after"] == ["A", "B", "D", "F"]
+    assert table["reward"] == [0.5, 0.4, -0.5, 0.1]
