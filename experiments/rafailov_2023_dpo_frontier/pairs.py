@@ -5,16 +5,17 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-from experiments.assets import openings, stories15m
+from experiments.assets import Split, openings, stories15m
 from experiments.evaluation import continued
-from experiments.runs import finish, show
+from experiments.runs import finish, show, write_per_prompt
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import SAMPLES, Evaluation
+from experiments.sentiment_ppo import SAMPLES, Evaluation, sample_table
 from trimtab_lm.hf.tracking import Tables
 
 PAPER = "rafailov_2023_dpo_frontier"
@@ -30,14 +31,17 @@ class RunConfig:
     )
     prompts: int = field(default=512, metadata={"help": "Openings that are continued to make pairs."})
     per_prompt: int = field(
-        default=4, metadata={"help": "Continuations of each; the most positive is preferred to the least."}
+        default=4, metadata={"help": "Continuations of each; the more positive of every two is preferred."}
     )
     pairs_folder: str | None = field(
         default=None,
         metadata={"help": "Cache of pairs, by the settings that determine them, for runs that share them."},
     )
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a continuation at most."})
-    eval_prompts: int = field(default=128, metadata={"help": "Other openings, for reward and KL."})
+    eval_split: Split = field(
+        default="test", metadata={"help": "Openings for reward and KL: test, or tune to choose settings."}
+    )
+    eval_prompts: int = field(default=128, metadata={"help": "Of these openings, how many are used."})
     look_every: int = field(default=8, metadata={"help": "Optimizer steps between two evaluations of reward and KL."})
     samples: int = field(default=5, metadata={"help": "Of those openings, how many are shown."})
 
@@ -51,19 +55,18 @@ def load(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
 # Pairs ---------------------------------------------------------------------------------------------------------------
 
 
-def extremes(answers: Sequence[str], per_prompt: int) -> list[tuple[int, int]]:
-    """The indices of the most and the least positive of each prompt's `per_prompt` answers.
+def every_pair(answers: Sequence[str], per_prompt: int) -> list[tuple[int, int]]:
+    """The indices of the more and the less positive answer of every two of each prompt's `per_prompt` answers.
 
-    Leaves out ties, and empty answers, where the model ended its text at once.
+    Leaves out ties, and empty answers, where the model ended its text at once. Four answers give six pairs at most.
     """
     rewards = sentiment(answers)
-    indices = []
-    for start in range(0, len(answers), per_prompt):
-        written = [i for i in range(start, start + per_prompt) if answers[i].strip()]
-        ranked = sorted(written, key=lambda i: rewards[i])
-        if ranked and rewards[ranked[-1]] > rewards[ranked[0]]:
-            indices.append((ranked[-1], ranked[0]))
-    return indices
+    written = [i for i, answer in enumerate(answers) if answer.strip()]
+    return [
+        (first, second) if rewards[first] > rewards[second] else (second, first)
+        for first, second in combinations(written, 2)
+        if first // per_prompt == second // per_prompt and rewards[first] != rewards[second]
+    ]
 
 
 def sampled_pairs(model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, *, seed: int) -> list[Pair]:
@@ -71,13 +74,13 @@ def sampled_pairs(model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig
 
     As texts, each answer would get an EOS, also where sampling stopped at `max_new_tokens`; the policy would learn it.
     """
-    queries = openings()[run.eval_prompts :][: run.prompts]
+    queries = openings("train")[: run.prompts]
     repeated = [query for query in queries for _ in range(run.per_prompt)]
     rows, answers = continued(model, tokenizer, repeated, max_new_tokens=run.max_new_tokens, seed=seed)
     pairs = []
-    for best, worst in extremes(answers, run.per_prompt):
-        chosen, rejected = rows[best].tolist(), rows[worst].tolist()
-        pairs.append({"prompt": tokenizer(repeated[best])["input_ids"], "chosen": chosen, "rejected": rejected})
+    for better, worse in every_pair(answers, run.per_prompt):
+        chosen, rejected = rows[better].tolist(), rows[worse].tolist()
+        pairs.append({"prompt": tokenizer(repeated[better])["input_ids"], "chosen": chosen, "rejected": rejected})
     if not pairs:
         raise ValueError(
             f"No prompt of {len(queries)} has two answers of different reward among its {run.per_prompt}: there is no "
@@ -90,7 +93,7 @@ def pairs_of(model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, *, 
     """Samples pairs, or reads those that `pairs_folder` has for the same settings."""
     if run.pairs_folder is None:
         return sampled_pairs(model, tokenizer, run, seed=seed)
-    settings = [run.model, run.prompts, run.per_prompt, run.max_new_tokens, run.eval_prompts, seed]
+    settings = ["every pair", run.model, run.prompts, run.per_prompt, run.max_new_tokens, seed]
     file = Path(run.pairs_folder, hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16] + ".json")
     if not file.exists():
         pairs = sampled_pairs(model, tokenizer, run, seed=seed)
@@ -118,13 +121,13 @@ class Looks(TrainerCallback):
         self.tables = Tables()
 
     def look(self) -> tuple[dict[str, float], list[str]]:
-        """Logs reward and KL of the policy; returns them with the first of its answers."""
+        """Logs reward and KL of the policy; returns them with its answers."""
         numbers, answers = self.evaluation.look()
-        prompts, answers = self.evaluation.prompts[: self.run.samples], answers[: self.run.samples]
+        prompts, first = self.evaluation.prompts[: self.run.samples], answers[: self.run.samples]
         self.trainer.log({f"eval_{name}": value for name, value in numbers.items()})
-        rows = zip(prompts, answers, sentiment(answers), strict=True)
+        rows = zip(prompts, first, sentiment(first), strict=True)
         self.tables.add(self.trainer, "samples", ["prompt", "answer", "reward"], rows)
-        return numbers, [" ".join(answer.split()) for answer in answers]
+        return numbers, answers
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.run.look_every == 0 and state.global_step < state.max_steps:
@@ -138,20 +141,22 @@ def follow(
 ) -> None:
     """Trains, evaluates before, during and after, and writes the summary. Every process calls this function."""
     looks = Looks(trainer, evaluation, run)
-    before, written_before = looks.look()
+    before, first_answers = looks.look()
     trainer.add_callback(looks)
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    after, written_after = looks.look()
+    after, answers = looks.look()
     if trainer.is_world_process_zero():
-        prompts = evaluation.prompts[: run.samples]
-        show("before training", prompts, written_before)
-        show("after training", prompts, written_after)
+        folder = Path(str(trainer.args.output_dir))
+        show("before training", evaluation.prompts[: run.samples], first_answers[: run.samples])
+        show("after training", evaluation.prompts[: run.samples], answers[: run.samples])
         print(
             f"reward of {run.eval_prompts} other prompts: {before['reward']:+.3f} -> {after['reward']:+.3f}   ", end=""
         )
         print(f"more positive: {'yes' if after['reward'] > before['reward'] else 'NO'}")
         print(f"KL to the reference: {after['kl']:.2f} nats per response")
-        columns = {"query": prompts, "before": written_before, "after": written_after}
-        Path(str(trainer.args.output_dir), SAMPLES).write_text(json.dumps(columns, indent=2) + "\n", encoding="utf-8")
+        rewards = {"reward_before": sentiment(first_answers), "reward": sentiment(answers)}
+        write_per_prompt(folder, rewards)
+        samples = sample_table(evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
+        (folder / SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
     summary = {"reward_before": before["reward"], **after, "scored_texts": run.prompts * run.per_prompt}
     finish(trainer, title, panels, summary)

@@ -1,32 +1,102 @@
 """Judges DPO's frontier against PPO's: `python -m experiments.rafailov_2023_dpo_frontier.report FOLDER ...`."""
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
-from experiments.figures import Point, Verdict, curves, frontier
-from experiments.reports import Report, main, spread
-from experiments.runs import Run
+from experiments.claims import Claim, Numbers
+from experiments.figures import Point, curves, frontier
+from experiments.frontier import Frontier, frontier_of
+from experiments.reports import Report, main
+from experiments.runs import Run, by
+from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import samples_of
 
 TITLE = "Direct preference optimisation and PPO on the frontier of reward against KL"
-CLAIM = "Rafailov et al. 2023, arXiv:2305.18290: at small KL, DPO's frontier of reward against KL is on or above PPO's."
-BUDGETS = (2.0, 4.0, 8.0)  # small KLs in nats per response, chosen before the first run
+CLAIM = (
+    "Rafailov et al. 2023, arXiv:2305.18290: DPO gets more reward than PPO at every KL to the reference, even if PPO "
+    "learns from the true reward."
+)
+BUDGETS = (2.0, 4.0, 8.0)  # in nats per response
+MATTERS = 0.05  # of reward, whose standard deviation over the pretrained model's continuations is about 0.4
+HALF = 0.5  # of the attainable gain
+PLACE = "section 6.1, figure 2, left"
 NAMES = {"sigmoid": "DPO", "ipo": "IPO", "hinge": "hinge", "kto_pair": "KTO-pair"}
+PAPER = {  # (KL, reward) after a secondary description of figure 2; the reward is a classifier's probability
+    "DPO": [(2.5, 0.9), (5.0, 1.0), (20.0, 1.0)],
+    "PPO, learned reward": [(2.0, 0.53), (11.0, 0.92)],
+    "PPO, true reward": [(1.0, 0.49), (12.0, 0.89)],
+}
 Seeds = dict[int, list[Point]]
 
 
-def judge(runs: Sequence[Run]) -> Report:
-    """Compares DPO with PPO at each budget of KL. The other methods are plotted and not judged."""
-    methods = by_method(runs)
-    verdicts = []
-    if {"DPO", "PPO"} <= set(methods):
-        seeds = sorted(set(methods["DPO"]) & set(methods["PPO"]))
-        if seeds:
-            verdicts = [on_or_above(methods["DPO"], methods["PPO"], seeds, budget) for budget in BUDGETS]
-    figures = {"figure": figure(methods, scored(runs), is_judged=bool(verdicts))}
-    return Report(verdicts, figures, samples_of({f"after {method_of(run)}": run for run in reversed(runs)}))
+def read(runs: Sequence[Run]) -> Report:
+    """Reads the most reward of each method and seed within each budget of KL, and its share of the attainable gain."""
+    methods, attainable = by_method(runs), frontier_of(runs, sentiment)
+    measured: dict[str, Numbers] = {}
+    for name, seeds in methods.items():
+        for budget in BUDGETS:
+            measured[within(budget, name)] = {seed: best_within(points, budget) for seed, points in seeds.items()}
+            if attainable is not None and attainable.reward(budget) is not None:
+                shares = {seed: efficiency(points, budget, attainable) for seed, points in seeds.items()}
+                measured[efficiency_name(budget, name)] = shares
+    caption = (
+        f"{len(by(runs, 'seed'))} seeds. Top left: each evaluation of each run, with its method's frontier. Top right: "
+        "the most reward within a budget, medians of the seeds, bands from the lower to the upper quartile. Black: "
+        "what reweighting samples of the reference attains, as far as the samples carry. Bottom left: the gain, "
+        "divided by the attainable gain. Bottom right: ends of the paper's curves, after a secondary description of "
+        "its figure 2."
+    )
+    samples = samples_of({method_of(run): run for run in reversed(runs)})
+    figures = {"figure": figure(methods, scored(runs), attainable)}
+    return Report(measured, list(claims_about()), figures, {"figure": caption}, samples)
+
+
+def within(budget: float, method: str) -> str:
+    """The name of the most reward of a method within a budget."""
+    return f"reward within {budget:g} nats, {method}"
+
+
+def efficiency_name(budget: float, method: str) -> str:
+    """The name of that reward's share of the attainable gain."""
+    return f"efficiency within {budget:g} nats, {method}"
+
+
+def claims_about() -> Iterator[Claim]:
+    """The paper's claims, and ours about the distance from the optimum."""
+    numbers = (
+        "0.9 against about 0.55 at 2.5 nats (secondary source)",
+        "about 1.0 against 0.65 at 5 nats (secondary source)",
+        "1.0 against about 0.75 (secondary source)",
+    )
+    for budget, number in zip(BUDGETS, numbers, strict=True):
+        yield Claim(
+            f"within {budget:g} nats DPO gets more reward than PPO with the true reward",
+            (within(budget, "DPO"), within(budget, "PPO")),
+            "more",
+            MATTERS,
+            "reward",
+            place=PLACE,
+            number=number,
+        )
+    yield Claim(
+        f"within {BUDGETS[1]:g} nats DPO gets more reward than SFT on the chosen",
+        (within(BUDGETS[1], "DPO"), within(BUDGETS[1], "SFT on the chosen")),
+        "more",
+        MATTERS,
+        "reward",
+        place=PLACE,
+    )
+    yield Claim(
+        f"within {BUDGETS[0]:g} nats DPO gets more than half of the attainable gain of reward",
+        (efficiency_name(BUDGETS[0], "DPO"),),
+        "more",
+        0.1,
+        "of the attainable gain",
+        origin="ours",
+        than=HALF,
+    )
 
 
 def method_of(run: Run) -> str:
@@ -63,17 +133,19 @@ def best_within(points: Sequence[Point], budget: float) -> float:
         points: At least one of them, the reference's, has a KL of 0.
         budget: In nats per response.
     """
-    within = [(kl, reward) for kl, reward in points if kl <= budget]
+    inside = [(kl, reward) for kl, reward in points if kl <= budget]
     beyond = [(kl, reward) for kl, reward in points if kl > budget]
-    mixed = [low + (high - low) * (budget - kl) / (more - kl) for kl, low in within for more, high in beyond]
-    return max([*mixed, *(reward for _, reward in within)])
+    mixed = [low + (high - low) * (budget - kl) / (more - kl) for kl, low in inside for more, high in beyond]
+    return max([*mixed, *(reward for _, reward in inside)])
 
 
-def on_or_above(dpo: Seeds, ppo: Seeds, seeds: Sequence[int], budget: float) -> Verdict:
-    """Compares the medians over the seeds of DPO's and PPO's best reward within the budget."""
-    ours, theirs = ([best_within(points[seed], budget) for seed in seeds] for points in (dpo, ppo))
-    passed = median(ours) >= median(theirs)
-    return Verdict(f"reward within {budget:g} nats, DPO", f"at least PPO's {spread(theirs)}", spread(ours), passed)
+def efficiency(points: Sequence[Point], budget: float, attainable: Frontier) -> float:
+    """The gain of the best reward within the budget over the reference, divided by the attainable gain."""
+    before = next(reward for kl, reward in points if kl == 0)
+    share = attainable.efficiency(budget, best_within(points, budget) - before)
+    if share is None:
+        raise ValueError(f"the attainable frontier ends before {budget:g} nats. Give a budget in its range.")
+    return share
 
 
 def scored(runs: Sequence[Run]) -> dict[str, str]:
@@ -86,32 +158,51 @@ def scored(runs: Sequence[Run]) -> dict[str, str]:
     return {method: " or ".join(f"{count:,}" for count in sorted(different)) for method, different in counts.items()}
 
 
-def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], *, is_judged: bool) -> plt.Figure:
-    """Plots all points with the frontier of each method, and the best reward within each budget over the seeds."""
-    plot, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
+def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], attainable: Frontier | None) -> plt.Figure:
+    """Plots all points, the most reward and the efficiency within each budget, and the paper's points."""
+    plot, ((every, best), (share, paper)) = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     points = {
         f"{name} ({texts[name]} scored texts)": [point for seed in seeds.values() for point in seed]
         for name, seeds in methods.items()
     }
-    frontier(axes[0], points)
-    nothing = f"nothing to judge: DPO and PPO of one seed are needed, {', '.join(methods)} came in"
-    axes[0].set_title("all points" if is_judged else nothing, fontsize=10)
-    axes[0].set_xlabel("KL to the reference (nats per response)")
-    axes[0].set_ylabel("reward of held-out openings (VADER)")
-    budgets = [max(BUDGETS) * i / 32 for i in range(33)]
-    curves(
-        axes[1],
-        {
-            name: [(budgets, [best_within(pairs, budget) for budget in budgets]) for pairs in seeds.values()]
-            for name, seeds in methods.items()
-        },
-    )
-    for budget in BUDGETS:
-        axes[1].axvline(budget, color="tab:gray", linestyle="--", linewidth=0.8)
-    axes[1].set_title("the most reward within a budget of KL", fontsize=10)
-    axes[1].set_xlabel("budget (nats per response)")
+    frontier(every, points)
+    plot_within(best, methods, [max(BUDGETS) * i / 32 for i in range(33)])
+    if attainable is None:
+        share.axis("off")
+    else:
+        for axis in (every, best):
+            axis.plot(attainable.kls, attainable.rewards, color="black", linewidth=1.2, label="attainable")
+            axis.legend(frameon=False, fontsize=8)
+        last = float(attainable.kls[-1])
+        plot_within(share, methods, [last * i / 32 for i in range(4, 33)], attainable)
+        share.set_ylabel("share of the attainable gain")
+    for name, pairs in PAPER.items():
+        paper.plot(*zip(*pairs, strict=True), marker="o", linestyle=":", label=name)
+    paper.legend(frameon=False, fontsize=8)
+    paper.grid(alpha=0.3)
+    for axis in (every, best):
+        axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
+    paper.set_ylabel("reward (probability of positive)")
+    headings = ("all evaluations", "the most reward within a budget", "efficiency", "the paper: IMDb, GPT-2 large")
+    for axis, heading in zip((every, best, share, paper), headings, strict=True):
+        axis.set_title(heading, fontsize=10)
+        axis.set_xlabel("KL to the reference (nats per response)")
     return plot
 
 
+def plot_within(
+    axis: Axes, methods: Mapping[str, Seeds], budgets: Sequence[float], attainable: Frontier | None = None
+) -> None:
+    """Plots each method's best reward within the budgets, or its efficiency if `attainable` is a frontier."""
+    value = best_within if attainable is None else lambda points, budget: efficiency(points, budget, attainable)
+    curves(
+        axis,
+        {
+            name: [(budgets, [value(points, budget) for budget in budgets]) for points in seeds.values()]
+            for name, seeds in methods.items()
+        },
+    )
+
+
 if __name__ == "__main__":
-    main(TITLE, CLAIM, judge)
+    main(TITLE, CLAIM, read)

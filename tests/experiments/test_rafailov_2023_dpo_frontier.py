@@ -1,18 +1,23 @@
-"""The frontier of DPO and PPO: pairs, a run of two steps of each program, and the verdicts on made-up runs."""
+"""The frontier of DPO and PPO: pairs, a run of two steps of each program, and what the report reads."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 from tests.lm import tiny
 
-from experiments import sentiment_ppo
-from experiments.rafailov_2023_dpo_frontier import pairs, ppo, sft, train
-from experiments.rafailov_2023_dpo_frontier.report import best_within, judge, points_of
+from experiments import frontier, sentiment_ppo
+from experiments.claims import judge
+from experiments.frontier import Frontier
+from experiments.rafailov_2023_dpo_frontier import pairs, ppo, report, sft, train
+from experiments.rafailov_2023_dpo_frontier.report import best_within, points_of, read
 from experiments.runs import Run, finished_runs
 
 OPENINGS = ["the cat", "a dog", "he went", "so it", "one day", "at the"]
@@ -34,7 +39,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     for module in (pairs, sentiment_ppo):
-        monkeypatch.setattr(module, "openings", lambda: OPENINGS)
+        monkeypatch.setattr(module, "openings", lambda split: OPENINGS)
     for module in (pairs, train, sft, ppo):
         monkeypatch.setattr(module, "sentiment", by_letters)
     return str(tmp_path / "model")
@@ -67,7 +72,12 @@ def test_learning_from_pairs_is_looked_at_on_its_way(
     assert all(abs(kl) > 1e-3 for kl in kls[1:])
     assert (run.summary["kl"], run.summary["scored_texts"]) == (kls[-1], 24)
     assert len(run.curve("step", "loss")[0]) >= 3  # a look takes no step's numbers away
-    assert list(json.loads((run.folder / "samples.json").read_text())) == ["query", "before", "after"]
+    samples = json.loads((run.folder / "samples.json").read_text())
+    assert list(samples) == ["query", "before", "after", "reward"]
+    rewards = dict(zip(OPENINGS, run.per_prompt["reward"], strict=False))
+    assert samples["reward"] == [rewards[query] for query in samples["query"]]
+    assert fmean(run.per_prompt["reward"]) == pytest.approx(run.summary["reward"])
+    assert fmean(run.per_prompt["reward_before"]) == pytest.approx(run.summary["reward_before"])
     assert "KL to the reference" in capsys.readouterr().out
 
 
@@ -87,13 +97,18 @@ def test_ppo_is_looked_at_on_its_way(model: str, tmp_path: Path):
 # Pairs -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_most_positive_answer_is_chosen_and_ties_are_left_out():
-    answers = ["It is a table.", "I love it.", "I hate it.", "A chair.", "A door.", "A table."]
-    assert pairs.extremes(answers, per_prompt=3) == [(1, 2)]
+def test_four_answers_give_six_pairs_and_ties_none():
+    answers = ["I hate it.", "It is a table.", "I love it.", "It is good.", "A chair.", "A door.", "I like it.", "A."]
+    love, good, table, hate = 2, 3, 1, 0
+    expected = {(love, good), (love, table), (love, hate), (good, table), (good, hate), (table, hate)}
+    pairs_of_texts = pairs.every_pair(answers, per_prompt=4)
+    assert len(pairs_of_texts) == 9
+    assert {pair for pair in pairs_of_texts if max(pair) < 4} == expected
+    assert {pair for pair in pairs_of_texts if max(pair) >= 4} == {(6, 4), (6, 5), (6, 7)}
 
 
 def test_an_answer_without_a_word_is_in_no_pair():
-    assert pairs.extremes(["I love it.", "", "I hate it.", " ", "", "I love it."], per_prompt=3) == [(0, 2)]
+    assert pairs.every_pair(["I love it.", "", "I hate it.", " ", "", "I love it."], per_prompt=3) == [(0, 2)]
 
 
 def test_a_pair_holds_the_models_own_tokens(model: str):
@@ -101,8 +116,10 @@ def test_a_pair_holds_the_models_own_tokens(model: str):
     rows = pairs.sampled_pairs(policy, tokenizer, offline(model), seed=0)
     assert rows
     for pair in rows:
-        assert tokenizer.decode(pair["prompt"]) in OPENINGS[2:]
-        chosen, rejected = (by_letters([tokenizer.decode(pair[side])])[0] for side in ("chosen", "rejected"))
+        assert tokenizer.decode(pair["prompt"]) in OPENINGS[:4]
+        chosen, rejected = (
+            by_letters([tokenizer.decode(pair[side], skip_special_tokens=True)])[0] for side in ("chosen", "rejected")
+        )
         assert chosen > rejected
         assert all(1 <= len(pair[side]) <= 6 for side in ("chosen", "rejected"))
 
@@ -132,61 +149,77 @@ def test_the_answer_alone_is_learnt():
     assert row["chosen_input_ids"] == [5, 6, 7]
 
 
-# The verdicts ----------------------------------------------------------------------------------------------------
+# The report ------------------------------------------------------------------------------------------------------
 
 SETTINGS = {
     "DPO": {"loss_type": "sigmoid"},
     "IPO": {"loss_type": "ipo"},
-    "SFT": {},
+    "SFT on the chosen": {},
     "PPO": {"init_kl_coef": 0.1, "steps": 3, "batch_size": 4},
 }
+SHARED = {"model": "stories15m", "eval_split": "test", "eval_prompts": 2, "max_new_tokens": 16}
 
 
-def run_of(method: str, seed: int, *points: tuple[float, float]) -> Run:
+def run_of(folder: Path, method: str, seed: int, *points: tuple[float, float]) -> Run:
     """A run with looks at these (KL, reward), the last of them at its end; it starts with a reward of 0.1."""
     history = [{"step": i + 1, "eval_kl": kl, "eval_reward": reward} for i, (kl, reward) in enumerate(points)]
     summary = {"reward_before": 0.1, "kl": points[-1][0], "reward": points[-1][1], "scored_texts": 9}
-    return Run(Path(), {"seed": seed, **SETTINGS[method]}, history, summary)
+    (folder / "samples.json").write_text(json.dumps({"query": ["a"], "before": ["b"], "after": [method]}))
+    return Run(folder, {"seed": seed, **SHARED, **SETTINGS[method]}, history, summary)
 
 
-def test_dpo_passes_where_its_best_reward_within_a_budget_is_at_least_ppos():
-    runs = [run_of("DPO", 0, (2, 0.3)), run_of("DPO", 0, (4, 0.4))]
-    runs += [run_of("PPO", 0, (2, 0.2), (8, 0.5)), run_of("SFT", 0, (1, 0.99)), run_of("IPO", 0, (1, 0.98))]
-    report = judge(runs)
-    assert [verdict.passed for verdict in report.verdicts] == [True, True, False]  # 0.3 : 0.2, 0.4 : 0.3, 0.4 : 0.5
-    assert [verdict.obtained for verdict in report.verdicts] == ["0.300", "0.400", "0.400"]
-    assert next(iter(report.figures)) == "figure"
+@pytest.fixture
+def no_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "frontier_of", lambda runs, reward: None)
 
 
-def test_as_much_reward_is_a_pass():
-    assert all(verdict.passed for verdict in judge([run_of("DPO", 0, (1, 0.5)), run_of("PPO", 0, (2, 0.5))]).verdicts)
+@pytest.mark.usefixtures("no_bank")
+def test_each_method_and_seed_has_its_best_reward_within_each_budget(tmp_path: Path):
+    runs = [run_of(tmp_path, "DPO", 0, (2, 0.3)), run_of(tmp_path, "DPO", 0, (4, 0.4))]
+    runs += [run_of(tmp_path, "PPO", 0, (2, 0.2), (8, 0.5)), run_of(tmp_path, "IPO", 1, (1, 0.98))]
+    measured = read(runs).measured
+    assert [measured[f"reward within {budget} nats, DPO"] for budget in (2, 4, 8)] == [{0: 0.3}, {0: 0.4}, {0: 0.4}]
+    assert measured["reward within 4 nats, PPO"] == {0: pytest.approx(0.3)}
+    assert measured["reward within 2 nats, IPO"] == {1: 0.98}
+    assert not any(name.startswith("efficiency") for name in measured)
 
 
-def test_the_median_of_the_seeds_decides():
-    ppo_runs = [run_of("PPO", seed, (1, 0.5)) for seed in range(3)]
-    better, worse = (1, 0.6), (1, 0.4)
-    mostly = [run_of("DPO", seed, point) for seed, point in enumerate([better, worse, better])]
-    seldom = [run_of("DPO", seed, point) for seed, point in enumerate([worse, worse, better])]
-    assert all(verdict.passed for verdict in judge(ppo_runs + mostly).verdicts)
-    assert not any(verdict.passed for verdict in judge(ppo_runs + seldom).verdicts)
+@pytest.mark.usefixtures("no_bank")
+@pytest.mark.parametrize(("gain", "outcome"), [(0.2, "reproduced"), (-0.2, "contradicted")])
+def test_a_planted_difference_from_ppo_is_found(tmp_path: Path, gain: float, outcome: str):
+    runs = []
+    for seed in range(10, 18):
+        noise = seed / 1000
+        runs += [run_of(tmp_path, "DPO", seed, (1, 0.5 + gain + noise)), run_of(tmp_path, "PPO", seed, (1, 0.5))]
+    page = read(runs)
+    verdicts = judge(page.claims, page.measured)
+    assert [verdict.outcome for verdict in verdicts] == [outcome] * 3
+    assert [verdict.claim.text.split(" DPO")[0] for verdict in verdicts] == [f"within {b} nats" for b in (2, 4, 8)]
 
 
-def test_seeds_that_one_side_lacks_are_left_out():
-    runs = [
-        run_of("DPO", 0, (1, 0.6)),
-        run_of("DPO", 1, (1, 0.0)),
-        run_of("DPO", 2, (1, 0.0)),
-        run_of("PPO", 0, (1, 0.5)),
-    ]
-    assert [verdict.obtained for verdict in judge(runs).verdicts] == ["0.600"] * 3
+def test_the_efficiency_is_of_the_attainable_gain_within_its_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "frontier_of", lambda runs, reward: Frontier(np.array([0, 3.0]), np.array([0.2, 0.8])))
+    measured = read([run_of(tmp_path, "DPO", 3, (2, 0.3))]).measured
+    assert measured["efficiency within 2 nats, DPO"] == {3: pytest.approx(0.5)}  # 0.2 of 0.4
+    assert "efficiency within 4 nats, DPO" not in measured
 
 
-@pytest.mark.parametrize("missing", ["DPO", "PPO"])
-def test_without_one_side_there_is_no_verdict_and_the_figure_says_so(missing: str):
-    runs = [run_of(method, 0, (1, 0.5)) for method in SETTINGS if method != missing]
-    report = judge(runs)
-    assert not report.verdicts
-    assert "DPO and PPO of one seed are needed" in report.figures["figure"].axes[0].get_title()
+def test_the_frontier_is_of_the_runs_openings_and_of_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def bank(prompts: list[str], *, samples: int, max_new_tokens: int) -> list[list[str]]:
+        assert (prompts, max_new_tokens) == (["one", "two"], 16)
+        return [["good"] * samples, ["bad", "good"] * (samples // 2)]
+
+    monkeypatch.setattr(frontier, "openings", lambda split: ["one", "two", "three"])
+    monkeypatch.setattr(frontier, "stories_answers", bank)
+    rate = lambda texts: [float(text == "good") for text in texts]  # noqa: E731
+    run = run_of(tmp_path, "DPO", 0, (2, 0.3))
+    again = run_of(tmp_path, "DPO", 1, (2, 0.3))
+    curve = frontier.frontier_of([run, again], rate)
+    assert (curve.rewards[0], curve.rewards[-1]) == (0.75, pytest.approx(1.0))
+    other = replace(run, config={**run.config, "model": "gpt2"})
+    assert frontier.frontier_of([other, again], rate) is None
+    assert frontier.frontier_of([run, other, again], rate) is None
+    assert frontier.frontier_of([run], rate) is None  # of a single seed
 
 
 def test_policies_can_be_mixed_up_to_the_budget():
