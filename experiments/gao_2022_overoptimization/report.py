@@ -1,123 +1,271 @@
-"""Judges whether the gold score fell while its proxy rose: `python -m experiments.gao_2022_overoptimization.report`."""
+"""Judges gold against its proxies: `python -m experiments.gao_2022_overoptimization.report FOLDER ...`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from statistics import fmean, median
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
-from experiments.figures import Verdict
-from experiments.gao_2022_overoptimization.curve import Fit, fit, running_mean
-from experiments.reports import Report, main, spread
-from experiments.runs import Run, by
+from experiments.claims import Claim, Numbers
+from experiments.gao_2022_overoptimization import best_of_n
+from experiments.gao_2022_overoptimization.curve import BEST_OF_N, FORMS, RL, Fit, Form, fit, running_mean
+from experiments.reports import Report, main
+from experiments.runs import Run, by, of_seeds
 from experiments.sentiment_ppo import KL, REWARD, samples_of
 
 TITLE = "Overoptimization of a proxy reward"
 CLAIM = (
     "Gao et al. 2022, arXiv:2210.10760: as the root of the KL to the initial policy grows, the gold score rises, peaks "
-    "and falls while the proxy's keeps rising; a proxy of more labels moves the peak out."
+    "and falls while the proxy's keeps rising; a proxy of more labels reaches a higher gold; best-of-n moves along the "
+    "curve faster than RL."
 )
-GOLD = "gold/mean"
+GOLD, FIRST, SECOND = "gold/mean", "gold/first_half", "gold/second_half"
 WIDTH = 5  # steps per mean; the reward of a single batch is noisy
-FALL = 0.2  # of gold's deviation: twice the standard error of the difference of two means over 5 batches of 32
+MATTERS = 0.2  # of a score: a fifth of its deviation over the initial policy's samples
+UNIT = "deviations"
 
 
 @dataclass(frozen=True)
 class Course:
-    """A run's distances (roots of the KL) and both scores, as running means over WIDTH steps, [N] each."""
+    """A run's distances (roots of the KL) and scores, one for each step; gold also of each half of the batch."""
 
     distance: Sequence[float]
     gold: Sequence[float]
+    halves: tuple[Sequence[float], Sequence[float]]
     proxy: Sequence[float]
-    fit: Fit
 
     @property
-    def best(self) -> int:
-        """The index of the highest gold score."""
-        return max(range(len(self.gold)), key=self.gold.__getitem__)
+    def is_long(self) -> bool:
+        """Whether there are two means without a common step. Shorter runs are plotted and not judged."""
+        return len(self.distance) >= 2 * WIDTH
 
-    @property
-    def peak(self) -> float:
-        """The distance at the peak of the fitted curve, or the last distance if that is smaller."""
-        return min(self.fit.peak, self.distance[-1])
+    def at_peak(self) -> dict[str, float]:
+        """Gold and proxy where gold is highest, and at the end, as means over WIDTH steps.
 
+        One half of each batch determines the step of the peak, and the other half measures gold there; then the halves
+        change places, and the results are averaged. If one half did both, noise alone would show a peak and a fall.
+        """
+        smooth = [running_mean(half, WIDTH) for half in self.halves]
+        proxy = running_mean(self.proxy, WIDTH)
+        peaks = [max(range(len(half)), key=half.__getitem__) for half in smooth]
+        return {
+            "gold at its peak": fmean((smooth[1][peaks[0]], smooth[0][peaks[1]])),
+            "gold at the end": fmean((smooth[0][-1], smooth[1][-1])),
+            "proxy at gold's peak": fmean(proxy[peak] for peak in peaks),
+            "proxy at the end": proxy[-1],
+        }
 
-def judge(runs: Sequence[Run]) -> Report:
-    """Judges gold's peak and fall and the proxy for each number of labels, and the peaks of neighbouring numbers."""
-    groups = {labels: [course(run) for run in group] for labels, group in by(filter(is_long, runs), "labels").items()}
-    verdicts = [verdict for labels, group in groups.items() for verdict in of_labels(labels, group)]
-    verdicts += [verdict for pair in pairwise(groups.items()) for verdict in moves_out(*pair)]
-    examples = {f"{labels} labels": group[0] for labels, group in by(runs, "labels").items()}
-    return Report(verdicts, {"figure": figure(runs)}, samples_of(examples))
-
-
-def is_long(run: Run) -> bool:
-    """Whether a run has two means without a common step. Shorter runs are plotted and not judged."""
-    return len(points(run)[0]) >= 2 * WIDTH
+    def gold_at(self, distance: float) -> float:
+        """Gold at a distance, interpolated between means over WIDTH steps."""
+        points = sorted(zip(running_mean(self.distance, WIDTH), running_mean(self.gold, WIDTH), strict=True))
+        distances, golds = zip(*points, strict=True)
+        return float(np.interp(distance, distances, golds))
 
 
 def course(run: Run) -> Course:
-    """Reads a run's course from its history, whose numbers are means over a batch."""
-    distances, golds, proxies = points(run)
-    smooth = [running_mean(values, WIDTH) for values in (distances, golds, proxies)]
-    return Course(*smooth, fit(distances, golds))
+    """Reads a run's course from its history. An estimate of the KL below 0 counts as 0.
 
-
-def points(run: Run) -> tuple[list[float], list[float], list[float]]:
-    """Returns the root of the KL, gold and proxy at each step. An estimate of the KL below 0 counts as 0."""
+    Raises:
+        ValueError: The run logged no gold score.
+    """
     rows = [row for row in run.history if GOLD in row]
     if not rows:
         raise ValueError(f"{run.folder} logged no {GOLD}; runs of this experiment's train.py are needed.")
-    return [max(row[KL], 0.0) ** 0.5 for row in rows], [row[GOLD] for row in rows], [row[REWARD] for row in rows]
+    distance = [max(row[KL], 0.0) ** 0.5 for row in rows]
+    gold, first, second, proxy = ([row[name] for row in rows] for name in (GOLD, FIRST, SECOND, REWARD))
+    return Course(distance, gold, (first, second), proxy)
 
 
-def of_labels(labels: int, courses: Sequence[Course]) -> Iterator[Verdict]:
-    """Judges the runs of one number of labels in every seed. Both scores are in deviations of the initial policy's."""
-    peaks, ends = [max(course.gold) for course in courses], [course.gold[-1] for course in courses]
-    yield Verdict(f"{labels} labels: gold rises", f"a peak above {FALL}", spread(peaks, ".2f"), min(peaks) > FALL)
-    falls = [peak - end for peak, end in zip(peaks, ends, strict=True)]
-    claim = f"{labels} labels: gold then falls"
-    yield Verdict(claim, f"by more than {FALL} from its peak", f"by {spread(falls, '.2f')}", min(falls) > FALL)
-    # A seed whose gold is highest at the end failed above, and has no steps after its peak.
-    falling = [course for course in courses if course.best < len(course.gold) - 1]
-    if falling:
-        rises = [course.proxy[-1] - course.proxy[course.best] for course in falling]
-        claim = f"{labels} labels: the proxy rises from gold's peak to the end"
-        yield Verdict(claim, "a gain above 0", spread(rises, "+.2f"), min(rises) > 0)
+def read(runs: Sequence[Run]) -> Report:
+    """Reads RL's courses by number of labels, and best-of-n of the runs with the fewest."""
+    groups = by(runs, "labels")
+    courses = {run.folder: course(run) for run in runs}
+    few, many = min(groups), max(groups)
+    banks = {run.folder: best_of_n.read(run.folder) for run in groups[few]}
+    measured: dict[str, Numbers] = {}
+    for labels, group in groups.items():
+        long = [run for run in group if courses[run.folder].is_long]
+        if not long:
+            continue
+        for name in courses[long[0].folder].at_peak():
+            measured[named(name, labels)] = of_seeds(long, lambda run, of=name: courses[run.folder].at_peak()[of])
+    measured |= of_best_of_n(groups[few], banks)
+    if all(courses[run.folder].is_long for run in runs):
+        farthest = next(iter(banks.values()))[0].distances[-1]
+        measured[f"gold of RL at best-of-n's distance, {many} labels"] = of_seeds(
+            groups[many], lambda run: courses[run.folder].gold_at(farthest)
+        )
+        for form in FORMS:
+            measured[quality(form, few)] = of_seeds(
+                groups[few],
+                lambda run, of=form: fit(of, courses[run.folder].distance, courses[run.folder].gold).quality,
+            )
+    examples = samples_of({f"{labels} labels": group[0] for labels, group in groups.items()})
+    plotted = {labels: [courses[run.folder] for run in group] for labels, group in groups.items()}
+    return Report(
+        measured,
+        list(claims_about(few, many)),
+        {"figure": figure(plotted, list(banks.values()))},
+        {"figure": caption(len(by(runs, "seed")))},
+        examples,
+    )
 
 
-def moves_out(fewer: tuple[int, Sequence[Course]], more: tuple[int, Sequence[Course]]) -> Iterator[Verdict]:
-    """Compares two numbers of labels by the medians of the fitted peak's distance and of the highest gold score."""
-    values = {
-        "peaks further out (root of the KL)": [[course.peak for course in group] for _, group in (fewer, more)],
-        "reach a higher gold": [[max(course.gold) for course in group] for _, group in (fewer, more)],
+def of_best_of_n(runs: Sequence[Run], banks: Mapping[Path, Sequence[best_of_n.Curve]]) -> dict[str, Numbers]:
+    """Best-of-n's gains for each prompt of the bank, by seed."""
+
+    def slope(run: Run) -> list[float]:
+        curves = banks[run.folder]
+        gains = np.asarray([[row[-1] for row in curve.gold] for curve in curves])  # [labels, prompts]
+        return np.polyfit(np.log2([curve.labels for curve in curves]), gains, 1)[0].tolist()
+
+    def of_most(run: Run) -> best_of_n.Curve:
+        return max(banks[run.folder], key=lambda curve: curve.labels)
+
+    measured: dict[str, Numbers] = {
+        "gold of best-of-n": of_seeds(runs, lambda run: [row[-1] for row in of_most(run).gold]),
     }
-    for change, (low, high) in values.items():
-        claim = f"{more[0]} labels: {change} than {fewer[0]}"
-        yield Verdict(claim, f"above {spread(low, '.2f')}", spread(high, ".2f"), median(high) > median(low))
+    if all(len(curves[0].ns) > 3 for curves in banks.values()):  # fewer points fit any curve
+        measured["quality of best-of-n's fit"] = of_seeds(
+            runs, lambda run: fit(BEST_OF_N, of_most(run).distances, of_most(run).mean("gold")).quality
+        )
+    if all(len(curves) > 1 for curves in banks.values()):
+        measured["gold of best-of-n for each doubling of the labels"] = of_seeds(runs, slope)
+    return measured
 
 
-def figure(runs: Sequence[Run]) -> plt.Figure:
-    """Plots the paper's figure 1: gold (dots, and its fit as a line) and proxy (dashed) over the root of the KL."""
-    plot, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
-    for labels, group in by(runs, "labels").items():
-        courses = [points(run) for run in group]
-        distances, golds, proxies = (list(chain.from_iterable(columns[i] for columns in courses)) for i in range(3))
-        (dots,) = axis.plot(distances, golds, ".", alpha=0.4, markersize=4)
-        axis.plot(*binned(distances, proxies), "--", color=dots.get_color(), linewidth=1)
-        xs = [max(distances) * i / 100 for i in range(101)]
-        ys = list(map(fit(distances, golds), xs)) if any(map(is_long, group)) else []
-        label = f"{labels} labels ({len(group)} seed{'s' * (len(group) > 1)})"
-        axis.plot(xs[: len(ys)], ys, color=dots.get_color(), label=label)
-    axis.plot([], [], "-", color="tab:gray", label="gold, fitted: d (α - β log d)")
-    axis.plot([], [], "--", color="tab:gray", linewidth=1, label="proxy")
-    axis.axhline(0, color="tab:gray", linewidth=0.8)
-    axis.set_xlabel("d, the root of the KL to the initial policy (nats per response)")
-    axis.set_ylabel("score (deviations of the initial policy's)")
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False, fontsize=8)
+def named(name: str, labels: int) -> str:
+    """The name of a quantity of RL."""
+    return f"{name}, {labels} labels"
+
+
+def quality(form: Form, labels: int) -> str:
+    """The name of the quality with which a form fits gold of RL."""
+    return f"R^2 of the form of {form} for RL, {labels} labels"
+
+
+def claims_about(few: int, many: int) -> Iterator[Claim]:
+    """The paper's claims for proxies of few and of many labels."""
+    first, scores = (named(name, few) for name in ("gold at its peak", "proxy at gold's peak"))
+    yield Claim(
+        f"RL, {few} labels: gold rises above the initial policy's", (first,), "more", MATTERS, UNIT, place="figure 1b"
+    )
+    yield Claim(
+        f"RL, {few} labels: gold falls from its peak to the end",
+        (first, named("gold at the end", few)),
+        "more",
+        MATTERS,
+        UNIT,
+        place="figure 1b",
+    )
+    yield Claim(
+        f"RL, {few} labels: the proxy rises from gold's peak to the end",
+        (named("proxy at the end", few), scores),
+        "more",
+        MATTERS,
+        UNIT,
+        place="figure 1b",
+    )
+    if many > few:
+        yield Claim(
+            f"RL: gold's peak is higher with {many} labels than with {few}",
+            (named("gold at its peak", many), first),
+            "more",
+            MATTERS,
+            UNIT,
+            place="section 3.3",
+        )
+    yield Claim(
+        "best-of-n: gold at the largest n grows with each doubling of the labels",
+        ("gold of best-of-n for each doubling of the labels",),
+        "more",
+        MATTERS / 4,
+        "deviations per doubling",
+        place="section 3.3",
+    )
+    yield Claim(
+        f"at the KL of the largest n, best-of-n has gained more gold than RL (most labels: best-of-n; {many}: RL)",
+        ("gold of best-of-n", f"gold of RL at best-of-n's distance, {many} labels"),
+        "more",
+        MATTERS,
+        UNIT,
+        place="sections 1 and 3.5",
+    )
+    yield Claim(
+        f"RL, {few} labels: d (alpha - beta log d) fits gold better than best-of-n's form",
+        (quality(RL, few), quality(BEST_OF_N, few)),
+        "more",
+        0.02,
+        "of R^2",
+        place="section 3.1",
+    )
+    yield Claim(
+        "best-of-n: d (alpha - beta d) explains more than 0.9 of gold's variance",
+        ("quality of best-of-n's fit",),
+        "more",
+        0.05,
+        "of R^2",
+        place="section 3.1",
+        than=0.9,
+    )
+
+
+def caption(seeds: int) -> str:
+    """What the figure shows."""
+    return (
+        f"Left: RL; a dot is a batch, the solid line the fit to gold of all {seeds} seeds, the dashed line the "
+        "proxy's mean over the seeds. Middle: best-of-n for proxies of different numbers of labels, means over the "
+        f"prompts and {seeds} seeds; lines: the fits. Right: one dot for each proxy of best-of-n, all numbers of "
+        "labels and seeds; the line is a regression. Scores are in deviations of the initial policy's samples, so that "
+        "the paper's points, on another scale, are not shown."
+    )
+
+
+def figure(rl: Mapping[int, Sequence[Course]], banks: Sequence[Sequence[best_of_n.Curve]]) -> plt.Figure:
+    """Plots the paper's figure 1 for RL and best-of-n, and best-of-n's gold over the proxies' correlation."""
+    plot, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    for i, (labels, courses) in enumerate(rl.items()):
+        distances, golds, proxies = (
+            list(chain.from_iterable(getattr(course, name) for course in courses))
+            for name in ("distance", "gold", "proxy")
+        )
+        left.plot(distances, golds, ".", alpha=0.35, markersize=4, color=f"C{i}")
+        left.plot(*binned(distances, proxies), "--", color=f"C{i}", linewidth=1)
+        if any(course.is_long for course in courses):
+            fitted(left, fit(RL, distances, golds), max(distances), f"C{i}", f"{labels} labels")
+    for i, curves in enumerate(zip(*banks, strict=True)):
+        golds = np.mean([curve.mean("gold") for curve in curves], axis=0).tolist()
+        middle.plot(curves[0].distances, golds, ".", color=f"C{i}")
+        if len(golds) > 3:
+            curve = fit(BEST_OF_N, curves[0].distances, golds)
+            fitted(middle, curve, curves[0].distances[-1], f"C{i}", f"{curves[0].labels} labels")
+    points = [(curve.correlation, curve.mean("gold")[-1]) for curves in banks for curve in curves]
+    right.plot(*zip(*points, strict=True), ".")
+    if len(points) > 1:
+        xs, ys = np.array(points).T
+        line = np.polyfit(xs, ys, 1)
+        label = f"R$^2$ = {np.corrcoef(xs, ys)[0, 1] ** 2:.2f}"
+        right.plot(np.sort(xs), np.polyval(line, np.sort(xs)), color="tab:gray", label=label)
+        right.legend(frameon=False, fontsize=8)
+    titles = ("RL: gold (solid, fitted) and proxy (dashed)", "best-of-n: gold", "best-of-n at the largest n")
+    for axis, title in zip((left, middle, right), titles, strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.axhline(0, color="tab:gray", linewidth=0.8)
+        axis.set(xlabel="d, the root of the KL (root of nats)", ylabel="gain of the score (deviations)")
+        axis.grid(alpha=0.3)
+    right.set(xlabel="correlation of proxy and gold over the bank", ylabel="gain of gold (deviations)")
     return plot
+
+
+def fitted(axis: Axes, curve: Fit, end: float, color: str, name: str) -> None:
+    """Plots a fitted curve from 0 to `end`, with its quality in the legend."""
+    xs = [end * i / 100 for i in range(101)]
+    axis.plot(xs, list(map(curve, xs)), color=color, label=f"{name} (R$^2$ = {curve.quality:.2f})")
+    axis.legend(frameon=False, fontsize=8)
 
 
 def binned(xs: Sequence[float], ys: Sequence[float], *, width: float = 0.75) -> tuple[list[float], list[float]]:
@@ -130,4 +278,4 @@ def binned(xs: Sequence[float], ys: Sequence[float], *, width: float = 0.75) -> 
 
 
 if __name__ == "__main__":
-    main(TITLE, CLAIM, judge)
+    main(TITLE, CLAIM, read)

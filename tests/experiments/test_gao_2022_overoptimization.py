@@ -1,24 +1,29 @@
-"""Overoptimization: the gold score and its proxies, the paper's curve, a run of two steps, verdicts on made-up runs."""
+"""Overoptimization: gold and its proxies, best-of-n, the paper's curves, short runs, verdicts on planted runs."""
 
 import json
 import math
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from matplotlib import pyplot as plt
 from tests.lm import tiny
 
 from experiments import sentiment_ppo
-from experiments.gao_2022_overoptimization import gold, train
-from experiments.gao_2022_overoptimization.curve import Fit, fit, running_mean
-from experiments.gao_2022_overoptimization.gold import learn_head, logistic_regression, mean_states, sentence_vectors
-from experiments.gao_2022_overoptimization.proxy import Normalised, Proxy, gold_and_proxy, learn_proxy, text_states
-from experiments.gao_2022_overoptimization.report import CLAIM, TITLE, judge
-from experiments.reports import report_on
+from experiments.best_of import kl_of_best
+from experiments.claims import judge
+from experiments.frozen import logistic_regression, mean_states
+from experiments.gao_2022_overoptimization import best_of_n, gold, train
+from experiments.gao_2022_overoptimization.curve import BEST_OF_N, RL, Fit, Form, fit, running_mean
+from experiments.gao_2022_overoptimization.gold import learn_head, sentence_vectors
+from experiments.gao_2022_overoptimization.proxy import Normalised, Proxy, Sampler, Samples, learn_weight, text_states
+from experiments.gao_2022_overoptimization.report import FIRST, GOLD, SECOND, Course, read
 from experiments.runs import Run, read_history
+from trimtab_lm import PPOConfig
 
 WORDS = ["bad", "good", "dog", "cat", "red", "sad", "big", "odd"]
 
@@ -28,7 +33,7 @@ def reviews() -> Dataset:
     return Dataset.from_dict({"text": texts, "label": [i % 2 for i in range(60)]})
 
 
-def openings() -> list[str]:
+def openings(split: str) -> list[str]:
     return ["the cat", "a dog", "he went", "so it", "one day", "at the", "in a", "his dog"]
 
 
@@ -37,6 +42,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Folder of a tiny Llama and its tokenizer, policy and encoder alike; made-up reviews and openings."""
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(gold, "imdb_reviews", reviews)
     monkeypatch.setattr(train, "openings", openings)
     monkeypatch.setattr(sentiment_ppo, "openings", openings)
@@ -91,89 +97,127 @@ def test_a_garbled_text_has_as_many_words_all_of_them_its_own():
     assert set(garbled) < set(text.split())
 
 
-def test_a_proxy_ranks_the_pairs_it_has_learnt_as_gold_does():
-    trunk, tokenizer = tiny.llama(max_position_embeddings=256).model.eval(), tiny.tokenizer()
-    first = ["the cat", "he", "dogs are here", "", "we go", "see", "abc", "on it"]
-    second = ["he sees", "a bee", "it", "be", "so", "eel", "xyz", "no"]
-
-    def letters(texts: Any) -> list[float]:
-        return [text.count("e") + len(text) / 100 for text in texts]
-
-    proxy = learn_proxy(trunk, tokenizer, (first, second), letters, first + second, penalty=1e-3)
-    better = [a > b for a, b in zip(letters(first), letters(second), strict=True)]
-    assert [a > b for a, b in zip(proxy(first), proxy(second), strict=True)] == better
-    assert_is_minimum(proxy, first, second, better, penalty=1e-3)
-    weak = learn_proxy(trunk, tokenizer, (first, second), letters, first + second, penalty=1e3)
-    assert weak.weight.norm() < proxy.weight.norm() / 10
+def pairs_of(count: int, *, seed: int = 0) -> Samples:
+    """Two samples of each prompt, whose gold score is the first of three states, and noise."""
+    states = torch.randn(count, 2, 3, generator=torch.Generator().manual_seed(seed)) * torch.tensor([2.0, 1.0, 0.5]) + 1
+    return Samples(golds=3 * states[..., 0] + 5, states=states)
 
 
-def assert_is_minimum(proxy: Proxy, first: list[str], second: list[str], better: list[bool], penalty: float) -> None:
-    """The loss has no slope, in a weight on inputs of variance 1: what the pairs pull is what the penalty pulls."""
-    states = text_states(proxy.trunk, proxy.tokenizer, first + second)
-    deviation = states.std(0)
-    signs = torch.tensor(better).float() * 2 - 1
-    gaps = signs[:, None] * (states[: len(first)] - states[len(first) :])
-    pull = (torch.sigmoid(-gaps @ proxy.weight)[:, None] * gaps / deviation).sum(0)
-    torch.testing.assert_close(pull, penalty * proxy.weight * deviation, rtol=0.05, atol=1e-4)
+def test_a_proxy_learns_what_gold_prefers_and_its_scores_have_variance_1():
+    pairs = pairs_of(400)
+    weight = learn_weight(pairs, 400, penalty=1e-3)
+    scores = pairs.states @ weight
+    assert float(scores.std()) == pytest.approx(1)
+    assert float(torch.corrcoef(torch.stack([scores.flatten(), pairs.golds.flatten()]))[0, 1]) > 0.99
 
 
-def test_both_scores_have_mean_0_and_deviation_1_over_the_initial_policys_samples(monkeypatch: pytest.MonkeyPatch):
-    samples: list[list[str]] = []
-    written = train.gold_and_proxy.__globals__["continued"]
+def test_fewer_labels_are_the_first_of_more():
+    pairs, others = pairs_of(40), pairs_of(40, seed=1)
+    mixed = Samples(torch.cat([pairs.golds[:10], -pairs.golds[10:]]), pairs.states)
+    torch.testing.assert_close(learn_weight(mixed, 10, penalty=1.0), learn_weight(pairs, 10, penalty=1.0))
+    assert not torch.allclose(learn_weight(mixed, 40, penalty=1.0), learn_weight(pairs, 40, penalty=1.0))
+    assert not torch.allclose(learn_weight(others, 10, penalty=1.0), learn_weight(pairs, 10, penalty=1.0))
 
-    def spied(*args: Any, **options: Any) -> Any:
-        rows, texts = written(*args, **options)
-        samples.append(texts)
-        return rows, texts
 
-    monkeypatch.setitem(train.gold_and_proxy.__globals__, "continued", spied)
-    both = gold_and_proxy(
-        tiny.llama(max_position_embeddings=256),
-        tiny.tokenizer(),
-        lambda texts: [float(len(text)) for text in texts],
-        openings(),
-        labels=6,
-        baseline=12,
-        penalty=1.0,
-        max_new_tokens=6,
-        seed=3,
-    )
-    initial, first, second = samples
-    assert (len(initial), len(first), len(second)) == (12, 6, 6)
-    assert first != second
-    for score in both:
-        values = torch.tensor(score(initial))
-        assert float(values.mean()) == pytest.approx(0, abs=1e-5)
-        assert float(values.std(correction=0)) == pytest.approx(1, abs=1e-5)
+@pytest.mark.parametrize("labels", [0, 5])
+def test_more_labels_than_comparisons_are_refused(labels: int):
+    with pytest.raises(ValueError, match=f"of {labels} comparisons.*of the 4 that exist"):
+        learn_weight(pairs_of(4), labels, penalty=1.0)
+
+
+def test_samples_are_scored_in_the_order_of_their_prompts_and_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    scored: list[str] = []
+
+    def length(texts: Sequence[str]) -> list[float]:
+        scored.extend(texts)
+        return [float(len(text)) for text in texts]
+
+    model = tiny.llama(max_position_embeddings=256).eval()
+    sampler = Sampler(model, tiny.tokenizer(), length, 6, ("tiny", "length"))
+    first = sampler(["the cat", "a dog"], 3, seed=1)
+    assert first.golds.flatten().tolist() == [float(len(text)) for text in scored]
+    assert first.states.shape == (2, 3, model.config.hidden_size)
+    torch.testing.assert_close(first.states.flatten(0, 1), text_states(model.base_model, tiny.tokenizer(), scored))
+    again = sampler(["the cat", "a dog"], 3, seed=1)
+    torch.testing.assert_close(again.states, first.states, rtol=0, atol=0)
+    assert len(scored) == 6
+    assert not torch.equal(sampler(["the cat", "a dog"], 3, seed=2).states, first.states)
+
+
+def test_the_proxy_scores_texts_as_it_scores_their_states():
+    model, tokenizer = tiny.llama(max_position_embeddings=256).eval(), tiny.tokenizer()
+    weight = torch.randn(model.config.hidden_size)
+    texts = ["the cat", "", "a dog went"]
+    proxy = Proxy(model.base_model, tokenizer, weight, offset=2.0)
+    expected = text_states(model.base_model, tokenizer, texts) @ weight - 2
+    assert proxy(texts) == pytest.approx(expected.tolist())
 
 
 def test_normalised_is_in_deviations():
-    score = Normalised(lambda texts: [float(text) for text in texts], ["1", "3"])
+    score = Normalised(lambda texts: [float(text) for text in texts], [1.0, 3.0])
     assert score(["1", "2", "5"]) == [-1, 0, 3]
+
+
+# Best-of-n -------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_by_a_proxy_that_agrees_with_gold_is_the_best_by_gold():
+    pairs = pairs_of(200)
+    bank_states = torch.randn(2, 4, 3)
+    bank = Samples(3 * bank_states[..., 0] + torch.tensor([[0.0], [100.0]]), bank_states)
+    (curve,) = best_of_n.best_of_n(bank, pairs, [200], penalty=1e-4)
+    assert curve.ns == [1, 2, 4]
+    assert curve.correlation > 0.98
+    for prompt, golds in enumerate(bank.golds):
+        assert curve.gold[prompt][0] == pytest.approx(0, abs=1e-5)  # a gain on the mean sample
+        best = float((golds.max() - golds.mean()) / pairs.golds.std())
+        assert curve.gold[prompt][2] == pytest.approx(best, abs=0.3 * best)
+    assert curve.mean("proxy") == sorted(curve.mean("proxy"))
+
+
+def test_a_proxy_that_knows_nothing_gains_nothing_of_gold():
+    pairs = pairs_of(64)
+    states = torch.randn(400, 8, 3)
+    bank = Samples(torch.randn(400, 8), states)
+    (curve,) = best_of_n.best_of_n(bank, pairs, [64], penalty=1.0)
+    assert abs(curve.mean("gold")[-1]) < 3 * 400**-0.5 / float(pairs.golds.std())
+    assert curve.mean("proxy")[-1] > 0.5
+
+
+def test_the_kl_of_the_best_of_n():
+    assert kl_of_best(1) == 0
+    assert kl_of_best(2) == pytest.approx(0.6931 - 0.5, abs=1e-4)
+
+
+def test_curves_are_read_as_they_were_written(tmp_path: Path):
+    curve = best_of_n.Curve(8, 0.5, [1, 2], [[0.0, 0.5]], [[0.0, 1.0]])
+    best_of_n.write(tmp_path, [curve])
+    assert best_of_n.read(tmp_path) == [curve]
 
 
 # The curve -------------------------------------------------------------------------------------------------------
 
 
-def test_the_fit_finds_the_curve_that_points_lie_on_and_leaves_out_those_at_0():
-    true = Fit(alpha=0.9, beta=0.4)
+@pytest.mark.parametrize("form", [RL, BEST_OF_N])
+def test_the_fit_finds_the_curve_that_points_lie_on_and_leaves_out_those_at_0(form: Form):
+    true = Fit(form, alpha=0.9, beta=0.4)
     distances = [0.0, 0.5, 1.0, 3.0, 7.0]
-    fitted = fit(distances, [5.0, *map(true, distances[1:])])
-    assert (fitted.alpha, fitted.beta) == pytest.approx((0.9, 0.4))
+    fitted = fit(form, distances, [5.0, *map(true, distances[1:])])
+    assert (fitted.alpha, fitted.beta, fitted.quality) == pytest.approx((0.9, 0.4, 1.0))
     assert true(0.0) == 0
-    assert true(1.0) == 0.9
+    other = fit(BEST_OF_N if form == RL else RL, distances, [0.0, *map(true, distances[1:])])
+    assert other.quality < 0.99
 
 
-def test_the_peak_is_where_the_curve_is_highest():
-    curve = Fit(alpha=0.9, beta=0.4)
-    highest = max((i / 1000 for i in range(10000)), key=curve)
-    assert curve.peak == pytest.approx(highest, abs=2e-3)
-    assert Fit(alpha=0.9, beta=-0.1).peak == Fit(alpha=0.9, beta=0.0).peak == math.inf
+def test_the_forms_are_those_of_the_paper():
+    assert Fit(RL, alpha=0.9, beta=0.4)(math.e) == pytest.approx(math.e * 0.5)
+    assert Fit(BEST_OF_N, alpha=0.9, beta=0.4)(2.0) == pytest.approx(2 * 0.1)
 
 
-def test_one_distance_is_too_few():
-    with pytest.raises(ValueError, match="two different ones above 0"):
-        fit([0.0, 2.0, 2.0], [0.0, 1.0, 1.1])
+def test_two_distances_are_too_few():
+    with pytest.raises(ValueError, match="three different ones above 0"):
+        fit(RL, [0.0, 2.0, 2.0, 3.0], [0.0, 1.0, 1.1, 1.0])
 
 
 def test_a_running_mean_is_over_neighbours():
@@ -193,99 +237,147 @@ def test_help_is_shown_and_the_defaults_are_valid(capsys: pytest.CaptureFixture[
     assert (ppo.init_kl_coef, ppo.adap_kl_ctrl) == (0, False)
 
 
+SMALL = {"comparisons": 8, "labels": 4, "bank_labels": (2, 8), "bank_prompts": 2, "bank_samples": 4}
+
+
 def test_two_steps_on_a_tiny_model_log_gold_beside_the_proxy(model: str, tmp_path: Path):
-    run = train.RunConfig(model=model, encoder=model, labels=4, baseline=8, max_new_tokens=4, eval_prompts=2, samples=1)
-    sizes = {"steps": 2, "batch_size": 4, "mini_batch_size": 2, "log_with": "none", "output_dir": str(tmp_path / "run")}
-    train.main(run, train.settings([], **sizes)[1])
+    run = train.RunConfig(model=model, encoder=model, max_new_tokens=4, eval_prompts=2, samples=1, **SMALL)
+    train.main(run, ppo_of(tmp_path / "run", steps=2))
     history = read_history(tmp_path / "run")
     assert len(history) == 2
     for row in history:
-        assert math.isfinite(row["gold/mean"])
-        assert row["gold/mean"] != row["ppo/mean_scores"]
+        assert row[GOLD] != row["ppo/mean_scores"]
+        assert row[GOLD] == pytest.approx((row[FIRST] + row[SECOND]) / 2, abs=1e-5)
         assert row["objective/kl_coef"] == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["labels"] == 4
-    assert (tmp_path / "run" / "summary.json").exists()
+    curves = best_of_n.read(tmp_path / "run")
+    assert [curve.labels for curve in curves] == [2, 8]
+    assert [len(row) for row in curves[0].gold] == [3, 3]  # the best of 1, 2 and 4, for two prompts
     assert (tmp_path / "run" / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_ends_at_the_distance(model: str, tmp_path: Path):
+    run = train.RunConfig(
+        model=model, encoder=model, max_new_tokens=4, eval_prompts=2, samples=1, distance=0.01, **SMALL
+    )
+    train.main(run, ppo_of(tmp_path / "run", steps=9, learning_rate=0.05))
+    history = read_history(tmp_path / "run")
+    assert 1 < len(history) < 9
+    far = [row["objective/kl"] >= 0.01**2 for row in history]
+    assert far == [False] * (len(far) - 1) + [True]
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def ppo_of(folder: Path, **changes: Any) -> PPOConfig:
+    sizes = {"batch_size": 4, "mini_batch_size": 2, "log_with": "none", "output_dir": str(folder), **changes}
+    ppo: PPOConfig = train.settings([], **sizes)[1]
+    return ppo
 
 
 # Verdicts --------------------------------------------------------------------------------------------------------
 
 
-def made_up(labels: int, seed: int = 0, *, peak: float, beta: float = 0.4, slope: float = 0.5, steps: int = 40) -> Run:
-    """A run whose gold follows the paper's curve, highest at `peak`, and whose proxy rises by `slope` d."""
-    curve = Fit(alpha=beta * (math.log(peak) + 1), beta=beta)
+@pytest.fixture(autouse=True)
+def close_figures() -> Iterator[None]:
+    """read() draws; only a page that is written closes what it holds."""
+    yield
+    plt.close("all")
+
+
+def planted(
+    folder: Path,
+    labels: int,
+    seed: int,
+    *,
+    peak: float,
+    beta: float = 0.4,
+    slope: float = 0.5,
+    steps: int = 40,
+    gain: float = 0.2,
+) -> Run:
+    """A run whose gold follows the paper's curve, highest at `peak`, and whose proxy rises by `slope` d.
+
+    Best-of-n gains `gain` with each doubling of the labels.
+    """
+    curve = Fit(RL, alpha=beta * (math.log(peak) + 1), beta=beta)
+    noise = random.Random(f"{labels} {seed}")
     distances = [8 * i / steps for i in range(steps)]
-    rows = [
-        {"step": i + 1, "objective/kl": d * d, "ppo/mean_scores": slope * d, "gold/mean": curve(d)}
-        for i, d in enumerate(distances)
-    ]
-    return Run(Path("nowhere"), {"labels": labels, "seed": seed}, rows, {})
+    rows = []
+    for step, d in enumerate(distances, start=1):
+        halves = [curve(d) + noise.gauss(0, 0.05) for _ in range(2)]
+        rows.append({"step": step, "objective/kl": d * d, "ppo/mean_scores": slope * d, GOLD: sum(halves) / 2})
+        rows[-1] |= {FIRST: halves[0], SECOND: halves[1]}
+    ns = [2**k for k in range(8)]
+    form = Fit(BEST_OF_N, alpha=2.0, beta=0.1)
+    banks = []
+    for count in (32, 64, 128):
+        size = gain * math.log2(count)
+        scale = (size + noise.gauss(0, 0.01)) / form(kl_of_best(128) ** 0.5)
+        gains = [scale * form(kl_of_best(n) ** 0.5) for n in ns]
+        banks.append(best_of_n.Curve(count, size / 5, ns, [gains] * 3, [gains] * 3))
+    run = Run(folder / f"{labels}-{seed}", {"labels": labels, "seed": seed}, rows, {})
+    best_of_n.write(run.folder, banks)
+    samples = {"query": ["the cat"], "before": [" sat"], "after": [" good good"], "reward": [1.0]}
+    (run.folder / "samples.json").write_text(json.dumps(samples))
+    return run
 
 
-def outcomes(runs: list[Run]) -> dict[str, bool]:
-    return {verdict.claim: verdict.passed for verdict in judge(runs).verdicts}
+def outcomes(runs: list[Run]) -> dict[str, str]:
+    report = read(runs)
+    return {verdict.claim.text: verdict.outcome for verdict in judge(report.claims, report.measured)}
 
 
-def test_curves_that_peak_and_fall_and_move_out_pass():
-    runs = [
-        made_up(labels, seed, peak=peak + seed / 10) for labels, peak in ((32, 1.5), (128, 3.0)) for seed in range(3)
-    ]
-    passed = outcomes(runs)
-    assert len(passed) == 8
-    assert all(passed.values())
-    report = judge(runs)
-    (further,) = [verdict for verdict in report.verdicts if "further out" in verdict.claim]
-    assert further.expected == "above 1.60 (1.50 to 1.70)"
-    assert further.obtained == "3.10 (3.00 to 3.20)"
-    assert list(report.figures) == ["figure"]
-
-
-def test_gold_that_does_not_fall_in_one_seed_fails():
-    passed = outcomes([made_up(32, 0, peak=1.5), made_up(32, 1, peak=50.0)])
-    assert passed == {
-        "32 labels: gold rises": True,
-        "32 labels: gold then falls": False,
-        "32 labels: the proxy rises from gold's peak to the end": True,
+def test_planted_overoptimization_is_reproduced(tmp_path: Path):
+    peaks = {32: 1.5, 128: 3.0}
+    runs = [planted(tmp_path, labels, seed, peak=peaks[labels]) for labels in peaks for seed in range(8)]
+    assert outcomes(runs) == {
+        "RL, 32 labels: gold rises above the initial policy's": "reproduced",
+        "RL, 32 labels: gold falls from its peak to the end": "reproduced",
+        "RL, 32 labels: the proxy rises from gold's peak to the end": "reproduced",
+        "RL: gold's peak is higher with 128 labels than with 32": "reproduced",
+        "best-of-n: gold at the largest n grows with each doubling of the labels": "reproduced",
+        "at the KL of the largest n, best-of-n has gained more gold than RL (most labels: best-of-n; 128: RL)": (
+            "reproduced"
+        ),
+        "RL, 32 labels: d (alpha - beta log d) fits gold better than best-of-n's form": "reproduced",
+        "best-of-n: d (alpha - beta d) explains more than 0.9 of gold's variance": "reproduced",
     }
+    report = read(runs)
+    slopes = report.measured["gold of best-of-n for each doubling of the labels"]
+    assert sorted(slopes) == list(range(8))
+    assert slopes[0] == pytest.approx([0.2] * 3, abs=0.03)
+    assert report.samples["run"] == ["32 labels", "128 labels"]
 
 
-def test_gold_that_never_rises_fails():
-    assert outcomes([made_up(32, peak=0.2)])["32 labels: gold rises"] is False
+def test_gold_that_only_rises_contradicts_the_fall_of_the_proxy_and_not_more(tmp_path: Path):
+    runs = [planted(tmp_path, 32, seed, peak=1e6, gain=-0.1) for seed in range(8)]
+    results = outcomes(runs)
+    assert results["RL, 32 labels: gold rises above the initial policy's"] == "reproduced"
+    assert results["RL, 32 labels: gold falls from its peak to the end"] != "reproduced"
+    assert results["best-of-n: gold at the largest n grows with each doubling of the labels"] == "contradicted"
 
 
-def test_a_proxy_that_falls_fails():
-    assert (
-        outcomes([made_up(32, peak=2.0, slope=-0.5)])["32 labels: the proxy rises from gold's peak to the end"] is False
-    )
+def test_noise_alone_has_no_peak():
+    noise = random.Random(0)
+    falls = []
+    for _ in range(300):
+        halves = tuple([noise.gauss(0, 1) for _ in range(24)] for _ in range(2))
+        course = Course([i / 3 for i in range(24)], [0.0] * 24, halves, [0.0] * 24)
+        peak = course.at_peak()
+        falls.append(peak["gold at its peak"] - peak["gold at the end"])
+    assert abs(sum(falls) / len(falls)) < 4 * 0.5 / 300**0.5
 
 
-def test_a_peak_that_comes_earlier_with_more_labels_fails():
-    passed = outcomes([made_up(32, peak=3.0), made_up(128, peak=2.0)])
-    assert passed["128 labels: peaks further out (root of the KL) than 32"] is False
-    assert passed["128 labels: reach a higher gold than 32"] is False
-
-
-def test_a_peak_behind_the_last_step_counts_as_there():
-    verdicts = judge([made_up(32, peak=3.0), made_up(128, peak=1e6)]).verdicts
-    (further,) = [verdict for verdict in verdicts if "further out" in verdict.claim]
-    assert float(further.obtained) < 8
-
-
-def test_a_short_run_is_drawn_and_not_judged():
-    report = judge([made_up(32, peak=2.0, steps=2)])
-    assert report.verdicts == []
-    assert list(report.figures) == ["figure"]
+def test_a_short_run_is_plotted_and_rl_is_not_judged(tmp_path: Path):
+    report = read([planted(tmp_path, 32, seed, peak=2.0, steps=2) for seed in range(2)])
+    assert set(report.measured) == {
+        "gold of best-of-n",
+        "quality of best-of-n's fit",
+        "gold of best-of-n for each doubling of the labels",
+    }
+    assert list(report.figures) == list(report.captions) == ["figure"]
 
 
 def test_a_run_of_another_experiment_is_refused():
     with pytest.raises(ValueError, match="logged no gold/mean"):
-        judge([Run(Path("elsewhere"), {"seed": 0}, [{"step": 1, "objective/kl": 0.0}], {})])
-
-
-def test_a_report_on_folders_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = made_up(32, peak=2.0)
-    (tmp_path / "config.json").write_text(json.dumps(run.config))
-    (tmp_path / "history.jsonl").write_text("\n".join(map(json.dumps, run.history)) + "\n")
-    (tmp_path / "summary.json").write_text("{}")
-    assert all(verdict.passed for verdict in report_on(TITLE, CLAIM, judge, [tmp_path]))
-    assert "pass  32 labels: gold then falls" in capsys.readouterr().out
+        read([Run(Path("elsewhere"), {"seed": 0, "labels": 1}, [{"step": 1, "objective/kl": 0.0}], {})])
