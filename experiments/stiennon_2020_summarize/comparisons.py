@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from math import comb, exp
+from math import exp
 from pathlib import Path
 
 from accelerate import PartialState
@@ -126,23 +126,3 @@ def compared(
             }
         )
     return Dataset.from_list(rows)
-
-
-def expected_best_of(ranked: Sequence[float], n: int) -> float:
-    """Estimates the expected value of the best of n without bias (Nakano et al. 2021, arXiv:2112.09332).
-
-    This is the mean, over all subsets of n of the N samples, of the value of the subset's highest-ranked sample. The
-    sample of rank r, from 1, is the highest-ranked of C(N - r, n - 1) of the C(N, n) subsets. n = 1 gives the mean.
-
-    Args:
-        ranked: The values of the samples, [N], in the order of the proxy's scores, the highest first.
-        n: Samples per subset.
-
-    Raises:
-        ValueError: n is not between 1 and N.
-    """
-    total = len(ranked)
-    if not 1 <= n <= total:
-        raise ValueError(f"the best of {n} was asked of {total} samples. Give 1 <= n <= {total}.")
-    ways = [comb(total - 1 - i, n - 1) for i in range(total)]
-    return sum(value * count for value, count in zip(ranked, ways, strict=True)) / comb(total, n)

@@ -1,142 +1,243 @@
 """Judges PPO and best-of-n against fine-tuning: `python -m experiments.stiennon_2020_summarize.report FOLDER ...`."""
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from pathlib import Path
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
+import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
-from experiments.figures import Curve, Verdict, curves
-from experiments.reports import Report, main, spread
-from experiments.runs import Run, by
+from experiments.claims import Claim, Numbers
+from experiments.figures import Curve, curves
+from experiments.reports import Report, main
+from experiments.runs import Run, of_seeds
 
 TITLE = "Fine-tuning, a reward model of comparisons, PPO and best-of-n"
 CLAIM = (
     "Stiennon et al. 2020, arXiv:2009.01325: PPO and best-of-n against a reward model beat fine-tuning in the eyes of "
-    "those who made its comparisons, and the reward model's accuracy grows with their number."
+    "those who made its comparisons; with a smaller KL penalty the reward model's score rises further while their "
+    "judgement falls; and a reward model becomes more accurate with more judgements and with more parameters."
 )
 SAMPLES = "samples.json"
-SFT, PPO, ACCURACY, BEST_OF = "gold_sft", "gold_ppo", "accuracy_", "gold_best_of_"
+SFT, PPO, BEST_OF, JUDGED = "sft", "ppo_", "best_of_", "judged_"
+LONGER = "judged_longer"
+SIZES = {"stories15m": 15, "minilm": 23, "smollm2": 135}  # millions of parameters
+MATTERS = 0.05  # of gold, whose standard deviation over answers is about 0.4
+PER_DOUBLING = 0.005  # half of the paper's gain of accuracy for each doubling of the data
 
 
-def judge(runs: Sequence[Run]) -> Report:
-    """Judges the gains in gold score over the fine-tuned policy of the same run, and the reward models' accuracies."""
-    whole = [run for run in runs if SFT in run.summary and PPO in run.summary]
+def read(runs: Sequence[Run]) -> Report:
+    """Reads gold of each policy for each held-out prompt, the proxy, and the accuracies for each instruction.
+
+    Raises:
+        ValueError: No run has the results of the pipeline.
+    """
+    whole = [run for run in runs if f"gold_{SFT}" in run.per_prompt]
     if not whole:
         raise ValueError(
-            f"none of the {len(runs)} runs that came in has {SFT} and {PPO} in its summary: a run of train.py is "
-            "needed. Give the folder of one."
+            f"none of the {len(runs)} runs has gold_{SFT} among its numbers per prompt: a run of train.py is needed. "
+            "Give the folder of one."
         )
-    verdicts = [
-        beats(group, PPO, f"PPO at coefficient {coefficient:g}")
-        for coefficient, group in by(whole, "init_kl_coef").items()
-    ]
-    for name in names(whole, BEST_OF):
-        verdicts.append(beats([run for run in whole if name in run.summary], name, f"best of {number(name)}"))
-    verdicts += grows(whole)
-    figures = {"figure": figure(whole)}
-    if learnt := [run for run in whole if any("ppo/step" in row for row in run.history)]:
-        figures["training"] = training(learnt)
-    return Report(verdicts, figures, samples(whole[0].folder))
+    policies = [name.removeprefix("gold_") for name in whole[0].per_prompt if name.startswith("gold_")]
+    heads = [name for name in whole[0].per_prompt if name.startswith(JUDGED) and name != LONGER]
+    measured: dict[str, Numbers] = {}
+    for name in policies:
+        measured[gold(name)] = of_seeds(whole, lambda run, key=f"gold_{name}": run.per_prompt[key])
+        measured[proxy(name)] = of_seeds(whole, lambda run, key=f"proxy_{name}": run.summary[key])
+    models = list(dict.fromkeys(model_of(head) for head in heads))
+    for model in models:
+        names = [head for head in heads if model_of(head) == model]
+        most = max(names, key=number)
+        measured[accuracy(model)] = of_seeds(whole, lambda run, key=most: run.per_prompt[key])
+        if len(names) > 1:
+            measured[growth(model)] = of_seeds(whole, lambda run, of=names: slope(run, of))
+    figures = {"figure": figure(whole, policies, heads), "training": training(whole)}
+    captions = {name: text.format(seeds=len(whole)) for name, text in CAPTIONS.items()}
+    return Report(measured, list(claims_about(policies, models)), figures, captions, samples(whole[0]))
 
 
-def names(runs: Sequence[Run], prefix: str) -> list[str]:
-    """Returns the names in the summaries that consist of the prefix and a count, sorted by the count."""
-    return sorted({name for run in runs for name in run.summary if name.startswith(prefix)}, key=number)
+CAPTIONS = {
+    "figure": (
+        "Left: gold (VADER) and the reward model's score of held-out prompts over the KL, a dot for each policy and "
+        "seed, {seeds} seeds. Right: accuracy of linear heads on real judgements over their number: medians of the "
+        "seeds and quartiles (band); dashed: preferring the longer answer; grey: the paper's 1.1 points for each "
+        "doubling, from our first point."
+    ),
+    "training": "Over the steps of PPO: medians of {seeds} seeds, bands from the lower to the upper quartile.",
+}
+
+
+def gold(policy: str) -> str:
+    """The name of a policy's gold score."""
+    return f"gold, {policy}"
+
+
+def proxy(policy: str) -> str:
+    """The name of a policy's score by the reward model."""
+    return f"reward model's score, {policy}"
+
+
+def accuracy(model: str) -> str:
+    """The name of the accuracy with the most judgements."""
+    return f"accuracy on real judgements, {model}"
+
+
+def growth(model: str) -> str:
+    """The name of the gain of accuracy for each doubling of the judgements."""
+    return f"accuracy for each doubling, {model}"
 
 
 def number(name: str) -> int:
-    """Returns the count at the end of a name."""
+    """The count at the end of a name."""
     return int(name.rpartition("_")[2])
 
 
-def beats(runs: Sequence[Run], name: str, title: str) -> Verdict:
-    """Judges whether a policy has a higher gold score than the fine-tuned one, in each seed."""
-    gains = [run.summary[name] - run.summary[SFT] for run in runs]
-    before = spread([run.summary[SFT] for run in runs])
-    return Verdict(
-        f"{title} beats fine-tuning", f"more than {before}: a gain above 0", spread(gains, "+.3f"), min(gains) > 0
+def coefficient(policy: str) -> float:
+    """The KL coefficient of a policy of PPO."""
+    return float(policy.removeprefix(PPO))
+
+
+def model_of(head: str) -> str:
+    """The model of a head."""
+    return head.removeprefix(JUDGED).rpartition("_")[0]
+
+
+def slope(run: Run, heads: Sequence[str]) -> list[float]:
+    """The slope of accuracy over log2 of the number of judgements, for each instruction."""
+    table = np.asarray([run.per_prompt[head] for head in heads])
+    return np.polyfit(np.log2([number(head) for head in heads]), table, 1)[0].tolist()
+
+
+def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Claim]:
+    """The paper's claims for these policies, and for reward models of real judgements."""
+    trained = sorted((name for name in policies if name.startswith(PPO)), key=coefficient)
+    best = max((name for name in policies if name.startswith(BEST_OF)), key=number)
+    middle = trained[len(trained) // 2]
+    yield Claim(
+        f"PPO (coefficient {coefficient(middle):g}) beats fine-tuning by the labeller's score",
+        (gold(middle), gold(SFT)),
+        "more",
+        MATTERS,
+        "gold",
+        place="section 4.1, figure 1",
+        number="61% against 43% preferred to the reference (1.3B; supervised, ten times the size)",
     )
-
-
-def grows(runs: Sequence[Run]) -> Iterator[Verdict]:
-    """Judges whether accuracy grows from fewest to most comparisons in each seed, and by each step in the median."""
-    counts = names(runs, ACCURACY)
-    runs = [run for run in runs if all(name in run.summary for name in counts)]
-    if len(counts) < 2 or not runs:
-        return
-    first, last = counts[0], counts[-1]
-    gains = [run.summary[last] - run.summary[first] for run in runs]
-    claim = f"the reward model of {number(last)} comparisons is more accurate than that of {number(first)}"
-    yield Verdict(claim, "a gain above 0", spread(gains, "+.3f"), min(gains) > 0)
-    middles = [median(run.summary[name] for run in runs) for name in counts]
-    passed = all(later > earlier for earlier, later in pairwise(middles))
-    claim = f"accuracy grows at {', '.join(str(number(name)) for name in counts)} comparisons"
-    yield Verdict(claim, "each median above the one before", ", ".join(f"{value:.3f}" for value in middles), passed)
-
-
-def figure(runs: Sequence[Run]) -> plt.Figure:
-    """Plots gold score over the KL to the fine-tuned policy, and accuracy over the number of comparisons."""
-    plot, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    ranks = [SFT, *names(runs, BEST_OF)]
-    curves(left, {"best of n": [policies(run, [name for name in ranks if name in run.summary]) for run in runs]})
-    for i, (coefficient, group) in enumerate(by(runs, "init_kl_coef").items(), start=1):
-        points = [(run.summary["kl_ppo"], run.summary[PPO]) for run in group]
-        left.scatter(*zip(*points, strict=True), marker="s", color=f"C{i}", label=f"PPO, coefficient {coefficient:g}")
-    left.axhline(
-        median(run.summary["gold_reference"] for run in runs),
-        color="tab:gray",
-        linestyle="--",
-        linewidth=0.8,
-        label="the texts' writers",
+    yield Claim(
+        f"the best of {number(best)} beats fine-tuning by the labeller's score",
+        (gold(best), gold(SFT)),
+        "more",
+        MATTERS,
+        "gold",
+        place="figure 7",
     )
+    if trained[0] != middle:
+        yield Claim(
+            f"a smaller coefficient ({coefficient(trained[0]):g}) buys a higher score of the reward model than "
+            f"{coefficient(middle):g}",
+            (proxy(trained[0]), proxy(middle)),
+            "more",
+            MATTERS,
+            "the reward model's score",
+            place="figure 5",
+        )
+        yield Claim(
+            f"the smaller coefficient ({coefficient(trained[0]):g}) lowers the labeller's score",
+            (gold(trained[0]), gold(middle)),
+            "less",
+            MATTERS,
+            "gold",
+            place="figure 5",
+        )
+    for model in models:
+        yield Claim(
+            f"real judgements, head on {model}: accuracy rises with each doubling of the data",
+            (growth(model),),
+            "more",
+            PER_DOUBLING,
+            "of accuracy per doubling",
+            place="figure 6",
+            number="1.1 points per doubling",
+        )
+    sized = sorted((model for model in models if model in SIZES), key=SIZES.__getitem__)
+    if len(sized) > 1:
+        yield Claim(
+            f"real judgements: a head on {sized[-1]} is more accurate than one on {sized[0]}",
+            (accuracy(sized[-1]), accuracy(sized[0])),
+            "more",
+            0.02,
+            "of accuracy",
+            place="figure 6",
+            number="1.8 points per doubling of the size",
+        )
+
+
+def figure(runs: Sequence[Run], policies: Sequence[str], heads: Sequence[str]) -> plt.Figure:
+    """Plots gold and proxy over the KL to the fine-tuned policy, and accuracy over the number of judgements."""
+    plot, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    ranks = [SFT, *sorted((name for name in policies if name.startswith(BEST_OF)), key=number)]
+    trained = sorted((name for name in policies if name.startswith(PPO)), key=coefficient)
+    for label, names, color in (("best of n", ranks, "C0"), ("PPO", trained, "C1")):
+        for kind, marker in (("gold", "o"), ("proxy", "x")):
+            xs = [run.summary[f"kl_{name}"] for run in runs for name in names]
+            ys = [run.summary[f"{kind}_{name}"] for run in runs for name in names]
+            left.scatter(xs, ys, s=14, marker=marker, color=color, alpha=0.7, label=f"{label}: {kind}")
+    left.axhline(fmean(run.summary["gold_reference"] for run in runs), color="tab:gray", linestyle="--", linewidth=0.8)
+    left.set(xlabel="KL to the fine-tuned policy (nats per answer)", ylabel="score (dashed: gold of the writers)")
     left.legend(frameon=False, fontsize=8)
-    left.set(xlabel="KL to the fine-tuned policy (nats per answer)", ylabel="gold score of held-out prompts")
-    if any(names([run], ACCURACY) for run in runs):
-        curves(right, {"reward model": [accuracies(run) for run in runs if names([run], ACCURACY)]})
-    right.set(xlabel="comparisons learnt from", ylabel="accuracy on other comparisons", xscale="log")
-    counts = [number(name) for name in names(runs, ACCURACY)]
-    right.set_xticks(counts, [str(count) for count in counts])
-    right.set_xticks([], minor=True)
+    left.grid(alpha=0.3)
+    by_data(right, runs, heads)
     return plot
 
 
-def policies(run: Run, ranks: Sequence[str]) -> Curve:
-    """Returns KL and gold score of the fine-tuned policy and of best-of-n."""
-    return [run.summary[name.replace("gold", "kl", 1)] for name in ranks], [run.summary[name] for name in ranks]
+def by_data(axis: Axes, runs: Sequence[Run], heads: Sequence[str]) -> None:
+    """Plots accuracy on real judgements over their number, for each model."""
+    axis.set(xlabel="judgements learnt from", ylabel="accuracy, mean over held-out instructions")
+    models = dict.fromkeys(model_of(head) for head in heads)
+    lines: dict[str, list[Curve]] = {
+        model: [by_number(run, [head for head in heads if model_of(head) == model]) for run in runs] for model in models
+    }
+    if not lines:
+        return
+    curves(axis, lines)
+    axis.axhline(fmean(runs[0].per_prompt[LONGER]), color="tab:gray", linestyle="--", linewidth=0.8)
+    xs, ys = zip(*[next(iter(lines.values()))[i] for i in range(len(runs))], strict=True)
+    start = fmean(row[0] for row in ys)
+    axis.plot(xs[0], [start + 0.011 * np.log2(x / xs[0][0]) for x in xs[0]], ":", color="tab:gray", label="paper")
+    axis.legend(frameon=False, fontsize=8)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(xs[0]), [f"{x:g}" for x in xs[0]])
 
 
-def accuracies(run: Run) -> Curve:
-    """Returns the numbers of comparisons, and the accuracies of the reward models."""
-    known = names([run], ACCURACY)
-    return [float(number(name)) for name in known], [run.summary[name] for name in known]
+def by_number(run: Run, heads: Sequence[str]) -> Curve:
+    """Numbers of judgements and accuracies of a run."""
+    return [float(number(head)) for head in heads], [fmean(run.per_prompt[head]) for head in heads]
 
 
 def training(runs: Sequence[Run]) -> plt.Figure:
-    """Plots PPO's reward, gold score and KL over its steps."""
+    """Plots PPO's reward, gold score and KL over its steps, for each coefficient."""
     plot, axes = plt.subplots(1, 3, figsize=(13, 3.4), layout="constrained")
     panels = {"ppo/mean_scores": "reward model's score", "ppo/gold": "gold score", "objective/kl": "KL (nats)"}
+    coefficients = sorted({row["ppo/coefficient"] for row in runs[0].history if "ppo/coefficient" in row})
     for axis, (key, title) in zip(axes, panels.items(), strict=True):
-        groups = by(runs, "init_kl_coef").items()
-        curves(axis, {f"coefficient {value:g}": [steps(run, key) for run in group] for value, group in groups})
+        curves(axis, {f"coefficient {value:g}": [steps(run, key, value) for run in runs] for value in coefficients})
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("PPO step")
     return plot
 
 
-def steps(run: Run, key: str) -> Curve:
-    """Returns a logged number over PPO's steps; where a resumed run repeated a step, its later value."""
-    values = dict(zip(*run.curve("ppo/step", key), strict=True))
+def steps(run: Run, key: str, coefficient: float) -> Curve:
+    """A logged number over PPO's steps; where a resumed run repeated a step, its later value."""
+    rows = [row for row in run.history if row.get("ppo/coefficient") == coefficient]
+    values = {row["ppo/step"]: row[key] for row in rows}
     return sorted(values), [values[step] for step in sorted(values)]
 
 
-def samples(folder: Path) -> dict[str, list[str]]:
+def samples(run: Run) -> Mapping[str, Sequence[object]]:
     """Reads a run's samples: prompts with the answer of each policy."""
-    file = folder / SAMPLES
+    file = run.folder / SAMPLES
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 if __name__ == "__main__":
-    main(TITLE, CLAIM, judge)
+    main(TITLE, CLAIM, read)

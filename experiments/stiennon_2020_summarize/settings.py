@@ -42,24 +42,39 @@ class RunConfig:
     label_temperature: float = field(
         default=0.1, metadata={"help": "Noise of the labels, in units of the gold score. 0: none."}
     )
+    kl_coefs: tuple[float, ...] = field(
+        default=(0.2, 0.05, 0.0),
+        metadata={"help": "Fixed KL coefficients; PPO trains one policy with each. They replace init_kl_coef."},
+    )
     reviews: int = field(default=12000, metadata={"help": "Film reviews that are read, where dataset is None."})
     words: int = field(default=20, metadata={"help": "Words of a review's opening and its continuation at most."})
     prompt_words: int = field(default=6, metadata={"help": "Words of the opening."})
     max_length: int = field(default=256, metadata={"help": "Tokens of a prompt with an answer at most."})
     max_new_tokens: int = field(default=20, metadata={"help": "Tokens of an answer at most."})
-    sft_steps: int = field(default=50, metadata={"help": "Optimizer steps of fine-tuning."})
+    sft_steps: int = field(default=20, metadata={"help": "Optimizer steps of fine-tuning."})
     sft_batch_size: int = field(default=2, metadata={"help": "Rows of max_length tokens in each of them."})
     sft_learning_rate: float = field(default=5e-4, metadata={"help": "Peak learning rate of fine-tuning (cosine)."})
     comparisons: tuple[int, ...] = field(
-        default=(40, 160, 640),
-        metadata={"help": "Comparisons per reward model; PPO uses the reward model of the most."},
+        default=(256,), metadata={"help": "Comparisons per reward model; PPO uses the reward model of the most."}
     )
-    eval_comparisons: int = field(default=192, metadata={"help": "Other comparisons, for the accuracy."})
+    eval_comparisons: int = field(default=64, metadata={"help": "Other comparisons, for the accuracy."})
     reward_epochs: float = field(default=1.0, metadata={"help": "Passes over the comparisons."})
     reward_batch_size: int = field(default=4, metadata={"help": "Comparisons in an optimizer step."})
     reward_learning_rate: float = field(default=3e-4, metadata={"help": "Highest learning rate of reward models."})
-    best_of: tuple[int, ...] = field(default=(4, 16), metadata={"help": "n of best-of-n, the baseline."})
-    eval_prompts: int = field(default=64, metadata={"help": "Held-out prompts of the evaluation."})
+    best_of: tuple[int, ...] = field(default=(4, 8), metadata={"help": "n of best-of-n, the baseline."})
+    judged_models: tuple[str, ...] = field(
+        default=("stories15m",),
+        metadata={
+            "help": "Frozen models whose states a linear head learns real preferences from: stories15m, minilm, "
+            "smollm2 or a folder. (): none."
+        },
+    )
+    judged_pairs: tuple[int, ...] = field(
+        default=(128, 256, 512, 1024, 2048), metadata={"help": "Judgements per head, of the first 4,096."}
+    )
+    judged_penalty: float = field(default=100.0, metadata={"help": "Weight of |w|^2 / 2 in the head's loss."})
+    judged_tokens: int = field(default=96, metadata={"help": "Tokens of an answer that the frozen models read."})
+    eval_prompts: int = field(default=48, metadata={"help": "Held-out prompts of the evaluation."})
     samples: int = field(default=6, metadata={"help": "Of them, how many are shown."})
     resume: bool = field(default=False, metadata={"help": "Continue in output_dir after the last finished stage."})
     keep_models: bool = field(default=False, metadata={"help": "Leave the stages' models and data in output_dir."})
@@ -67,6 +82,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.comparisons or min(self.comparisons) < 1:
             raise ValueError(f"comparisons={self.comparisons} has to be one number, 1 or more, or several.")
+        if not self.kl_coefs or min(self.kl_coefs) < 0:
+            raise ValueError(f"kl_coefs={self.kl_coefs} has to be one number, 0 or more, or several.")
         if not self.best_of or min(self.best_of) < 1:
             raise ValueError(f"best_of={self.best_of} has to be one number, 1 or more, or several.")
         if self.preferences is not None and self.gold == "vader":

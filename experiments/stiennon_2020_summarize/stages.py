@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
-from math import log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,14 +21,15 @@ from transformers import (
 )
 
 from experiments.assets import imdb_reviews
+from experiments.best_of import expected_best_of, kl_of_best
 from experiments.evaluation import continued, kl_of_samples
 from experiments.runs import append, from_recipe, read_history
+from experiments.sentiment_ppo import WORST
 from experiments.stiennon_2020_summarize import reward as reward_stage
 from experiments.stiennon_2020_summarize import sft as sft_stage
 from experiments.stiennon_2020_summarize.comparisons import (
     Gold,
     compared,
-    expected_best_of,
     review_starts,
     splits,
 )
@@ -43,7 +43,7 @@ from trimtab_lm.rewards.model import RewardModel
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 REFERENCES = 256  # human answers; the reward model's scores are shifted so that their mean is 0
-LOOKS = 4  # answers that PPO's policy samples for each prompt of the evaluation
+LOOKS = 2  # answers that PPO's policy samples for each prompt of the evaluation
 RESULT = "result.json"
 Proxy = Callable[[Sequence[str]], list[float]]
 """proxy(texts of prompt and answer) -> the reward model's scores."""
@@ -249,7 +249,10 @@ def load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
 def optimise(
     sft: Path, reward: Path, run: RunConfig, ppo: PPOConfig, data: Data, gold: Gold, record: Record, *, folder: Path
 ) -> None:
-    """Stage 4: trains the fine-tuned model by PPO on the reward model, which also initializes the value function."""
+    """Stage 4: trains the fine-tuned model by PPO on the reward model, which also initializes the value function.
+
+    The KL coefficient is that of `ppo`.
+    """
     tokenizer = AutoTokenizer.from_pretrained(sft)
     proxy = normalised_proxy(reward)
     queries = data.policy["prompt"][:]
@@ -267,7 +270,7 @@ def optimise(
     )
     head = trainer.accelerator.unwrap_model(trainer.actor_critic).critic.v_head
     torch.nn.init.constant_(head.summary.bias, -reward_result(reward)["shift"])  # values are of normalised scores
-    checkpoints = folder.parent / "ppo-checkpoints"
+    checkpoints = folder.parent / f"{policy_name(ppo.init_kl_coef)}-checkpoints"
     if run.resume and (latest := latest_checkpoint(checkpoints)):
         trainer.load_checkpoint(latest)
     batches = chain.from_iterable(repeat(trainer.dataloader))
@@ -283,6 +286,7 @@ def optimise(
         stats = trainer.step(queries, responses, proxy(texts))
         numbers = {name: value for name, value in stats.items() if isinstance(value, int | float)}
         numbers |= {"ppo/step": trainer.steps_done, "ppo/gold": fmean(gold(batch["query"], answers))}
+        numbers |= {"ppo/coefficient": ppo.init_kl_coef}
         record.log(numbers)
         if trainer.steps_done in (1, ppo.steps) or trainer.steps_done % 5 == 0:
             print(
@@ -316,14 +320,23 @@ def ranked_samples(
     return answers, [[scores[text] for text in row] for row in texts]
 
 
+def policy_name(coefficient: float) -> str:
+    """The name of PPO's policy, in summaries and as a folder."""
+    return f"ppo_{coefficient:g}"
+
+
 def evaluate(
-    sft: Path, reward: Path, ppo: Path, run: RunConfig, data: Data, gold: Gold, *, seed: int
-) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    """Measures gold, proxy and KL of each policy on held-out prompts; also returns samples, heading -> cells."""
-    proxy = normalised_proxy(reward)
-    (before, tokenizer), (after, _) = load(sft), load(ppo)
+    sft: Path, reward: Path, root: Path, run: RunConfig, data: Data, gold: Gold, *, seed: int
+) -> tuple[dict[str, float], dict[str, list[float]], dict[str, list[Any]]]:
+    """Measures gold, proxy and KL of each policy on held-out prompts.
+
+    Returns:
+        The summary; gold for each prompt, by the name of the policy; and samples, heading -> cells.
+    """
+    proxy, (before, tokenizer) = normalised_proxy(reward), load(sft)
     held_out = data.held_out.select(range(min(run.eval_prompts, len(data.held_out))))
     prompts, written = held_out["prompt"][:], held_out["completion"][:]
+    per_prompt: dict[str, list[float]] = {}
     summary = {name: value for name, value in reward_result(reward).items() if name.startswith("accuracy")}
     summary["gold_reference"] = fmean(gold(prompts, written))
 
@@ -331,23 +344,31 @@ def evaluate(
     golds = [list(gold([prompt] * len(row), row)) for prompt, row in zip(prompts, ranked, strict=True)]
     for n in sorted({1, *run.best_of}):
         name = "sft" if n == 1 else f"best_of_{n}"
-        summary[f"gold_{name}"] = fmean(expected_best_of(row, n) for row in golds)
+        per_prompt[f"gold_{name}"] = [expected_best_of(row, n) for row in golds]
+        summary[f"gold_{name}"] = fmean(per_prompt[f"gold_{name}"])
         summary[f"proxy_{name}"] = fmean(expected_best_of(row, n) for row in proxies)
-        summary[f"kl_{name}"] = log(n) - (n - 1) / n  # Stiennon et al. 2020, appendix G.3
-
-    repeated = prompts * LOOKS
-    rows, answers = continued(after, tokenizer, repeated, max_new_tokens=run.max_new_tokens, seed=seed)
-    ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in repeated]
-    summary["gold_ppo"] = fmean(gold(repeated, answers))
-    summary["proxy_ppo"] = fmean(proxy([prompt + answer for prompt, answer in zip(repeated, answers, strict=True)]))
-    summary["kl_ppo"] = kl_of_samples(after, before, ids, rows)
+        summary[f"kl_{name}"] = kl_of_best(n)
 
     rng = random.Random(seed)
-    samples = {
+    samples: dict[str, list[Any]] = {
         "prompt": prompts,
         "its writer": written,
         "fine-tuned": [rng.choice(row) for row in ranked],
         f"best of {max(run.best_of)}": [row[0] for row in ranked],
-        "PPO": answers,
     }
-    return summary, {heading: cells[: run.samples] for heading, cells in samples.items()}
+    repeated = prompts * LOOKS
+    ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in repeated]
+    for name in map(policy_name, run.kl_coefs):
+        after, _ = load(root / name)
+        rows, answers = continued(after, tokenizer, repeated, max_new_tokens=run.max_new_tokens, seed=seed)
+        scores = list(gold(repeated, answers))
+        per_prompt[f"gold_{name}"] = [fmean(scores[i :: len(prompts)]) for i in range(len(prompts))]
+        summary[f"gold_{name}"] = fmean(scores)
+        texts = [prompt + answer for prompt, answer in zip(repeated, answers, strict=True)]
+        summary[f"proxy_{name}"] = fmean(proxy(texts))
+        summary[f"kl_{name}"] = kl_of_samples(after, before, ids, rows)
+        samples[f"PPO, {name.removeprefix('ppo_')}"] = answers[: len(prompts)]
+        samples[f"gold of PPO, {name.removeprefix('ppo_')}"] = scores[: len(prompts)]
+    lowest = sorted(range(len(prompts)), key=scores.__getitem__)[:WORST]  # of the last policy
+    shown = dict.fromkeys([*range(min(run.samples, len(prompts))), *lowest])
+    return summary, per_prompt, {heading: [cells[i] for i in shown] for heading, cells in samples.items()}

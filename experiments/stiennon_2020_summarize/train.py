@@ -2,7 +2,10 @@
 
 import json
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import transformers
 from accelerate import PartialState
@@ -10,9 +13,10 @@ from accelerate import PartialState
 from experiments.assets import stories15m
 from experiments.assets.registry import scratch
 from experiments.reports import report_on
-from experiments.runs import close_folder, open_folder
+from experiments.runs import close_folder, open_folder, write_per_prompt
 from experiments.stiennon_2020_summarize.comparisons import gold_score
-from experiments.stiennon_2020_summarize.report import CLAIM, SAMPLES, TITLE, judge
+from experiments.stiennon_2020_summarize.judgements import learn_judgements
+from experiments.stiennon_2020_summarize.report import CLAIM, SAMPLES, TITLE, read
 from experiments.stiennon_2020_summarize.settings import RunConfig, settings
 from experiments.stiennon_2020_summarize.stages import (
     Record,
@@ -21,13 +25,14 @@ from experiments.stiennon_2020_summarize.stages import (
     fine_tune,
     learn_rewards,
     optimise,
+    policy_name,
     read_data,
 )
 from trimtab_common.config import to_flat_dict
 from trimtab_common.tracking import start_tracking
 from trimtab_lm import PPOConfig, set_seed
 
-STAGES = ("sft", "comparisons", "reward", "ppo")
+STAGES = ("sft", "comparisons", "reward")
 
 
 def main(run: RunConfig, ppo: PPOConfig) -> None:
@@ -58,21 +63,23 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
     close_folder(root, summary)
     if not run.keep_models:
         clean(root)
-    report_on(TITLE, CLAIM, judge, [root])
+    report_on(TITLE, CLAIM, read, [root])
 
 
 def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict[str, float]:
     """Runs the stages and the evaluation, and returns its numbers. A stage's folder appears whole or not at all."""
     name = str(stories15m()) if run.model == "stories15m" else run.model
     data, gold, seed = read_data(run, ppo.seed), gold_score(run.gold), ppo.seed
-    sft, pairs, reward, policy = (root / stage for stage in STAGES)
+    sft, pairs, reward = (root / stage for stage in STAGES)
     common = {"record": record, "seed": seed}
     stages = {
         sft: lambda folder: fine_tune(name, run, data, folder=folder, **common),
         pairs: lambda folder: compare(sft, run, data, gold, folder=folder, **common),
         reward: lambda folder: learn_rewards(sft, pairs, run, data, folder=folder, **common),
-        policy: lambda folder: optimise(sft, reward, run, ppo, data, gold, record, folder=folder),
     }
+    for coefficient in run.kl_coefs:
+        settings = replace(ppo, init_kl_coef=coefficient)
+        stages[root / policy_name(coefficient)] = partial(optimise, sft, reward, run, settings, data, gold, record)
     for folder, build in stages.items():
         if folder.exists():
             print(f"{folder.name}: done before")
@@ -80,9 +87,14 @@ def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict
         print(f"{folder.name} ...", flush=True)
         set_seed(seed)  # the same whether or not the earlier stages ran in this process
         with scratch(root) as part:
-            build(part)
+            build(folder=part)
             part.rename(folder)
-    summary, samples = evaluate(sft, reward, policy, run, data, gold, seed=seed)
+    summary, per_prompt, samples = evaluate(sft, reward, root, run, data, gold, seed=seed)
+    for model in run.judged_models:
+        accuracies = learn_judgements(model, run, seed=seed)
+        summary |= {name: fmean(values) for name, values in accuracies.items()}
+        per_prompt |= accuracies
+    write_per_prompt(root, per_prompt)
     record.table("samples", samples)
     (root / SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
     return summary
@@ -90,8 +102,8 @@ def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict
 
 def clean(root: Path) -> None:
     """Removes the stages' models and data."""
-    for name in (*STAGES, "ppo-checkpoints"):
-        shutil.rmtree(root / name, ignore_errors=True)
+    for folder in (*(root / name for name in STAGES), *root.glob("ppo_*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,16 @@ import pytest
 import torch
 import wandb
 from datasets import Dataset, DatasetDict
+from matplotlib import pyplot as plt
 from tests.lm import tiny
 from transformers import AutoModelForSequenceClassification
 
+from experiments.best_of import expected_best_of
+from experiments.claims import judge
 from experiments.runs import Run, read_history
 from experiments.stiennon_2020_summarize import comparisons, stages, train
-from experiments.stiennon_2020_summarize.report import judge
+from experiments.stiennon_2020_summarize import judgements as judgements_stage
+from experiments.stiennon_2020_summarize.report import read
 from trimtab_cli.sweep.records import RunFile
 from trimtab_lm.ppo.samples import Samples
 
@@ -33,6 +37,8 @@ SIZES = {
     "eval_comparisons": 4,
     "reward_batch_size": 2,
     "best_of": (2, 3),
+    "kl_coefs": (0.05, 0.0),
+    "judged_models": (),
     "eval_prompts": 4,
     "samples": 2,
 }
@@ -84,13 +90,13 @@ def test_best_of_n_is_the_mean_over_all_draws_of_n(n: int):
     golds, proxies = [0.3, -1.0, 2.0, 0.7], [4.0, 1.0, 3.0, 2.0]
     every = [max(draw, key=lambda i: proxies[i]) for draw in combinations(range(4), n)]
     ranked = [golds[i] for i in sorted(range(4), key=lambda i: -proxies[i])]
-    assert comparisons.expected_best_of(ranked, n) == pytest.approx(fmean(golds[i] for i in every))
+    assert expected_best_of(ranked, n) == pytest.approx(fmean(golds[i] for i in every))
 
 
 @pytest.mark.parametrize("n", [0, 5])
 def test_best_of_more_than_there_are_is_refused(n: int):
     with pytest.raises(ValueError, match="of 4 samples"):
-        comparisons.expected_best_of([1.0] * 4, n)
+        expected_best_of([1.0] * 4, n)
 
 
 def rows_of(count: int) -> list[dict[str, str]]:
@@ -148,19 +154,25 @@ def test_two_steps_of_each_stage_leave_numbers_samples_and_a_report(
     folder = run_of(tmp_path, model)
     summary = json.loads((folder / "summary.json").read_text())
     assert {"accuracy_2", "accuracy_4", "gold_reference", "gold_sft", "gold_best_of_2", "gold_best_of_3"} < set(summary)
+    per_prompt = json.loads((folder / "per_prompt.json").read_text())
+    assert set(per_prompt) == {"gold_sft", "gold_best_of_2", "gold_best_of_3", "gold_ppo_0.05", "gold_ppo_0"}
+    for name, values in per_prompt.items():
+        assert len(values) == 4
+        assert fmean(values) == pytest.approx(summary[name])
     assert summary["kl_best_of_3"] == pytest.approx(log(3) - 2 / 3)
-    assert summary["kl_ppo"] != 0
+    assert 0 != summary["kl_ppo_0"] != summary["kl_ppo_0.05"] != 0
     assert summary["proxy_sft"] < summary["proxy_best_of_2"] < summary["proxy_best_of_3"]
     history = read_history(folder)
-    assert [row["ppo/step"] for row in history if "ppo/step" in row] == [1, 2]
+    steps = [(row["ppo/coefficient"], row["ppo/step"]) for row in history if "ppo/step" in row]
+    assert steps == [(0.05, 1), (0.05, 2), (0.0, 1), (0.0, 2)]
     assert [row["reward/comparisons"] for row in history if "reward/comparisons" in row] == [2, 4]
     assert len([row for row in history if "sft/eval_loss" in row]) == 2
-    assert history[-1]["final/gold_ppo"] == summary["gold_ppo"]
+    assert history[-1]["final/gold_ppo_0.05"] == summary["gold_ppo_0.05"]
     samples = json.loads((folder / "samples.json").read_text())
-    assert {len(cells) for cells in samples.values()} == {2}
-    assert not [name for name in ("sft", "comparisons", "reward", "ppo") if (folder / name).exists()]
+    assert {len(cells) for cells in samples.values()} <= {3, 4}  # two prompts, and the three worst
+    assert not [path for path in folder.iterdir() if path.is_dir()]
     assert (folder / "report.html").exists()
-    assert "PPO at coefficient 0.05 beats fine-tuning" in capsys.readouterr().out
+    assert "PPO (coefficient 0.05) beats fine-tuning" in capsys.readouterr().out
 
 
 def test_stages_that_are_done_are_not_done_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -182,7 +194,7 @@ def test_stages_that_are_done_are_not_done_again(model: str, tmp_path: Path, mon
         run_of(tmp_path, model, resume=True, keep_models=True)
     assert json.loads((folder / "summary.json").read_text()) == pytest.approx(expected)
     assert read_history(folder)[: len(before)] == before
-    assert (folder / "ppo" / "config.json").exists()
+    assert (folder / "ppo_0" / "config.json").exists()
 
 
 def test_ppo_goes_on_from_its_checkpoint(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -199,7 +211,7 @@ def test_ppo_goes_on_from_its_checkpoint(model: str, tmp_path: Path, monkeypatch
             run_of(tmp_path, model, {"save_steps": 1})
     folder = run_of(tmp_path, model, {"save_steps": 1}, resume=True)
     assert json.loads((folder / "summary.json").read_text()) == pytest.approx(expected)
-    assert [row["ppo/step"] for row in read_history(folder) if "ppo/step" in row] == [1, 2]
+    assert [row["ppo/step"] for row in read_history(folder) if "ppo/step" in row] == [1, 2, 1, 2]
 
 
 def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_human_answers(
@@ -250,7 +262,7 @@ def test_posts_and_preferences_of_files_are_taken(model: str, tmp_path: Path):
     folder = run_of(
         tmp_path, model, dataset=names["posts"], preferences=names["pairs"], gold=names["gold"], keep_models=True
     )
-    assert set(json.loads((folder / "samples.json").read_text())["prompt"]) == {"post s", "post t"}
+    assert json.loads((folder / "samples.json").read_text())["prompt"][:2] == ["post s", "post t"]
     known = DatasetDict.load_from_disk(folder / "comparisons")
     assert set(known["train"]["chosen"]) == {" good one"}
     assert len(known["test"]) == 4
@@ -263,9 +275,12 @@ def test_too_few_comparisons_are_refused(model: str, tmp_path: Path):
         run_of(tmp_path, model, comparisons=(4, 4000))
 
 
-@pytest.mark.parametrize("settings", [{"comparisons": ()}, {"best_of": (0, 4)}, {"preferences": "x"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"comparisons": ()}, {"best_of": (0, 4)}, {"kl_coefs": ()}, {"kl_coefs": (-1.0,)}, {"preferences": "x"}],
+)
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"1 or more|Set gold"):
+    with pytest.raises(ValueError, match=r"[01] or more|Set gold"):
         train.RunConfig(**settings)
 
 
@@ -291,73 +306,151 @@ def test_the_pipeline_is_one_run_of_wandb(model: str, tmp_path: Path, tracked: N
     (file,) = tmp_path.rglob("run-*.wandb")
     record = RunFile(file).update()
     assert record.exit_code == 0
-    assert record.summary["final/gold_ppo"] == json.loads((tmp_path / "run" / "summary.json").read_text())["gold_ppo"]
+    assert (
+        record.summary["final/gold_ppo_0"] == json.loads((tmp_path / "run" / "summary.json").read_text())["gold_ppo_0"]
+    )
     assert record.config["sft_steps"] == record.config["steps"] == 2
     assert {"samples._type", "comparisons._type"} <= set(record.summary)
+
+
+# Real judgements -------------------------------------------------------------------------------------------------
+
+
+def judgements(count: int, instructions: int, offset: int) -> Dataset:
+    """Pairs whose better answer has the letter e, which the judge likes; every third is the shorter answer."""
+    rows = []
+    for i in range(count):
+        word = "abcdfghi"[i % 8] * (1 + i % 5)
+        better, worse = f"{word} e{word}", f"{word} o{word}" + " oo" * (i % 3 == 0)
+        rows.append({"prompt": f"say {offset + i % instructions}", "chosen": better, "rejected": worse})
+    return Dataset.from_list(rows)
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    splits = DatasetDict({"train": judgements(64, 8, 0), "test": judgements(24, 4, 100)})
+    monkeypatch.setattr(judgements_stage, "preferences", lambda annotator: splits)
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("judged")
+def test_a_head_on_a_frozen_model_learns_what_the_judge_likes(model: str):
+    run = train.RunConfig(judged_pairs=(2, 64), judged_penalty=0.01, judged_tokens=16)
+    accuracies = judgements_stage.learn_judgements(model, run, seed=0)
+    assert set(accuracies) == {"judged_longer", "judged_model_2", "judged_model_64"}
+    assert {len(values) for values in accuracies.values()} == {4}  # one for each instruction
+    assert fmean(accuracies["judged_model_64"]) > 0.9
+    assert fmean(accuracies["judged_longer"]) == 0
+    again = judgements_stage.learn_judgements(model, run, seed=1)
+    assert again["judged_longer"] == accuracies["judged_longer"]
+
+
+@pytest.mark.usefixtures("judged")
+def test_labels_that_say_nothing_are_learnt_to_chance(model: str, monkeypatch: pytest.MonkeyPatch):
+    rng = random.Random(0)
+    pairs = DatasetDict({name: toss(judgements(200, 50, offset), rng) for name, offset in (("train", 0), ("test", 99))})
+    monkeypatch.setattr(judgements_stage, "preferences", lambda annotator: pairs)
+    run = train.RunConfig(judged_pairs=(200,), judged_penalty=1.0, judged_tokens=16)
+    accuracies = judgements_stage.learn_judgements(model, run, seed=0)
+    assert 0.35 < fmean(accuracies["judged_model_200"]) < 0.65
+
+
+def toss(rows: Dataset, rng: random.Random) -> Dataset:
+    """Exchanges the answers of each pair with probability one half."""
+    pairs = [
+        {**row, "chosen": row["rejected"], "rejected": row["chosen"]} if rng.random() < 0.5 else row
+        for row in rows.to_list()
+    ]
+    return Dataset.from_list(pairs)
+
+
+@pytest.mark.usefixtures("judged")
+def test_more_judgements_than_there_are_are_refused(model: str):
+    with pytest.raises(ValueError, match=r"judged_pairs=\(128,\) needs more than the 64"):
+        judgements_stage.learn_judgements(model, train.RunConfig(judged_pairs=(128,)), seed=0)
+
+
+def test_an_accuracy_is_that_of_its_instruction():
+    pairs = [{"prompt": prompt, "chosen": "a", "rejected": "b"} for prompt in ("x", "y", "x", "x")]
+    assert judgements_stage.by_instruction(pairs, torch.tensor([1.0, 0.0, 0.0, 0.5])) == [0.5, 0.0]
 
 
 # The report ------------------------------------------------------------------------------------------------------
 
 
-def finished(seed: int, **changes: float) -> Run:
-    summary = {
-        "gold_reference": 0.1,
-        "gold_sft": 0.1,
-        "kl_sft": 0.0,
-        "gold_best_of_4": 0.3,
-        "kl_best_of_4": 0.64,
-        "gold_best_of_16": 0.4,
-        "kl_best_of_16": 1.84,
-        "gold_ppo": 0.5 + seed / 100,
-        "kl_ppo": 4.0,
-        "accuracy_8": 0.6,
-        "accuracy_32": 0.65,
-        "accuracy_128": 0.7,
-    }
-    history = [{"step": i, "ppo/step": i, "ppo/mean_scores": i, "ppo/gold": i, "objective/kl": i} for i in (1, 2)]
-    return Run(Path("nowhere"), {"seed": seed, "init_kl_coef": 0.05}, history, {**summary, **changes})
+@pytest.fixture(autouse=True)
+def close_figures() -> Iterator[None]:
+    """read() draws; only a page that is written closes what it holds."""
+    yield
+    plt.close("all")
 
 
-def outcomes(runs: list[Run]) -> dict[str, bool]:
-    return {verdict.claim: verdict.passed for verdict in judge(runs).verdicts}
+def planted(seed: int, **changes: float) -> Run:
+    """A run in which every claim holds, unless `changes` moves a policy's gold or its proxy, or an accuracy."""
+    rng = random.Random(seed)
+    levels = {"gold_sft": 0.1, "gold_best_of_4": 0.2, "gold_best_of_8": 0.3, "gold_ppo_0.2": 0.4, "gold_ppo_0.05": 0.7}
+    levels |= {"gold_ppo_0": 0.5, "judged_longer": 0.6}
+    levels |= {f"judged_stories15m_{2**k}": 0.5 + 0.02 * k for k in (5, 6, 7)}
+    levels |= {f"judged_smollm2_{2**k}": 0.6 + 0.02 * k for k in (5, 6, 7)}
+    levels |= {name: level for name, level in changes.items() if name in levels}
+    per_prompt = {name: [level + rng.gauss(0, 0.01) for _ in range(12)] for name, level in levels.items()}
+    proxies = {"sft": 0.0, "best_of_4": 0.5, "best_of_8": 0.8, "ppo_0.2": 1.0, "ppo_0.05": 2.0, "ppo_0": 4.0}
+    summary = {f"proxy_{name}": changes.get(f"proxy_{name}", value + seed / 100) for name, value in proxies.items()}
+    summary |= {f"kl_{name}": value for name, value in proxies.items()} | {"gold_reference": 0.05}
+    summary |= {name: fmean(values) for name, values in per_prompt.items()}
+    history = [
+        {"step": i, "ppo/step": i, "ppo/coefficient": c, "ppo/mean_scores": i, "ppo/gold": i, "objective/kl": i}
+        for c in (0.2, 0.05, 0.0)
+        for i in (1, 2)
+    ]
+    return Run(Path("nowhere"), {"seed": seed}, history, summary, per_prompt)
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_a_report_passes_what_holds_in_each_seed(seeds: int):
-    report = judge([finished(seed) for seed in range(seeds)])
-    assert len(report.verdicts) == 5
-    assert all(verdict.passed for verdict in report.verdicts)
-    assert list(report.figures) == ["figure", "training"]
-    assert all("|" not in str(verdict) for verdict in report.verdicts)
+def outcomes(runs: list[Run]) -> dict[str, str]:
+    report = read(runs)
+    return {verdict.claim.text: verdict.outcome for verdict in judge(report.claims, report.measured)}
+
+
+def test_planted_effects_are_reproduced():
+    runs = [planted(seed) for seed in range(8)]
+    results = outcomes(runs)
+    assert len(results) == 7
+    assert set(results.values()) == {"reproduced"}
+    report = read(runs)
+    growth = report.measured["accuracy for each doubling, stories15m"]
+    assert sorted(growth) == list(range(8))
+    assert fmean(growth[0]) == pytest.approx(0.02, abs=0.005)
+    assert list(report.figures) == list(report.captions) == ["figure", "training"]
+    assert "8 seeds" in report.captions["figure"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "failed"),
+    ("changes", "contradicted"),
     [
-        ({"gold_ppo": 0.09}, "PPO at coefficient 0.05"),
-        ({"gold_best_of_4": 0.1}, "best of 4"),
-        ({"gold_best_of_16": 0.0}, "best of 16"),
-        ({"accuracy_128": 0.6}, "128 comparisons is more accurate"),
+        ({"gold_ppo_0.05": 0.0, "gold_ppo_0": -0.3}, "PPO (coefficient 0.05)"),
+        ({"gold_best_of_8": 0.0}, "the best of 8"),
+        ({"gold_ppo_0": 0.9}, "lowers the labeller's score"),
+        ({"proxy_ppo_0": 1.0}, "buys a higher score"),
+        ({"judged_stories15m_128": 0.4}, "head on stories15m: accuracy rises"),
+        ({"judged_smollm2_128": 0.5}, "a head on smollm2 is more accurate"),
     ],
 )
-def test_a_claim_that_one_seed_of_three_misses_fails(changes: dict[str, float], failed: str):
-    results = outcomes([finished(0), finished(1), finished(2, **changes)])
-    assert [failed in claim for claim, passed in results.items() if not passed] == [True]
+def test_the_opposite_is_contradicted(changes: dict[str, float], contradicted: str):
+    results = outcomes([planted(seed, **changes) for seed in range(8)])
+    assert [outcome for text, outcome in results.items() if contradicted in text] == ["contradicted"]
 
 
-def test_accuracy_has_to_grow_in_the_median():
-    dips = {"accuracy_32": 0.59}
-    once, twice = ([finished(seed, **(dips if seed < bad else {})) for seed in range(3)] for bad in (1, 2))
-    assert all(outcomes(once).values())
-    assert [claim for claim, passed in outcomes(twice).items() if not passed] == [
-        "accuracy grows at 8, 32, 128 comparisons"
+def test_no_judgements_and_one_coefficient_leave_their_claims_out():
+    run = planted(0)
+    per_prompt = {name: values for name, values in run.per_prompt.items() if "judged" not in name}
+    del per_prompt["gold_ppo_0.05"], per_prompt["gold_ppo_0.2"]
+    report = read([Run(run.folder, run.config, run.history, run.summary, per_prompt)])
+    assert [claim.text for claim in report.claims] == [
+        "PPO (coefficient 0) beats fine-tuning by the labeller's score",
+        "the best of 8 beats fine-tuning by the labeller's score",
     ]
 
 
-def test_what_is_missing_is_not_judged_or_named():
-    run = finished(0)
-    for prefix, left in (("accuracy", 3), ("gold_best_of", 3)):
-        part = {name: value for name, value in run.summary.items() if not name.startswith(prefix)}
-        assert len(judge([Run(run.folder, run.config, [], part)]).verdicts) == left
-    with pytest.raises(ValueError, match=r"gold_ppo.*run of train\.py"):
-        judge([Run(run.folder, run.config, [], {"accuracy": 0.8})])
+def test_a_run_of_another_program_is_refused():
+    with pytest.raises(ValueError, match=r"gold_sft.*run of train\.py"):
+        read([Run(Path("nowhere"), {"seed": 0}, [], {"accuracy": 0.8})])
