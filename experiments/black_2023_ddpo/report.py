@@ -1,28 +1,31 @@
-"""Judges how DDPO's estimators rank: `python -m experiments.black_2023_ddpo.report FOLDER ...`."""
+"""Judges what DDPO's estimators gain over no reward: `python -m experiments.black_2023_ddpo.report FOLDER ...`."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import mean, median
+from statistics import mean
 
 import numpy as np
 from matplotlib import pyplot as plt
 from PIL import Image
 from torch import Tensor
 
-from experiments.figures import Curve, Verdict, curves, tiled
-from experiments.reports import Report, main, spread
-from experiments.runs import Run, by
+from experiments.claims import Claim, Numbers
+from experiments.figures import Curve, curves, tiled
+from experiments.reports import Report, main
+from experiments.runs import Run, by, of_seeds
 
 BEFORE, AFTER = "before.png", "after.png"
 TITLE = "Rewards for what a diffusion model draws, by DDPO"
 CLAIM = (
-    "Black et al. 2023, arXiv:2305.13301, figure 4: at an equal number of scored pictures, DDPO with importance "
-    "sampling (IS) reaches at least the reward of the score function (SF), and both more than reward-weighted "
-    "regression (RWR)."
+    "Black et al. 2023, arXiv:2305.13301: policy gradients (IS: importance sampling, SF: score function) optimize a "
+    "reward of the image, better than reward-weighted regression (RWR) does, and on prompts that they were not trained "
+    "on too."
 )
 NAMES = {"is": "IS", "sf": "SF", "rwr": "RWR", "rwr_sparse": "RWR-sparse"}
-REGRESSIONS = ("RWR", "RWR-sparse")
-CONTROL = "no reward"  # regression that weighs all samples of the model equally
+CONTROL = "random"  # the reward of runs whose reward says nothing about the image
+REACHABLE = {"rgb_alignment": 0.602, "jpeg_incompressibility": 0.297, "jpeg_compressibility": 0.297}
+"""What a reward can change by: from a grey image to the prompted colour; from a file of grey to one of noise, in kB."""
+UNIT, MATTERS = "% of the reachable range", 3.0
+HELD_OUT = "_held_out"  # in per_prompt.json, after the measure's name: the captions that were not trained on
 POINT = 256  # least number of training samples per point of a curve
 
 Estimators = Mapping[str, Sequence[Run]]
@@ -33,145 +36,142 @@ def contact_sheet(images: Tensor) -> Image.Image:
     return tiled([image.clamp(0, 1) for image in images])
 
 
-def judge(runs: Sequence[Run]) -> Report:
-    """Judges for each reward whether it rose, and how the estimators rank on samples from the same noise."""
+def read(runs: Sequence[Run]) -> Report:
+    """Reads, for each reward, its mean over images of each caption after training, with the reward and without it.
+
+    The gain of an estimator is the difference from its control, for the same seed and caption.
+    """
+    check_equal(runs)
     rewards = {reward: estimators(group) for reward, group in by(runs, "reward").items()}
-    verdicts: list[Verdict] = []
+    controls = rewards.pop(CONTROL, {})
+    measured: dict[str, Numbers] = {}
     for reward, groups in rewards.items():
-        check_queries(reward, groups)
-        trained = [name for name in groups if name != CONTROL]
-        risen = [name for name in trained if name == "IS" or len(trained) == 1]
-        verdicts += [rises(reward, name, groups[name]) for name in risen]
-        verdicts += ranks(reward, groups)
-    figures = {"figure": figure(rewards), "pictures": pictures(rewards), "others": others(rewards)}
-    return Report(verdicts, figures)
+        for end in ("", HELD_OUT):
+            for name, group in groups.items():
+                numbers = in_percent(group, reward, end)
+                nothing = in_percent(controls.get(name, []), reward, end)
+                gains = differences(numbers, nothing)
+                rows = {named(reward, name, end): numbers, named(reward, control(name), end): nothing}
+                measured |= {key: row for key, row in (rows | {gain(reward, name, end): gains}).items() if row}
+    panels = {
+        reward: {**groups, **{control(name): controls[name] for name in groups if name in controls}}
+        for reward, groups in rewards.items()
+    }
+    claims = [claim for reward in rewards for claim in claims_about(reward)]
+    if not panels:
+        return Report(measured, claims, {}, {})
+    count = len(by(runs, "seed"))
+    captions = {
+        "figure": f"The mean reward of samples over the number of scored samples, before, during and after training: "
+        f"medians of {count} seeds, bands from the lower to the upper quartile. Without a reward, the same estimator "
+        "learns random numbers.",
+        "pictures": "Samples from the same noise before and after training, of the first seed; one caption for each, "
+        "none chosen by hand.",
+    }
+    return Report(measured, claims, {"figure": figure(panels), "pictures": pictures(panels)}, captions)
 
 
 def estimators(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Groups the runs on one reward by estimator, in the paper's order; each estimator has one run per seed."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(estimator(run), []).append(run)
-    for name, group in groups.items():
-        seed, count = Counter(run.config["seed"] for run in group).most_common(1)[0]
-        if count > 1:
+    """Groups the runs on one reward by estimator, in the paper's order."""
+    groups = by(runs, "estimator")
+    return {NAMES[name]: groups[name] for name in NAMES if name in groups}
+
+
+def control(name: str) -> str:
+    """What the runs of an estimator without a reward are called."""
+    return f"{name}, no reward"
+
+
+def check_equal(runs: Sequence[Run]) -> None:
+    """Raises an error if the runs scored unequal numbers of samples, or made unequal numbers of updates."""
+    for name, what in (("queries", "scored samples"), ("step", "updates")):
+        counts = {f"{int(run.history[-1][name])} by {NAMES[run.config['estimator']]}" for run in runs}
+        if len({run.history[-1][name] for run in runs}) > 1:
             raise ValueError(
-                f"{count} runs of {name} on {group[0].config['reward']} with seed {seed} came in; one for each seed is "
-                "needed. Give the folders of one sweep, or of one training."
+                f"the runs have unequal numbers of {what}: {', '.join(sorted(counts))}; equal numbers are needed. "
+                "Give the folders of one sweep, or of one training."
             )
-    order = [*NAMES.values(), CONTROL]
-    return dict(sorted(groups.items(), key=lambda item: (order.index(item[0].partition(",")[0]), item[0])))
 
 
-def estimator(run: Run) -> str:
-    """Returns the name of a run's estimator; a regression's name includes its inverse temperature."""
-    if run.config["estimator"] != "rwr":
-        return NAMES[run.config["estimator"]]
-    return f"RWR, beta {run.config['rwr_beta']:g}" if run.config["rwr_beta"] else CONTROL
+# Numbers and claims ----------------------------------------------------------------------------------------------
 
 
-def check_queries(reward: str, groups: Estimators) -> None:
-    """Raises an error if the estimators had unequal numbers of rewards."""
-    counts = {f"{queries(run)} by {name}" for name, group in groups.items() for run in group}
-    if len({queries(run) for group in groups.values() for run in group}) > 1:
-        raise ValueError(
-            f"{reward} was asked for unequal numbers of pictures: {', '.join(sorted(counts))}; an equal number is "
-            "needed. Give the folders of one sweep, or of one training."
+def in_percent(runs: Sequence[Run], reward: str, end: str) -> dict[int, list[float]]:
+    """A reward after training by seed: for each caption, in per cent of what the reward can change by."""
+    known = [run for run in runs if reward + end in run.per_prompt]
+    scale = 100 / REACHABLE.get(reward, 1.0)
+    return of_seeds(known, lambda run: [scale * value for value in run.per_prompt[reward + end]])
+
+
+def differences(numbers: Mapping[int, list[float]], others: Mapping[int, list[float]]) -> dict[int, list[float]]:
+    """Number - other for each seed that both have, and each caption."""
+    return {
+        seed: [one - other for one, other in zip(numbers[seed], others[seed], strict=True)]
+        for seed in sorted(numbers.keys() & others.keys())
+    }
+
+
+def named(reward: str, name: str, end: str = "") -> str:
+    """The name of a reward after training."""
+    return f"{reward} by {name}" + (", other captions" if end else "")
+
+
+def gain(reward: str, name: str, end: str = "") -> str:
+    """The name of what an estimator gains over its control."""
+    return f"gain in {named(reward, name, end)}"
+
+
+def claims_about(reward: str) -> Iterator[Claim]:
+    """The paper's claims about a reward."""
+    shared = {"kind": "more", "matters": MATTERS, "unit": UNIT}
+    yield Claim(
+        f"{reward}: IS raises it above the control without a reward",
+        (gain(reward, "IS"),),
+        place="section 6.1, figure 4",
+        **shared,
+    )
+    yield Claim(
+        f"{reward}: IS raises it for captions that it was not trained on",
+        (gain(reward, "IS", HELD_OUT),),
+        place="section 6.3",
+        **shared,
+    )
+    for first, second in (("IS", "RWR"), ("SF", "RWR"), ("IS", "SF")):
+        yield Claim(
+            f"{reward}: {first} gains more than {second} from as many samples and updates",
+            (gain(reward, first), gain(reward, second)),
+            place="section 6.1, figure 4",
+            **shared,
         )
-
-
-def queries(run: Run) -> int:
-    """Returns the number of samples that were scored in training."""
-    return int(run.history[-1]["queries"])
-
-
-# Verdicts --------------------------------------------------------------------------------------------------------
-
-
-def rises(reward: str, name: str, runs: Sequence[Run]) -> Verdict:
-    """Judges whether the reward is higher after training than before, in each seed."""
-    before, after = ([run.summary[key] for run in runs] for key in (f"{reward}_before", reward))
-    passed = all(last > first for first, last in zip(before, after, strict=True))
-    return Verdict(f"{reward}: {name} raises it", f"above {spread(before)}", spread(after), passed)
-
-
-def ranks(reward: str, groups: Estimators) -> Iterator[Verdict]:
-    """Judges IS against SF, and SF (or IS, if there is no SF) against the better regression; paired by seed."""
-    if "IS" in groups and "SF" in groups:
-        first, second = paired(reward, groups["IS"], groups["SF"])
-        if first:
-            gaps = [high - low for high, low in zip(first, second, strict=True)]
-            obtained = f"IS {spread(first)}, SF {spread(second)}"
-            yield Verdict(f"{reward}: IS is at least SF", "median gap of seeds >= 0", obtained, median(gaps) >= 0)
-    regressions = [name for name in groups if name.startswith(REGRESSIONS)]
-    ours = next((name for name in ("SF", "IS") if name in groups), None)
-    if regressions and ours:
-        best = max(regressions, key=lambda name: median(run.summary[reward] for run in groups[name]))
-        first, second = paired(reward, groups[ours], groups[best])
-        if first:
-            obtained = f"{ours} {spread(first)}, {best.replace(',', '')} {spread(second)}"
-            if CONTROL in groups:
-                obtained += f", {CONTROL} {spread(run.summary[reward] for run in groups[CONTROL])}"
-            passed = all(high > low for high, low in zip(first, second, strict=True))
-            yield Verdict(f"{reward}: {ours} beats RWR", "in every seed", obtained, passed)
-
-
-def paired(reward: str, runs: Sequence[Run], others: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """Returns the rewards after training of the seeds that both groups have."""
-    first, second = ({run.config["seed"]: run.summary[reward] for run in group} for group in (runs, others))
-    seeds = [seed for seed in first if seed in second]
-    return [first[seed] for seed in seeds], [second[seed] for seed in seeds]
 
 
 # Figures ---------------------------------------------------------------------------------------------------------
 
 
-def curve(run: Run, key: str, measure: str) -> Curve:
-    """Returns a measure over the number of scored samples: before training, means during training, and after it.
+def curve(run: Run, reward: str) -> Curve:
+    """Returns a reward over the number of scored samples: before training, means during training, and after it.
 
     Each mean is over at least POINT samples, and its x is the middle of their range.
-
-    Args:
-        run: A finished run.
-        key: The measure's name in the history.
-        measure: Its name in the summary.
     """
+    key = "reward_mean" if run.config["reward"] == reward else f"other/{reward}"
     total, seen = run.curve("queries", key)
     size = -(-POINT * len(total) // int(total[-1]))
     blocks = [slice(start, start + size) for start in range(0, len(total), size)]
     xs = [mean([total[block][0] - total[0], total[block][-1]]) for block in blocks]
     ys = [mean(seen[block]) for block in blocks]
-    return [0, *xs, total[-1]], [run.summary[f"{measure}_before"], *ys, run.summary[measure]]
+    return [0, *xs, total[-1]], [run.summary[f"{reward}_before"], *ys, run.summary[reward]]
 
 
 def figure(rewards: Mapping[str, Estimators]) -> plt.Figure:
-    """Plots the paper's figure: a panel for each reward, a curve for each estimator."""
-    plot, axes = panels(len(rewards))
-    for axis, (reward, groups) in zip(axes, rewards.items(), strict=True):
-        curves(axis, {name: [curve(run, "reward_mean", reward) for run in group] for name, group in groups.items()})
+    """Plots the paper's figure 4: a panel for each reward, a curve for each estimator and each control."""
+    count = len(rewards)
+    plot, axes = plt.subplots(1, count, figsize=(5.6 * count, 4), layout="constrained", squeeze=False)
+    for axis, (reward, groups) in zip(axes.flat, rewards.items(), strict=True):
+        curves(axis, {name: [curve(run, reward) for run in group] for name, group in groups.items()})
         axis.set_title(reward, fontsize=10)
-        axis.set_ylabel("mean reward")
+        axis.set_xlabel("scored samples")
+        axis.set_ylabel("mean reward" + (" (kB)" if reward.startswith("jpeg") else ""))
     return plot
-
-
-def others(rewards: Mapping[str, Estimators]) -> plt.Figure:
-    """Plots, for the first estimator, the measures that were not trained on."""
-    plot, axes = panels(len(rewards))
-    for axis, (reward, groups) in zip(axes, rewards.items(), strict=True):
-        name, group = next(iter(groups.items()))
-        logged = [key for key in group[0].history[-1] if key.startswith("other/")]
-        known = {key.removeprefix("other/"): key for key in logged}
-        curves(axis, {short: [curve(run, key, short) for run in group] for short, key in known.items()})
-        axis.set_title(f"not trained on, with {reward} by {name}", fontsize=10)
-    return plot
-
-
-def panels(count: int) -> tuple[plt.Figure, Sequence[plt.Axes]]:
-    """Returns a figure with `count` axes side by side."""
-    plot, axes = plt.subplots(1, count, figsize=(4.8 * count, 3.8), layout="constrained", squeeze=False)
-    for axis in axes.flat:
-        axis.set_xlabel("pictures that were scored")
-    return plot, list(axes.flat)
 
 
 def pictures(rewards: Mapping[str, Estimators]) -> plt.Figure:
@@ -188,9 +188,9 @@ def pictures(rewards: Mapping[str, Estimators]) -> plt.Figure:
         for axis, (name, sheet) in zip(row, sheets, strict=False):  # another reward may have more estimators
             with Image.open(sheet) as picture:
                 axis.imshow(np.asarray(picture), interpolation="nearest")
-            axis.set_title(f"{reward}: {name}", fontsize=8)
+            axis.set_title(f"{reward}:\n{name}", fontsize=8)
     return plot
 
 
 if __name__ == "__main__":
-    main(TITLE, CLAIM, judge)
+    main(TITLE, CLAIM, read)

@@ -18,6 +18,8 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "cross")
 CAPTIONS = tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES)
+TRAINED = tuple(caption for i, caption in enumerate(CAPTIONS) if (i // len(SHAPES) + i) % 2 == 0)
+"""Half of the captions, with two shapes of each colour and two colours of each shape."""
 BACKGROUNDS = ("plain", "gradient", "stripe", "checker")  # no caption names them
 JITTER = 1.0  # largest distance of a shape from the centre in each direction, in pixels
 RADII = (4.5, 6.0)  # smallest and largest, in pixels

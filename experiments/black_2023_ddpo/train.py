@@ -1,7 +1,7 @@
 """DDPO: rewards for what a diffusion model draws (Black et al. 2023, arXiv:2305.13301). The numbers: README.md."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice, repeat
@@ -17,10 +17,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
-from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, TITLE, contact_sheet, judge
-from experiments.black_2023_ddpo.shapes import CAPTIONS, colour_match, rgb_alignment, shape_match
-from experiments.reports import write_report
-from experiments.runs import append, close_folder, finished_runs, from_recipe, open_folder
+from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, CONTROL, HELD_OUT, TITLE, contact_sheet, read
+from experiments.black_2023_ddpo.shapes import CAPTIONS, TRAINED, colour_match, rgb_alignment, shape_match
+from experiments.reports import report_on
+from experiments.runs import append, close_folder, from_recipe, open_folder, write_per_prompt
 from trimtab_common.config import to_flat_dict
 from trimtab_common.tracking import progress
 from trimtab_diffusion import prompts as prompt_sets
@@ -44,7 +44,8 @@ class RunConfig:
         default_factory=lambda: ["rgb_alignment", "jpeg_incompressibility"],
         metadata={
             "help": "One training for each: rgb_alignment, colour_match or shape_match (of shapes only), "
-            "jpeg_incompressibility, jpeg_compressibility, aesthetic, clip_alignment."
+            "jpeg_incompressibility, jpeg_compressibility, aesthetic, clip_alignment; random, the control, which says "
+            "nothing about the image."
         },
     )
     model: str = field(
@@ -58,6 +59,9 @@ class RunConfig:
         default="simple_animals",
         metadata={"help": "For other models: simple_animals, imagenet_animals, nouns_activities or a text file."},
     )
+    hold_out: bool = field(
+        default=False, metadata={"help": "Train shapes on half of the captions, and measure the others apart."}
+    )
     use_lora: bool = field(default=False, metadata={"help": "Train adapters, not the whole U-Net."})
     lora_rank: int = field(default=4, metadata={"help": "Rank of the adapters."})
     aesthetic_head: str | None = field(
@@ -67,6 +71,15 @@ class RunConfig:
     eval_pictures: int = field(
         default=512, metadata={"help": "Pictures from the same noise, before and after, of all prompts in turn."}
     )
+
+
+def random_numbers(images: Tensor, prompts: Sequence[str], metadata: Sequence[Any] = ()) -> Tensor:
+    """Returns a number without a meaning for each image, [B], the same for the same image.
+
+    The numbers are uniform in [0, 0.05): they vary about as much as the kB of the files of one caption, so that
+    reward-weighted regression weighs its samples as unevenly as with that reward.
+    """
+    return 0.05 * (1e5 * images.double().flatten(1).sum(1)).frac().float()
 
 
 def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
@@ -79,10 +92,14 @@ def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
         )
     elif reward in known:
         chosen = known[reward]
+    elif reward == CONTROL:
+        chosen = random_numbers
     else:
-        raise SystemExit(f"--reward {reward} is none of {', '.join([*known, *OF_MODELS])}, for --model {run.model}.")
-    watched = ["rgb_alignment", "colour_match", "shape_match"] if is_shapes else []
-    watched += [] if reward in OF_FILES else ["jpeg_incompressibility"]
+        raise SystemExit(
+            f"--reward {reward} is none of {', '.join([*known, *OF_MODELS, CONTROL])}, for --model {run.model}."
+        )
+    watched = [*OF_SHAPES] if is_shapes else []
+    watched += [*OF_FILES] if reward == CONTROL else [] if reward in OF_FILES else ["jpeg_incompressibility"]
     return chosen, {name: known[name] for name in watched if name != reward}
 
 
@@ -90,10 +107,11 @@ def _no_head() -> str:
     raise SystemExit("--reward aesthetic needs --aesthetic_head, the weights of LAION's predictor.")
 
 
-def prompt_set(run: RunConfig) -> Prompts:
-    """Returns the prompts of the model."""
+def prompt_set(run: RunConfig, *, training: bool) -> Prompts:
+    """Returns the prompts of the model: those to train on, or all."""
     if run.model == "shapes":
-        return Prompts(CAPTIONS, ({},) * len(CAPTIONS))
+        captions = TRAINED if training and run.hold_out else CAPTIONS
+        return Prompts(captions, ({},) * len(captions))
     if run.prompts in ("simple_animals", "imagenet_animals", "nouns_activities"):
         return getattr(prompt_sets, run.prompts)()
     return prompt_sets.from_file(run.prompts)
@@ -119,20 +137,27 @@ def pictures(pipeline: DDPOStableDiffusionPipeline, asked: Sequence[str], ddpo: 
     return torch.cat(batches)
 
 
+def mean_of_each(values: Tensor, asked: Sequence[str], prompts: Container[str]) -> list[float]:
+    """The mean of the values [B] of each of these prompts that was asked for, in the order of asking."""
+    chosen = [prompt for prompt in dict.fromkeys(asked) if prompt in prompts]
+    return [float(values[[one == prompt for one in asked]].mean()) for prompt in chosen]
+
+
 def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[str, tuple[float, float]]:
     """Trains on one reward, and writes history, pictures and pipeline; returns each measure before and after."""
     function, others = measures(reward, run)
     name = str(shapes_pipeline(run.pretrain_steps)) if run.model == "shapes" else run.model
     drawing = DiffusionPipeline.from_pretrained(name)
     pipeline = DDPOStableDiffusionPipeline(drawing, use_lora=run.use_lora, lora_rank=run.lora_rank)
-    asking = prompt_set(run)
-    trainer = DDPOTrainer(ddpo, function, asking, pipeline, other_rewards=others)
+    asking, learnt = prompt_set(run, training=False), prompt_set(run, training=True)
+    trainer = DDPOTrainer(ddpo, function, learnt, pipeline, other_rewards=others)
     is_main = trainer.accelerator.is_main_process
     if is_main:
         open_folder(folder, to_flat_dict(run, ddpo) | {"reward": reward}, goes_on=bool(ddpo.resume_from))
     known = zip(asking.prompts, asking.metadata, strict=True)
     asked, metadata = zip(*islice(cycle(known), run.eval_pictures), strict=True)
     means: dict[str, list[float]] = {}
+    of_prompts: dict[str, list[float]] = {}
     trainer.run.about = to_flat_dict(run) | {"reward": reward}
     with trainer.tracker as tracker:
         for sheet in (BEFORE, AFTER):
@@ -141,7 +166,10 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
             images = pictures(pipeline, asked, ddpo)
             tracker.images(Path(sheet).stem, list(images[:16]), asked[:16], trainer.global_step)
             for measure, by in {reward: function, **others}.items():
-                means.setdefault(measure, []).append(float(by(images, asked, metadata).mean()))
+                values = by(images, asked, metadata)
+                means.setdefault(measure, []).append(float(values.mean()))
+                for end, prompts in (("", learnt.prompts), (HELD_OUT, set(asking.prompts) - set(learnt.prompts))):
+                    of_prompts[measure + end] = mean_of_each(values, asked, prompts)
             if is_main:
                 contact_sheet(images[:16]).save(folder / sheet)
         final = {f"final/{measure}": values[1] for measure, values in means.items()}
@@ -149,6 +177,7 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
     if is_main:
         trainer.save_pretrained(folder / "pipeline")
         befores = {f"{measure}_before": before for measure, (before, _) in means.items()}
+        write_per_prompt(folder, {name: values for name, values in of_prompts.items() if values})
         close_folder(folder, befores | {measure: after for measure, (_, after) in means.items()})
     return {measure: (before, after) for measure, (before, after) in means.items()}
 
@@ -187,8 +216,9 @@ def one(reward: str, run: RunConfig, ddpo: DDPOConfig) -> dict[str, tuple[float,
 
 
 def main(run: RunConfig, ddpo: DDPOConfig) -> None:
-    """Trains on each reward, and writes one report of all trainings into the run's folder."""
-    if len(run.reward) > 1 and os.environ.get("WANDB_SWEEP_ID"):
+    """Trains on each reward; without a sweep, writes one report of all trainings into the run's folder."""
+    in_sweep = bool(os.environ.get("WANDB_SWEEP_ID"))
+    if len(run.reward) > 1 and in_sweep:
         raise SystemExit(
             f"--reward {' '.join(run.reward)} asks for {len(run.reward)} trainings, and a sweep's run is one. Name one "
             "reward, and vary it by the sweep."
@@ -215,11 +245,8 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
         print(f"\n{name}\n{'-' * len(name)}")
         for measure, (before, after) in measured.items():
             print(f"{measure}: {before:.3f} -> {after:.3f}")
-    if os.environ.get("RANK", "0") == "0":  # the other processes write no runs
-        finished = finished_runs(*(Path(config.logdir) for config in configs))
-        report = judge(finished)
-        page = write_report(folder, TITLE, CLAIM, report, finished)
-        print("", *report.verdicts, f"page: {page}", sep="\n")
+    if os.environ.get("RANK", "0") == "0" and not in_sweep:  # a sweep's runs are judged together
+        report_on(TITLE, CLAIM, read, [Path(config.logdir) for config in configs], folder)
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, DDPOConfig]:

@@ -1,3 +1,7 @@
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,18 +10,21 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline
 from matplotlib import pyplot as plt
 
 from experiments.black_2023_ddpo import pretrain, train
-from experiments.black_2023_ddpo.report import contact_sheet, curve, judge
+from experiments.black_2023_ddpo.report import REACHABLE, contact_sheet, curve, read
 from experiments.black_2023_ddpo.shapes import (
     CAPTIONS,
     COLOURS,
     SIZE,
+    TRAINED,
     colour_match,
     draw,
     rgb_alignment,
     shape_match,
 )
 from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
+from experiments.claims import judge
 from experiments.runs import Run, finished_runs
+from trimtab_diffusion.rewards import jpeg_incompressibility
 
 ROOT = Path(train.__file__).parents[2]
 
@@ -216,7 +223,8 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("TRIMTAB_CACHE", str(cache))
-    run = train.RunConfig(reward=["rgb_alignment", "jpeg_compressibility"], pretrain_steps=2, eval_pictures=6)
+    rewards = ["rgb_alignment", "jpeg_compressibility"]
+    run = train.RunConfig(reward=rewards, pretrain_steps=2, eval_pictures=6, hold_out=True)
     sizes = {"num_epochs": 2, "sample_num_steps": 2, "sample_batch_size": 4, "train_batch_size": 2}
     sizes["sample_num_batches_per_epoch"] = 1
     train.main(run, train.settings([], **sizes, log_with=None, logdir=str(tmp_path))[1])
@@ -227,6 +235,7 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
         assert "other/shape_match" in finished.history[0]
         assert f"other/{reward}" not in finished.history[0]
         assert set(finished.summary) >= {reward, f"{reward}_before", "shape_match", "shape_match_before"}
+        assert len(finished.per_prompt[reward]) + len(finished.per_prompt[f"{reward}_held_out"]) == 6
         before, after = ((finished.folder / sheet).read_bytes() for sheet in ("before.png", "after.png"))
         assert before != after
         trained = StableDiffusionPipeline.from_pretrained(finished.folder / "pipeline")
@@ -237,101 +246,140 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
             base.text_encoder.state_dict()["embeddings.token_embedding.weight"],
         )
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.count("IS raises it") == 2
+    assert f"page: {tmp_path / 'report.html'}" in capsys.readouterr().out
 
 
-def made_up(folder: Path, after: float, *, epochs: int = 4, reward: str = "colour", **config: object) -> Run:
-    """A finished run, from 0.2 to `after`, with epochs of 128 pictures whose mean rewards are 0, 1, 2, ..."""
-    known = {"reward": reward, "estimator": "is", "seed": 0, "rwr_beta": 0.2} | config
+def made_up(folder: Path, after: float, *, epochs: int = 4, reward: str = "rgb_alignment", **config: object) -> Run:
+    """A finished run, from 0.2 to `after`, with epochs of 128 images whose mean rewards are 0, 1, 2, ...
+
+    Its 8 captions and the 8 held-out ones differ a little.
+    """
+    known = {"reward": reward, "estimator": "is", "seed": 0} | config
     place = folder / "-".join(map(str, known.values()))
     place.mkdir(parents=True)
     for sheet in ("before.png", "after.png"):
         contact_sheet(torch.rand(5, 3, 8, 8)).save(place / sheet)
-    rows = [{"step": i, "queries": 128.0 * (i + 1), "reward_mean": float(i), "other/x": 1.0} for i in range(epochs)]
-    return Run(place, known, rows, {f"{reward}_before": 0.2, reward: after, "x_before": 1.0, "x": 1.0})
+    measure = "rgb_alignment" if reward == "random" else reward
+    mean_reward = "other/rgb_alignment" if reward == "random" else "reward_mean"
+    rows = [{"step": i, "queries": 128.0 * (i + 1), mean_reward: float(i)} for i in range(epochs)]
+    noise = random.Random(str(known))
+    numbers = {f"{measure}{end}": [after + noise.gauss(0, 0.01) for _ in range(8)] for end in ("", "_held_out")}
+    return Run(place, known, rows, {f"{measure}_before": 0.2, measure: after}, numbers)
 
 
-def of_all(folder: Path, rewards: dict[str, list[float]]) -> list[Run]:
-    """Runs of each estimator, one for each reward of its list, with the seeds from 0 on."""
+def of_all(folder: Path, ends: dict[tuple[str, str], float], seeds: Sequence[int] = range(10, 18)) -> list[Run]:
+    """Runs of each (reward, estimator), that end at a value."""
     return [
-        made_up(folder, after, estimator=name, seed=seed, rwr_beta=10.0)
-        for name, values in rewards.items()
-        for seed, after in enumerate(values)
+        made_up(folder, after, reward=reward, estimator=name, seed=seed)
+        for (reward, name), after in ends.items()
+        for seed in seeds
     ]
 
 
-def verdicts(runs: list[Run]) -> dict[str, bool]:
-    judged = judge(runs).verdicts
+PLANTED = {
+    ("rgb_alignment", "is"): 0.9,
+    ("rgb_alignment", "sf"): 0.7,
+    ("rgb_alignment", "rwr"): 0.5,
+    ("random", "is"): 0.2,
+    ("random", "sf"): 0.2,
+    ("random", "rwr"): 0.1,
+}
+
+
+@pytest.fixture
+def close_figures() -> Iterator[None]:
+    """read() draws; only a page that is written closes its figures."""
+    yield
     plt.close("all")
-    return {verdict.claim.removeprefix("colour: "): verdict.passed for verdict in judged}
 
 
-def test_estimators_that_rank_as_in_the_paper_pass(tmp_path: Path):
-    runs = of_all(tmp_path, {"rwr": [0.25, 0.1, 0.3], "sf": [0.3, 0.3, 0.4], "is": [0.35, 0.25, 0.4]})
-    report = judge(runs)
-    assert [verdict.passed for verdict in report.verdicts] == [True] * 3
-    assert report.verdicts[1].obtained == "IS 0.350 (0.250 to 0.400), SF 0.300 (0.300 to 0.400)"
-    assert list(report.figures) == ["figure", "pictures", "others"]
+@pytest.mark.usefixtures("close_figures")
+def test_estimators_that_rank_as_in_the_paper_are_reproduced(tmp_path: Path):
+    report = read(of_all(tmp_path, PLANTED))
+    verdicts = judge(report.claims, report.measured)
+    assert [verdict.outcome for verdict in verdicts] == ["reproduced"] * 5
+    assert {verdict.seeds for verdict in verdicts} == {8}
+    assert list(report.figures) == list(report.captions) == ["figure", "pictures"]
     (panel,) = report.figures["figure"].axes
-    assert [line.get_label() for line in panel.lines] == ["IS (3 seeds)", "SF (3 seeds)", "RWR, beta 10 (3 seeds)"]
-    titles = [axis.get_title() for axis in report.figures["pictures"].axes]
-    assert titles == ["colour: before", "colour: IS", "colour: SF", "colour: RWR, beta 10"]
+    labels = ["IS", "SF", "RWR", *(f"{name}, no reward" for name in ("IS", "SF", "RWR"))]
+    assert [line.get_label() for line in panel.lines] == [f"{label} (8 seeds)" for label in labels]
+    titles = [axis.get_title().partition("\n")[2] for axis in report.figures["pictures"].axes]
+    assert titles == ["before", *labels]
 
 
-def test_each_way_to_miss_the_claim_fails(tmp_path: Path):
-    is_falls, is_behind, regression_ahead = "IS raises it", "IS is at least SF", "SF beats RWR"
-    high = {"is": [0.5, 0.5, 0.5], "sf": [0.4, 0.4, 0.4], "rwr": [0.3, 0.3, 0.3]}
-    assert all(verdicts(of_all(tmp_path / "a", high)).values())
-    for number, (name, values, failed) in enumerate(
-        [
-            ("is", [0.5, 0.5, 0.2], {is_falls}),  # one seed that did not rise
-            ("is", [0.5, 0.3, 0.3], {is_behind}),  # the median seed is behind
-            ("rwr", [0.3, 0.3, 0.4], {regression_ahead}),  # one seed that is not behind
-        ]
-    ):
-        judged = verdicts(of_all(tmp_path / str(number), high | {name: values}))
-        assert {claim for claim, passed in judged.items() if not passed} == failed
+@pytest.mark.usefixtures("close_figures")
+def test_a_gain_is_the_difference_from_the_control_of_the_same_seed_in_per_cent(tmp_path: Path):
+    ends = {("rgb_alignment", "rwr"): 0.5, ("rgb_alignment", "sf"): 0.7, ("random", "rwr"): 0.1, ("random", "sf"): 0.2}
+    measured = read(of_all(tmp_path, ends, seeds=[10])).measured
+    for name, expected in (("RWR", 0.4), ("SF", 0.5)):
+        (gains,) = measured[f"gain in rgb_alignment by {name}"].values()
+        assert len(gains) == 8
+        assert sum(gains) / 8 == pytest.approx(100 * expected / REACHABLE["rgb_alignment"], abs=3)
 
 
-def test_the_better_regression_is_the_one_to_beat_and_the_control_is_none(tmp_path: Path):
-    runs = of_all(tmp_path, {"sf": [0.5]})
-    runs += [made_up(tmp_path, after, estimator="rwr", rwr_beta=beta) for beta, after in ((10, 0.3), (100, 0.4))]
-    runs += [made_up(tmp_path, 0.9, estimator="rwr", rwr_beta=0), made_up(tmp_path, 0.1, estimator="rwr_sparse")]
-    (verdict,) = judge(runs).verdicts
-    assert verdict.passed
-    assert verdict.obtained == "SF 0.500, RWR beta 100 0.400, no reward 0.900"
+@pytest.mark.usefixtures("close_figures")
+def test_what_drifts_without_a_reward_is_no_gain(tmp_path: Path):
+    """Regression raises the measure far above its start, and as far without a reward."""
+    ends = {("rgb_alignment", "is"): 0.4, ("rgb_alignment", "rwr"): 0.9, ("random", "is"): 0.2, ("random", "rwr"): 0.9}
+    report = read(of_all(tmp_path, ends))
+    outcomes = {verdict.claim.text: verdict.outcome for verdict in judge(report.claims, report.measured)}
+    assert outcomes["rgb_alignment: IS gains more than RWR from as many samples and updates"] == "reproduced"
 
 
-def test_only_what_is_there_is_judged(tmp_path: Path):
-    assert verdicts([made_up(tmp_path, 0.3, estimator="sf")]) == {"SF raises it": True}
-    assert verdicts([made_up(tmp_path, 0.1, estimator="rwr", rwr_beta=1)]) == {"RWR, beta 1 raises it": False}
-    assert verdicts([made_up(tmp_path, 0.3, estimator="rwr", rwr_beta=0)]) == {}
-    runs = [made_up(tmp_path, 0.3, seed=1), made_up(tmp_path, 0.4, estimator="sf", seed=2)]
-    assert verdicts(runs) == {"IS raises it": True}  # no seed in common
-    runs.append(made_up(tmp_path, 0.2, estimator="rwr_sparse", seed=1))
-    assert verdicts([run for run in runs if run.config["estimator"] != "sf"])["IS beats RWR"]
-
-
-def test_rewards_are_judged_apart(tmp_path: Path):
-    runs = [made_up(tmp_path, after, reward=name) for name, after in (("a", 0.3), ("b", 0.1))]
-    assert [(verdict.claim, verdict.passed) for verdict in judge(runs).verdicts] == [
-        ("a: IS raises it", True),
-        ("b: IS raises it", False),
-    ]
+@pytest.mark.usefixtures("close_figures")
+def test_without_controls_there_is_a_figure_and_no_verdict(tmp_path: Path):
+    report = read([made_up(tmp_path, 0.3)])
+    assert judge(report.claims, report.measured) == []
+    assert report.measured.keys() == {"rgb_alignment by IS", "rgb_alignment by IS, other captions"}
+    assert list(report.figures) == ["figure", "pictures"]
 
 
 def test_runs_that_do_not_compare_are_refused(tmp_path: Path):
     short = made_up(tmp_path, 0.3, epochs=2, estimator="sf")
-    with pytest.raises(ValueError, match="256 by SF, 512 by IS"):
-        judge([made_up(tmp_path, 0.3), short])
-    with pytest.raises(ValueError, match="2 runs of IS on colour with seed 0"):
-        judge([made_up(tmp_path / "a", 0.3), made_up(tmp_path / "b", 0.3)])
+    with pytest.raises(ValueError, match="unequal numbers of scored samples: 256 by SF, 512 by IS"):
+        read([made_up(tmp_path, 0.3), short])
+    with pytest.raises(ValueError, match="have the seed 0"):
+        read([made_up(tmp_path / "a", 0.3), made_up(tmp_path / "b", 0.3)])
+
+
+def test_as_many_samples_in_fewer_updates_are_refused(tmp_path: Path):
+    run = made_up(tmp_path, 0.3)
+    few = replace(made_up(tmp_path, 0.3, estimator="sf"), history=[{**row, "step": 0} for row in run.history])
+    with pytest.raises(ValueError, match="unequal numbers of updates: 0 by SF, 3 by IS"):
+        read([run, few])
+
+
+def test_what_a_reward_can_change_by_is_measured():
+    noise = torch.rand(256, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    grey = torch.full((256, 3, SIZE, SIZE), 0.5)
+    captions = CAPTIONS * 16
+    reach = float(jpeg_incompressibility(noise, captions, [{}] * 256).mean())
+    reach -= float(jpeg_incompressibility(grey, captions, [{}] * 256).mean())
+    assert reach == pytest.approx(REACHABLE["jpeg_incompressibility"], abs=0.002)
+    assert -float(rgb_alignment(grey, captions).mean()) == pytest.approx(REACHABLE["rgb_alignment"], abs=0.002)
 
 
 def test_a_curve_goes_from_before_to_after_by_means_of_256_pictures(tmp_path: Path):
-    xs, ys = curve(made_up(tmp_path, 0.9), "reward_mean", "colour")
+    xs, ys = curve(made_up(tmp_path, 0.9), "rgb_alignment")
     assert xs == [0, 128, 384, 512]
     assert ys == [0.2, 0.5, 2.5, 0.9]
+
+
+def test_half_of_the_captions_have_each_colour_and_each_shape_twice():
+    words = [caption.split()[1:] for caption in TRAINED]
+    for part in zip(*words, strict=True):
+        assert sorted(Counter(part).values()) == [2, 2, 2, 2]
+
+
+def test_random_numbers_belong_to_the_image():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(64, 3, SIZE, SIZE, generator=generator)
+    numbers = train.random_numbers(images, CAPTIONS)
+    assert torch.equal(numbers, train.random_numbers(images, CAPTIONS))
+    assert float(numbers.mean()) == pytest.approx(0.025, abs=0.006)
+    assert float(numbers.std()) == pytest.approx(0.05 / 12**0.5, abs=0.003)
+    near = train.random_numbers(images + 1e-4 * torch.rand(images.shape, generator=generator), CAPTIONS)
+    assert abs(float(torch.corrcoef(torch.stack([numbers, near]))[0, 1])) < 0.4
 
 
 def test_contact_sheet_has_four_in_a_row():
