@@ -1,76 +1,175 @@
-"""Judges the rewards of RAFT's rounds: `python -m experiments.dong_2023_raft.report FOLDER ...`."""
+"""Judges RAFT against its reference and against PPO: `python -m experiments.dong_2023_raft.report FOLDER ...`."""
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from statistics import fmean, median
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, pairwise
 
 from matplotlib import pyplot as plt
 
-from experiments.figures import Verdict, curves
-from experiments.reports import Report, main, spread
-from experiments.runs import Run, by
-from experiments.sentiment_ppo import samples_of
+from experiments.claims import Claim, Numbers
+from experiments.dong_2023_raft.measures import DISTINCT, NATS
+from experiments.figures import Curve, curves
+from experiments.reports import Report, main
+from experiments.runs import Run, by, of_seeds
+from experiments.sentiment_ppo import REWARD, samples_of
 
 TITLE = "Fine-tuning on the best of K samples, round after round"
-CLAIM = "Dong et al. 2023, arXiv:2304.06767 (RAFT): the reward rises each round, and a larger K climbs faster."
-SATURATED = 0.9  # the largest reward is 1; above this a round need not rise
-FIRST = 2  # rounds over which the speed of climbing is compared
+CLAIM = (
+    "Dong et al. 2023, arXiv:2304.06767 (RAFT): fine-tuning on the best of K samples raises the reward, more so with a "
+    "larger K, and ends with more reward and a lower perplexity than PPO."
+)
+MATTERS = 0.1  # of reward, whose standard deviation over the pretrained model's continuations is about 0.4
+MATTERS_NATS = 0.1  # per token: a perplexity about 10% larger
+MATTERS_DISTINCT = 0.05
+Groups = Mapping[str, Sequence[Run]]
 
 
-def judge(runs: Sequence[Run]) -> Report:
-    """Judges whether the reward of each K above 1 rises every round, and compares neighbouring K."""
-    groups = by(runs, "k")
-    verdicts = [rises(k, group) for k, group in groups.items() if k > 1]
-    verdicts += [verdict for low, high in pairwise(groups) for verdict in faster(low, high, groups)]
-    samples = samples_of({f"after training, K = {k}": group[0] for k, group in groups.items()})
-    return Report(verdicts, {"figure": figure(groups)}, samples)
-
-
-def climb(run: Run) -> list[float]:
-    """Returns the reward of held-out prompts before the first round and after each round."""
-    rounds, rewards = run.curve("round", "eval_reward")
-    if rounds != list(range(len(rounds))) or len(rounds) < 2:
-        raise ValueError(
-            f"{run.folder} has evaluations at rounds {rounds}; one before the first round and after each is needed. "
-            "Run it again from the start."
-        )
-    return rewards
-
-
-def rises(k: int, runs: Sequence[Run]) -> Verdict:
-    """Judges whether the median over the seeds rises every round until it is near the largest reward."""
-    medians = [median(rewards) for rewards in zip(*map(climb, runs), strict=False)]
-    passed = all(later > earlier for earlier, later in pairwise(medians) if earlier < SATURATED)
-    expected = f"each round above the one before, until {SATURATED:g}"
-    return Verdict(f"K = {k}: the reward rises each round", expected, " ".join(f"{x:.3f}" for x in medians), passed)
-
-
-def faster(low: int, high: int, groups: Mapping[int, Sequence[Run]]) -> list[Verdict]:
-    """Compares the mean reward of the first rounds, paired by seed; no verdict if no seed has both."""
-    slow, fast = ({run.config["seed"]: fmean(climb(run)[1 : FIRST + 1]) for run in groups[k]} for k in (low, high))
-    seeds = sorted(set(slow) & set(fast))
-    if not seeds:
-        return []
-    passed = all(fast[seed] > slow[seed] for seed in seeds)
-    expected = f"above {spread(slow[seed] for seed in seeds)} in each seed"
-    claim = f"K = {high} climbs faster than K = {low}: mean of rounds 1 to {FIRST}"
-    return [Verdict(claim, expected, spread(fast[seed] for seed in seeds), passed)]
-
-
-def figure(groups: Mapping[int, Sequence[Run]]) -> plt.Figure:
-    """Plots the reward of held-out prompts, and of the samples that the policy learns, over the rounds."""
-    plot, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
-    curves(axes[0], {f"K = {k}": [run.curve("round", "eval_reward") for run in group] for k, group in groups.items()})
-    curves(
-        axes[1], {f"K = {k}": [run.curve("round", "reward_of_best") for run in group] for k, group in groups.items()}
+def read(runs: Sequence[Run]) -> Report:
+    """Reads for each setting the reward, the nats per token and the diversity of answers to held-out openings."""
+    groups = by_setting(runs)
+    measured: dict[str, Numbers] = {}
+    for name, group in groups.items():
+        measured[f"reward before, {name}"] = of_seeds(group, lambda run: run.per_prompt["reward_before"])
+        measured[f"reward, {name}"] = of_seeds(group, lambda run: run.per_prompt["reward"])
+        measured[f"nats, {name}"] = of_seeds(group, lambda run: run.per_prompt[NATS])
+        measured[f"distinct-2, {name}"] = of_seeds(group, lambda run: run.summary[DISTINCT])
+    caption = (
+        f"{len(by(runs, 'seed'))} seeds; medians, bands from the lower to the upper quartile. Left: the reward of "
+        "held-out openings after each round of RAFT. Middle: the reward of the samples during training, over the "
+        "samples that were scored so far. Right: reward and nats per token under the reference after training, a dot "
+        "for each seed."
     )
-    axes[0].set_title("held-out prompts", fontsize=10)
-    axes[1].set_title("the best of K, which are learnt", fontsize=10)
-    axes[0].set_ylabel("reward (VADER, -1 to 1)")
-    for axis in axes:
-        axis.set_xlabel("rounds done")
+    samples = samples_of({name: group[0] for name, group in groups.items()})
+    return Report(measured, list(claims_about(groups)), {"figure": figure(groups)}, {"figure": caption}, samples)
+
+
+def is_ppo(run: Run) -> bool:
+    """Whether ppo.py wrote the run."""
+    return "init_kl_coef" in run.config
+
+
+def by_setting(runs: Sequence[Run]) -> Groups:
+    """Groups the runs of RAFT by K and the prompts of a round, then PPO's: name -> runs."""
+    raft = by([run for run in runs if not is_ppo(run)], "k", "prompts")
+    groups = {f"K = {k}, {prompts} prompts": group for (k, prompts), group in raft.items()}
+    ppo = [run for run in runs if is_ppo(run)]
+    return groups | ({"PPO": ppo} if ppo else {})
+
+
+def samples_scored(run: Run) -> int:
+    """The number of samples that the reward scores in training."""
+    config = run.config
+    return config["steps"] * config["batch_size"] if is_ppo(run) else config["rounds"] * config["prompts"] * config["k"]
+
+
+def claims_about(groups: Groups) -> Iterator[Claim]:
+    """The paper's claims for these settings, and ours about equal numbers of samples and about K = 1."""
+    settings = {name: group[0].config for name, group in groups.items() if name != "PPO"}
+    most_prompts = max((config["prompts"] for config in settings.values()), default=0)
+    equal_rounds = [name for name, config in settings.items() if config["prompts"] == most_prompts]
+    for name in equal_rounds:
+        if settings[name]["k"] == 1:
+            yield Claim(
+                f"{name}: without selection the reward of held-out openings changes little",
+                (f"reward, {name}", f"reward before, {name}"),
+                "little",
+                MATTERS,
+                "reward",
+                origin="ours",
+            )
+    for low, high in pairwise(equal_rounds):
+        yield more_reward(high, low, "equal rounds", place="section 4.1, the effect of K")
+    for low, high in combinations(settings, 2):
+        is_larger_k = settings[high]["k"] > settings[low]["k"]
+        if is_larger_k and samples_scored(groups[low][0]) == samples_scored(groups[high][0]):
+            yield more_reward(high, low, "equal numbers of samples")
+    if "PPO" in groups:
+        count = samples_scored(groups["PPO"][0])
+        for name in equal_rounds:
+            if samples_scored(groups[name][0]) == count:
+                yield from against_ppo(name)
+
+
+def more_reward(high: str, low: str, equal: str, place: str = "") -> Claim:
+    """The claim that one setting ends with more reward than another."""
+    origin = "adapted" if place else "ours"
+    compared = (f"reward, {high}", f"reward, {low}")
+    return Claim(
+        f"{high}: more reward than {low}, at {equal}", compared, "more", MATTERS, "reward", origin=origin, place=place
+    )
+
+
+def against_ppo(name: str) -> Iterator[Claim]:
+    """The paper's comparison of RAFT with its start and with PPO."""
+    place = "section 4.1, table of HH-RLHF"
+    yield Claim(
+        f"{name}: the reward of held-out openings rises",
+        (f"reward, {name}", f"reward before, {name}"),
+        "more",
+        MATTERS,
+        "reward",
+        place=place,
+    )
+    yield Claim(
+        f"{name}: more reward than PPO, at equal numbers of samples",
+        (f"reward, {name}", "reward, PPO"),
+        "more",
+        MATTERS,
+        "reward",
+        place=place,
+        number="2.294 (K = 32) against 2.077",
+    )
+    yield Claim(
+        f"{name}: a lower perplexity than PPO, at equal numbers of samples",
+        (f"nats, {name}", "nats, PPO"),
+        "less",
+        MATTERS_NATS,
+        "nats per token under the reference",
+        place=place,
+        number="perplexity 4.031 (K = 32) against 4.156",
+    )
+    yield Claim(
+        f"{name}: more diverse than PPO, at equal numbers of samples",
+        (f"distinct-2, {name}", "distinct-2, PPO"),
+        "more",
+        MATTERS_DISTINCT,
+        "distinct-2",
+        place=place,
+    )
+
+
+def over_samples(run: Run) -> Curve:
+    """The reward of the training samples, over the number of samples that were scored before and with them."""
+    if is_ppo(run):
+        steps, rewards = run.curve("step", REWARD)
+        return [step * run.config["batch_size"] for step in steps], rewards
+    rounds, rewards = run.curve("round", "reward")
+    return [number * run.config["prompts"] * run.config["k"] for number in rounds], rewards
+
+
+def figure(groups: Groups) -> plt.Figure:
+    """Plots the reward over rounds and over samples, and reward against nats per token after training."""
+    plot, (rounds, samples, ends) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    raft = {name: group for name, group in groups.items() if name != "PPO"}
+    if raft:
+        curves(rounds, {name: [run.curve("round", "eval_reward") for run in group] for name, group in raft.items()})
+    curves(samples, {name: [over_samples(run) for run in group] for name, group in groups.items()})
+    for name, group in groups.items():
+        ends.scatter(
+            [sum(run.per_prompt[NATS]) / len(run.per_prompt[NATS]) for run in group],
+            [run.summary["reward"] for run in group],
+            label=name,
+            s=18,
+        )
+    ends.legend(frameon=False, fontsize=8)
+    ends.grid(alpha=0.3)
+    headings = ("held-out openings", "samples of training", "after training")
+    labels = ("rounds done", "samples scored", "nats per token under the reference")
+    for axis, heading, label in zip((rounds, samples, ends), headings, labels, strict=True):
+        axis.set_title(heading, fontsize=10)
+        axis.set_xlabel(label)
+        axis.set_ylabel("reward (VADER, -1 to 1)")
     return plot
 
 
 if __name__ == "__main__":
-    main(TITLE, CLAIM, judge)
+    main(TITLE, CLAIM, read)

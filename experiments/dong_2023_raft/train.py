@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -10,11 +11,12 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from experiments.assets import openings, stories15m
+from experiments.assets import Split, openings, stories15m
+from experiments.dong_2023_raft.measures import DISTINCT, NATS, distinct, nats_per_token
 from experiments.evaluation import continued
-from experiments.runs import begin, finish, from_recipe, sampled, show
+from experiments.runs import begin, finish, from_recipe, sampled, show, write_per_prompt
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import SAMPLES
+from experiments.sentiment_ppo import SAMPLES, sample_table
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.hf.tracking import Tables
@@ -39,7 +41,10 @@ class RunConfig:
     prompts: int = field(default=64, metadata={"help": "Prompts of a round, the b of Algorithm 1, over all processes."})
     k: int = field(default=8, metadata={"help": "Samples of each prompt, of which the best is kept."})
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a sample at most."})
-    eval_prompts: int = field(default=128, metadata={"help": "Other prompts, for the reward after each round."})
+    eval_split: Split = field(
+        default="test", metadata={"help": "Prompts for the reward after each round: test, or tune to choose settings."}
+    )
+    eval_prompts: int = field(default=128, metadata={"help": "Of these prompts, how many are used."})
     samples: int = field(default=5, metadata={"help": "Of them, how many are shown."})
 
 
@@ -77,43 +82,46 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     """Trains in rounds; measures the reward of held-out prompts before the first round and after each."""
     history = begin(PAPER, run, raft)
     name = str(stories15m()) if run.model == "stories15m" else run.model
-    queries = openings()
-    held_out, queries = queries[: run.eval_prompts], queries[run.eval_prompts :]
+    queries, held_out = openings("train"), openings(run.eval_split)[: run.eval_prompts]
     rounds = [[queries[(n * run.prompts + i) % len(queries)] for i in range(run.prompts)] for n in range(run.rounds)]
     trainer = IterativeSFTTrainer(name, raft, callbacks=[history])
     tables, is_main = Tables(), trainer.is_world_process_zero()
+    reference = deepcopy(trainer.accelerator.unwrap_model(trainer.model)).eval()
     if raft.resume_from_checkpoint:
         trainer.train(resume_from_checkpoint=raft.resume_from_checkpoint)
 
-    def look() -> tuple[float, list[str]]:
-        """The reward of the held-out prompts, with the same random numbers every time, and the first answers."""
+    def look() -> tuple[list[float], list[Tensor], list[str]]:
+        """The rewards of the held-out prompts, with the same random numbers every time, and the answers."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         settings = {"max_new_tokens": run.max_new_tokens, "seed": raft.seed}
-        _, answers = continued(model, trainer.tokenizer, held_out, **settings)
+        rows, answers = continued(model, trainer.tokenizer, held_out, **settings)
         rewards = sentiment(answers)
         shown = list(zip(held_out, answers, rewards, strict=True))[: run.samples]
         tables.add(trainer, "samples", ["prompt", "answer", "reward"], shown)
-        return fmean(rewards), [" ".join(answer.split()) for _, answer, _ in shown]
+        return rewards, rows, answers
 
-    before, first_answers = look()
+    before, rows, first_answers = look()
     after, answers = before, first_answers
-    trainer.log({"round": int(trainer.state.epoch or 0), "eval_reward": before})
+    trainer.log({"round": int(trainer.state.epoch or 0), "eval_reward": fmean(before)})
     if is_main:
-        show("before training", held_out[: run.samples], first_answers)
+        show("before training", held_out[: run.samples], first_answers[: run.samples])
     for number, prompts in islice(enumerate(rounds), int(trainer.state.epoch or 0), None):
         stats = one_round(trainer, prompts, run, number=number)
-        after, answers = look()
-        trainer.log({"round": number + 1, "eval_reward": after, **stats})
+        after, rows, answers = look()
+        trainer.log({"round": number + 1, "eval_reward": fmean(after), **stats})
         if is_main:
             print(f"round {number + 1} of {run.rounds}: reward {stats['reward']:+.3f}, ", end="")
-            print(f"of the best of {run.k} {stats['reward_of_best']:+.3f}, of other prompts {after:+.3f}", flush=True)
+            print(f"of the best of {run.k} {stats['reward_of_best']:+.3f}, of other prompts {fmean(after):+.3f}")
     if is_main:
-        show("after training", held_out[: run.samples], answers)
-        print(f"reward of {len(held_out)} other prompts: {before:+.3f} -> {after:+.3f}   ", end="")
-        print(f"more positive: {'yes' if after > before else 'NO'}")
-        columns = {"query": held_out[: run.samples], "before": first_answers, "after": answers}
-        Path(str(raft.output_dir), SAMPLES).write_text(json.dumps(columns, indent=2) + "\n", encoding="utf-8")
-    finish(trainer, f"RAFT: {run.model}, K = {run.k}", PANELS, {"reward_before": before, "reward": after})
+        show("after training", held_out[: run.samples], answers[: run.samples])
+        print(f"reward of {len(held_out)} other prompts: {fmean(before):+.3f} -> {fmean(after):+.3f}   ", end="")
+        print(f"more positive: {'yes' if fmean(after) > fmean(before) else 'NO'}")
+        nats = nats_per_token(reference, trainer.tokenizer, held_out, rows)
+        write_per_prompt(Path(str(raft.output_dir)), {"reward_before": before, "reward": after, NATS: nats})
+        samples = sample_table(held_out, first_answers, answers, after, run.samples)
+        Path(str(raft.output_dir), SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
+    summary = {"reward_before": fmean(before), "reward": fmean(after), DISTINCT: distinct(answers, 2)}
+    finish(trainer, f"RAFT: {run.model}, K = {run.k}", PANELS, summary)
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, IterativeSFTConfig]:

@@ -1,15 +1,28 @@
-"""RAFT's rounds: what a run of two leaves behind, and the verdicts on made-up runs."""
+"""RAFT's rounds: the files of a run of two rounds, PPO's measures, and what the report reads."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import pytest
+import torch
 from matplotlib import pyplot as plt
 from tests.lm import tiny
 
-from experiments.dong_2023_raft import train
-from experiments.dong_2023_raft.report import judge
+from experiments import sentiment_ppo
+from experiments.claims import Verdict, judge
+from experiments.dong_2023_raft import ppo, train
+from experiments.dong_2023_raft.measures import distinct, nats_per_token
+from experiments.dong_2023_raft.report import read
 from experiments.runs import Run, finished_runs
+
+OPENINGS = ["the cat", "a dog", "he went", "so it", "one day", "at the"]
+
+
+def letters(texts: list[str]) -> list[float]:
+    return [float(text.count("e")) for text in texts]
 
 
 @pytest.fixture(autouse=True)
@@ -18,82 +31,121 @@ def _figures_are_closed() -> Iterator[None]:
     plt.close("all")
 
 
-def test_each_round_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Folder of a tiny Llama and its tokenizer; openings in its characters, and a reward that such texts have."""
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(train, "openings", lambda: ["the cat", "a dog", "he went", "so it", "one day", "at the"])
-    monkeypatch.setattr(train, "sentiment", lambda texts: [text.count("e") for text in texts])
-    sizes = {"rounds": 2, "prompts": 2, "k": 4, "max_new_tokens": 6, "eval_prompts": 2, "samples": 1}
+    for module in (train, ppo, sentiment_ppo):
+        monkeypatch.setattr(module, "openings", lambda split: OPENINGS)
+    for module in (train, ppo):
+        monkeypatch.setattr(module, "sentiment", letters)
+    return str(tmp_path / "model")
+
+
+SIZES = {"max_new_tokens": 6, "eval_prompts": 2, "samples": 1}
+
+
+def test_each_round_is_evaluated(model: str, tmp_path: Path):
+    sizes = {"rounds": 2, "prompts": 2, "k": 4, **SIZES}
     quiet = {"report_to": "none", "use_cpu": True, "logging_steps": 1}
-    folders = {"output_dir": str(tmp_path / "run"), "model": str(tmp_path / "model")}
+    folders = {"output_dir": str(tmp_path / "run"), "model": model}
     train.main(*train.settings([], learning_rate=1e-2, **folders, **sizes, **quiet))
     (run,) = finished_runs(tmp_path)
     rounds, rewards = run.curve("round", "eval_reward")
     assert rounds == [0, 1, 2]
     assert (rewards[0], rewards[-1]) == (run.summary["reward_before"], run.summary["reward"])
+    assert fmean(run.per_prompt["reward"]) == rewards[-1]
     assert run.curve("round", "reward_of_best")[0] == [1, 2]
-    report = judge([run])
-    assert [verdict.claim for verdict in report.verdicts] == ["K = 4: the reward rises each round"]
-    assert list(report.samples) == ["query", "before training", "after training, K = 4"]
+    page = read([run])
+    assert set(page.measured) == {
+        f"{name}, K = 4, 2 prompts" for name in ("reward before", "reward", "nats", "distinct-2")
+    }
+    assert list(page.samples) == ["run", "query", "before", "after", "reward"]
 
 
-def run_of(k: int, seed: int, *rewards: float) -> Run:
-    """A run with these rewards of held-out prompts, before the first round and after each."""
-    history = [
-        {"step": i, "round": i, "eval_reward": reward, "reward_of_best": reward} for i, reward in enumerate(rewards)
-    ]
-    return Run(Path("made"), {"k": k, "seed": seed}, history, {"reward": rewards[-1]})
+def test_ppo_is_measured_on_the_answers_of_its_last_evaluation(model: str, tmp_path: Path):
+    sizes = {"steps": 2, "batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-2, **SIZES}
+    ppo.main(*ppo.settings([], log_with=None, output_dir=str(tmp_path / "run"), model=model, **sizes))
+    (run,) = finished_runs(tmp_path)
+    samples = json.loads((run.folder / "samples.json").read_text())
+    assert letters(samples["after"]) == run.per_prompt["reward"]
+    assert run.summary["distinct_2"] == distinct(samples["after"], 2)
+    assert len(run.per_prompt["nats_per_token"]) == 2
+    assert set(read([run]).measured) == {f"{name}, PPO" for name in ("reward before", "reward", "nats", "distinct-2")}
 
 
-def passed(runs: list[Run]) -> list[bool]:
-    return [verdict.passed for verdict in judge(runs).verdicts]
+# The measures ----------------------------------------------------------------------------------------------------
 
 
-def test_each_k_above_one_must_rise_and_neighbours_are_compared():
-    runs = [run_of(1, 0, 0.2, 0.1, 0.2), run_of(4, 0, 0.2, 0.4, 0.5), run_of(16, 0, 0.2, 0.5, 0.7)]
-    report = judge(runs)
-    assert [verdict.claim.partition(":")[0] for verdict in report.verdicts] == [
-        "K = 4",
-        "K = 16",
-        "K = 4 climbs faster than K = 1",
-        "K = 16 climbs faster than K = 4",
-    ]
-    assert all(verdict.passed for verdict in report.verdicts)
-    assert list(report.figures) == ["figure"]
+def test_distinct_counts_bigrams_of_all_texts_together():
+    assert distinct(["a b c", "a b d", "A  b"], 2) == 3 / 5
+    assert distinct(["a b c"], 1) == 1.0
+    assert distinct(["a"], 2) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("rewards", "rises"),
-    [((0.2, 0.4, 0.5), True), ((0.2, 0.4, 0.4), False), ((0.2, 0.95, 0.93), True), ((0.2, 0.89, 0.88), False)],
-)
-def test_a_round_may_stand_still_only_near_the_most_there_is(rewards: tuple[float, ...], rises: bool):
-    assert passed([run_of(4, 0, *rewards)]) == [rises]
+def test_nats_per_token_are_those_of_the_reference_alone():
+    """A model whose logits are all equal gives each token log V, whatever the prompt."""
+    model, tokenizer = tiny.llama(), tiny.tokenizer()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    rows = [torch.tensor([5, 6, 7]), torch.tensor([8])]
+    nats = nats_per_token(model, tokenizer, ["the cat", "a"], rows)
+    assert nats == pytest.approx([torch.tensor(float(model.config.vocab_size)).log().item()] * 2)
 
 
-def test_the_median_of_the_seeds_must_rise():
-    one_falls = [run_of(4, 0, 0.2, 0.4, 0.6), run_of(4, 1, 0.2, 0.4, 0.6), run_of(4, 2, 0.2, 0.4, 0.3)]
-    two_fall = [run_of(4, 0, 0.2, 0.4, 0.6), run_of(4, 1, 0.2, 0.4, 0.3), run_of(4, 2, 0.2, 0.4, 0.3)]
-    assert passed(one_falls) == [True]
-    assert passed(two_fall) == [False]
+# The report ------------------------------------------------------------------------------------------------------
+
+MEASURES = {"reward": 0.5, "nats": 2.0, "distinct": 0.5}
 
 
-def test_larger_k_must_climb_faster_in_every_seed():
-    slow = [run_of(4, seed, 0.2, 0.4, 0.5, 0.9) for seed in range(2)]
-    faster = [run_of(16, 0, 0.2, 0.5, 0.6, 0.7), run_of(16, 1, 0.2, 0.5, 0.6, 0.7)]
-    assert passed(slow + faster)[-1]  # the third round is not of the first
-    assert not passed([*slow, faster[0], run_of(16, 1, 0.2, 0.4, 0.5, 0.95)])[-1]
-    assert passed([run_of(4, 0, 0.2, 0.5, 0.4), run_of(16, 0, 0.2, 0.4, 0.6)])[
-        -1
-    ]  # the start is of none, the second is
+def run_of(folder: Path, seed: int, *, k: int = 0, prompts: int = 0, **measures: float) -> Run:
+    """A run of one round of RAFT, or with k = 0 of one step of PPO on eight samples; the reward before is 0.2."""
+    values = {**MEASURES, **measures}
+    noise = np.random.default_rng([seed, k, prompts]).normal(scale=0.01, size=20).tolist()
+    per_prompt = {
+        "reward_before": [0.2] * 20,
+        "reward": [values["reward"] + x for x in noise],
+        "nats_per_token": [values["nats"] + x for x in noise],
+    }
+    summary = {"reward": values["reward"], "distinct_2": values["distinct"] + noise[0]}
+    (folder / "samples.json").write_text(json.dumps({"query": ["a"], "before": ["b"], "after": ["c"]}))
+    if k:
+        config = {"seed": seed, "k": k, "prompts": prompts, "rounds": 1}
+        history = [{"step": i, "round": i, "eval_reward": 0.2, "reward": 0.2} for i in (0, 1)]
+    else:
+        config = {"seed": seed, "init_kl_coef": 0.1, "steps": 1, "batch_size": 8}
+        history = [{"step": 1, "ppo/mean_scores": 0.3}]
+    return Run(folder, config, history, summary, per_prompt)
 
 
-def test_seeds_that_are_not_in_both_are_not_compared():
-    assert len(judge([run_of(4, 0, 0.2, 0.4), run_of(16, 1, 0.2, 0.5)]).verdicts) == 2
-    assert not judge([run_of(1, 0, 0.2, 0.2)]).verdicts
+def verdicts_of(runs: list[Run]) -> dict[str, Verdict]:
+    page = read(runs)
+    return {verdict.claim.text: verdict for verdict in judge(page.claims, page.measured)}
 
 
-def test_rounds_without_a_look_are_refused_by_name():
-    run = run_of(4, 0, 0.2, 0.4, 0.6)
-    cut = Run(Path("cut_run"), run.config, run.history[1:], run.summary)
-    with pytest.raises(ValueError, match=r"cut_run.*\[1, 2\].*before the first round"):
-        judge([cut])
+def test_planted_differences_are_found_at_equal_rounds_and_at_equal_samples(tmp_path: Path):
+    runs = []
+    for seed in range(10, 18):
+        runs += [run_of(tmp_path, seed, k=1, prompts=4, reward=0.2), run_of(tmp_path, seed, k=2, prompts=4)]
+        runs += [run_of(tmp_path, seed, k=4, prompts=4, reward=0.8)]
+        runs += [run_of(tmp_path, seed, k=4, prompts=2, reward=0.3)]
+        runs += [run_of(tmp_path, seed, reward=0.7, nats=2.5, distinct=0.7)]
+    assert {text: verdict.outcome for text, verdict in verdicts_of(runs).items()} == {
+        "K = 1, 4 prompts: without selection the reward of held-out openings changes little": "reproduced",
+        "K = 2, 4 prompts: more reward than K = 1, 4 prompts, at equal rounds": "reproduced",
+        "K = 4, 4 prompts: more reward than K = 2, 4 prompts, at equal rounds": "reproduced",
+        "K = 4, 2 prompts: more reward than K = 2, 4 prompts, at equal numbers of samples": "contradicted",
+        "K = 2, 4 prompts: the reward of held-out openings rises": "reproduced",
+        "K = 2, 4 prompts: more reward than PPO, at equal numbers of samples": "contradicted",
+        "K = 2, 4 prompts: a lower perplexity than PPO, at equal numbers of samples": "reproduced",
+        "K = 2, 4 prompts: more diverse than PPO, at equal numbers of samples": "contradicted",
+    }
+
+
+def test_ppo_of_another_number_of_samples_is_not_compared(tmp_path: Path):
+    assert not verdicts_of([run_of(tmp_path, 10, k=4, prompts=4), run_of(tmp_path, 10)])
+
+
+def test_two_runs_of_one_setting_and_seed_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="have the seed 10"):
+        read([run_of(tmp_path, 10, k=4, prompts=4), run_of(tmp_path, 10, k=4, prompts=4)])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from transformers import AutoTokenizer
 
 from experiments.dong_2023_raft import train as raft
 from experiments.rafailov_2023_dpo_frontier import train as dpo
@@ -104,7 +106,7 @@ def test_the_review_that_likes_the_film_is_chosen_and_its_end_is_read():
     assert reward.review_pairs(reviews, words=2).to_list() == [{"chosen": "so lovely", "rejected": "was dull"}]
 
 
-def openings() -> list[str]:
+def openings(split: str) -> list[str]:
     return ["the cat", "a dog", "he went", "so it", "one day", "at the"]
 
 
@@ -120,7 +122,7 @@ def test_raft_learns_the_best_of_its_samples(
 
     monkeypatch.setattr(raft.IterativeSFTTrainer, "step", spied)
     monkeypatch.setattr(raft, "openings", openings)
-    monkeypatch.setattr(raft, "sentiment", lambda texts: [text.count("e") for text in texts])
+    monkeypatch.setattr(raft, "sentiment", lambda texts: [len(set(text)) for text in texts])
     run = raft.RunConfig(model=model, rounds=2, prompts=2, k=8, max_new_tokens=6, eval_prompts=2, samples=1)
     raft.main(run, raft.settings([], **quiet(tmp_path, lr_scheduler_type="constant"))[1])
     history = left_behind(tmp_path)
@@ -128,10 +130,11 @@ def test_raft_learns_the_best_of_its_samples(
         best > mean for best, mean in zip(*(logged(history, n) for n in ("reward_of_best", "reward")), strict=True)
     )
     best = logged(history, "reward_of_best")
-    e = tiny.VOCABULARY["e"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
     for rows, expected in zip(learnt, best, strict=True):
-        counts = [int((labels == e).sum()) for labels in rows["labels"]]  # the prompt's own e does not count
-        assert sum(counts) / len(counts) == expected
+        answers = [labels[labels >= 0] for labels in rows["labels"]]
+        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        assert fmean(len(set(text)) for text in texts) == expected
         assert all(
             torch.equal(ids[labels >= 0], labels[labels >= 0])
             for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True)
@@ -142,11 +145,11 @@ def test_raft_learns_the_best_of_its_samples(
 
 
 def test_grpo_answers_sums(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = grpo.RunConfig(model=model, largest=4, eval_prompts=2, samples=1)
+    run = grpo.RunConfig(model=model, largest=6, eval_prompts=2, eval_answers=2, samples=1)
     grpo.main(run, grpo.settings([], **quiet(tmp_path, max_steps=2, num_generations=2))[1])
     history = left_behind(tmp_path)
     assert [row["step"] for row in history if "loss" in row] == [1, 2]
-    assert len(logged(history, "eval_reward")) == 2
+    assert len(logged(history, "eval_right")) == len(logged(history, "eval_right_before")) == 1
     assert "right of 4 answers to other sums" in capsys.readouterr().out
 
 
@@ -161,4 +164,4 @@ def test_the_sums_that_are_asked_at_the_end_are_in_no_prompt_of_training():
     assert len(asked) == len(data["test"]) == 50
     for row in data["train"]:
         assert not asked & {line.partition("=")[0] + "=" for line in row["prompt"].splitlines()}
-        assert eval(row["prompt"].splitlines()[-1].strip("= ")) == row["answer"]
+        assert eval(row["prompt"].splitlines()[-1].strip("=")) == row["answer"]
