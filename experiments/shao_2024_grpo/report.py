@@ -1,43 +1,65 @@
-"""Judges runs of GRPO on sums: `python -m experiments.shao_2024_grpo.report FOLDER ...`."""
+"""Judges GRPO and rejection-sampling fine-tuning on sums: `python -m experiments.shao_2024_grpo.report FOLDER ...`."""
 
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
+from math import log2
+from statistics import fmean
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.figures import Verdict, curves
-from experiments.reports import Report, main, spread
-from experiments.runs import Run, by
+from experiments.claims import Claim, Numbers
+from experiments.figures import curves
+from experiments.reports import Report, main
+from experiments.runs import Run, by, of_seeds
 
 TITLE = "Sums by GRPO"
 CLAIM = (
-    "Shao et al. 2024, arXiv:2402.03300: answers that a program checks are enough to learn from; the mean of a group "
-    "of answers is a baseline that needs no value model; and one call of generation can serve several updates."
+    "Shao et al. 2024, arXiv:2402.03300: answers that a program checks are enough to learn from, the mean of a group "
+    "of answers is a baseline that needs no value model, and GRPO gains more than fine-tuning on right answers, online "
+    "or offline. Reinforcement learning raises Maj@K, not Pass@K."
 )
-ADVANTAGES = {
-    "group": "less the group's mean, over its deviation",
-    "batch": "less the group's mean, over the batch's deviation",
-    "none": "less the group's mean",
-    "raw": "the reward itself",
-}
+METHODS = {"grpo": "GRPO", "online_rft": "online RFT", "rft": "RFT"}
 SIZE = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps", "max_steps")
+MATTERS = 0.05  # of an accuracy, or of Maj@K or Pass@K, from 0 to 1
+VARIANCE_MATTERS = log2(1.25)
 
-Pair = tuple[Run, Run]
+
+def read(runs: Sequence[Run]) -> Report:
+    """Reads accuracy, Maj@K and Pass@K of each held-out sum, before and after, and the gradient's variances."""
+    check_equal(runs)
+    methods = {METHODS[name]: group for name, group in by(runs, "method").items()}
+    most = runs[0].config["eval_answers"]
+    measured: dict[str, Numbers] = {}
+    for name, group in methods.items():
+        for score in ("right", f"maj@{most}", f"pass@{most}"):
+            for when in ("", "_before"):
+                known = [run for run in group if score + when in run.per_prompt]
+                if values := of_seeds(known, lambda run, key=score + when: run.per_prompt[key]):
+                    measured[f"{score}{when.replace('_', ' ')}, {name}"] = values
+        for when in ("_before", ""):
+            known = [run for run in group if f"variance/raw{when}" in run.summary]
+            if ratios := of_seeds(known, lambda run, when=when: variance_ratio(run, when)):
+                measured[f"variance ratio{when.replace('_', ' ')}, {name}"] = ratios
+    seeds = len(by(runs, "seed"))
+    captions = {
+        "figure": "Left: right answers in training. Middle: right answers to held-out sums; each dot is one of "
+        f"{seeds} seeds, and the line is their mean. Right: Maj@K and Pass@K of held-out sums before and after GRPO. "
+        "Curves are medians of the seeds, bands go from the lower to the upper quartile."
+    }
+    return Report(measured, list(claims_about(most)), {"figure": figure(methods, most)}, captions)
 
 
-def judge(runs: Sequence[Run]) -> Report:
-    """Judges accuracy on the runs with the most answers, and generation on all runs."""
-    if strange := [str(run.folder) for run in runs if not {"right", "right_before"} <= run.summary.keys()]:
-        raise ValueError(f"no accuracy is in the summary of {', '.join(strange)}. Give folders of train.py's runs.")
-    most = max(answers(run) for run in runs)
-    long = [run for run in runs if answers(run) == most and run.config["steps_per_generation"] == 1]
-    verdicts = [
-        *(verdict for same in by(long, *SIZE).values() for verdict in (*rises(same), *baselines(same))),
-        *(verdict for same in by(runs, *SIZE, "scale_rewards").values() for verdict in generation(same)),
-    ]
-    return Report(verdicts, {"figure": figure(long, runs)})
+def check_equal(runs: Sequence[Run]) -> None:
+    """Raises an error if runs are of another program, or learnt from unequal numbers of answers."""
+    if strange := [str(run.folder) for run in runs if "right" not in run.per_prompt]:
+        raise ValueError(f"no accuracy per sum is in {', '.join(strange)}. Give folders of train.py's runs.")
+    counts = {f"{answers(run)} of {run.config['method']}" for run in runs}
+    if len({answers(run) for run in runs}) > 1:
+        raise ValueError(
+            f"the runs learnt from unequal numbers of answers: {', '.join(sorted(counts))}; equal numbers are needed. "
+            "Give the folders of one size."
+        )
 
 
 def answers(run: Run) -> int:
@@ -46,136 +68,105 @@ def answers(run: Run) -> int:
     return prompts * generations * accumulated * steps
 
 
-def rises(runs: Sequence[Run]) -> list[Verdict]:
-    """Judges whether GRPO as published raises accuracy; no verdict without its runs. The runs have one size."""
-    known = by(runs, "scale_rewards").get("group", [])
-    if not known:
-        return []
-    before, after = ([run.summary[name] for run in known] for name in ("right_before", "right"))
-    higher = sum(last > first for first, last in zip(before, after, strict=True))
-    claim = f"GRPO raises accuracy on sums never trained on{_group_size(known)}"
-    obtained = f"{spread(before)} before, {spread(after)} after: higher in {higher} of {len(known)}"
-    return [Verdict(claim, "higher after, in every seed", obtained, higher == len(known))]
+def variance_ratio(run: Run, when: str) -> float:
+    """Returns log2 of the gradient's variance with the group's mean taken off, over that of the raw reward."""
+    return log2(run.summary[f"variance/centred{when}"] / run.summary[f"variance/raw{when}"])
 
 
-def baselines(runs: Sequence[Run]) -> list[Verdict]:
-    """Judges whether each advantage with the group's mean beats the reward itself. The runs have one size."""
-    kinds, verdicts = by(runs, "scale_rewards"), []
-    for kind in ("group", "batch", "none"):
-        if not (pairs := paired(kinds.get(kind, []), kinds.get("raw", []))):
-            continue
-        ours, others = ([run.summary["right"] for run in side] for side in zip(*pairs, strict=True))
-        higher = sum(our > other for our, other in zip(ours, others, strict=True))
-        claim = f"the group baseline ({ADVANTAGES[kind]}) beats no baseline{_group_size(runs)}"
-        expected = f"higher accuracy after {answers(runs[0])} answers, in every seed"
-        obtained = f"{spread(ours)} against {spread(others)}: higher in {higher} of {len(pairs)}"
-        verdicts.append(Verdict(claim, expected, obtained, higher == len(pairs)))
-    return verdicts
+def claims_about(most: int) -> Iterator[Claim]:
+    """The paper's claims, and ours on the variance, with K = `most` answers to a sum."""
 
+    def rise(text: str, score: str, *, place: str, number: str = "") -> Claim:
+        compared = (f"{score}, GRPO", f"{score} before, GRPO")
+        return Claim(text, compared, "more", MATTERS, "of 1", place=place, number=number)
 
-def generation(runs: Sequence[Run]) -> list[Verdict]:
-    """Judges how many calls and seconds steps_per_generation saves. The runs differ in it and in their seed alone."""
-    kinds, verdicts = by(runs, "steps_per_generation"), []
-    for factor in sorted(set(kinds) - {1}):
-        if not (pairs := paired(kinds.get(1, []), kinds[factor])):
-            continue
-        calls, seconds = (
-            [one.summary[name] / other.summary[name] for one, other in pairs]
-            for name in ("generation_calls", "generation_seconds")
+    yield rise(
+        "GRPO raises the accuracy on sums that it was not trained on",
+        "right",
+        place="section 4.2, table 5",
+        number="GSM8K 82.9% to 88.2%, MATH 46.8% to 51.7%",
+    )
+    yield rise(f"GRPO raises Maj@{most}", f"maj@{most}", place="section 5.2.2, figure 7")
+    yield Claim(
+        f"GRPO leaves Pass@{most} as it is",
+        (f"pass@{most}, GRPO", f"pass@{most} before, GRPO"),
+        "little",
+        MATTERS,
+        "of 1",
+        place="section 5.2.2, figure 7",
+    )
+    for first, second in (("online RFT", "RFT"), ("GRPO", "online RFT")):
+        yield Claim(
+            f"{first} is more accurate than {second} after as many answers",
+            (f"right, {first}", f"right, {second}"),
+            "more",
+            MATTERS,
+            "of 1",
+            place="section 5.2.1, figure 5",
         )
-        name, size = f"steps_per_generation={factor}", per_step(runs[0])
-        verdicts += [
-            Verdict(
-                f"{name} cuts the calls of generation by its factor, at {size} answers a step",
-                f"{factor} times fewer, in every seed",
-                f"{spread(calls, '.2f')} times fewer",
-                all(call == factor for call in calls),
-            ),
-            Verdict(
-                f"{name} cuts the seconds of generation by its factor, at {size} answers a step",
-                f"at least {factor} times fewer, in the median",
-                f"{spread(seconds, '.2f')} times fewer",
-                median(seconds) >= factor,
-            ),
-        ]
-    return verdicts
+    for when, weights in ((" before", "the pretrained weights"), ("", "the weights after GRPO")):
+        yield Claim(
+            f"the group's mean lowers the variance of the policy gradient at {weights}",
+            (f"variance ratio{when}, GRPO",),
+            "less",
+            VARIANCE_MATTERS,
+            "log2 of the ratio",
+            origin="ours",
+        )
 
 
-def per_step(run: Run) -> int:
-    """Returns the number of answers per optimizer step."""
-    return answers(run) // run.config["max_steps"]
-
-
-def paired(ones: Sequence[Run], others: Sequence[Run]) -> list[Pair]:
-    """Returns the pairs of runs with the same seed."""
-    of_seed = {run.config["seed"]: run for run in others}
-    return [(run, of_seed[run.config["seed"]]) for run in ones if run.config["seed"] in of_seed]
-
-
-def _group_size(runs: Sequence[Run]) -> str:
-    return f", {runs[0].config['num_generations']} answers to a sum"
-
-
-def figure(long: Sequence[Run], runs: Sequence[Run]) -> Figure:
-    """Plots accuracy in training, accuracy before and after it, and the seconds of generation per step."""
-    plot, (learning, after, cost) = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
-    learning.set_title("right answers in training", fontsize=10)
+def figure(methods: Mapping[str, Sequence[Run]], most: int) -> Figure:
+    """Plots accuracy in training, accuracy after it, and Maj@K and Pass@K over K."""
+    plot, (learning, after, over_k) = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
+    curves(learning, {name: [_learning(run) for run in group] for name, group in methods.items()})
+    learning.set_title("in training", fontsize=10)
     learning.set_xlabel("answers learnt from")
-    after.set_title("right answers to sums never trained on", fontsize=10)
-    cost.set_title("generation, seconds for each optimizer step", fontsize=10)
-    cost.set_xlabel("steps_per_generation")
-    if long:
-        curves(learning, {_label(key): [_learning(run) for run in known] for key, known in _kinds(long).items()})
-        _before_and_after(after, long)
-    _seconds(cost, runs)
+    learning.set_ylabel("share of right answers")
+    _dots(after, methods)
+    after.set_title("sums not trained on", fontsize=10)
+    after.set_ylabel("share of right answers")
+    over_k.set_title("sums not trained on, GRPO", fontsize=10)
+    over_k.set_xlabel("K, answers to a sum")
+    over_k.set_ylabel("share of sums")
+    over_k.set_xscale("log", base=2)
+    whole = [run for run in methods.get("GRPO", []) if "right_before" in run.per_prompt]
+    if whole:
+        names = {"Maj@K": "maj@", "Pass@K": "pass@"}
+        times = {"before": "_before", "after": ""}
+        curves(
+            over_k,
+            {
+                f"{title} {time}": [_over_k(run, name, when, most) for run in whole]
+                for title, name in names.items()
+                for time, when in times.items()
+            },
+        )
     return plot
-
-
-def _kinds(runs: Sequence[Run]) -> dict[tuple[str, int], list[Run]]:
-    return by(runs, "scale_rewards", "num_generations")
-
-
-def _label(key: tuple[str, int]) -> str:
-    return f"{ADVANTAGES[key[0]]}, {key[1]} to a sum"
 
 
 def _learning(run: Run) -> tuple[list[float], list[float]]:
     steps, rewards = run.curve("step", "reward")
-    return [step * per_step(run) for step in steps], rewards
+    return [step * answers(run) / run.config["max_steps"] for step in steps], rewards
 
 
-def _before_and_after(axis: Axes, runs: Sequence[Run]) -> None:
-    """Plots a line from before to after for each run, in the colours of `curves`."""
-    for i, known in enumerate(_kinds(runs).values()):
-        for run in known:
-            axis.plot(("before", "after"), (run.summary["right_before"], run.summary["right"]), f"C{i}o-", alpha=0.7)
+def _dots(axis: Axes, methods: Mapping[str, Sequence[Run]]) -> None:
+    """Plots a dot for each run, and the mean of each method; first the accuracies before training."""
+    columns = {"before": [run.summary["right_before"] for group in methods.values() for run in group if _knows(run)]}
+    columns |= {name: [run.summary["right"] for run in group] for name, group in methods.items()}
+    for i, (name, values) in enumerate((name, values) for name, values in columns.items() if values):
+        axis.plot([name] * len(values), values, f"C{(i - 1) % 10}o" if i else "ko", alpha=0.6, markersize=4)
+        axis.hlines(fmean(values), i - 0.2, i + 0.2, color="k")
     axis.grid(alpha=0.3)
 
 
-def _seconds(axis: Axes, runs: Sequence[Run]) -> None:
-    """Plots seconds per step over steps_per_generation, with a dashed line of exact proportionality."""
-    for i, same in enumerate(by(runs, *SIZE, "scale_rewards").values()):
-        kinds = by(same, "steps_per_generation")
-        if len(kinds) < 2:
-            continue
-        first = min(kinds)
-        base = median(seconds_per_step(run) for run in kinds[first])
-        for factor, known in kinds.items():
-            axis.plot([factor] * len(known), [seconds_per_step(run) for run in known], f"C{i}o", alpha=0.7)
-        factors = range(first, max(kinds) + 1)
-        label = f"{per_step(same[0])} answers a step, by its factor"
-        axis.plot(factors, [base * first / factor for factor in factors], f"C{i}--", label=label)
-    if axis.lines:
-        axis.legend(frameon=False, fontsize=8)
-    axis.set_ylim(bottom=0)
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.grid(alpha=0.3)
+def _knows(run: Run) -> bool:
+    return "right_before" in run.summary
 
 
-def seconds_per_step(run: Run) -> float:
-    """Returns the seconds of generation per optimizer step."""
-    return run.summary["generation_seconds"] / run.config["max_steps"]
+def _over_k(run: Run, name: str, when: str, most: int) -> tuple[list[float], list[float]]:
+    sizes = [2**i for i in range(most.bit_length())]
+    return [float(size) for size in sizes], [run.summary[f"{name}{size}{when}"] for size in sizes]
 
 
 if __name__ == "__main__":
-    main(TITLE, CLAIM, judge)
+    main(TITLE, CLAIM, read)

@@ -1,111 +1,169 @@
 """GRPO on sums, a verifiable reward (Shao et al. 2024, arXiv:2402.03300). Claim and results: README.md."""
 
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Literal, get_args
 
+import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from experiments.assets import smollm2_135m_instruct
-from experiments.runs import begin, finish, from_recipe, show, texts
+from experiments.runs import begin, finish, from_recipe, show, write_per_prompt
+from experiments.shao_2024_grpo.answers import right, scores_of
+from experiments.shao_2024_grpo.variance import gradient_variances
+from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
+from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 
 PAPER = "shao_2024_grpo"
 RECIPE = Path(__file__).with_name("recipe.yaml")
-PANELS = {"share of right answers": ["reward", "eval_reward"], "entropy (nats per token)": ["entropy"]}
+PANELS = {"share of right answers": ["reward"], "entropy (nats per token)": ["entropy"]}
 SHOTS = ((2, 3), (14, 5), (7, 6))
+Split = Literal["tune", "test"]
+Method = Literal["grpo", "online_rft", "rft"]
+METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The model and the questions."""
+    """The method, the model and the questions."""
 
+    method: Method = field(
+        default="grpo",
+        metadata={
+            "help": "grpo; online_rft: learn the policy's right answers alone, each alike; rft: the same with answers "
+            "of the model as it was before training."
+        },
+    )
     model: str = field(
         default="smollm2-135m-instruct",
         metadata={"help": "Hub id or folder of a causal model; smollm2-135m-instruct is downloaded."},
     )
     largest: int = field(default=20, metadata={"help": "Numbers from 1 to this are added."})
-    eval_prompts: int = field(default=32, metadata={"help": "Sums that are never trained on, for before and after."})
-    samples: int = field(default=6, metadata={"help": "Of them, how many are shown with an answer."})
+    eval_split: Split = field(default="test", metadata={"help": "Sums to evaluate on: test, or tune for settings."})
+    eval_prompts: int = field(default=24, metadata={"help": "Sums of each of these splits; they are not trained on."})
+    eval_answers: int = field(default=16, metadata={"help": "Answers to each of them, a power of two."})
+    only_after: bool = field(default=False, metadata={"help": "Evaluate after training only."})
+    variance_prompts: int = field(
+        default=0, metadata={"help": "Of the evaluated sums, on how many the variance of the gradient is measured."}
+    )
+    samples: int = field(default=6, metadata={"help": "Of the evaluated sums, how many are shown with an answer."})
+
+    def __post_init__(self) -> None:
+        if self.eval_answers & (self.eval_answers - 1) or self.eval_answers < 1:
+            raise ValueError(
+                f"eval_answers={self.eval_answers}: Maj@K and Pass@K halve K down to 1. Use a power of two."
+            )
+        if self.variance_prompts == 1 or self.variance_prompts > self.eval_prompts:
+            raise ValueError(
+                f"variance_prompts={self.variance_prompts}: a variance needs two of the {self.eval_prompts} evaluated "
+                "sums at least. Use 0 for none, or 2 to eval_prompts."
+            )
 
 
 def question(first: int, second: int) -> str:
     """Returns a prompt: three solved sums, which show the form of an answer, and the sum to solve."""
-    return "".join(f"{a} + {b} = {a + b}\n" for a, b in SHOTS) + f"{first} + {second} ="
+    return "".join(f"{a}+{b}={a + b}\n" for a, b in SHOTS) + f"{first}+{second}="
 
 
 def sums(run: RunConfig, *, seed: int) -> DatasetDict:
-    """Returns shuffled splits train and test of prompt and answer. No sum is in both, in either order."""
+    """Returns shuffled splits train, tune and test of prompt and answer. No sum is in two, in either order."""
     numbers = range(1, run.largest + 1)
     solved = {frozenset(shot) for shot in SHOTS}
     pairs = [(a, b) for a in numbers for b in numbers if frozenset((a, b)) not in solved]
     random.Random(seed).shuffle(pairs)
-    test = pairs[: run.eval_prompts]
-    asked = {frozenset(pair) for pair in test}
-    train = [pair for pair in pairs if frozenset(pair) not in asked]
+    splits: dict[str, list[tuple[int, int]]] = {"test": [], "tune": [], "train": []}
+    evaluated: set[frozenset[int]] = set()
+    for pair in pairs:
+        name = next((name for name in ("test", "tune") if len(splits[name]) < run.eval_prompts), "train")
+        if frozenset(pair) not in evaluated:
+            splits[name].append(pair)
+            if name != "train":
+                evaluated.add(frozenset(pair))
     return DatasetDict(
         {
             name: Dataset.from_list([{"prompt": question(a, b), "answer": a + b} for a, b in chosen])
-            for name, chosen in (("train", train), ("test", test))
+            for name, chosen in splits.items()
         }
     )
 
 
-def right(completions: Sequence[str], answer: Sequence[int], **_: object) -> list[float]:
-    """Returns 1 where the first line of a completion is exactly the answer, else 0."""
-    lines = [completion.partition("\n")[0].strip() for completion in completions]
-    return [float(line == str(number)) for line, number in zip(lines, answer, strict=True)]
+class PretrainedSampler:
+    """Samples from a model that training does not change: the answers of offline rejection sampling.
 
+    Args:
+        sampler: what samples.
+        model: the model to sample from.
+    """
 
-class Clock:
-    """Wraps a sampler of completions, and counts its calls and their seconds."""
+    def __init__(self, sampler: RolloutBackend, model: Model):
+        self.sampler, self.settings = sampler, sampler.settings
+        sampler.sync(model, 0)
 
-    def __init__(self, sampler: RolloutBackend):
-        self.sampler, self.calls, self.seconds = sampler, 0, 0.0
-
-    def sync(self, model: Any, version: int) -> None:
-        self.sampler.sync(model, version)
+    def sync(self, model: Model, version: int) -> None:
+        """Keeps the weights, whatever the policy's."""
 
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
-        start = time.perf_counter()
-        rollout = self.sampler.generate(prompts, num_generations=num_generations, version=version, seed=seed)
-        self.calls, self.seconds = self.calls + 1, self.seconds + time.perf_counter() - start
-        return rollout
+        """Completions of the unchanged model."""
+        return self.sampler.generate(prompts, num_generations=num_generations, version=0, seed=seed)
 
 
-def share_right(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> float:
-    """Returns the share of right answers to the test sums, and prints some answers."""
-    accuracy, args = trainer.evaluate()["eval_reward"], trainer.args
-    shown, model = trainer.eval_dataset["prompt"][: run.samples], trainer.accelerator.unwrap_model(trainer.model)
-    answers = texts(model, trainer.tokenizer, shown, max_new_tokens=args.max_completion_length, seed=args.seed)
+def look(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> dict[str, list[float]]:
+    """Samples answers to the evaluated sums; returns `scores_of` each sum, and prints some answers."""
+    rows, seed = trainer.eval_dataset, trainer.args.seed
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    trainer.backend.sync(model, trainer.version)
+    prompts = [torch.tensor(ids) for ids in rows[PROMPT_IDS]]
+    rollout = trainer.backend.generate(prompts, num_generations=run.eval_answers, version=trainer.version, seed=seed)
+    texts = trainer.tokenizer.batch_decode(rollout.completions, skip_special_tokens=True)
+    lines = [text.partition("\n")[0].strip() for text in texts]
+    groups = [lines[start : start + run.eval_answers] for start in range(0, len(lines), run.eval_answers)]
+    scores = [scores_of(group, str(answer)) for group, answer in zip(groups, rows["answer"], strict=True)]
     if trainer.is_world_process_zero():
-        show(f"{when} training", [prompt.splitlines()[-1] for prompt in shown], answers)
-    return accuracy
+        asked = [prompt.splitlines()[-1] for prompt in rows["prompt"][: run.samples]]
+        show(f"{when} training", asked, [group[0] for group in groups[: run.samples]])
+    return {name: [score[name] for score in scores] for name in scores[0]}
+
+
+def measure(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """The scores of each sum, and their means with the variances of the gradient where it is asked for."""
+    scores = look(trainer, run, when=when)
+    means = {name: fmean(values) for name, values in scores.items()}
+    if run.variance_prompts:
+        rows = [trainer.eval_dataset[i] for i in range(run.variance_prompts)]
+        means |= gradient_variances(trainer, rows, seed=trainer.args.seed)
+    return scores, means
 
 
 def main(run: RunConfig, grpo: GRPOConfig) -> None:
-    """Trains, and prints the share of right answers to the test sums before and after."""
+    """Trains, and prints the share of right answers to the evaluated sums before and after."""
+    if run.method != "grpo":  # the gradient of the log-probability of right answers, and of no others
+        grpo = replace(grpo, scale_rewards="raw")
     history = begin(PAPER, run, grpo)
     name = str(smollm2_135m_instruct()) if run.model == "smollm2-135m-instruct" else run.model
     data = sums(run, seed=0)
-    trainer = GRPOTrainer(name, right, grpo, data["train"], data["test"], callbacks=[history])
-    before = share_right(trainer, run, when="before")
-    clock = trainer.backend = Clock(sampler := trainer.backend)
+    trainer = GRPOTrainer(name, right, grpo, data["train"], data[run.eval_split], callbacks=[history])
+    before, summary = ({}, {}) if run.only_after else measure(trainer, run, when="before")
+    policy_sampler = trainer.backend
+    if run.method == "rft":
+        pretrained = AutoModelForCausalLM.from_pretrained(name, dtype=trainer.model.dtype).to(trainer.args.device)
+        trainer.backend = PretrainedSampler(policy_sampler, pretrained.eval())
     trainer.train(resume_from_checkpoint=grpo.resume_from_checkpoint)
-    trainer.backend = sampler  # the calls of an evaluation do not count
-    after = share_right(trainer, run, when="after")
+    trainer.backend = policy_sampler
+    after, ended = measure(trainer, run, when="after")
+    summary = {f"{name}_before": value for name, value in summary.items()} | ended
     if trainer.is_world_process_zero():
-        asked = len(data["test"]) * grpo.num_generations
-        print(f"right of {asked} answers to other sums: {before:.3f} -> {after:.3f}   ", end="")
-        print(f"higher: {'yes' if after > before else 'NO'}")
-    summary = {"right_before": before, "right": after}
-    summary |= {"generation_calls": clock.calls, "generation_seconds": clock.seconds}
-    finish(trainer, f"GRPO: {run.model}, sums up to {run.largest}", PANELS, summary)
+        shares = " -> ".join(f"{summary[name]:.3f}" for name in ("right_before", "right") if name in summary)
+        print(f"right of {len(after['right']) * run.eval_answers} answers to other sums: {shares}")
+        of_sums = {f"{name}_before": row for name, row in before.items()} | after
+        write_per_prompt(Path(str(grpo.output_dir)), of_sums)
+    finish(trainer, f"{run.method}: {run.model}, sums up to {run.largest}", PANELS, summary)
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, GRPOConfig]:

@@ -1,144 +1,200 @@
-"""GRPO on sums: what a run leaves for the report, and what the report says of runs that are given."""
+"""GRPO and rejection-sampling fine-tuning on sums: what runs measure and leave, and what the report reads of runs."""
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from matplotlib import pyplot as plt
 from tests.lm import tiny
 
-from experiments.figures import Verdict, exit_code
+from experiments.claims import judge
 from experiments.runs import Run, finished_runs
 from experiments.shao_2024_grpo import report, train
+from experiments.shao_2024_grpo.answers import majority, scores_of
+from experiments.shao_2024_grpo.variance import Variance
 
 CONFIG = {
+    "method": "grpo",
     "per_device_train_batch_size": 4,
     "num_generations": 8,
     "gradient_accumulation_steps": 1,
     "max_steps": 10,
-    "steps_per_generation": 1,
-    "scale_rewards": "group",
-    "seed": 0,
+    "eval_answers": 4,
 }
 
 
-def a_run(right: float = 0.6, *, calls: int = 10, seconds: float = 20.0, **config: Any) -> Run:
-    """A run that began at 0.4."""
-    summary = {"right_before": 0.4, "right": right, "generation_calls": calls, "generation_seconds": seconds}
-    history = [{"step": step, "reward": 0.4 + step / 50} for step in (2, 4, 6, 8, 10)]
-    return Run(Path("runs", "x"), CONFIG | config, history, summary)
+@pytest.fixture(autouse=True)
+def close_figures() -> Iterator[None]:
+    """read() draws; only a page that is written closes its figures."""
+    yield
+    plt.close("all")
 
 
-def verdicts_of(runs: list[Run]) -> dict[str, Verdict]:
-    """By the words of their claims that tell them apart."""
-    words = ("raises accuracy", "over its deviation", "(less the group's mean)", "the calls", "the seconds")
-    verdicts = report.judge(runs).verdicts
-    named = {word: verdict for verdict in verdicts for word in words if word in verdict.claim}
-    assert len(named) == len(verdicts)
-    return named
+# Answers ---------------------------------------------------------------------------------------------------------
 
 
-def seeds(*rights: float, **config: Any) -> list[Run]:
-    return [a_run(right, seed=seed, **config) for seed, right in enumerate(rights)]
+def test_the_majority_shares_a_tie():
+    assert majority(["3", "3", "4"], "3") == 1
+    assert majority(["3", "3", "4"], "4") == 0
+    assert majority(["3", "4", "5", "5", "4"], "4") == 0.5
+    assert majority(["3", "4"], "7") == 0
 
 
-def test_accuracy_must_rise_in_every_seed():
-    verdict = verdicts_of(seeds(0.6, 0.5, 0.7))["raises accuracy"]
-    assert verdict.passed
-    assert verdict.obtained == "0.400 (0.400 to 0.400) before, 0.600 (0.500 to 0.700) after: higher in 3 of 3"
-    verdict = verdicts_of(seeds(0.9, 0.4, 0.9))["raises accuracy"]
-    assert not verdict.passed
-    assert verdict.obtained.endswith("higher in 2 of 3")
+def test_maj_and_pass_at_k_are_means_over_disjoint_sets():
+    scores = scores_of(["5", "6", "6", "6"], "5")
+    assert scores == {
+        "right": 0.25,
+        "maj@1": 0.25,
+        "pass@1": 0.25,
+        "maj@2": 0.25,  # half of the first pair, none of the second
+        "pass@2": 0.5,
+        "maj@4": 0.0,
+        "pass@4": 1.0,
+    }
 
 
-def test_each_kind_of_baseline_must_beat_the_reward_itself_in_every_seed():
-    raw = seeds(0.5, 0.7, 0.5, scale_rewards="raw")
-    verdicts = verdicts_of([*raw, *seeds(0.6, 0.8, 0.51), *seeds(0.9, 0.6, 0.9, scale_rewards="none")])
-    assert verdicts["over its deviation"].passed
-    assert verdicts["over its deviation"].expected == "higher accuracy after 320 answers, in every seed"
-    assert not verdicts["(less the group's mean)"].passed
-    assert verdicts["(less the group's mean)"].obtained.endswith("higher in 2 of 3")
+def test_pass_at_k_is_one_minus_the_probability_that_all_are_wrong():
+    draws = torch.rand(20_000, 4, generator=torch.Generator().manual_seed(0)) < 0.3
+    scores = [scores_of(["5" if hit else "6" for hit in row], "5") for row in draws.tolist()]
+    for k in (1, 2, 4):
+        assert sum(score[f"pass@{k}"] for score in scores) / len(scores) == pytest.approx(1 - 0.7**k, abs=0.01)
 
 
-def test_only_runs_of_the_same_seed_are_compared():
-    verdict = verdicts_of([a_run(0.6, seed=1), *seeds(0.9, 0.5, 0.9, scale_rewards="raw")])["over its deviation"]
-    assert verdict.obtained == "0.600 against 0.500: higher in 1 of 1"
-    assert verdict.passed
+def test_variance_is_that_of_the_vectors():
+    vectors = torch.randn(9, 5, generator=torch.Generator().manual_seed(0)) + 3
+    variance = Variance()
+    for vector in vectors:
+        variance.add(vector)
+    assert variance.value == pytest.approx(float(vectors.var(0).sum()), rel=1e-4)
 
 
-def test_calls_and_seconds_are_judged_apart():
-    slow, fast = a_run(), a_run(steps_per_generation=4, calls=2, seconds=8.0)
-    verdicts = verdicts_of([slow, fast])
-    assert not verdicts["the calls"].passed  # 10 steps are two and a half calls
-    assert not verdicts["the seconds"].passed
-    assert verdicts["the seconds"].obtained == "2.50 times fewer"
-    eight = {"max_steps": 8, "steps_per_generation": 4}
-    verdicts = verdicts_of([a_run(max_steps=8, calls=8, seconds=20.0), a_run(calls=2, seconds=5.0, **eight)])
-    assert verdicts["the calls"].passed
-    assert verdicts["the seconds"].passed
+# Runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_median_of_the_seconds_must_reach_the_factor_and_the_calls_in_every_seed():
-    ones = [a_run(seed=seed, calls=8, seconds=12.0) for seed in range(3)]
-    others = [
-        a_run(seed=seed, calls=calls, seconds=seconds, steps_per_generation=4)
-        for seed, (calls, seconds) in enumerate([(2, 2.0), (2, 3.0), (4, 6.0)])
-    ]
-    verdicts = verdicts_of([*ones, *others])
-    assert verdicts["the seconds"].passed
-    assert not verdicts["the calls"].passed
-
-
-def test_short_runs_are_not_judged_by_their_accuracy():
-    short = {"max_steps": 2}
-    verdicts = verdicts_of(
-        [*seeds(0.6, 0.6), *seeds(0.3, 0.3, **short), *seeds(0.5, 0.5, scale_rewards="raw", **short)]
-    )
-    assert verdicts.keys() == {"raises accuracy"}
-    assert verdicts["raises accuracy"].passed
-
-
-def test_there_is_no_verdict_on_what_is_not_there():
-    judged = report.judge([a_run(scale_rewards="raw")])
-    assert exit_code(judged.verdicts) == 1
-    assert not judged.verdicts
-    assert list(judged.figures) == ["figure"]
-    assert verdicts_of([a_run(steps_per_generation=4)]).keys() == set()
-
-
-def test_runs_of_something_else_are_named():
-    with pytest.raises(ValueError, match=r"no accuracy is in the summary of runs.x\. Give"):
-        report.judge([a_run(), replace(a_run(), summary={"reward": 1.0})])
-
-
-def test_two_runs_are_judged_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Four steps out of one call each, and out of one for all; what an evaluation asks is not counted."""
-    seconds = count()
-    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+@pytest.fixture
+def model(tmp_path: Path) -> str:
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    sizes = {"largest": 4, "eval_prompts": 2, "samples": 1, "max_steps": 4, "num_generations": 2}
-    quiet = {"model": str(tmp_path / "model"), "report_to": "none", "use_cpu": True, "per_device_train_batch_size": 2}
-    for factor in (1, 4):
-        folder = str(tmp_path / f"run{factor}")
-        train.main(*train.settings([], **sizes, **quiet, output_dir=folder, steps_per_generation=factor))
-    runs = finished_runs(tmp_path)
-    assert [run.summary["generation_calls"] for run in runs] == [4, 1]
-    assert [run.summary["generation_seconds"] for run in runs] == [4.0, 1.0]
-    verdicts = verdicts_of(runs)
-    assert verdicts["the calls"].passed
-    assert verdicts["the seconds"].passed
+    return str(tmp_path / "model")
 
 
-def test_no_sum_of_the_test_is_learnt_in_either_order():
-    data = train.sums(train.RunConfig(largest=9, eval_prompts=20), seed=0)
-    asked, learnt = (
-        {frozenset(prompt.splitlines()[-1].strip("= ").split(" + ")) for prompt in data[name]["prompt"]}
-        for name in ("test", "train")
-    )
-    assert not asked & learnt
-    assert not {frozenset("23"), frozenset("76")} & (asked | learnt)
+def test_runs_of_the_methods_leave_what_the_report_reads(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(train, "right", lambda completions, **_: [float(len(text) % 2) for text in completions])
+    sizes = {"largest": 6, "eval_prompts": 2, "eval_answers": 2, "samples": 1, "max_steps": 2, "num_generations": 4}
+    quiet = {"model": model, "report_to": "none", "use_cpu": True, "per_device_train_batch_size": 2}
+    quiet |= {"logging_steps": 1}
+    for method in train.METHODS:
+        folder = str(tmp_path / "runs" / method)
+        chosen = {"variance_prompts": 2} if method == "grpo" else {"only_after": True}
+        train.main(*train.settings([], **sizes, **quiet, **chosen, method=method, output_dir=folder))
+    runs = {run.config["method"]: run for run in finished_runs(tmp_path / "runs")}
+    assert {name: run.config["scale_rewards"] for name, run in runs.items()} == {
+        "grpo": "group",
+        "online_rft": "raw",
+        "rft": "raw",
+    }
+    assert "right_before" not in runs["rft"].per_prompt
+    assert len(runs["grpo"].per_prompt["pass@2_before"]) == 2
+    assert runs["grpo"].summary["variance/raw_before"] > 0
+    assert set(report.read(list(runs.values())).measured) >= {"right, GRPO", "right, online RFT", "right, RFT"}
+
+
+def test_offline_answers_are_those_of_the_pretrained_model(model: str, tmp_path: Path):
+    """The policy changes at every step, and its answers do not; those of online fine-tuning do."""
+    seen: dict[str, list[list[str]]] = {}
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        seen[method].append(completions)
+        return [1.0, 0.0] * (len(completions) // 2)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(train, "right", reward)
+    sizes = {"largest": 6, "eval_prompts": 2, "eval_answers": 2, "samples": 1, "max_steps": 3, "num_generations": 2}
+    quiet = {"model": model, "report_to": "none", "use_cpu": True, "per_device_train_batch_size": 2}
+    quiet |= {"learning_rate": 0.5, "warmup_steps": 0, "only_after": True}
+    with patch.context():
+        for method in ("rft", "online_rft"):
+            seen[method] = []
+            train.main(*train.settings([], **sizes, **quiet, method=method, output_dir=str(tmp_path / method)))
+    patch.undo()
+    assert len(seen["rft"]) == len(seen["online_rft"]) == 3
+    assert seen["rft"][0] == seen["online_rft"][0]
+    assert seen["rft"][1:] != seen["online_rft"][1:]
+
+
+def splits(run: train.RunConfig) -> dict[str, set[frozenset[str]]]:
+    """The numbers that the sums of each split add."""
+    return {
+        name: {frozenset(prompt.splitlines()[-1].strip("=").split("+")) for prompt in rows["prompt"]}
+        for name, rows in train.sums(run, seed=0).items()
+    }
+
+
+def test_no_sum_is_in_two_splits_in_either_order():
+    found = splits(train.RunConfig(largest=9, eval_prompts=20))
+    assert not found["test"] & found["train"]
+    assert not found["tune"] & found["train"]
+    assert not found["test"] & found["tune"]
+    shots = {frozenset("23"), frozenset("76")}
     pairs = {frozenset((str(a), str(b))) for a in range(1, 10) for b in range(1, 10)}
-    assert asked | learnt == pairs - {frozenset("23"), frozenset("76")}
+    assert found["test"] | found["tune"] | found["train"] == pairs - shots
+
+
+@pytest.mark.parametrize("setting", [{"eval_answers": 12}, {"variance_prompts": 1}, {"variance_prompts": 25}])
+def test_numbers_of_answers_that_cannot_be_evaluated_are_refused(setting: dict[str, int]):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        train.RunConfig(**setting)
+
+
+# The report ------------------------------------------------------------------------------------------------------
+
+
+def planted(method: str, seed: int, *, right: float, before: float = 0.3, **config: Any) -> Run:
+    """A run on twenty sums, with a little noise."""
+    scores = {"right": right, "maj@4": right, "pass@4": 0.9}
+    summary = {"right": right} | {f"{name}@{k}": right for name in ("maj", "pass") for k in (1, 2, 4)}
+    if method == "grpo":
+        scores |= {"right_before": before, "maj@4_before": before, "pass@4_before": 0.9}
+        summary |= {f"{name}_before": before for name in tuple(summary)}
+        summary |= {"variance/raw": 4.0, "variance/centred": 1.0 + seed / 100}
+        summary |= {"variance/raw_before": 2.0, "variance/centred_before": 1.0 - seed / 1000}
+    noise = random.Random(f"{method} {seed}")
+    numbers = {name: [value + noise.gauss(0, 0.02) for _ in range(20)] for name, value in scores.items()}
+    history = [{"step": step, "reward": 0.4 + step / 50} for step in (2, 4, 6, 8, 10)]
+    settings = CONFIG | {"method": method, "seed": seed} | config
+    return Run(Path("runs", f"{method}-{seed}"), settings, history, summary, numbers)
+
+
+def test_planted_effects_have_their_names_seeds_and_signs():
+    rights = {"grpo": 0.8, "online_rft": 0.7, "rft": 0.5}
+    runs = [planted(method, seed, right=right) for method, right in rights.items() for seed in range(10, 18)]
+    read = report.read(runs)
+    assert set(read.measured["right, RFT"]) == set(range(10, 18))
+    assert read.measured["variance ratio, GRPO"][10] == pytest.approx(-1.862, abs=0.001)
+    verdicts = judge(read.claims, read.measured)
+    assert len(verdicts) == len(read.claims) == 7
+    assert {verdict.claim.text for verdict in verdicts if verdict.outcome != "reproduced"} == set()
+    assert list(read.figures) == list(read.captions) == ["figure"]
+
+
+def test_an_order_that_is_not_the_papers_is_contradicted():
+    rights = {"grpo": 0.5, "online_rft": 0.7}
+    runs = [planted(method, seed, right=right) for method, right in rights.items() for seed in range(10, 18)]
+    read = report.read(runs)
+    outcomes = {verdict.claim.text: verdict.outcome for verdict in judge(read.claims, read.measured)}
+    assert outcomes["GRPO is more accurate than online RFT after as many answers"] == "contradicted"
+    assert "online RFT is more accurate than RFT after as many answers" not in outcomes
+
+
+def test_runs_that_do_not_compare_are_refused():
+    run = planted("grpo", 0, right=0.6)
+    with pytest.raises(ValueError, match=r"no accuracy per sum is in runs.grpo-0\. Give"):
+        report.read([run, replace(run, per_prompt={})])
+    with pytest.raises(ValueError, match="320 of grpo, 64 of rft"):
+        report.read([run, planted("rft", 0, right=0.6, max_steps=2)])
+    with pytest.raises(ValueError, match="have the seed 0"):
+        report.read([run, planted("grpo", 0, right=0.7, learning_rate=1.0)])
