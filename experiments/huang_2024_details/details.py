@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trimtab_common.config import read_settings
@@ -58,5 +57,7 @@ class DetailsTrainer(PPOTrainer):
 
 def make_trainer(config: DetailsPPOConfig, model: AutoModelForCausalLMWithValueHead, **others: Any) -> DetailsTrainer:
     """A trainer whose Adam has the epsilon of the config."""
-    adam = torch.optim.Adam(model.parameters(), lr=config.learning_rate, eps=config.adam_epsilon)
-    return DetailsTrainer(config, model, optimizer=adam, **others)
+    trainer = DetailsTrainer(config, model, **others)
+    for group in trainer.optimizer.param_groups:
+        group["eps"] = config.adam_epsilon
+    return trainer

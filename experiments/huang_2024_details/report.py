@@ -2,96 +2,170 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 
 from matplotlib import pyplot as plt
 
-from experiments.figures import Verdict
-from experiments.huang_2024_details.details import DETAILS, UNCLIPPED
+from experiments.claims import Claim, Numbers
+from experiments.huang_2024_details.details import DETAILS
 from experiments.reports import Report, main, spread
-from experiments.runs import Run
-from experiments.sentiment_ppo import samples_of
+from experiments.runs import Run, of_seeds
+from experiments.sentiment_ppo import EVAL_KL, EVAL_REWARD, samples_of
 
 TITLE = "The details of PPO, left out one by one"
 CLAIM = (
-    "Huang et al. 2024, arXiv:2403.17031: some details of the implementation decide whether RLHF works, others hardly "
-    "matter. Here each is changed alone, and compared with the recipe seed by seed."
+    "Huang et al. 2024, arXiv:2403.17031, and the authors' write-up of 2023: some details of the implementation decide "
+    "whether RLHF works, others hardly matter. Here each is changed alone, and compared with the recipe at equal KL."
 )
-MARGIN = 0.1  # of reward: twice the standard error of the median of three differences over 64 responses
+EARLY = 3  # steps of PPO, which are 12 updates
 Groups = Mapping[str, Mapping[int, Run]]  # setting -> seed -> run
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A condition on the differences to the recipe, one per seed."""
+class Quantity:
+    """What a claim about a detail compares with the recipe.
 
-    words: str
-    holds: Callable[[Sequence[float]], bool]
+    Attributes:
+        name: Its name.
+        unit: Its unit.
+        matters: The smallest difference that matters.
+        value: From a run of the changed setting and the recipe's run of the same seed, the value of the first.
+    """
+
+    name: str
+    unit: str
+    matters: float
+    value: Callable[[Run, Run], float]
 
 
-BELOW = Rule("below 0 in every seed", lambda gaps: max(gaps) < 0)
-ABOVE = Rule("above 0 in every seed", lambda gaps: min(gaps) > 0)
-LITTLE = Rule(f"median within {MARGIN} of 0", lambda gaps: abs(median(gaps)) <= MARGIN)
-NO_GAIN = Rule(f"median at most {MARGIN}", lambda gaps: median(gaps) <= MARGIN)
+def at_equal_kl(run: Run, other: Run) -> float:
+    """The reward of a run at the largest KL that both runs reached, interpolated between its evaluations."""
+    reach = min(max(kl for kl, _ in looks(run)), max(kl for kl, _ in looks(other)))
+    points = looks(run)
+    for (low, before), (high, after) in pairwise(points):
+        if low <= reach <= high:
+            return before + (after - before) * (reach - low) / (high - low) if high > low else after
+    return points[-1][1]
 
-EXPECTED = {  # setting -> claim, number of the summary, rule; fixed before the first run
-    "whiten_advantages=False": ("advantages not whitened: less reward", "reward", BELOW),
-    "whiten_rewards=True": ("rewards whitened: matters little", "reward", LITTLE),
-    f"cliprange_value={UNCLIPPED}": ("values not clipped: matters little", "reward", LITTLE),
-    "adam_epsilon=1e-08": ("Adam's epsilon 1e-8: no better than 1e-5", "reward", NO_GAIN),
-    "missing_eos_penalty=None": ("no penalty for a missing end: fewer responses end", "ended", BELOW),
-    "logprob_temperature=1.0": ("log-probabilities at the wrong temperature: less reward", "reward", BELOW),
-    "use_score_scaling=True": ("scores divided by their deviation: more KL", "kl", ABOVE),
+
+def looks(run: Run) -> list[tuple[float, float]]:
+    """(KL, reward) of each evaluation, from the reference, whose KL is 0, to the end of training."""
+    kls, rewards = run.curve(EVAL_KL, EVAL_REWARD)
+    ends = [(0.0, run.summary["reward_before"]), (run.summary["kl"], run.summary["reward"])]
+    return [ends[0], *zip(kls, rewards, strict=True), ends[1]]
+
+
+REWARD = Quantity("reward at equal KL", "reward", 0.1, at_equal_kl)
+FINAL_KL = Quantity("KL at the end", "nats", 1.0, lambda run, _: run.summary["kl"])
+ENDED = Quantity("share of responses that ended", "share", 0.1, lambda run, _: run.summary["ended"])
+MOVED = Quantity(
+    f"KL of an update to its policy, first {EARLY} steps",
+    "nats per token",
+    0.01,
+    lambda run, _: fmean(run.curve("step", "ppo/policy/policykl")[1][:EARLY]),
+)
+WRITE_UP = "the 2023 write-up, policy training"
+
+# setting -> what changes, the quantity, the kind of claim, its origin, its place, the authors' words for the size
+EXPECTED: dict[str, list[tuple[str, Quantity, str, str, str, str]]] = {
+    "logprob_temperature=1.0": [
+        (
+            "log-probabilities at the wrong temperature: more KL",
+            FINAL_KL,
+            "more",
+            "adapted",
+            f"{WRITE_UP}, 1",
+            "not stated",
+        ),
+        (
+            "log-probabilities at the wrong temperature: less reward",
+            REWARD,
+            "less",
+            "adapted",
+            f"{WRITE_UP}, 1",
+            "not stated",
+        ),
+    ],
+    "adam_epsilon=1e-08": [
+        (
+            "Adam's epsilon 1e-8: larger early updates than 1e-5",
+            MOVED,
+            "more",
+            "adapted",
+            "the 2023 write-up, Adam",
+            "a figure",
+        ),
+    ],
+    "missing_eos_penalty=None": [
+        (
+            "no penalty for a missing end: fewer responses end",
+            ENDED,
+            "less",
+            "adapted",
+            "section 7, EOS trick",
+            "not stated",
+        ),
+    ],
+    "whiten_advantages=False": [("advantages not whitened: less reward", REWARD, "less", "ours", "", "")],
+    "whiten_rewards=True": [("rewards whitened: matters little", REWARD, "little", "ours", "", "")],
 }
-STABILITY = {  # heading -> logged name, and how to reduce its steps
+STABILITY: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {  # heading -> logged name, how to reduce it
     "largest mean ratio": ("ppo/policy/ratio", max),
     "ratios clipped": ("ppo/policy/clipfrac", fmean),
     "values clipped": ("ppo/val/clipfrac", fmean),
     "largest gradient": ("ppo/grad_norm", max),
-    "late value error": ("ppo/val/error", lambda steps: fmean(steps[-max(1, len(steps) // 3) :])),
+    "variance explained, late": ("ppo/val/var_explained", lambda steps: fmean(steps[-max(1, len(steps) // 3) :])),
 }
 
 
-def judge(runs: Sequence[Run]) -> Report:
-    """Compares each setting with the recipe on held-out openings."""
+def read(runs: Sequence[Run]) -> Report:
+    """Compares each setting with the recipe on held-out openings, seed by seed."""
     groups = by_setting(runs)
-    verdicts = [rises(groups["recipe"])] if "recipe" in groups else []
-    for setting, (claim, name, rule) in EXPECTED.items():
-        if gaps := differences(groups, setting, name):
-            verdicts.append(Verdict(claim, f"{name}, {rule.words}", spread(gaps, "+.3f"), rule.holds(gaps)))
+    measured: dict[str, Numbers] = {}
+    claims: list[Claim] = []
+    recipe = groups.get("recipe", {})
+    if recipe:
+        for name, key in (("reward before", "reward_before"), ("reward after", "reward")):
+            measured[f"{name}, recipe"] = {seed: run.per_prompt[key] for seed, run in recipe.items()}
+        claim = "the recipe: the reward rises"
+        claims.append(Claim(claim, ("reward after, recipe", "reward before, recipe"), "more", 0.1, "reward"))
+    for setting, expected in EXPECTED.items():
+        pairs = {seed: (run, recipe[seed]) for seed, run in groups.get(setting, {}).items() if seed in recipe}
+        for text, quantity, kind, origin, place, number in expected if pairs else ():
+            names = f"{quantity.name}, {setting}", f"{quantity.name}, recipe beside {setting}"
+            measured[names[0]] = {seed: quantity.value(run, base) for seed, (run, base) in pairs.items()}
+            measured[names[1]] = {seed: quantity.value(base, run) for seed, (run, base) in pairs.items()}
+            claims.append(
+                Claim(text, names, kind, quantity.matters, quantity.unit, origin=origin, place=place, number=number)
+            )
     firsts = {setting: next(iter(group.values())) for setting, group in groups.items()}
-    return Report(verdicts, {"figure": figure(groups), "effects": effects_figure(groups)}, samples_of(firsts))
+    seeds = len({run.config["seed"] for run in runs})
+    captions = {
+        "figure": f"Differences to the recipe with the same seed; a dot is one of {seeds} seeds, a bar their median.",
+        "effects": f"Medians and ranges of {seeds} seeds.",
+    }
+    figures = {"figure": figure(groups), "effects": effects_figure(groups)}
+    return Report(measured, claims, figures, captions, samples_of(firsts))
 
 
 def by_setting(runs: Sequence[Run]) -> Groups:
     """Groups runs by the details that they change, `name=value`, the recipe first; then by seed."""
-    groups: dict[str, dict[int, Run]] = {}
+    lists: dict[str, list[Run]] = {}
     for run in runs:
         changed = [f"{name}={run.config[name]}" for name, value in DETAILS.items() if run.config[name] != value]
-        group = groups.setdefault(", ".join(changed) or "recipe", {})
-        if run.config["seed"] in group:
-            raise ValueError(
-                f"{run.folder} has the seed and the details of {group[run.config['seed']].folder}; one run of each is "
-                "needed. Give the folder of one sweep."
-            )
-        group[run.config["seed"]] = run
+        lists.setdefault(", ".join(changed) or "recipe", []).append(run)
     order = ["recipe", *EXPECTED]
-    return dict(sorted(groups.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    names = sorted(lists, key=lambda name: order.index(name) if name in order else len(order))
+    return {name: of_seeds(lists[name], lambda run: run) for name in names}
 
 
-def rises(recipe: Mapping[int, Run]) -> Verdict:
-    """Judges whether the reward of held-out openings is higher after training, in each seed."""
-    before, after = ([run.summary[key] for run in recipe.values()] for key in ("reward_before", "reward"))
-    passed = all(last > first for first, last in zip(before, after, strict=True))
-    return Verdict("the recipe: the reward rises", f"above {spread(before)}", spread(after), passed)
-
-
-def differences(groups: Groups, setting: str, name: str) -> list[float]:
-    """Returns a number of the summary minus the recipe's with the same seed, for each seed that both have."""
+def differences(groups: Groups, setting: str, quantity: Quantity) -> list[float]:
+    """A quantity minus the recipe's with the same seed, for each seed that both have."""
     recipe = groups.get("recipe", {})
     return [
-        run.summary[name] - recipe[seed].summary[name]
-        for seed, run in groups.get(setting, {}).items()
+        quantity.value(run, recipe[seed]) - quantity.value(recipe[seed], run)
+        for seed, run in groups[setting].items()
         if seed in recipe
     ]
 
@@ -103,32 +177,30 @@ def effects(groups: Groups) -> dict[str, list[str]]:
     """Returns the table of effects: heading -> a cell per setting. Differences are to the recipe with the same seed."""
     columns: dict[str, list[str]] = {"setting": list(groups)}
     for name, form in (("reward", ".2f"), ("kl", ".1f"), ("ended", ".2f")):
-        columns[name] = [spread((run.summary[name] for run in group.values()), form) for group in groups.values()]
-        gaps = [differences(groups, setting, name) for setting in groups]
-        columns[f"{name}, difference"] = [spread(seeds, f"+{form}") if seeds else "" for seeds in gaps]
-    for heading, (name, summed) in STABILITY.items():
+        columns[name] = [spread([run.summary[name] for run in group.values()], form) for group in groups.values()]
+    gaps = [differences(groups, setting, REWARD) for setting in groups]
+    columns["reward at equal KL, difference"] = [spread(seeds, "+.2f") if seeds else "" for seeds in gaps]
+    for heading, (name, reduce) in STABILITY.items():
         steps = [[run.curve("step", name)[1] for run in group.values()] for group in groups.values()]
-        columns[heading] = [f"{median(map(summed, seeds)):.2f}" if all(seeds) else "" for seeds in steps]
+        columns[heading] = [f"{median(map(reduce, seeds)):.2f}" if all(seeds) else "" for seeds in steps]
     return columns
 
 
 def figure(groups: Groups) -> plt.Figure:
-    """Plots for each detail the difference in reward, the KL, and the share of ended responses; a dot is a seed."""
-    panels = {
-        "reward: difference to the recipe": lambda setting: differences(groups, setting, "reward"),
-        "KL to the pretrained model, nats": lambda setting: [run.summary["kl"] for run in groups[setting].values()],
-        "responses that ended, share": lambda setting: [run.summary["ended"] for run in groups[setting].values()],
-    }
+    """Plots the differences to the recipe in reward at equal KL, KL, and ended responses; a dot is a seed."""
+    changed = [setting for setting in groups if setting != "recipe"]
+    panels = (REWARD, FINAL_KL, ENDED)
     plot, axes = plt.subplots(1, len(panels), figsize=(12, 1.4 + 0.4 * len(groups)), layout="constrained", sharey=True)
-    for axis, (title, values) in zip(axes, panels.items(), strict=True):
-        for row, setting in enumerate(groups):
-            if seeds := values(setting):
+    for axis, quantity in zip(axes, panels, strict=True):
+        for row, setting in enumerate(changed):
+            if seeds := differences(groups, setting, quantity):
                 axis.scatter(seeds, [row] * len(seeds), s=22, alpha=0.7, color=f"C{row % 10}")
                 axis.scatter(median(seeds), row, s=260, marker="|", color=f"C{row % 10}", linewidth=2)
-        axis.set_title(title, fontsize=10)
+        axis.axvline(0, color="tab:gray", linewidth=0.8)
+        axis.set_title(quantity.name, fontsize=10)
+        axis.set_xlabel(f"difference to the recipe ({quantity.unit})")
         axis.grid(alpha=0.3)
-    axes[0].axvline(0, color="tab:gray", linewidth=0.8)
-    axes[0].set_yticks(range(len(groups)), list(groups))
+    axes[0].set_yticks(range(len(changed)), changed)
     axes[0].invert_yaxis()
     return plot
 
@@ -143,9 +215,8 @@ def effects_figure(groups: Groups) -> plt.Figure:
     table.set_fontsize(8)
     table.auto_set_column_width(range(len(columns)))
     table.scale(1, 1.3)
-    axis.set_title("Median and range of the seeds; differences are to the recipe with the same seed", fontsize=10)
     return plot
 
 
 if __name__ == "__main__":
-    main(TITLE, CLAIM, judge)
+    main(TITLE, CLAIM, read)

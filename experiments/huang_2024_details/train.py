@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from accelerate import PartialState
 
 from experiments.huang_2024_details.details import RECIPE, DetailsPPOConfig, make_trainer
-from experiments.huang_2024_details.report import CLAIM, TITLE, judge
+from experiments.huang_2024_details.report import CLAIM, TITLE, read
 from experiments.reports import report_on
 from experiments.runs import from_recipe
 from experiments.sentiment import sentiment
@@ -16,7 +16,7 @@ def main(run: StoriesRun, ppo: DetailsPPOConfig) -> None:
     """Trains, and writes the report of this run into its folder."""
     folder = train(run, ppo, sentiment, make_trainer=make_trainer)
     if PartialState().is_main_process:
-        report_on(TITLE, CLAIM, judge, [folder])
+        report_on(TITLE, CLAIM, read, [folder])
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[StoriesRun, DetailsPPOConfig]:

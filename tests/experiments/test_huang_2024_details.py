@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 from tests.lm import tiny
 
 from experiments import sentiment_ppo
+from experiments.claims import judge
 from experiments.huang_2024_details import report, train
 from experiments.huang_2024_details.details import DETAILS, make_trainer
 from experiments.runs import Run
@@ -64,9 +65,8 @@ def test_log_probabilities_can_be_taken_at_the_wrong_temperature():
 
 
 def test_adam_has_the_epsilon_and_trains_all_of_the_policy():
-    ppo = trainer(adam_epsilon=0.5, learning_rate=0.25)
-    (group,) = ppo.optimizer.param_groups
-    assert (group["eps"], group["lr"]) == (0.5, 0.25)
+    ppo = trainer(adam_epsilon=0.5, learning_rate=0.25, value_learning_rate=0.5)
+    assert [(group["eps"], group["lr"]) for group in ppo.optimizer.param_groups] == [(0.5, 0.25), (0.5, 0.5)]
     assert trainer().optimizer.param_groups[0]["eps"] == 1e-5
 
 
@@ -77,7 +77,7 @@ def test_two_steps_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tiny.llama(max_position_embeddings=64).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(
-        sentiment_ppo, "openings", lambda: ["the cat", "a dog", "he went", "so it", "one day", "at the"]
+        sentiment_ppo, "openings", lambda split: ["the cat", "a dog", "he went", "so it", "one day", "at the"]
     )
     sizes = {"steps": 2, "max_new_tokens": 4, "eval_prompts": 2, "samples": 1, "stops": (".", "a")}
     folders = {"model": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
@@ -91,7 +91,7 @@ def test_two_steps_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {path.name for path in (tmp_path / "run").glob("*.png")} == {"figure.png", "effects.png"}
 
 
-@pytest.mark.parametrize("file", [FOLDER / "reproduce.yaml", FOLDER / "sweep.yaml"], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [FOLDER / "reproduce.yaml", FOLDER / "overnight.yaml"], ids=lambda file: file.name)
 def test_a_sweep_has_the_recipe_and_reproduce_each_detail_alone(file: Path):
     sweep = read_sweep(file)
     names = set()
@@ -102,10 +102,11 @@ def test_a_sweep_has_the_recipe_and_reproduce_each_detail_alone(file: Path):
         (name,) = report.by_setting([Run(Path("x"), to_flat_dict(run, ppo), [], {})])
         names.add(name)
     assert "recipe" in names
-    assert len(names) == grid_size(sweep) / 3  # no setting is there under two names
-    if file.name == "reproduce.yaml":
-        assert names == {"recipe", *report.EXPECTED}
-        assert yaml.safe_load(file.read_text())["parameters"]["seed"]["values"] == [0, 1, 2]
+    seeds = yaml.safe_load(file.read_text())["parameters"]["seed"]["values"]
+    assert len(names) == grid_size(sweep) / len(seeds)  # no setting is there under two names
+    assert len(seeds) >= 8
+    assert min(seeds) >= 10  # seeds 0 to 2 have chosen settings
+    assert names - {"recipe"} <= set(report.EXPECTED) or file.name == "overnight.yaml"
 
 
 # The verdicts ----------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def test_a_sweep_has_the_recipe_and_reproduce_each_detail_alone(file: Path):
 
 @pytest.fixture(autouse=True)
 def close_figures() -> Iterator[None]:
-    """judge() draws; only a page that is written closes what it holds."""
+    """read() draws; only a page that is written closes what it holds."""
     yield
     plt.close("all")
 
@@ -121,82 +122,86 @@ def close_figures() -> Iterator[None]:
 CHANGED = {
     "whiten_advantages=False": {"whiten_advantages": False},
     "whiten_rewards=True": {"whiten_rewards": True},
-    "cliprange_value=1000.0": {"cliprange_value": 1000.0},
     "adam_epsilon=1e-08": {"adam_epsilon": 1e-8},
     "missing_eos_penalty=None": {"missing_eos_penalty": None},
     "logprob_temperature=1.0": {"logprob_temperature": 1.0},
-    "use_score_scaling=True": {"use_score_scaling": True},
 }
 
 
-def made_up(setting: str = "recipe", seed: int = 0, **summary: float) -> Run:
+def planted(setting: str = "recipe", seed: int = 0, *, folder: Path, **summary: float) -> Run:
+    """A run of which each update moved by `moved`, and which was evaluated once at half its KL and reward."""
     config = to_flat_dict(*train.settings([], log_with=None, seed=seed, **CHANGED.get(setting, {})))
-    row = {name: 1.0 for name, _ in report.STABILITY.values()}
-    summary_of_run = {"reward_before": 0.2, "reward": 0.6, "kl": 4.0, "ended": 0.9} | summary
-    return Run(Path("none", setting, str(seed)), config, [{"step": 1, **row}, {"step": 2, **row}], summary_of_run)
+    numbers = {"reward_before": 0.2, "reward": 0.6, "kl": 4.0, "ended": 0.9, "moved": 0.05} | summary
+    row = {name: 1.0 for name, _ in report.STABILITY.values()} | {"ppo/policy/policykl": numbers["moved"]}
+    middle = {"eval_kl": numbers["kl"] / 2, "eval_reward": (numbers["reward_before"] + numbers["reward"]) / 2}
+    history = [{"step": 1, **row, **middle}, {"step": 2, **row}]
+    per_prompt = {"reward_before": [numbers["reward_before"]] * 3, "reward": [numbers["reward"]] * 3}
+    (folder / setting / str(seed)).mkdir(parents=True, exist_ok=True)
+    samples = {"query": ["a"], "before": ["b"], "after": ["c"], "reward": [0.5]}
+    (folder / setting / str(seed) / sentiment_ppo.SAMPLES).write_text(json.dumps(samples))
+    return Run(folder / setting / str(seed), config, history, numbers, per_prompt)
 
 
-def verdict(setting: str, *gaps: float) -> bool | None:
-    """Of the claim about a setting, by its differences to the recipe in the seeds 0, 1, ..."""
-    claim, name, _ = report.EXPECTED[setting]
-    recipe = made_up().summary[name]
-    runs = [made_up(seed=seed) for seed in range(len(gaps))]
-    runs += [made_up(setting, seed, **{name: recipe + gap}) for seed, gap in enumerate(gaps)]
-    return {verdict.claim: verdict.passed for verdict in report.judge(runs).verdicts}[claim]
-
-
-def test_every_expectation_is_of_a_setting_that_exists():
+def test_every_expectation_is_of_a_setting_that_exists(tmp_path: Path):
     assert set(CHANGED) == set(report.EXPECTED)
-    assert {next(iter(report.by_setting([made_up(name)]))) for name in CHANGED} == set(CHANGED)
+    assert {next(iter(report.by_setting([planted(name, folder=tmp_path)]))) for name in CHANGED} == set(CHANGED)
 
 
 @pytest.mark.parametrize(
-    ("setting", "gaps", "passed"),
+    ("setting", "name", "changed", "effect"),
     [
-        ("whiten_advantages=False", (-0.1, -0.01), True),
-        ("whiten_advantages=False", (-0.1, 0.01), False),
-        ("logprob_temperature=1.0", (-0.1, -0.2, -0.3), True),
-        ("logprob_temperature=1.0", (-0.1, -0.2, 0.3), False),
-        ("missing_eos_penalty=None", (-0.3, -0.1), True),
-        ("missing_eos_penalty=None", (-0.3, 0.05), False),
-        ("use_score_scaling=True", (0.5, 0.1), True),
-        ("use_score_scaling=True", (0.5, -0.1), False),
-        ("adam_epsilon=1e-08", (-0.5, 0.09, 0.5), True),
-        ("adam_epsilon=1e-08", (-0.5, 0.11, 0.5), False),
-        ("whiten_rewards=True", (-0.5, 0.09, 0.5), True),
-        ("whiten_rewards=True", (-0.5, -0.11, 0.5), False),
-        ("cliprange_value=1000.0", (0.5, -0.05, -0.5), True),
-        ("cliprange_value=1000.0", (0.5, 0.11, -0.5), False),
+        ("whiten_advantages=False", "reward at equal KL", {"reward": 0.5}, -0.1),
+        ("whiten_rewards=True", "reward at equal KL", {"reward": 0.4}, -0.2),
+        ("adam_epsilon=1e-08", "KL of an update", {"moved": 0.25}, 0.2),
+        ("missing_eos_penalty=None", "share of responses that ended", {"ended": 0.6}, -0.3),
+        ("logprob_temperature=1.0", "KL at the end", {"kl": 7.0}, 3.0),
+        ("logprob_temperature=1.0", "reward at equal KL", {"kl": 8.0}, -0.2),
     ],
 )
-def test_a_detail_is_judged_by_its_differences_to_the_recipe(setting: str, gaps: tuple[float, ...], passed: bool):
-    assert verdict(setting, *gaps) is passed
+def test_a_detail_is_judged_by_its_differences_to_the_recipe(
+    setting: str, name: str, changed: dict[str, float], effect: float, tmp_path: Path
+):
+    runs = [planted(seed=seed, folder=tmp_path) for seed in (3, 4)]
+    runs += [planted(setting, seed, folder=tmp_path, **changed) for seed in (4, 3)]
+    result = report.read(runs)
+    verdicts = judge(result.claims, result.measured)
+    (verdict,) = [v for v in verdicts if v.claim.compared[0].startswith(name)]
+    assert verdict.effect == pytest.approx(effect)
+    assert verdict.seeds == 2
 
 
-def test_the_recipe_itself_must_raise_the_reward_in_every_seed():
-    (alone,) = report.judge([made_up()]).verdicts
-    assert alone.passed
-    (fell,) = report.judge([made_up(), made_up(seed=1, reward=0.1)]).verdicts
-    assert not fell.passed
+@pytest.mark.parametrize(
+    ("points", "other", "expected"),
+    [
+        ([(0, 0.0), (2, 0.4), (4, 0.6)], [(0, 0.0), (3, 0.9)], 0.5),
+        ([(0, 0.0), (2, 0.4), (4, 0.6)], [(0, 0.0), (9, 0.9)], 0.6),
+        ([(0, 0.0), (5, 0.4), (4, 0.6)], [(0, 0.0), (2.5, 0.9)], 0.2),
+    ],
+)
+def test_equal_kl_is_the_largest_that_both_reached(points: list, other: list, expected: float):
+    def run(points: list) -> Run:
+        history = [{"step": i, "eval_kl": kl, "eval_reward": reward} for i, (kl, reward) in enumerate(points[1:-1])]
+        return Run(Path(), {}, history, {"reward_before": points[0][1], "kl": points[-1][0], "reward": points[-1][1]})
+
+    assert report.at_equal_kl(run(points), run(other)) == pytest.approx(expected)
 
 
-def test_what_is_not_there_is_not_judged():
-    assert report.judge([made_up("whiten_rewards=True")]).verdicts == []
-    other = report.judge([made_up(), made_up("whiten_rewards=True", seed=1)])
-    assert [verdict.claim for verdict in other.verdicts] == ["the recipe: the reward rises"]
-
-
-def test_differences_are_paired_by_seed_and_a_seed_that_comes_twice_is_refused():
-    runs = [made_up(seed=1, reward=0.5), made_up(seed=0), made_up("whiten_rewards=True", 1, reward=0.75)]
-    assert report.differences(report.by_setting(runs), "whiten_rewards=True", "reward") == [0.25]
+def test_a_setting_without_the_recipe_is_not_judged_and_a_seed_that_comes_twice_is_refused(tmp_path: Path):
+    assert report.read([planted("whiten_rewards=True", folder=tmp_path)]).claims == []
+    other = report.read([planted(folder=tmp_path), planted("whiten_rewards=True", 1, folder=tmp_path)])
+    assert [claim.text for claim in other.claims] == ["the recipe: the reward rises"]
     with pytest.raises(ValueError, match="one run of each"):
-        report.judge([made_up(), made_up()])
+        report.read([planted(folder=tmp_path), planted(folder=tmp_path)])
 
 
-def test_the_table_of_effects():
-    runs = [made_up(), made_up("whiten_rewards=True", reward=0.75), made_up("adam_epsilon=1e-08", seed=2)]
+def test_the_table_of_effects(tmp_path: Path):
+    runs = [
+        planted(folder=tmp_path),
+        planted("whiten_rewards=True", folder=tmp_path, reward=0.75),
+        planted("adam_epsilon=1e-08", seed=2, folder=tmp_path),
+    ]
     columns = report.effects(report.by_setting(runs))
-    assert columns["setting"] == ["recipe", "whiten_rewards=True", "adam_epsilon=1e-08"]
-    assert columns["reward, difference"] == ["+0.00", "+0.15", ""]
+    assert columns["setting"] == ["recipe", "adam_epsilon=1e-08", "whiten_rewards=True"]
+    assert columns["reward at equal KL, difference"] == ["+0.00", "", "+0.15"]
     assert columns["kl"] == ["4.0"] * 3
     assert columns["largest mean ratio"] == ["1.00"] * 3
