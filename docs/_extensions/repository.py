@@ -1,8 +1,8 @@
 """A hook of mkdocs: files outside docs/ that a page links to become part of the site.
 
 Pages of docs/ and READMEs link to one another as files of the repository, so that the links work there too. A Markdown
-file becomes a page under its path in the repository; a picture stays a picture; any other file becomes a page that
-shows it.
+file becomes a page under its path in the repository; a picture or a PDF is copied; any other file becomes a page
+that shows it.
 """
 
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
-PICTURES = {".png", ".svg", ".jpg"}
+COPIED = {".png", ".svg", ".jpg", ".pdf"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
 
 
@@ -69,11 +69,11 @@ def _uri(path: Path) -> str:
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     uri = path.relative_to(ROOT).as_posix()
-    return uri if path.suffix == ".md" or path.suffix in PICTURES else f"{uri}.md"
+    return uri if path.suffix == ".md" or path.suffix in COPIED else f"{uri}.md"
 
 
 def _file(path: Path, config: MkDocsConfig) -> File:
-    if path.suffix == ".md" or path.suffix in PICTURES:
+    if path.suffix == ".md" or path.suffix in COPIED:
         return File.generated(config, _uri(path), abs_src_path=str(path))
     return File.generated(config, _uri(path), content=_shown(path))
 
