@@ -55,12 +55,12 @@ class RunConfig:
     sft_batch_size: int = field(default=2, metadata={"help": "Rows of max_length tokens in each of them."})
     sft_learning_rate: float = field(default=5e-4, metadata={"help": "Peak learning rate of fine-tuning (cosine)."})
     comparisons: tuple[int, ...] = field(
-        default=(256,), metadata={"help": "Comparisons per reward model; PPO uses the reward model of the most."}
+        default=(512,), metadata={"help": "Comparisons per reward model; PPO uses the reward model of the most."}
     )
     eval_comparisons: int = field(default=64, metadata={"help": "Other comparisons, for the accuracy."})
     reward_epochs: float = field(default=1.0, metadata={"help": "Passes over the comparisons."})
     reward_batch_size: int = field(default=4, metadata={"help": "Comparisons in an optimizer step."})
-    reward_learning_rate: float = field(default=3e-4, metadata={"help": "Highest learning rate of reward models."})
+    reward_learning_rate: float = field(default=1e-4, metadata={"help": "Highest learning rate of reward models."})
     best_of: tuple[int, ...] = field(default=(4, 8), metadata={"help": "n of best-of-n, the baseline."})
     judged_models: tuple[str, ...] = field(
         default=("stories15m",),
