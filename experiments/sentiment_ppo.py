@@ -13,7 +13,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from experiments.assets import Split, openings, stories15m
+from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued, kl_of_samples
 from experiments.runs import Run, append, close_folder, open_folder, read_history, show, write_per_prompt
 from trimtab_common.config import to_flat_dict
@@ -33,7 +33,7 @@ class StoriesRun:
 
     model: str = field(
         default="stories15m",
-        metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."},
+        metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
     )
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a continuation at most."})
     stops: tuple[str, ...] = field(
@@ -58,8 +58,8 @@ class StoriesRun:
 
 
 def load(model: str) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase]:
-    """Loads the policy with a value head, and its tokenizer; downloads stories15m."""
-    name = str(stories15m()) if model == "stories15m" else model
+    """Loads the policy with a value head, and its tokenizer."""
+    name = model_folder(model)
     # This model's hidden states are large: a random head would start with values five times the largest reward.
     policy = AutoModelForCausalLMWithValueHead.from_pretrained(name, v_head_init_strategy="zero")
     tokenizer = AutoTokenizer.from_pretrained(name)

@@ -16,7 +16,7 @@ from experiments.assets.data import (
     state_of_the_union,
 )
 from experiments.assets.llama2c import convert_llama2c
-from experiments.assets.models import convert_gguf, sentence_encoder, smollm2_135m_instruct, stories15m
+from experiments.assets.models import convert_gguf, model_folder, sentence_encoder, smollm2_135m_instruct, stories15m
 from experiments.assets.registry import AssetError, Package
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "convert_gguf",
     "convert_llama2c",
     "imdb_reviews",
+    "model_folder",
     "openings",
     "preferences",
     "sentence_encoder",

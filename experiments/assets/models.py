@@ -83,6 +83,16 @@ def smollm2_135m_instruct() -> Path:
     return build_once(target, convert, "converting SmolLM2-135M-Instruct for transformers")
 
 
+def model_folder(name: str) -> str:
+    """Returns the folder of stories15m, smollm2 or minilm, downloaded once; another name, a hub id or folder, as it is.
+
+    Args:
+        name: What an experiment's `model` setting says.
+    """
+    known = {"stories15m": stories15m, "smollm2": smollm2_135m_instruct, "minilm": sentence_encoder}
+    return str(known[name]()) if name in known else name
+
+
 def sentence_encoder() -> Path:
     """Returns the folder of all-MiniLM-L6-v2 (Reimers & Gurevych 2019, arXiv:1908.10084; Apache 2.0).
 

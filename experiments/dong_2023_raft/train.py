@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from experiments.assets import Split, openings, stories15m
+from experiments.assets import Split, model_folder, openings
 from experiments.dong_2023_raft.measures import DISTINCT, NATS, distinct, nats_per_token
 from experiments.evaluation import continued
 from experiments.runs import begin, finish, from_recipe, sampled, show, write_per_prompt
@@ -35,7 +35,8 @@ class RunConfig:
     """The model, and the size of the rounds."""
 
     model: str = field(
-        default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
+        default="stories15m",
+        metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
     )
     rounds: int = field(default=8, metadata={"help": "Times that it samples, and learns from the best."})
     prompts: int = field(default=64, metadata={"help": "Prompts of a round, the b of Algorithm 1, over all processes."})
@@ -81,7 +82,7 @@ def one_round(trainer: IterativeSFTTrainer, prompts: Sequence[str], run: RunConf
 def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     """Trains in rounds; measures the reward of held-out prompts before the first round and after each."""
     history = begin(PAPER, run, raft)
-    name = str(stories15m()) if run.model == "stories15m" else run.model
+    name = model_folder(run.model)
     queries, held_out = openings("train"), openings(run.eval_split)[: run.eval_prompts]
     rounds = [[queries[(n * run.prompts + i) % len(queries)] for i in range(run.prompts)] for n in range(run.rounds)]
     trainer = IterativeSFTTrainer(name, raft, callbacks=[history])

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-from experiments.assets import Split, openings, stories15m
+from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued
 from experiments.runs import finish, show, write_per_prompt
 from experiments.sentiment import sentiment
@@ -27,7 +27,8 @@ class RunConfig:
     """The pairs, and how often the policy is evaluated."""
 
     model: str = field(
-        default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
+        default="stories15m",
+        metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
     )
     prompts: int = field(default=512, metadata={"help": "Openings that are continued to make pairs."})
     per_prompt: int = field(
@@ -47,8 +48,8 @@ class RunConfig:
 
 
 def load(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Loads the policy and its tokenizer from a hub id or folder; downloads stories15m."""
-    name = str(stories15m()) if name == "stories15m" else name
+    """Loads the policy and its tokenizer ; see `model_folder`."""
+    name = model_folder(name)
     return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
 
 

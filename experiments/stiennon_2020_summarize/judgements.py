@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from experiments.assets import preferences, sentence_encoder, smollm2_135m_instruct, stories15m
+from experiments.assets import model_folder, preferences
 from experiments.assets.registry import build_once, cache_dir
 from experiments.frozen import logistic_regression, mean_states
 from experiments.stiennon_2020_summarize.settings import RunConfig
 
 POOL, TEST = 4096, 1024  # judgements to learn from, and others about other instructions
-MODELS = {"stories15m": stories15m, "minilm": sentence_encoder, "smollm2": smollm2_135m_instruct}
 LONGER = "judged_longer"
 Pairs = Sequence[Mapping[str, str]]
 
@@ -32,7 +31,7 @@ def learn_judgements(model: str, run: RunConfig, *, seed: int) -> dict[str, list
     those of fewer, too.
 
     Args:
-        model: A name of MODELS, or a folder.
+        model: See `model_folder`.
         run: The settings of the run.
         seed: Determines the order of the judgements.
 
@@ -67,7 +66,7 @@ def states_of(model: str, texts: Sequence[str], tokens: int) -> Tensor:
     key = hashlib.sha256("\0".join([model, str(tokens), *texts]).encode()).hexdigest()[:16]
 
     def build(folder: Path) -> None:
-        name = str(MODELS[model]()) if model in MODELS else model
+        name = model_folder(model)
         trunk, tokenizer = AutoModel.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
         rows = tokenizer(list(texts), truncation=True, max_length=tokens)["input_ids"]
         save_file({"states": mean_states(trunk, [torch.tensor(ids) for ids in rows])}, folder / "states.safetensors")

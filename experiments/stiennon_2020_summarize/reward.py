@@ -7,7 +7,7 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from experiments.assets import imdb_reviews, preferences, stories15m
+from experiments.assets import imdb_reviews, model_folder, preferences
 from experiments.runs import begin, finish, from_recipe
 from trimtab_lm.reward import RewardConfig, RewardTrainer
 
@@ -22,7 +22,7 @@ class RunConfig:
 
     model: str = field(
         default="stories15m",
-        metadata={"help": "Hub id or folder of a causal model, which gets a score head; stories15m is downloaded."},
+        metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
     )
     data: str = field(
         default="imdb",
@@ -59,7 +59,7 @@ def pairs(run: RunConfig) -> tuple[Dataset, Dataset]:
 def main(run: RunConfig, reward: RewardConfig) -> None:
     """Trains, and prints the accuracy on held-out pairs before and after."""
     history = begin(PAPER, run, reward)
-    name = str(stories15m()) if run.model == "stories15m" else run.model
+    name = model_folder(run.model)
     train, test = pairs(run)
     tokenizer = AutoTokenizer.from_pretrained(name)
     trainer = RewardTrainer(

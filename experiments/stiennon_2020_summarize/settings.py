@@ -16,7 +16,7 @@ class RunConfig:
 
     model: str = field(
         default="stories15m",
-        metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."},
+        metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
     )
     dataset: str | None = field(
         default=None,

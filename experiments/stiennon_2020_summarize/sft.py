@@ -8,7 +8,7 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 
-from experiments.assets import state_of_the_union, stories15m
+from experiments.assets import model_folder, state_of_the_union
 from experiments.runs import begin, finish, from_recipe, show, texts
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.sft import SFTConfig, SFTTrainer
@@ -23,7 +23,8 @@ class RunConfig:
     """The model and the texts."""
 
     model: str = field(
-        default="stories15m", metadata={"help": "Hub id or folder of a causal model; stories15m is downloaded."}
+        default="stories15m",
+        metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
     )
     dataset: str | None = field(
         default=None,
@@ -62,7 +63,7 @@ def speeches(addresses: Iterable[dict[str, str]], run: RunConfig) -> tuple[Datas
 def main(run: RunConfig, sft: SFTConfig) -> None:
     """Fine-tunes, and prints held-out loss and continuations before and after."""
     history = begin(PAPER, run, sft)
-    name = str(stories15m()) if run.model == "stories15m" else run.model
+    name = model_folder(run.model)
     if run.dataset is None:
         train, test = speeches(state_of_the_union(), run)
     else:

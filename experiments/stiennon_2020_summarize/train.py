@@ -10,7 +10,7 @@ from statistics import fmean
 import transformers
 from accelerate import PartialState
 
-from experiments.assets import stories15m
+from experiments.assets import model_folder
 from experiments.assets.registry import scratch
 from experiments.reports import report_on
 from experiments.runs import close_folder, open_folder, write_per_prompt
@@ -68,7 +68,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
 
 def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict[str, float]:
     """Runs the stages and the evaluation, and returns its numbers. A stage's folder appears whole or not at all."""
-    name = str(stories15m()) if run.model == "stories15m" else run.model
+    name = model_folder(run.model)
     data, gold, seed = read_data(run, ppo.seed), gold_score(run.gold), ppo.seed
     sft, pairs, reward = (root / stage for stage in STAGES)
     common = {"record": record, "seed": seed}
