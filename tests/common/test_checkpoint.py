@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import random
@@ -124,13 +125,15 @@ def test_rotation_keeps_the_newest_and_never_the_last_good_one_goes(tmp_path, ac
         save(tmp_path, 4, accelerator, keep=0)
 
 
-def test_a_failed_save_leaves_the_old_one_and_the_next_save_cleans_up(tmp_path, accelerator):
+@pytest.mark.parametrize("cause", [errno.ENOSPC, errno.EDQUOT])
+def test_a_failed_save_leaves_the_old_one_and_the_next_save_cleans_up(cause, tmp_path, accelerator):
     def full_disk(folder):
-        raise OSError("no space left")
+        raise OSError(cause, os.strerror(cause))
 
     old = save(tmp_path, 1, accelerator)
     for step in (1, 2):
-        with pytest.raises(CheckpointError, match=rf"checkpoint-{step} is not saved: no space.*complete checkpoint is"):
+        text = rf"checkpoint-{step} is not saved: .*{os.strerror(cause)}.*complete checkpoint is"
+        with pytest.raises(CheckpointError, match=text):
             save(tmp_path, step, accelerator, extra_files=full_disk)
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert latest_checkpoint(tmp_path) == old

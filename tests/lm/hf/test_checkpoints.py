@@ -1,6 +1,7 @@
 """What is asked of the checkpoints of the trainers on transformers.Trainer."""
 
 import copy
+import errno
 import os
 import shutil
 import signal
@@ -85,15 +86,16 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(saved, part):
             run(make(name, folder), resume=resume)
 
 
-def test_a_save_that_failed_is_passed_over_and_its_remnant_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cause", [errno.ENOSPC, errno.EDQUOT])
+def test_a_save_that_failed_is_passed_over_and_its_remnant_removed(cause, tmp_path, monkeypatch):
     def full_disk(state: TrainerState, path: str, save: Callable[..., None] = TrainerState.save_to_json) -> None:
         if state.global_step == 2:
-            raise OSError(28, "No space left on device")
+            raise OSError(cause, os.strerror(cause))
         save(state, path)
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainerState, "save_to_json", full_disk)
-        with pytest.raises(CheckpointError, match=r"checkpoint-2 is not saved: .*No space left"):
+        with pytest.raises(CheckpointError, match=f"checkpoint-2 is not saved: .*{os.strerror(cause)}"):
             run(make("sft", tmp_path), resume=None)
     newest = latest_checkpoint(tmp_path)
     assert newest is not None
