@@ -216,7 +216,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
 
 
 def finished_runs(*folders: Path) -> list[Run]:
-    """Reads every finished run below the folders, sorted by path.
+    """Reads every finished run below the folders, sorted by seed, then by path.
 
     Raises:
         ValueError: If there is none.
@@ -228,7 +228,7 @@ def finished_runs(*folders: Path) -> list[Run]:
             f"no finished run is below {names}: a folder with {SUMMARY} is needed. Give the folder of a run or of a "
             "sweep, or let a run finish."
         )
-    return [
+    runs = [
         Run(
             folder,
             _json(folder / CONFIG),
@@ -239,6 +239,7 @@ def finished_runs(*folders: Path) -> list[Run]:
         )
         for folder in finished
     ]
+    return sorted(runs, key=lambda run: run.config.get("seed", 0))
 
 
 def _json(path: Path) -> Any:
