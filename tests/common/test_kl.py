@@ -114,6 +114,18 @@ def test_damped_controller_is_bounded_as_a_whole():
     assert kl.value == pytest.approx(0.3 * 0.8 * math.exp(-2))
 
 
+def test_damped_controller_goes_on_from_a_checkpoint_with_and_without_an_integral():
+    kl, saved = DampedKLController(0.2, target=6, horizon=100, gain=2.0), AdaptiveKLController(0.7, 6, 100)
+    kl.load_state_dict(saved.state_dict())
+    assert (kl.value, kl.integral) == (0.7, 0.7)
+    kl.update(3.0, 100)
+    other = DampedKLController(0.2, target=6, horizon=100, gain=2.0)
+    other.load_state_dict(kl.state_dict())
+    kl.update(9.0, 100)
+    other.update(9.0, 100)
+    assert kl.value == other.value
+
+
 def largest_error(kl: AdaptiveKLController) -> float:
     """|log(KL / target)| at most in the last 20 of 60 steps, for a KL that approaches 0.3 / coefficient in 20 steps."""
     current, errors = 0.0, []

@@ -155,8 +155,8 @@ class DampedKLController(AdaptiveKLController):
         return {"value": self.value, "integral": self.integral}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restores what `state_dict` returned."""
-        self.value, self.integral = state["value"], state["integral"]
+        """Restores what `state_dict` returned. The coefficient of an `AdaptiveKLController` is an integral."""
+        self.value, self.integral = state["value"], state.get("integral", state["value"])
 
 
 def kl_controller(
