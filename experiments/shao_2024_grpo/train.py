@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from experiments.assets import smollm2_135m_instruct
+from experiments.assets import model_folder
 from experiments.runs import begin, finish, from_recipe, show, write_per_prompt
 from experiments.shao_2024_grpo.answers import right, scores_of
 from experiments.shao_2024_grpo.variance import gradient_variances
@@ -42,8 +42,8 @@ class RunConfig:
         },
     )
     model: str = field(
-        default="smollm2-135m-instruct",
-        metadata={"help": "Hub id or folder of a causal model; smollm2-135m-instruct is downloaded."},
+        default="smollm2",
+        metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
     )
     largest: int = field(default=20, metadata={"help": "Numbers from 1 to this are added."})
     eval_split: Split = field(default="test", metadata={"help": "Sums to evaluate on: test, or tune for settings."})
@@ -146,7 +146,7 @@ def main(run: RunConfig, grpo: GRPOConfig) -> None:
     if run.method != "grpo":  # the gradient of the log-probability of right answers, and of no others
         grpo = replace(grpo, scale_rewards="raw")
     history = begin(PAPER, run, grpo)
-    name = str(smollm2_135m_instruct()) if run.model == "smollm2-135m-instruct" else run.model
+    name = model_folder(run.model)
     data = sums(run, seed=0)
     trainer = GRPOTrainer(name, right, grpo, data["train"], data[run.eval_split], callbacks=[history])
     before, summary = ({}, {}) if run.only_after else measure(trainer, run, when="before")

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from experiments import assets
+from experiments.assets import models
 
 HEADS, KV_HEADS, LAYERS, CONTEXT = 4, 2, 2, 64
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -149,6 +150,13 @@ def test_padding_is_on_the_left_and_not_the_end_of_an_answer(folder: Path, token
 def test_the_chat_template_comes_along(tokenizer: PreTrainedTokenizerFast):
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], return_dict=False)
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "ab", "<|im_end|>"]
+
+
+def test_a_name_is_a_model_that_is_downloaded_and_any_other_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(models, "stories15m", lambda: Path("cache/stories15M-1"))
+    assert assets.model_folder("stories15m") == "cache/stories15M-1"
+    for name in ("gpt2", "runs/policy", "org/stories15m"):
+        assert assets.model_folder(name) == name
 
 
 @pytest.mark.slow
