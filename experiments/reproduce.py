@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,19 +122,23 @@ def publish(results: Sequence[Result], jobs: int) -> None:
 
 
 def committed_table() -> str:
-    """The verdicts of all papers as Markdown, from the numbers in their folders; the rows of a paper end with it."""
-    rows, abouts = [], []
+    """The verdicts of all papers as Markdown, counted and listed, from the numbers in their folders."""
+    rows, abouts, outcomes = [], [], Counter[str]()
     for paper in papers("default"):
         name = f"[{paper}]({paper}/README.md)"
         if not (file := ROOT / "experiments" / paper / NUMBERS).exists():
             rows.append((name, "not judged yet", *[""] * len(HEADINGS)))
             continue
         content = read_json(file)
-        verdicts = [verdict.cells() for verdict in from_json(content)[2]]
+        judged = from_json(content)[2]
+        outcomes.update(verdict.outcome for verdict in judged)
+        verdicts = [verdict.cells() for verdict in judged]
         sides = [(name, str(content["minutes"])), *[("", "")] * len(verdicts)]
         rows += [(paper, *row, minutes) for (paper, minutes), row in zip(sides, verdicts, strict=False)]
         abouts.append(f"- {paper}: {content['about']}")
-    return "\n\n".join([markdown(rows, ["paper", *HEADINGS, "minutes"]), "\n".join(abouts)])
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    table = markdown(rows, ["paper", *HEADINGS, "minutes"])
+    return "\n\n".join([f"Of {outcomes.total()} claims: {counts}.", table, "\n".join(abouts)])
 
 
 def main() -> int:

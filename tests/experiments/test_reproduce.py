@@ -88,6 +88,7 @@ def test_the_table_has_every_paper_with_its_verdicts(
 ):
     assert run(monkeypatch) == 1  # one run failed
     home = tree / "experiments"
+    assert "Of 1 claims: 1 undecided." in (home / "README.md").read_text()
     first, second = rows_of(home / "README.md")[2:]
     assert first[:2] == ["[a_2019](a_2019/README.md)", "not judged yet"]
     assert second[:3] == ["[b_2020](b_2020/README.md)", "undecided", "scores / count (adapted)"]
