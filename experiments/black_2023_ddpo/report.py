@@ -177,7 +177,7 @@ def figure(rewards: Mapping[str, Estimators]) -> plt.Figure:
 def pictures(rewards: Mapping[str, Estimators]) -> plt.Figure:
     """Shows a row for each reward: samples from the same noise before and after, of each estimator's first seed."""
     columns = 1 + max(len(groups) for groups in rewards.values())
-    shape = (2.6 * columns, 2.9 * len(rewards))
+    shape = (2.6 * columns, 3.1 * len(rewards))
     plot, axes = plt.subplots(len(rewards), columns, figsize=shape, layout="constrained", squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
