@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tests.diffusion import tiny as tiny_diffusion
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trimtab_diffusion import DDPOConfig
 from trimtab_diffusion.rewards import CLIP, AestheticHead
@@ -19,7 +19,8 @@ from trimtab_lm.hf.config import TrainerConfig
 
 STORIES = Path(__file__).resolve().parents[2] / "examples" / "stories"
 CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}assistant:"
-LANGUAGE_MODELS = ("gpt2", "Qwen/Qwen3-0.6B", "my-sft-model")
+LANGUAGE_MODELS = ("gpt2", "Qwen/Qwen3-0.6B")
+QUANTIZED = "my-sft-model"
 REWARD_MODELS = ("my-reward-model",)
 PIPELINES = {
     "stable-diffusion-v1-5/stable-diffusion-v1-5": tiny_diffusion.stable_diffusion,
@@ -47,7 +48,9 @@ def fill(folder: Path) -> None:
     policy = AutoModelForCausalLM.from_pretrained(STORIES)
     scorer = AutoModelForSequenceClassification.from_pretrained(STORIES, num_labels=1)
     scorer.config.pad_token_id = tokenizer.eos_token_id
-    for model, names in ((policy, LANGUAGE_MODELS), (scorer, REWARD_MODELS)):
+    # On CPUs with AVX512-BF16 bitsandbytes packs 4-bit weights whose sizes are multiples of 64, and refuses others.
+    quantizable = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(STORIES, intermediate_size=384))
+    for model, names in ((policy, LANGUAGE_MODELS), (quantizable, (QUANTIZED,)), (scorer, REWARD_MODELS)):
         for name in names:
             model.save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
