@@ -55,17 +55,15 @@ def write_report(folder: Path, title: str, claim: str, report: Report, runs: Seq
     verdicts = judge(report.claims, measured)
     rows = [verdict.cells() for verdict in verdicts]
     columns = {heading: [row[i] for row in rows] for i, heading in enumerate(HEADINGS)}
-    about = in_words([start for run in runs for start in run.starts])
-    write_page(
-        folder, title, [claim, about, HOW], columns, report.figures, report.captions, report.samples, settings(runs)
-    )
+    about, config = in_words([start for run in runs for start in run.starts]), settings(runs)
+    write_page(folder, title, [claim, about, HOW], columns, report.figures, report.captions, report.samples, config)
     parts = [markdown(rows, HEADINGS), about]
     parts += [f"![{name}]({name}.png)\n\n*{report.captions[name]}* ([PDF]({name}.pdf))" for name in report.figures]
     if report.samples:
         cells = zip(*report.samples.values(), strict=True)
         parts += ["**Samples**", markdown([[str(cell) for cell in row] for row in cells], list(report.samples))]
     (folder / MARKDOWN).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    content = {"about": about, "settings": settings(runs), **to_json(measured, verdicts)}
+    content = {"about": about, "settings": config, **to_json(measured, verdicts)}
     (folder / NUMBERS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return verdicts
 

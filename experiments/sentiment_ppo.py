@@ -165,14 +165,19 @@ def sample_table(
     prompts: Sequence[str], before: Sequence[str], after: Sequence[str], rewards: Sequence[float], count: int
 ) -> dict[str, list[Any]]:
     """Answers as columns query, before, after and reward: the first `count` prompts, and the WORST worst rewarded."""
-    worst = sorted(range(len(prompts)), key=rewards.__getitem__)[:WORST]
-    chosen = list(dict.fromkeys([*range(min(count, len(prompts))), *worst]))
+    chosen = first_and_worst(rewards, count)
     return {
         "query": [prompts[i] for i in chosen],
         "before": [" ".join(before[i].split()) for i in chosen],
         "after": [" ".join(after[i].split()) for i in chosen],
         "reward": [rewards[i] for i in chosen],
     }
+
+
+def first_and_worst(rewards: Sequence[float], count: int) -> list[int]:
+    """The indices of the first `count` rewards and of the WORST lowest, each once: what a table of samples shows."""
+    worst = sorted(range(len(rewards)), key=rewards.__getitem__)[:WORST]
+    return list(dict.fromkeys([*range(min(count, len(rewards))), *worst]))
 
 
 def samples_of(runs: Mapping[str, Run]) -> dict[str, list[Any]]:

@@ -24,7 +24,7 @@ from experiments.assets import imdb_reviews
 from experiments.best_of import expected_best_of, kl_of_best
 from experiments.evaluation import continued, kl_of_samples
 from experiments.runs import append, from_recipe, read_history
-from experiments.sentiment_ppo import WORST
+from experiments.sentiment_ppo import first_and_worst
 from experiments.stiennon_2020_summarize import reward as reward_stage
 from experiments.stiennon_2020_summarize import sft as sft_stage
 from experiments.stiennon_2020_summarize.comparisons import (
@@ -369,6 +369,5 @@ def evaluate(
         summary[f"kl_{name}"] = kl_of_samples(after, before, ids, rows)
         samples[f"PPO, {name.removeprefix('ppo_')}"] = answers[: len(prompts)]
         samples[f"gold of PPO, {name.removeprefix('ppo_')}"] = scores[: len(prompts)]
-    lowest = sorted(range(len(prompts)), key=scores.__getitem__)[:WORST]  # of the last policy
-    shown = dict.fromkeys([*range(min(run.samples, len(prompts))), *lowest])
+    shown = first_and_worst(scores[: len(prompts)], run.samples)  # of the last policy
     return summary, per_prompt, {heading: [cells[i] for i in shown] for heading, cells in samples.items()}

@@ -1,7 +1,7 @@
 """The frontier of DPO and PPO: pairs, a run of two steps of each program, and what the report reads."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -211,7 +211,10 @@ def test_the_frontier_is_of_the_runs_openings_and_of_one_model(tmp_path: Path, m
 
     monkeypatch.setattr(frontier, "openings", lambda split: ["one", "two", "three"])
     monkeypatch.setattr(frontier, "stories_answers", bank)
-    rate = lambda texts: [float(text == "good") for text in texts]  # noqa: E731
+
+    def rate(texts: Sequence[str]) -> list[float]:
+        return [float(text == "good") for text in texts]
+
     run = run_of(tmp_path, "DPO", 0, (2, 0.3))
     again = run_of(tmp_path, "DPO", 1, (2, 0.3))
     curve = frontier.frontier_of([run, again], rate)
