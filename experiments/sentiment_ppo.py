@@ -150,8 +150,7 @@ def train(
         show("after training", evaluation.prompts[: run.samples], answers[: run.samples])
         rewards = {"reward_before": reward(first_answers), "reward": reward(answers)}
         write_per_prompt(folder, rewards)
-        samples = sample_table(evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
-        (folder / SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
+        samples = write_samples(folder, evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
         # Not before training: a run that is resumed takes up its tracker's run there.
         rows = zip(*samples.values(), strict=True)
         trainer.tracker.table("samples", list(samples), rows, trainer.steps_done)
@@ -172,6 +171,20 @@ def sample_table(
         "after": [" ".join(after[i].split()) for i in chosen],
         "reward": [rewards[i] for i in chosen],
     }
+
+
+def write_samples(
+    folder: Path,
+    prompts: Sequence[str],
+    before: Sequence[str],
+    after: Sequence[str],
+    rewards: Sequence[float],
+    count: int,
+) -> dict[str, list[Any]]:
+    """Writes samples.json, which `samples_of` reads, and returns its `sample_table`."""
+    samples = sample_table(prompts, before, after, rewards, count)
+    (folder / SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
+    return samples
 
 
 def first_and_worst(rewards: Sequence[float], count: int) -> list[int]:

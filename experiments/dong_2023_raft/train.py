@@ -1,6 +1,5 @@
 """RAFT: fine-tuning on the best of K samples (Dong et al. 2023, arXiv:2304.06767). Claim and results: README.md."""
 
-import json
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from experiments.dong_2023_raft.measures import DISTINCT, NATS, distinct, nats_p
 from experiments.evaluation import continued
 from experiments.runs import begin, finish, from_recipe, sampled, show, write_per_prompt
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import SAMPLES, sample_table
+from experiments.sentiment_ppo import write_samples
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.hf.tracking import Tables
@@ -118,9 +117,9 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
         print(f"reward of {len(held_out)} other prompts: {fmean(before):+.3f} -> {fmean(after):+.3f}   ", end="")
         print(f"more positive: {'yes' if fmean(after) > fmean(before) else 'NO'}")
         nats = nats_per_token(reference, trainer.tokenizer, held_out, rows)
-        write_per_prompt(Path(str(raft.output_dir)), {"reward_before": before, "reward": after, NATS: nats})
-        samples = sample_table(held_out, first_answers, answers, after, run.samples)
-        Path(str(raft.output_dir), SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
+        folder = Path(str(raft.output_dir))
+        write_per_prompt(folder, {"reward_before": before, "reward": after, NATS: nats})
+        write_samples(folder, held_out, first_answers, answers, after, run.samples)
     summary = {"reward_before": fmean(before), "reward": fmean(after), DISTINCT: distinct(answers, 2)}
     finish(trainer, f"RAFT: {run.model}, K = {run.k}", PANELS, summary)
 

@@ -15,7 +15,7 @@ from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued
 from experiments.runs import finish, show, write_per_prompt
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import SAMPLES, Evaluation, sample_table
+from experiments.sentiment_ppo import Evaluation, write_samples
 from trimtab_lm.hf.tracking import Tables
 
 PAPER = "rafailov_2023_dpo_frontier"
@@ -48,7 +48,7 @@ class RunConfig:
 
 
 def load(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Loads the policy and its tokenizer ; see `model_folder`."""
+    """Loads the policy and its tokenizer; see `model_folder`."""
     name = model_folder(name)
     return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
 
@@ -157,7 +157,6 @@ def follow(
         print(f"KL to the reference: {after['kl']:.2f} nats per response")
         rewards = {"reward_before": sentiment(first_answers), "reward": sentiment(answers)}
         write_per_prompt(folder, rewards)
-        samples = sample_table(evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
-        (folder / SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
+        write_samples(folder, evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
     summary = {"reward_before": before["reward"], **after, "scored_texts": run.prompts * run.per_prompt}
     finish(trainer, title, panels, summary)
