@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -29,6 +31,11 @@ def chunks(images: Images, size: int) -> Iterator[tuple[slice, list[Image.Image]
     for start in range(0, len(images), size):
         place = slice(start, start + size)
         yield place, [to_pil(image) for image in images[place]]
+
+
+def to_tensor(picture: Image.Image) -> Tensor:
+    """Returns an RGB image as a tensor [3, H, W] within [0, 1]."""
+    return torch.tensor(np.asarray(picture)).permute(2, 0, 1).float() / 255
 
 
 def check_count(name: str, values: Sequence[object], images: Images) -> None:

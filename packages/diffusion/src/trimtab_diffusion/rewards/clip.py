@@ -22,6 +22,9 @@ CLIP_OF_CLIPSCORE = "openai/clip-vit-base-patch32"
 CLIP_OF_PREFERENCES = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 """The CLIP from which PickScore and HPS v2 were trained; their tokenizer and image processor."""
 
+MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of the red, green and blue of CLIP's images, within [0, 1]."""
+
 
 class ClipEmbedder:
     """Unit embeddings of images and texts by a CLIP model.
@@ -171,6 +174,12 @@ class PickScore(ClipAlignment):
     def __call__(self, images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
         """Returns scores [B]."""
         return self.clip.model.logit_scale.exp().item() * super().__call__(images, prompts, metadata)
+
+
+def normalize(images: Tensor) -> Tensor:
+    """Returns images [B, 3, H, W] within [0, 1], less CLIP's mean and divided by its standard deviation."""
+    mean, deviation = (torch.tensor(numbers)[:, None, None] for numbers in (MEAN, DEVIATION))
+    return (images - mean) / deviation
 
 
 def _unit(embeddings: Tensor) -> Tensor:

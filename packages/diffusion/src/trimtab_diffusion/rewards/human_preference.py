@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from .clip import CLIP_OF_PREFERENCES, ClipAlignment, ClipEmbedder
-from .loading import read_weights, weights_file
+from .batches import to_tensor
+from .clip import CLIP_OF_PREFERENCES, ClipAlignment, ClipEmbedder, normalize
+from .loading import read_weights, translate, weights_file
 
 if TYPE_CHECKING:
     from transformers import CLIPConfig
 
-MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of the colours of CLIP's images."""
-
-NAMES = {
-    r"visual\.class_embedding": "vision_model.embeddings.class_embedding",
-    r"visual\.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    r"visual\.conv1\.": "vision_model.embeddings.patch_embedding.",
-    r"visual\.ln_pre\.": "vision_model.pre_layrnorm.",
-    r"visual\.ln_post\.": "vision_model.post_layernorm.",
-    r"visual\.proj": "visual_projection.weight",
-    r"visual\.transformer\.resblocks\.": "vision_model.encoder.layers.",
-    r"token_embedding\.": "text_model.embeddings.token_embedding.",
-    r"positional_embedding": "text_model.embeddings.position_embedding.weight",
-    r"transformer\.resblocks\.": "text_model.encoder.layers.",
-    r"ln_final\.": "text_model.final_layer_norm.",
-    r"text_projection": "text_projection.weight",
-    r"logit_scale": "logit_scale",
+BEGINNINGS = {
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.": "vision_model.embeddings.patch_embedding.",
+    "visual.ln_pre.": "vision_model.pre_layrnorm.",
+    "visual.ln_post.": "vision_model.post_layernorm.",
+    "visual.proj": "visual_projection.weight",
+    "visual.transformer.resblocks.": "vision_model.encoder.layers.",
+    "token_embedding.": "text_model.embeddings.token_embedding.",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "transformer.resblocks.": "text_model.encoder.layers.",
+    "ln_final.": "text_model.final_layer_norm.",
+    "text_projection": "text_projection.weight",
 }
 """Beginnings of open_clip's names of weights, and what transformers calls them."""
 
-BLOCK = {".ln_1.": ".layer_norm1.", ".ln_2.": ".layer_norm2.", ".attn.": ".self_attn."}
-BLOCK |= {".mlp.c_fc.": ".mlp.fc1.", ".mlp.c_proj.": ".mlp.fc2."}
+PARTS = {".ln_1.": ".layer_norm1.", ".ln_2.": ".layer_norm2.", ".attn.": ".self_attn."}
+PARTS |= {".mlp.c_fc.": ".mlp.fc1.", ".mlp.c_proj.": ".mlp.fc2."}
 """The same inside a layer."""
 
 
@@ -91,8 +86,7 @@ class _Embedder(ClipEmbedder):
         """Returns the images [B, 3, size, size], in the model's size."""
         size = self.model.config.vision_config.image_size
         values = torch.stack([_between_bars(picture, size) for picture in pictures])
-        mean, deviation = (torch.tensor(numbers)[:, None, None] for numbers in (MEAN, DEVIATION))
-        return ((values - mean) / deviation).to(self.model.device, self.model.dtype)
+        return normalize(values).to(self.model.device, self.model.dtype)
 
 
 def from_open_clip(weights: Mapping[str, Tensor], config: CLIPConfig) -> Any:
@@ -109,9 +103,7 @@ def from_open_clip(weights: Mapping[str, Tensor], config: CLIPConfig) -> Any:
 
     renamed: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        target = next((re.sub(f"^{old}", new, name) for old, new in NAMES.items() if re.match(old, name)), name)
-        for old, new in BLOCK.items():
-            target = target.replace(old, new)
+        target = translate(name, BEGINNINGS, PARTS)
         if "in_proj_" in target:  # query, key and value, one below the other
             parts = zip("qkv", weight.chunk(3), strict=True)
             renamed |= {target.replace("in_proj_", f"{letter}_proj."): part for letter, part in parts}
@@ -124,7 +116,7 @@ def from_open_clip(weights: Mapping[str, Tensor], config: CLIPConfig) -> Any:
 
 def _between_bars(picture: Image.Image, size: int) -> Tensor:
     """Returns an image [3, size, size] within [0, 1], whose longer side fills the size, with black bars."""
-    values = torch.tensor(np.asarray(picture.convert("RGB"))).permute(2, 0, 1).float() / 255
+    values = to_tensor(picture)
     height, width = values.shape[1:]
     scale = size / max(height, width)
     if scale == 1:
