@@ -24,6 +24,7 @@ from trimtab_diffusion.rewards import (
     ClipAlignment,
     ClipScore,
     HumanPreferenceScore,
+    ImageReward,
     PickScore,
     WeightedSum,
     jpeg_compressibility,
@@ -200,7 +201,7 @@ def test_alignment_needs_a_prompt_for_each_image(clip_folder: Path):
 def test_nothing_is_loaded_before_the_first_call(tmp_path: Path):
     absent = tmp_path / "absent"
     rewards = [AestheticScore(absent, clip=absent), ClipScore(absent), PickScore(absent), HumanPreferenceScore(absent)]
-    rewards += [ClipAlignment(absent), ClassifierReward(absent, label=0)]
+    rewards += [ClipAlignment(absent), ClassifierReward(absent, label=0), ImageReward(absent, tokenizer=absent)]
     for reward in rewards:
         with pytest.raises(OSError, match="absent"):
             reward(pictures(1), PROMPTS[:1], ({},))

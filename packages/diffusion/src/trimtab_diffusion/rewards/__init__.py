@@ -11,9 +11,6 @@ All reward functions take:
 Models are loaded from a folder or a hub id at the first call. They run in eval mode and without gradients, in `dtype`,
 on `batch_size` images at a time. They run on `device`; if that is None, on the device of the images; and if the images
 are not a tensor, where the model is.
-
-ImageReward (Xu et al. 2023, arXiv:2304.05977) is not here: its model, a BLIP with a head of its own, exists only in a
-package that needs transformers 4.
 """
 
 from .aesthetic import AestheticHead, AestheticScore
@@ -22,6 +19,7 @@ from .classifier import ClassifierReward
 from .clip import CLIP, ClipAlignment, ClipScore, PickScore
 from .combined import WeightedSum, mean_over_frames
 from .human_preference import HumanPreferenceScore
+from .image_reward import ImageReward
 from .jpeg import jpeg_compressibility, jpeg_incompressibility
 
 __all__ = [
@@ -32,6 +30,7 @@ __all__ = [
     "ClipAlignment",
     "ClipScore",
     "HumanPreferenceScore",
+    "ImageReward",
     "Images",
     "Metadata",
     "PickScore",
