@@ -27,13 +27,19 @@ from trimtab_diffusion import prompts as prompt_sets
 from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompts import Prompts
-from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_compressibility, jpeg_incompressibility
+from trimtab_diffusion.rewards import (
+    AestheticScore,
+    ClipAlignment,
+    ImageReward,
+    jpeg_compressibility,
+    jpeg_incompressibility,
+)
 
 PAPER = "black_2023_ddpo"
 RECIPE = Path(__file__).with_name("recipe.yaml")
 OF_SHAPES = {"rgb_alignment": rgb_alignment, "colour_match": colour_match, "shape_match": shape_match}
 OF_FILES = {"jpeg_incompressibility": jpeg_incompressibility, "jpeg_compressibility": jpeg_compressibility}
-OF_MODELS = ("aesthetic", "clip_alignment")
+OF_MODELS = ("aesthetic", "clip_alignment", "image_reward")
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,8 @@ class RunConfig:
         default_factory=lambda: ["rgb_alignment", "jpeg_incompressibility"],
         metadata={
             "help": "One training for each: rgb_alignment, colour_match or shape_match (of shapes only), "
-            "jpeg_incompressibility, jpeg_compressibility, aesthetic, clip_alignment; random, the control, which says "
-            "nothing about the image."
+            "jpeg_incompressibility, jpeg_compressibility, aesthetic, clip_alignment, image_reward; random, the "
+            "control, which says nothing about the image."
         },
     )
     model: str = field(
@@ -86,10 +92,10 @@ def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
     """Returns the reward to train on, and other measures by name, which are only logged."""
     is_shapes = run.model == "shapes"
     known = {**OF_FILES, **(OF_SHAPES if is_shapes else {})}
-    if reward in OF_MODELS:
-        chosen: Any = (
-            ClipAlignment() if reward == "clip_alignment" else AestheticScore(run.aesthetic_head or _no_head())
-        )
+    if reward == "aesthetic":
+        chosen: Any = AestheticScore(run.aesthetic_head or _no_head())
+    elif reward in OF_MODELS:
+        chosen = ClipAlignment() if reward == "clip_alignment" else ImageReward()
     elif reward in known:
         chosen = known[reward]
     elif reward == CONTROL:

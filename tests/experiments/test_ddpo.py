@@ -24,7 +24,7 @@ from experiments.black_2023_ddpo.shapes import (
 from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
 from experiments.claims import judge
 from experiments.runs import Run, finished_runs
-from trimtab_diffusion.rewards import jpeg_incompressibility
+from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, ImageReward, jpeg_incompressibility
 
 ROOT = Path(train.__file__).parents[2]
 
@@ -389,6 +389,12 @@ def test_contact_sheet_has_four_in_a_row():
     assert sheet.size == (4 * 11 - 1, 2 * 9 - 1)
     assert sheet.getpixel((5, 5)) == (0, 0, 0)
     assert sheet.getpixel((11 + 5, 9 + 4)) == (255, 255, 255)
+
+
+def test_rewards_of_models_are_chosen_by_name():
+    run = train.RunConfig(aesthetic_head="head.pth")
+    kinds = {"aesthetic": AestheticScore, "clip_alignment": ClipAlignment, "image_reward": ImageReward}
+    assert {name: type(train.measures(name, run)[0]) for name in train.OF_MODELS} == kinds
 
 
 @pytest.mark.parametrize("reward", ["beauty", "aesthetic"])
