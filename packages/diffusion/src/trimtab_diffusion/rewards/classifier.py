@@ -29,7 +29,9 @@ class ClassifierReward:
         label_key: instead of label, the key of an image's metadata that has its class, as a name or an index.
         processor: the image processor of a model in memory. Default: that of the checkpoint.
         log_probability: False for the probability itself, in [0, 1].
-        batch_size, device, dtype: see the package; dtype is that of a model that is loaded here.
+        batch_size: images per call of the model.
+        device: of the model. None: that of the images (see the package).
+        dtype: of a model that is loaded here.
 
     Raises:
         ValueError: label and label_key came together or not at all, or a model came without a processor. The first call

@@ -33,7 +33,9 @@ class ClipEmbedder:
         checkpoint: folder or hub id of the model.
         processor: folder or hub id of its tokenizer and image processor. None: as checkpoint.
         reads_texts: False for a model without its text half, which saves half a gigabyte.
-        batch_size, device, dtype: see the package.
+        batch_size: images per call of the model.
+        device: of the model. None: that of the images (see the package).
+        dtype: of the model.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class ClipAlignment:
 
     Args:
         checkpoint: folder or hub id of a CLIP model.
-        batch_size, device, dtype: see the package.
+        batch_size: images per call of the model.
+        device: of the model. None: that of the images (see the package).
+        dtype: of the model.
     """
 
     def __init__(
@@ -134,7 +138,7 @@ class ClipScore(ClipAlignment):
     Args:
         checkpoint: folder or hub id of a CLIP model. The paper's is a ViT-B/32.
         prefix: stands before each prompt.
-        batch_size, device, dtype: see the package.
+        options: batch_size, device and dtype, as of `ClipAlignment`.
     """
 
     def __init__(
@@ -157,7 +161,9 @@ class PickScore(ClipAlignment):
     Args:
         checkpoint: folder or hub id of the model.
         processor: folder or hub id of its tokenizer and image processor.
-        batch_size, device, dtype: see the package.
+        batch_size: images per call of the model.
+        device: of the model. None: that of the images (see the package).
+        dtype: of the model.
     """
 
     def __init__(

@@ -49,7 +49,9 @@ class HumanPreferenceScore(ClipAlignment):
         checkpoint: open_clip's weights: a file, or a folder or hub id that has them.
         version: v2 or v2.1: chooses the file `HPS_v2_compressed` or `HPS_v2.1_compressed` of a folder or hub id.
         clip: folder or hub id of the CLIP from which it was trained: its shape, and its tokenizer.
-        batch_size, device, dtype: see the package.
+        batch_size: images per call of the model.
+        device: of the model. None: that of the images (see the package).
+        dtype: of the model.
     """
 
     def __init__(

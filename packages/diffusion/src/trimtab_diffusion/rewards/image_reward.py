@@ -82,7 +82,9 @@ class ImageReward:
         checkpoint: the weights `ImageReward.pt`: a file, or a folder or hub id that has them.
         tokenizer: folder or hub id of BERT's tokenizer.
         config: the model's shape. None: that of the published weights.
-        batch_size, device, dtype: see the package; the perceptron after BLIP computes in float32.
+        batch_size: images per call of the model.
+        device: of the model. None: that of the images (see the package).
+        dtype: of BLIP; the perceptron after it computes in float32.
 
     Raises:
         FileNotFoundError: raised by the first call, for a file that does not exist.

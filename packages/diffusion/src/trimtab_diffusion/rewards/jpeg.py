@@ -17,7 +17,8 @@ def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Met
 
     Args:
         images: see the package; should have one size.
-        prompts, metadata: not used.
+        prompts: not used.
+        metadata: not used.
 
     Returns:
         [B], in kB of 1000 bytes.
