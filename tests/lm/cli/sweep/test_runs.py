@@ -49,6 +49,25 @@ for step in range(1200 if mode == "long" and level else 4):
 run.finish()
 """
 
+# What a process sees of itself, and that its imports are those of `once`, on a line of "seen".
+LOOKING = """\
+import json, os, signal, sys, threading
+import once, numpy.random
+seen = {
+    "words": [__name__, __file__, *sys.argv, sys.path[0], sys.stdin.read()],
+    "variables": {name: value for name, value in os.environ.items() if name.startswith(("WANDB", "OMP", "PATH"))},
+    "files": [os.path.realpath(f"/proc/self/fd/{number}") for number in sorted(os.listdir("/proc/self/fd"))[:-1]],
+    "leads its group": os.getpgid(0) == os.getpid(),
+    "signals": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+    "threads": threading.active_count(),
+}
+text = json.dumps(seen).replace(os.environ["WANDB_RUN_ID"], "the run")
+with open("seen", "a") as file, open("drawn", "a") as numbers:
+    file.write(text + "\\n")
+    numbers.write(f"{numpy.random.random()}\\n")
+"""
+STARTED_OR_FORKED = pytest.mark.parametrize("flags", [(), ("--preload", "json")], ids=["started", "forked"])
+
 STARTED: list[subprocess.Popen[str]] = []
 
 
@@ -165,9 +184,10 @@ def test_runs_are_w_and_b_runs_of_the_sweep(place, sweep):
     assert len(calls()) == 2, again
 
 
-def test_failures_are_recorded_and_the_sweep_goes_on(place, sweep):
+@STARTED_OR_FORKED
+def test_failures_are_recorded_and_the_sweep_goes_on(place, sweep, flags):
     modes = ["crash", "silent", "other", "nan", "good"]
-    output = sweep({"method": "grid", "parameters": {"mode": {"values": modes}}}, "--jobs", "2", "--report")
+    output = sweep({"method": "grid", "parameters": {"mode": {"values": modes}}}, "--jobs", "2", "--report", *flags)
     crash, silent, other, nan, good = trials()
     assert [trial["status"] for trial in trials()] == ["failed"] * 4 + ["finished"]
     assert crash["message"].startswith("exit status 3")
@@ -189,10 +209,11 @@ def test_failed_trials_run_again_on_request_only(place, sweep):
     assert trial["run_id"] == calls()[1][1] != calls()[0][1]
 
 
-def test_a_trial_that_sigterm_ends_runs_again_in_the_next_call(place, sweep):
+@STARTED_OR_FORKED
+def test_a_trial_that_sigterm_ends_runs_again_in_the_next_call(place, sweep, flags):
     """A preempted training saves and ends with status 143; a program without a handler dies of the signal."""
     config = {"method": "grid", "parameters": {"mode": {"values": ["preempted", "killed"]}}}
-    output = sweep(config, status=143)
+    output = sweep(config, *flags, status=143)
     assert [trial["status"] for trial in trials()] == ["interrupted", "interrupted"]
     assert "trial 0 interrupted" in output
     assert [call[0] for call in calls()] == ["preempted0", "killed0"]
@@ -201,13 +222,14 @@ def test_a_trial_that_sigterm_ends_runs_again_in_the_next_call(place, sweep):
     assert [trial["status"] for trial in trials()] == ["finished", "finished"]
 
 
-def test_a_bad_run_is_stopped_early(place, sweep):
+@STARTED_OR_FORKED
+def test_a_bad_run_is_stopped_early(place, sweep, flags):
     config = {
         "method": "grid",
         "parameters": {"mode": {"value": "long"}, "level": {"values": [0, 5, 0]}},
         "early_terminate": {"type": "hyperband", "min_iter": 2, "eta": 3},
     }
-    sweep(config)
+    sweep(config, *flags)
     assert [(trial["status"], trial["metric"]) for trial in trials()] == [
         ("finished", 0),
         ("stopped", 5),
@@ -218,9 +240,10 @@ def test_a_bad_run_is_stopped_early(place, sweep):
     assert not is_alive(int(calls()[1][2]))
 
 
-def test_a_killed_sweep_goes_on_without_repeating_what_finished(place, sweep):
+@STARTED_OR_FORKED
+def test_a_killed_sweep_goes_on_without_repeating_what_finished(place, sweep, flags):
     config = {"method": "grid", "parameters": {"level": {"values": [1, 2]}, "mode": {"values": ["good", "wait"]}}}
-    process = start(config)
+    process = start(config, *flags)
     wait_for(lambda: len(calls()) == 2)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -247,11 +270,12 @@ def test_a_killed_sweep_goes_on_without_repeating_what_finished(place, sweep):
 @pytest.mark.parametrize(
     ("number", "mode"), [(signal.SIGINT, "wait"), (signal.SIGTERM, "wait"), (signal.SIGTERM, "deaf")]
 )
-def test_a_signal_stops_the_running_trials(place, monkeypatch, number, mode):
+@STARTED_OR_FORKED
+def test_a_signal_stops_the_running_trials(place, monkeypatch, number, mode, flags):
     if mode == "deaf":
         monkeypatch.setenv("WANDB_AGENT_KILL_DELAY", "0.5")
     config = {"method": "random", "parameters": {"mode": {"value": mode}}}
-    process = start(config, "--count", "3", "--jobs", "2")
+    process = start(config, "--count", "3", "--jobs", "2", *flags)
     wait_for(lambda: len(calls()) == 2)
     process.send_signal(number)
     finished(process, status=128 + number)
@@ -292,3 +316,45 @@ def test_the_target_ends_the_sweep(place, sweep):
 def test_what_cannot_run_is_refused(place, sweep, config, words):
     assert words in sweep(config, status=2)
     assert not Path("runs").exists()
+
+
+def test_a_forked_trial_sees_what_a_started_one_does(place, sweep, monkeypatch):
+    once = "import os, numpy.random\nprint('imported')\nopen('imports', 'a').write(f'{os.getpid()}\\n')\n"
+    Path("once.py").write_text(once)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]))
+    Path("inner").mkdir()
+    Path("inner/program.py").write_text(LOOKING)
+    config = {"program": "inner/program.py", "method": "grid", "parameters": {"level": {"values": [1, 2]}}}
+    seen, output = {}, {}
+    for name, flags in {"started": (), "forked": ("--preload", "once")}.items():
+        output[name] = sweep(config, "--sweep-id", "one", "--folder", "folder", "--jobs", "2", *flags)
+        seen[name] = sorted(map(json.loads, Path("seen").read_text().splitlines()), key=lambda row: row["words"])
+        Path("folder").rename(name)
+        Path("seen").unlink()
+    assert len(seen["started"]) == 2
+    assert seen["forked"] == seen["started"]
+    *pids, server = Path("imports").read_text().split()
+    assert len(pids) == 2
+    assert not is_alive(int(server))
+    assert "imported" in output["forked"]
+    assert len(set(Path("drawn").read_text().split())) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "words"),
+    [
+        ({"command": ["bash", "${program}"]}, "once", "the command has to begin with ${env} ${interpreter} ${program}"),
+        ({}, "missing", "No module named 'missing'"),
+        ({}, "once", "or they start a thread, which a fork lacks"),
+        ({}, "wandb", "they import wandb or datasets"),
+    ],
+    ids=["command", "module", "thread", "folders"],
+)
+def test_what_cannot_be_forked_is_refused(place, sweep, config, module, words):
+    thread = "threading.Thread(target=time.sleep, args=[60], daemon=True).start()"
+    Path("once.py").write_text(f"import threading, time\n{thread}\n")
+    config = {"method": "grid", "parameters": {"level": {"value": 1}}, **config}
+    output = sweep(config, "--preload", module, status=2)
+    assert words in output
+    assert "trimtab sweep: error: --preload: " in output
+    assert not calls()

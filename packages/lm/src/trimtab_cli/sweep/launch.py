@@ -17,6 +17,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 from wandb.sdk.lib.config_util import save_config_file_from_dict
 
 from trimtab_cli.sweep.distributions import SweepError
+from trimtab_cli.sweep.preload import Forked, Preloaded
 from trimtab_cli.sweep.spec import Sweep
 from trimtab_cli.sweep.store import Store, Trial, try_lock
 
@@ -38,8 +39,8 @@ def fill_command(command: Sequence[Any], *, program: str, args: Mapping[str, Any
     return words
 
 
-def environment(sweep: Sweep, store: Store, trial: Trial, *, jobs: int, param_path: Path) -> dict[str, str]:
-    """The variables of a trial's process: the agent's, offline unless WANDB_MODE is set, and a share of the cores."""
+def environment(sweep: Sweep, store: Store, *, jobs: int) -> dict[str, str]:
+    """The variables that all trials have: offline unless WANDB_MODE is set, and a share of the cores."""
     env = dict(os.environ)
     env.pop(wandb.env.SERVICE, None)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])  # python is ours
@@ -53,14 +54,12 @@ def environment(sweep: Sweep, store: Store, trial: Trial, *, jobs: int, param_pa
     for key in ("project", "entity"):
         if sweep.get(key):
             env[f"WANDB_{key.upper()}"] = sweep.get(key)
-    return env | {
-        "WANDB_SWEEP_ID": store.sweep_id,
-        "WANDB_RUN_ID": trial.run_id,
-        "WANDB_SWEEP_PARAM_PATH": str(param_path),
-    }
+    return env | {"WANDB_SWEEP_ID": store.sweep_id}
 
 
-def start(sweep: Sweep, store: Store, trial: Trial, *, jobs: int) -> subprocess.Popen[bytes]:
+def start(
+    sweep: Sweep, store: Store, trial: Trial, *, jobs: int, preloaded: Preloaded | None = None
+) -> subprocess.Popen[bytes] | Forked:
     """Start a trial's process in a group of its own; its log stays locked until the process has ended."""
     folder = Path(os.environ.get("WANDB_DIR") or store.folder).resolve() / "wandb" / f"sweep-{store.sweep_id}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,13 +69,16 @@ def start(sweep: Sweep, store: Store, trial: Trial, *, jobs: int) -> subprocess.
     words = fill_command(
         sweep.command, program=sweep.get("program") or "", args=args, json_file=param_path.with_suffix(".json")
     )
+    env = {"WANDB_RUN_ID": trial.run_id, "WANDB_SWEEP_PARAM_PATH": str(param_path)}
     log = store.log_of(trial)
     log.parent.mkdir(exist_ok=True)
+    if preloaded is not None:
+        return preloaded.start(words[words.index(sweep.get("program")) :], env, log)
     with log.open("w") as output:
         try_lock(output)
         return subprocess.Popen(
             words,
-            env=environment(sweep, store, trial, jobs=jobs, param_path=param_path),
+            env=environment(sweep, store, jobs=jobs) | env,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from trimtab_cli.sweep import launch
 from trimtab_cli.sweep.hyperband import runs_to_stop
+from trimtab_cli.sweep.preload import Forked, Preloaded
 from trimtab_cli.sweep.records import RunFile, find_run_file, is_finite
 from trimtab_cli.sweep.search import suggest
 from trimtab_cli.sweep.spec import Sweep
@@ -29,18 +31,22 @@ class Job:
     """A trial whose process runs."""
 
     trial: Trial
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     began: float
     stopping: str = ""  # why it was told to end
     told: float = 0.0
 
 
 class Runner:
-    """Runs trials until there are `count` of them, the grid is at its end, or one has reached the metric's target."""
+    """Runs trials until there are `count` of them, the grid is at its end, or one has reached the metric's target.
 
-    def __init__(self, sweep: Sweep, store: Store, *, count: int, jobs: int) -> None:
-        self.sweep, self.store, self.count, self.jobs = sweep, store, count, jobs
+    With `preload`, names of modules, trials are forked from a process that has imported them.
+    """
+
+    def __init__(self, sweep: Sweep, store: Store, *, count: int, jobs: int, preload: Sequence[str] = ()) -> None:
+        self.sweep, self.store, self.count, self.jobs, self.preload = sweep, store, count, jobs, preload
         self.running: list[Job] = []
+        self.preloaded: Preloaded | None = None
         self.signals: list[int] = []
         self.preempted: set[int] = set()  # trials that SIGTERM ended in this call, and the next call runs again
         self._files: dict[str, RunFile] = {}  # by run id
@@ -63,6 +69,8 @@ class Runner:
             return 128 + self.signals[0]
         finally:
             self._stop_all()
+            if self.preloaded is not None:
+                self.preloaded.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -104,8 +112,10 @@ class Runner:
         trial.log = str(self.store.log_of(trial))
         self.store.save()  # before there is a process, so that none is ever unknown
         say(f"trial {trial.number} starts as run {trial.run_id}: {self._shown(trial)}")
+        if self.preload and self.preloaded is None:
+            self.preloaded = Preloaded(self.preload, launch.environment(self.sweep, self.store, jobs=self.jobs))
         try:
-            process = launch.start(self.sweep, self.store, trial, jobs=self.jobs)
+            process = launch.start(self.sweep, self.store, trial, jobs=self.jobs, preloaded=self.preloaded)
         except OSError as error:
             self._end(trial, FAILED, f"the command does not start: {error}")
             return
