@@ -3,9 +3,9 @@
 A tier is a size: smoke (minutes, shows that everything runs and decides nothing), default (100 minutes on two cores),
 overnight and gpu. For each paper this program runs the sweeps of the tier, experiments/<paper>/smoke*.yaml,
 reproduce*.yaml, overnight*.yaml or sweep_gpu*.yaml, and then report.py over their runs. It does not repeat runs in
-runs/reproduce/<tier> that have finished; remove that folder to start over. The default tier writes the verdicts, the
-figures and the numbers into experiments/README.md and each paper's folder; the others leave their pages in
-runs/reproduce.
+runs/reproduce/<tier> that have finished; remove that folder to start over. Without a GPU, the runs of a sweep are forked
+from one process that has imported their libraries. The default tier writes the verdicts, the figures and the numbers
+into experiments/README.md and each paper's folder; the others leave their pages in runs/reproduce.
 """
 
 import argparse
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.claims import HEADINGS, Verdict, from_json
 from experiments.provenance import ROOT
 from experiments.reports import HOW, MARKDOWN, NUMBERS, markdown
@@ -28,6 +30,8 @@ from experiments.reports import HOW, MARKDOWN, NUMBERS, markdown
 RUNS = Path("runs", "reproduce")
 TIERS = {"smoke": "smoke*.yaml", "default": "reproduce*.yaml", "overnight": "overnight*.yaml", "gpu": "sweep_gpu*.yaml"}
 BEGIN, END = "<!-- reproduced -->", "<!-- /reproduced -->"
+# A sweep imports these once for all its runs: most of what a run imports, of what processes can share.
+PRELOADED = ("accelerate", "matplotlib.pyplot", "peft", "scipy.stats", "transformers.models.llama.modeling_llama")
 FAILED = "failed"  # what `trimtab sweep` calls a trial whose program failed
 
 
@@ -55,7 +59,7 @@ def reproduce(paper: str, tier: str, jobs: int) -> Result:
     for file in sorted(home.glob(TIERS[tier])):
         sweep = out / file.stem
         command = ["trimtab_cli", "sweep", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
-        command.append("--retry-failed")
+        command += ["--retry-failed", *preload()]
         failures += ["its sweep could not be run"] * bool(call(command))
         if (about := sweep / "sweep.json").exists():
             folders.append(str(Path("runs", paper, read_json(about)["id"])))
@@ -72,6 +76,11 @@ def reproduce(paper: str, tier: str, jobs: int) -> Result:
         print(f"{paper}: {failure}", file=sys.stderr)
     minutes = sum(trial["seconds"] or 0 for trial in trials) / jobs / 60
     return Result(paper, out, verdicts, failures, minutes)
+
+
+def preload() -> list[str]:
+    """The options of a sweep whose runs share their imports; none where there is a GPU, which forks cannot use."""
+    return [] if torch.accelerator.is_available() else [f"--preload={module}" for module in PRELOADED]
 
 
 def call(command: Sequence[str]) -> int:

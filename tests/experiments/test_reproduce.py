@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,9 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -
     (tmp_path / "experiments" / "README.md").write_text(f"all\n{reproduce.BEGIN}\n{reproduce.END}\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    (tmp_path / "once.py").write_text("print(__name__, file=open('imported', 'a'))\n")
+    monkeypatch.setattr(reproduce, "PRELOADED", ["once"])
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(tmp_path)
@@ -87,6 +91,7 @@ def test_the_table_has_every_paper_with_its_verdicts(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert run(monkeypatch) == 1  # one run failed
+    assert (tree / "imported").read_text() == "once\n" * 2  # by two sweeps, of two runs each
     home = tree / "experiments"
     assert "Of 1 claims: 1 undecided." in (home / "README.md").read_text()
     first, second = rows_of(home / "README.md")[2:]
@@ -104,6 +109,12 @@ def test_the_table_has_every_paper_with_its_verdicts(
     # A part of the runs would judge other claims: the committed page of a paper with a failure stays.
     assert "old" in (home / "a_2019" / "README.md").read_text()
     assert not (home / "a_2019" / "numbers.json").exists()
+
+
+def test_runs_on_a_gpu_are_not_forked(monkeypatch: pytest.MonkeyPatch):
+    for has_gpu, first in ((False, ["--preload=accelerate"]), (True, [])):
+        monkeypatch.setattr("torch.accelerator.is_available", partial(bool, has_gpu))
+        assert reproduce.preload()[:1] == first
 
 
 @pytest.mark.slow
