@@ -68,7 +68,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -
     (tmp_path / "experiments" / "README.md").write_text(f"all\n{reproduce.BEGIN}\n{reproduce.END}\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
-    (tmp_path / "once.py").write_text("print(__name__, file=open('imported', 'a'))\n")
+    once = "import os\nprint(__name__, os.environ.get('MALLOC_MMAP_MAX_'), file=open('imported', 'a'))\n"
+    (tmp_path / "once.py").write_text(once)
     monkeypatch.setattr(reproduce, "PRELOADED", ["once"])
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
@@ -91,7 +92,7 @@ def test_the_table_has_every_paper_with_its_verdicts(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert run(monkeypatch) == 1  # one run failed
-    assert (tree / "imported").read_text() == "once\n" * 2  # by two sweeps, of two runs each
+    assert (tree / "imported").read_text() == "once 0\n" * 2  # by two sweeps, of two runs each
     home = tree / "experiments"
     assert "Of 1 claims: 1 undecided." in (home / "README.md").read_text()
     first, second = rows_of(home / "README.md")[2:]
