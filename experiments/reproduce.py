@@ -3,9 +3,9 @@
 A tier is a size: smoke (minutes, shows that everything runs and decides nothing), default (100 minutes on two cores),
 overnight and gpu. For each paper this program runs the sweeps of the tier, experiments/<paper>/smoke*.yaml,
 reproduce*.yaml, overnight*.yaml or sweep_gpu*.yaml, and then report.py over their runs. It does not repeat runs in
-runs/reproduce/<tier> that have finished; remove that folder to start over. Without a GPU, the runs of a sweep are forked
-from one process that has imported their libraries. The default tier writes the verdicts, the figures and the numbers
-into experiments/README.md and each paper's folder; the others leave their pages in runs/reproduce.
+runs/reproduce/<tier> that have finished; remove that folder to start over. Without a GPU, the runs of a sweep are
+forked from one process that has imported their libraries. The default tier writes the verdicts, the figures and the
+numbers into experiments/README.md and each paper's folder; the others leave their pages in runs/reproduce.
 """
 
 import argparse
