@@ -21,6 +21,10 @@ def redness(images, prompts, metadata):
     assert metadata[0] == {"hue": "warm"}
     return images[:, 0].mean((1, 2)) - images[:, 2].mean((1, 2))
 
+class Redness:
+    def __call__(self, images, prompts, metadata):
+        return redness(images, prompts, metadata)
+
 wrong = 3
 """
 WORDS = ("a dog", "the cat", "one bird", "two fish", "my cow", "a pig", "the hen", "big ox")

@@ -88,11 +88,12 @@ def test_an_evaluation_comes_after_the_training(place, capsys):
     assert any("eval_rewards/accuracies" in line for line in lines)
 
 
-def test_ddpo_trains_a_pipeline_on_the_prompts_of_a_file(place, capsys):
+@pytest.mark.parametrize("reward", ["redness", "Redness"])
+def test_ddpo_trains_a_pipeline_on_the_prompts_of_a_file(reward, place, capsys):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     write_rows("drawings.jsonl", [{"prompt": f"a {word}", "hue": "warm"} for word in ("red", "blue")])
     sizes = ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
-    words = ("--dataset=drawings.jsonl", "--reward=rewards.py:redness", "--num_epochs=1", "--mixed_precision=no")
+    words = ("--dataset=drawings.jsonl", f"--reward=rewards.py:{reward}", "--num_epochs=1", "--mixed_precision=no")
     first, last = run("ddpo", *words, *sizes, capsys=capsys, model="pipeline")
     assert first.startswith("after 0 updates: mean reward ")
     assert last == 'The model is in runs/ddpo. Load it: pipeline.load_lora_weights("runs/ddpo")'

@@ -33,7 +33,7 @@ class RunConfig:
     model: str = setting("Hub id or folder of a diffusers pipeline.")
     dataset: str = setting("Hub id, folder or file (.jsonl, .json, .csv, .parquet, .txt) of the prompts.")
     split: str = setting("Split of the dataset, or a part of it.", default="train")
-    reward: str = setting("file.py:function or module:function that scores images.")
+    reward: str = setting("file.py:function or module:function that scores images, or a class of such functions.")
     lora_rank: CountFromZero = setting("Train LoRA adapters of this rank. 0: all weights of the denoiser.", default=4)
 
     def __post_init__(self) -> None:
@@ -57,14 +57,14 @@ class RunConfig:
         return Prompts(tuple(rows[column]), tuple(metadata))
 
     def function(self) -> RewardFunction:
-        """The reward function.
+        """The reward function; a class is called without arguments to make one.
 
         Raises:
             ValueError: the name is not that of a function.
         """
         if isinstance(function := named(self.reward), str):
             raise ValueError(f"reward={self.reward} is no function. Write file.py:function or module:function.")
-        return function
+        return function() if isinstance(function, type) else function
 
 
 def ddpo(argv: Sequence[str]) -> int:
