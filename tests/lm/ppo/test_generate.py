@@ -38,13 +38,14 @@ def test_generate_keeps_the_order_whatever_the_batching(batch_size):
 
 
 def test_batch_size_of_generate_is_rows_at_a_time():
-    trainer, sizes = tiny.ppo(), []
-    model = trainer.model.pretrained_model
-    inner = model.generate
+    trainer, rows = tiny.ppo(), []
     trainer.generate(tiny.rows(1, 2, 2), **SAMPLED)  # the first call also checks the sampler
-    model.generate = lambda **kwargs: sizes.append(len(kwargs["input_ids"])) or inner(**kwargs)
-    trainer.generate(tiny.rows(5, 1, 9), batch_size=2, **SAMPLED)
-    assert sizes == [2, 2, 1]
+    embeddings = trainer.model.pretrained_model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, ids, __: rows.append(len(ids[0])))
+    trainer.generate(tiny.rows(5, 3, 9), batch_size=2, **SAMPLED)
+    assert max(rows) == 2
+    trainer.generate(tiny.rows(5, 3, 9), **SAMPLED)
+    assert max(rows) == 5
 
 
 def test_responses_end_with_their_end_token_and_hold_no_padding():

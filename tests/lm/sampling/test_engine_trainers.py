@@ -121,9 +121,7 @@ def test_grpo_and_ppo_sample_ahead_on_a_server(folder: str, servers: list[Server
 
 def test_best_of_n_keeps_the_best_of_the_engines_samples(folder: str, backend: dict[str, Any]):
     settings = SamplingSettings(6, temperature=1.5)
-    rollout = make_backend(
-        backend["rollout_backend"], settings, tiny.tokenizer(), backend["rollout_backend_kwargs"], batch_size=4
-    )
+    rollout = make_backend(backend["rollout_backend"], settings, tiny.tokenizer(), backend["rollout_backend_kwargs"])
     seen: list[str] = []
 
     def score(texts: list[str]) -> list[float]:

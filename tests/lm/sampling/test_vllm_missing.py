@@ -18,7 +18,7 @@ from trimtab_lm.sampling.vllm_client import VLLMServerError
 
 
 def backend(name: str, **options: Any) -> Any:
-    return make_backend(name, SamplingSettings(), tiny.tokenizer(), options, batch_size=4)
+    return make_backend(name, SamplingSettings(), tiny.tokenizer(), options)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

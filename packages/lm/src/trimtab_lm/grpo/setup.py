@@ -10,23 +10,11 @@ from trimtab_lm.hf.types import Batch
 from trimtab_lm.models.interface import Model, decoder_start_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Tokenizers
-from trimtab_lm.sampling.backends import make_backend as backend_of
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 
 from .batches import micro_batch
 from .config import GRPOConfig
-
-
-def make_backend(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutBackend:
-    """The sampler that the config names, which samples the completions of a micro-batch at a time."""
-    return backend_of(
-        config.rollout_backend,
-        config.sampling(),
-        tokenizer,
-        config.rollout_backend_kwargs,
-        batch_size=config.per_device_train_batch_size * config.num_generations,
-    )
 
 
 def rewards_of(

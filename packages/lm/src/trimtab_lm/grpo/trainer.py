@@ -1,6 +1,7 @@
 """GRPO on transformers.Trainer."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, Tokenizers
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request
+from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.mismatch import Surprise, corrected
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
@@ -41,7 +43,7 @@ from .loss import LOG_RATIOS, corrected_k3, policy_losses
 from .rollout import GroupSampler
 from .saving import Progress
 from .selfcheck import check_completions, check_start
-from .setup import layout_of, make_backend, reference_of, rewards_of
+from .setup import layout_of, reference_of, rewards_of
 from .statistics import SURPRISE, SampleTable, numbers_of, policy_stats, rollout_stats, steps_behind, vitals
 from .weights import Window, token_weights
 
@@ -100,7 +102,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         args = self.config
         watch_ranks(args.rank_failure_timeout, args.reward_timeout)
         self.pending = Pending()
-        self.backend = make_backend(args, self.tokenizer) if rollout is None else rollout
+        backend = partial(make_backend, args.rollout_backend, args.sampling(), self.tokenizer)
+        self.backend = backend(args.rollout_backend_kwargs) if rollout is None else rollout
         if args.asynchronous_rollouts:
             self.backend = AsynchronousRollout(self.backend, self.pending)
         rewards = rewards_of(reward_funcs, args, reward_processing_classes, self.backend)

@@ -28,6 +28,7 @@ from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
 from trimtab_lm.sampling.backends import make_backend
+from trimtab_lm.sampling.batches import AS_MANY_AS_FIT
 from trimtab_lm.sampling.generate import sampling_config
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
@@ -132,7 +133,7 @@ class PolicyServices(ForwardPasses):
         self,
         query_tensor: Tensor | list[Tensor],
         length_sampler: Callable[[], int] | None = None,
-        batch_size: int = 4,
+        batch_size: int = AS_MANY_AS_FIT,
         return_prompt: bool = True,
         generate_ref_response: bool = False,
         **generation_kwargs: Any,
@@ -144,7 +145,7 @@ class PolicyServices(ForwardPasses):
         Args:
             query_tensor: a query [T], or a list of queries.
             length_sampler: draws `max_new_tokens`, once per call.
-            batch_size: queries at a time; a rollout has a size of its own.
+            batch_size: queries at a time, as many as fit by default; a rollout has a size of its own.
             return_prompt: whether a response begins with its query (causal models).
             generate_ref_response: whether the reference responds as well.
             generation_kwargs: settings of transformers' GenerationConfig; see `Sampler`. A rollout has settings of its
@@ -218,13 +219,13 @@ class PolicyServices(ForwardPasses):
             at = {} if config.temperature is None else {"temperature": config.temperature}
             settings = SamplingSettings.of({**at, **generation_kwargs})
             if self.rollout is None or self.rollout.settings != settings:
-                kind, options, size = config.rollout_backend, config.rollout_backend_kwargs, config.batch_size
-                backend = make_backend(kind, settings, self.tokenizer, options, batch_size=size)
+                options = config.rollout_backend_kwargs
+                backend = make_backend(config.rollout_backend, settings, self.tokenizer, options)
                 self.rollout = self._ahead_if_asked(backend)
             return {}
         if self.rollout is not None:
             return dict(generation_kwargs)  # which `generate` refuses
-        options = {"batch_size": config.batch_size, "do_sample": True, **generation_kwargs}
+        options = {"do_sample": True, **generation_kwargs}
         return {name: value for name, value in options.items() if name != "return_prompt"}
 
     # ---------------------------------------------------------------- scores and statistics

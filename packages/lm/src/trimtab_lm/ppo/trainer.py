@@ -132,7 +132,7 @@ class PPOTrainer(PolicyServices):
                 `reward(queries, responses, **columns) -> scores`, with texts and the batch's other columns; sequence
                 classifiers, a module with the policy's tokenizer. None: `config.reward_model`, or nothing beside the
                 rewards of an `EnvironmentRollout`, which come turn by turn.
-            generation_kwargs: arguments of `generate`; by default the whole batch is sampled at once.
+            generation_kwargs: arguments of `generate`.
             steps: PPO steps in all; default: the config's.
             resume_from: a checkpoint's folder, or "latest" for the newest in `output_dir`, if there is one.
             on_step: called with the step's number, the logged statistics and the batch.

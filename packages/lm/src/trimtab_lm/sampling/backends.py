@@ -12,6 +12,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedT
 from trimtab_common.seeding import private_rng
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.sampling.batches import AS_MANY_AS_FIT
 from trimtab_lm.sampling.generate import distortions, ends_without_eos, eos_token_ids, learns_prompt, sample_groups
 from trimtab_lm.sampling.rollout import (
     Notes,
@@ -37,8 +38,6 @@ def make_backend(
     settings: SamplingSettings,
     tokenizer: PreTrainedTokenizerBase,
     options: Mapping[str, Any] | None = None,
-    *,
-    batch_size: int,
 ) -> RolloutBackend:
     """The sampler of a name.
 
@@ -47,7 +46,6 @@ def make_backend(
         settings: how completions are drawn.
         tokenizer: the policy's.
         options: further arguments of TransformersRollout, ContinuousBatchingRollout, VLLMRollout or VLLMServerRollout.
-        batch_size: completions that transformers' generate samples at a time, unless `options` say otherwise.
 
     Raises:
         TypeError: for an option that the sampler does not have.
@@ -62,7 +60,7 @@ def make_backend(
     known = list(inspect.signature(TransformersRollout).parameters)[2:]
     if unknown := sorted(set(options) - set(known)):
         raise TypeError(f"rollout_backend_kwargs sets {unknown}; transformers' generate takes {known} here.")
-    return TransformersRollout(settings, tokenizer, **{"batch_size": batch_size, **options})
+    return TransformersRollout(settings, tokenizer, **options)
 
 
 class TransformersRollout:
@@ -71,7 +69,7 @@ class TransformersRollout:
     Args:
         settings: how completions are drawn.
         tokenizer: the policy's.
-        batch_size: completions that are sampled at a time.
+        batch_size: completions that are sampled at a time; by default as many as fit, see `completions_at_a_time`.
         share_prompts: run a prompt through a causal model once for its whole group, where the cache can be repeated
             (attention in every layer; with linear attention or prompt learning each completion runs its prompt). An
             encoder always runs once per prompt.
@@ -82,7 +80,7 @@ class TransformersRollout:
         settings: SamplingSettings,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        batch_size: int,
+        batch_size: int = AS_MANY_AS_FIT,
         share_prompts: bool = True,
     ):
         self.settings, self.tokenizer, self.batch_size = settings, tokenizer, batch_size

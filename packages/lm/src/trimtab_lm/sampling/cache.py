@@ -54,6 +54,24 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
         return self.keys, self.values
 
+    def replace_rows(self, kept: Tensor, other: "RoomyLayer", *, count: int, width: int) -> None:
+        """Go on with some of the rows and with those of another layer, cut or padded on the left.
+
+        Args:
+            kept: numbers of the rows that go on.
+            other: a layer of `count` rows, or an empty one, whose rows then are padding.
+            count: new rows.
+            width: tokens of each row from now on.
+        """
+        old = self.states
+        new = other.states if other.is_initialized else [states.new_zeros(count, *states.shape[1:]) for states in old]
+        rows = len(kept) + count
+        self._rooms = [states.new_empty(rows, states.shape[1], width + ROOM, states.shape[-1]) for states in old]
+        for room, ours, theirs in zip(self._rooms, old, new, strict=True):
+            room[: len(kept), :, :width] = _widened(ours[kept], width)
+            room[len(kept) :, :, :width] = _widened(theirs, width)
+        self.keys, self.values = (room[..., :width, :] for room in self._rooms)
+
 
 def empty_cache(model: Model) -> DynamicCache | None:
     """A cache whose rows can be repeated and selected; None where a layer keeps a state that cannot.
@@ -74,17 +92,20 @@ def can_select(cache: DynamicCache) -> bool:
     return all(type(layer) in (RoomyLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
-def prompt_cache(model: Model, *, input_ids: Tensor, attention_mask: Tensor, repeats: int) -> DynamicCache | None:
+def prompt_cache(
+    model: Model, input_ids: Tensor, attention_mask: Tensor, *, repeats: int, reads_all: bool = False
+) -> DynamicCache | None:
     """Keys and values of all but the last token of left-padded prompts, each prompt's repeated for its completions.
 
     The last token is left to the first step of generation, which wants its logits. Prompts of like length run together,
-    with little padding. The cache is empty where the first step may as well read the whole prompts.
+    with little padding. The cache is empty where the first step may as well read the whole prompts, unless `reads_all`.
 
     Args:
         model: a transformers model, in eval mode.
         input_ids: [P, T], the longest prompt first.
         attention_mask: [P, T], 0 at padding.
         repeats: completions of each prompt.
+        reads_all: read the prompts in any case.
 
     Returns:
         The cache, of P * repeats rows; None where the model has none whose rows can be repeated.
@@ -96,7 +117,7 @@ def prompt_cache(model: Model, *, input_ids: Tensor, attention_mask: Tensor, rep
     lengths = attention_mask.sum(1).tolist()
     # A prompt of one token leaves nothing to read; it is a row of padding in the last run.
     starts = [0] if any(cache.is_sliding) else _starts_of_runs([length for length in lengths if length > 1])
-    if repeats == 1 and len(starts) == 1:
+    if repeats == 1 and len(starts) == 1 and not reads_all:
         return cache
     runs: list[list[RoomyLayer]] = []
     for start, end in pairwise([*starts, len(lengths)]):
@@ -131,5 +152,5 @@ def _starts_of_runs(lengths: Sequence[int]) -> list[int]:
 
 
 def _widened(states: Tensor, width: int) -> Tensor:
-    """Keys or values [P, H, T, D] with zeros on the left, [P, H, width, D]."""
+    """Keys or values [P, H, T, D], cut on the left or with zeros there, [P, H, width, D]."""
     return functional.pad(states, (0, 0, width - states.shape[-2], 0))

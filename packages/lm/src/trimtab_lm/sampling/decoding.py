@@ -1,6 +1,6 @@
 """A loop for transformers' `generate`: tokens are drawn at little cost, and rows that have ended leave the batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from .cache import can_select
+from .waiting import Rows, Waiting
 
 LARGE_VOCABULARY = 2048
 """The size from which a CPU draws a token faster from the cumulative distribution than by `torch.multinomial`."""
@@ -21,63 +22,85 @@ def decode(
     model: Any,
     input_ids: Tensor,
     logits_processor: Callable[[Tensor, Tensor], Tensor],
-    stopping_criteria: Callable[[Tensor, None], Tensor],
+    stopping_criteria: object,
     generation_config: GenerationConfig,
+    waiting: Waiting | None = None,
     **inputs: Any,
-) -> Tensor:
+) -> list[Tensor]:
     """The loop of transformers' `generate`, for its argument `custom_generate`; see `draw` for what differs.
 
     Args:
         model: the transformers model.
         input_ids: [B, T].
         logits_processor: from ids [b, t] and scores [b, V] to scores; works on each row by itself.
-        stopping_criteria: from ids [b, t] to whether each row has ended; works on each row by itself.
+        stopping_criteria: those that `generate` makes of `generation_config`, which says it all: a completion ends with
+            an end token or at the length limit.
         generation_config: asks for greedy search or for sampling.
+        waiting: prompts that take the places of completions that have ended; see `can_wait`.
         inputs: further arguments of `prepare_inputs_for_generation`.
 
     Returns:
-        Prompts and new tokens, [B, T + R]. What follows the end of a row means nothing.
+        The new tokens, [R] each, of the rows and then of the waiting prompts. What follows an end token means nothing.
     """
-    count, cache = len(input_ids), inputs.get("past_key_values")
+    (size, width), cache = input_ids.shape, inputs.get("past_key_values")
     selectable = cache if isinstance(cache, DynamicCache) and can_select(cache) else None
     held = 0 if cache is None else cache.get_seq_length()
-    unread = input_ids.shape[1] - held if held else None  # None: all
-    rows, ids, padding = torch.arange(count, device=input_ids.device), input_ids, generation_config.pad_token_id
-    goes_on, columns = torch.ones_like(rows, dtype=torch.bool), list[Tensor]()
+    unread = width - held if held else None  # None: all
+    ends, limit = _end_tokens(generation_config).to(input_ids.device), generation_config.max_length - width
+    rows, steps = Rows.of(input_ids), list[tuple[Tensor, Tensor]]()
+    goes_on = torch.ones_like(rows.numbers, dtype=torch.bool)
     with model._optimize_model_for_decode():
         while True:
-            step = {"next_sequence_length": unread, "is_first_iteration": not columns}
-            outputs = model(**model.prepare_inputs_for_generation(ids, **step, **inputs), return_dict=True)
+            step = {"next_sequence_length": unread, "is_first_iteration": not steps}
+            outputs = model(**model.prepare_inputs_for_generation(rows.ids, **step, **inputs), return_dict=True)
             is_encoder_decoder = model.config.is_encoder_decoder
             inputs = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=is_encoder_decoder)
             unread = 1
-            scores = logits_processor(ids, outputs.logits[:, -1].to(ids.device, torch.float32))
-            tokens = draw(scores.softmax(-1), rows, count) if generation_config.do_sample else scores.argmax(-1)
-            ids = torch.cat([ids, tokens[:, None]], dim=1)
-            columns.append(torch.full_like(input_ids[:, 0], padding).index_copy(0, rows, tokens))
-            goes_on &= ~stopping_criteria(ids, None)
+            scores = logits_processor(rows.ids, outputs.logits[:, -1].to(input_ids.device, torch.float32))
+            tokens = draw(scores.softmax(-1), rows.places, size) if generation_config.do_sample else scores.argmax(-1)
+            rows = rows._replace(ids=torch.cat([rows.ids, tokens[:, None]], dim=1))
+            steps.append((rows.numbers, tokens))
+            goes_on &= ~(torch.isin(tokens, ends) | (len(steps) - rows.begun >= limit))
             left = int(goes_on.sum())
-            if left == 0:
-                return torch.cat([input_ids, torch.stack(columns, dim=1)], dim=1)
-            if selectable is not None and left <= LEAVE * len(rows):
-                chosen = goes_on.nonzero()[:, 0]
-                rows, ids, goes_on = rows[chosen], ids[chosen], goes_on[chosen]
-                selectable.batch_select_indices(chosen)
-                inputs |= {name: inputs[name][chosen] for name in ROWS if inputs.get(name) is not None}
+            if left == 0 and not waiting:
+                return _completions(steps, limit)
+            if selectable is None or left > LEAVE * len(goes_on):
+                continue
+            kept = goes_on.nonzero()[:, 0]
+            if waiting and left + waiting.repeats <= size:
+                options = {"kept": kept, "size": size, "step": len(steps), "padding": generation_config.pad_token_id}
+                rows, inputs = rows.seat(model, inputs, waiting, **options)
+            else:
+                rows = rows.select(kept)
+                selectable.batch_select_indices(kept)
+                inputs |= {name: inputs[name][kept] for name in ROWS if inputs.get(name) is not None}
+            goes_on = torch.ones_like(rows.numbers, dtype=torch.bool)
 
 
-def draw(probs: Tensor, rows: Tensor, count: int) -> Tensor:
+def _end_tokens(config: GenerationConfig) -> Tensor:
+    ids = config.eos_token_id
+    return torch.tensor([] if ids is None else ids, dtype=torch.long).flatten()
+
+
+def _completions(steps: Sequence[tuple[Tensor, Tensor]], limit: int) -> list[Tensor]:
+    """The tokens of each completion, out of the numbers of the completions [b] and the tokens [b] of each step."""
+    numbers, tokens = (torch.cat(columns) for columns in zip(*steps, strict=True))
+    order = numbers.argsort(stable=True)
+    return [row[: max(limit, 1)] for row in tokens[order].split(numbers.bincount().tolist())]
+
+
+def draw(probs: Tensor, places: Tensor, size: int) -> Tensor:
     """One token of each row that is left in a batch.
 
-    Every row of the batch takes its random numbers, also one that has left it: what a row draws does not depend on the
-    ends of the others, and is what transformers' `generate` draws, except for large vocabularies on a CPU. There
+    Every place of the batch takes its random numbers, also a free one: what a row draws does not depend on the ends of
+    the others, and is what transformers' `generate` draws, except for large vocabularies on a CPU. There
     `torch.multinomial` draws an exponential number for each entry of the vocabulary, which takes longer than the model;
     a uniform number for each row is enough (inverse transform sampling).
 
     Args:
         probs: [b, V], the distributions.
-        rows: [b], the numbers of the rows in the batch.
-        count: rows of the batch.
+        places: [b], those of the rows in the batch.
+        size: places of the batch.
 
     Returns:
         Token ids, [b].
@@ -86,9 +109,8 @@ def draw(probs: Tensor, rows: Tensor, count: int) -> Tensor:
         RuntimeError: probabilities are not finite.
     """
     if probs.device.type != "cpu" or probs.shape[1] < LARGE_VOCABULARY:
-        if len(rows) < count:
-            probs = probs.new_ones(count, probs.shape[1]).index_copy(0, rows, probs)
-        return torch.multinomial(probs, 1)[rows, 0]
+        everywhere = probs.new_ones(size, probs.shape[1]).index_copy(0, places, probs)
+        return torch.multinomial(everywhere, 1)[places, 0]
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     if not bool(cumulative[:, -1].isfinite().all()):
         raise RuntimeError(
@@ -96,5 +118,5 @@ def draw(probs: Tensor, rows: Tensor, count: int) -> Tensor:
             "are not finite: the learning rate may be too high, or float16 may lack loss scaling."
         )
     # In (0, 1], so that no token of probability 0 is drawn.
-    uniform = 1 - torch.rand(count, 1, dtype=torch.float64)[rows]
+    uniform = 1 - torch.rand(size, 1, dtype=torch.float64)[places]
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]

@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,8 +16,10 @@ from trimtab_common.tracking import progress
 from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.tokens.positions import Positions
 
+from .batches import AS_MANY_AS_FIT, Automatic, batches_of, completions_at_a_time, new_tokens
 from .cache import prompt_cache
 from .decoding import decode
+from .waiting import Waiting, can_wait
 
 PLAIN_SAMPLING = {
     "temperature": 1.0,
@@ -183,7 +185,7 @@ def generate(
     config: GenerationConfig,
     *,
     eos_ids: Sequence[int],
-    batch_size: int,
+    batch_size: int = AS_MANY_AS_FIT,
     return_prompt: bool,
     **kwargs: Any,
 ) -> list[Tensor]:
@@ -194,7 +196,7 @@ def generate(
         queries: rows of token ids, [T] each.
         config: complete, from `sampling_config`.
         eos_ids: tokens that end a response.
-        batch_size: queries at a time.
+        batch_size: queries at a time; by default as many as fit.
         return_prompt: whether a response begins with its query; means nothing to an encoder-decoder model.
         kwargs: further arguments of the model's `generate`.
     """
@@ -212,7 +214,7 @@ def sample_groups(
     config: GenerationConfig,
     *,
     eos_ids: Sequence[int],
-    batch_size: int,
+    batch_size: int = AS_MANY_AS_FIT,
     num_generations: int = 1,
     share_prompts: bool = True,
     **kwargs: object,
@@ -222,8 +224,9 @@ def sample_groups(
     Collective if the model is sharded: every process calls it as often, with any number of prompts, also none.
 
     Prompts are taken in batches of like length and padded on the left; transformers derives the position ids from the
-    mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The decoder
-    start token of an encoder-decoder model is not part of a completion.
+    mask. Where the cache holds all tokens of each row, there is one batch: a completion that ends gives its place to
+    the next prompt. A completion ends with its end token, where it has one; an end token inside a prompt is harmless.
+    The decoder start token of an encoder-decoder model is not part of a completion.
 
     transformers' `generate` prepares everything and `decode` is its loop, except where a setting or an argument is
     asked for that `decode` does not know, such as `stop_strings` or any `cache_implementation`: then the loop is that
@@ -234,7 +237,7 @@ def sample_groups(
         prompts: rows of token ids, [T] each.
         config: complete, from `sampling_config`.
         eos_ids: tokens that end a completion.
-        batch_size: completions at a time.
+        batch_size: completions at a time; by default as many as fit, see `completions_at_a_time`.
         num_generations: completions of each prompt.
         share_prompts: run a prompt once for its whole group, where the cache can be repeated.
         kwargs: further arguments of the model's `generate`.
@@ -242,17 +245,22 @@ def sample_groups(
     Raises:
         ValueError: the longest prompt and its completion have no room in the model's positions.
     """
-    _check_room(model, max(map(len, prompts), default=0), config)
+    longest = max(map(len, prompts), default=0)
+    _check_room(model, longest, config)
     # Only a criterion of its own ends a completion without an end token; else a pad token at the end was sampled.
     padding = config.pad_token_id if ends_without_eos(config, kwargs) else None
     completions: list[list[Tensor]] = [[] for _ in prompts]
+    if isinstance(batch_size, Automatic):
+        batch_size = completions_at_a_time(model, longest + new_tokens(model, longest, config))
     is_split = learns_prompt(model)
-    batches = _batches(prompts, batch_size, num_generations, is_split=is_split)
+    waits = not is_split and _is_known(model, config, kwargs) and can_wait(model, config)
+    batches = batches_of(prompts, batch_size, num_generations, is_split=is_split, waits=waits)
     with whole_weights(model):  # once, and not for each token
         for chosen, repeats in progress(batches, "generating"):
             shared = repeats if share_prompts and config.do_sample else 1
             read = [i for i in chosen for _ in range(repeats // shared)]
-            rows = _sample(model, [prompts[i] for i in read], config, repeats=shared, **kwargs)
+            places = batch_size // shared
+            rows = _sample(model, [prompts[i] for i in read], config, places=places, repeats=shared, **kwargs)
             for number, row in enumerate(rows):
                 prompt = read[number // shared]
                 completions[prompt].append(cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device))
@@ -260,12 +268,8 @@ def sample_groups(
 
 
 def _check_room(model: Model, longest: int, config: GenerationConfig) -> None:
-    is_encoder_decoder = model.config.is_encoder_decoder
-    length = config.max_length or longest  # of prompt and completion together, or of an encoder-decoder's completion
-    new = config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
-    Positions.of(model).check_sample(
-        longest, new, is_encoder_decoder=is_encoder_decoder, remedy="Lower max_new_tokens, or shorten the queries."
-    )
+    new, remedy = new_tokens(model, longest, config), "Lower max_new_tokens, or shorten the queries."
+    Positions.of(model).check_sample(longest, new, is_encoder_decoder=model.config.is_encoder_decoder, remedy=remedy)
 
 
 def ends_without_eos(config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
@@ -276,25 +280,6 @@ def ends_without_eos(config: GenerationConfig, kwargs: Mapping[str, object]) -> 
 def learns_prompt(model: object) -> bool:
     """Whether a PEFT method puts virtual tokens before the text."""
     return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-
-
-def _batches(
-    prompts: Sequence[Tensor], batch_size: int, num_generations: int, *, is_split: bool
-) -> list[tuple[list[int], int]]:
-    """Prompts of like length, and how many completions of each to sample, `batch_size` in all at most.
-
-    With is_split prompts of one batch have one length: PEFT puts a learned prompt before the padding, which would then
-    stand inside the text.
-    """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
-    runs = [list(run) for _, run in groupby(order, key=lambda i: len(prompts[i]) if is_split else 0)]
-    size, repeats = max(batch_size // num_generations, 1), min(num_generations, batch_size)
-    return [
-        (chosen, min(repeats, num_generations - done))
-        for alike in runs
-        for chosen in (alike[start : start + size] for start in range(0, len(alike), size))
-        for done in range(0, num_generations, repeats)
-    ]
 
 
 KNOWN = {
@@ -314,22 +299,26 @@ def _is_known(model: Model, config: GenerationConfig, kwargs: Mapping[str, objec
 
 
 def _sample(
-    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, repeats: int, **kwargs: object
-) -> Tensor:
-    """[P * repeats, R], the new tokens of one batch; the longest prompt comes first."""
+    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, places: int, repeats: int, **kwargs: object
+) -> Sequence[Tensor]:
+    """P * repeats rows of new tokens; the longest prompt comes first. Those after `places` prompts wait."""
     config = copy.deepcopy(config)
     config.num_return_sequences = repeats
     device = model.get_input_embeddings().weight.device
     input_ids, mask = pad(prompts, config.pad_token_id, side="left")
-    inputs = {"input_ids": input_ids.to(device), "attention_mask": mask.to(device)}
+    columns = {"input_ids": input_ids.to(device), "attention_mask": mask.to(device)}
+    inputs = {name: column[:places] for name, column in columns.items()}
+    later = {name: column[places:] for name, column in columns.items()}
     is_known = _is_known(model, config, kwargs)
     takes_cache = config.use_cache is not False and config.cache_implementation is None and not learns_prompt(model)
     if takes_cache and (is_known or repeats > 1):
-        cache = prompt_cache(model, **inputs, repeats=repeats)
+        cache = prompt_cache(model, inputs["input_ids"], inputs["attention_mask"], repeats=repeats)
         if cache is not None:
             kwargs["past_key_values"] = cache
     if is_known:
-        kwargs["custom_generate"] = decode
+        kwargs["custom_generate"] = partial(decode, waiting=Waiting(**later, repeats=repeats))
     # The weights are whole, so that no process needs to go on until the others have ended.
     output = model.generate(**inputs, generation_config=config, synced_gpus=False, **kwargs)
+    if is_known:
+        return cast(list[Tensor], output)
     return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]
