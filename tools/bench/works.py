@@ -63,7 +63,9 @@ CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
 # Continuous batching takes no min_new_tokens. One token in 32,000 is EOS, which ends a completion early.
 MAY_END = {"generation_kwargs": None}
 ONE_STEP = {"train_timestep_fraction": 0.1}  # of the ten of a sample
-AT_ONCE = {"call": {"batch_size": 32}}
+AT_ONCE, FOUR = {"call": {"batch_size": 32}}, {"call": {"batch_size": 4}}
+# One token in sixteen ends a response.
+ENDS = {"batch_size": 8, "min_new_tokens": 0, "eos_token_id": list(range(2, 2002))}
 GENERATE, STEP, BOTH = ({"phase": phase} for phase in ("generate", "step", "both"))
 
 WORKS = [
@@ -137,6 +139,15 @@ ABLATIONS = [
         settings=GENERATE,
         equal=SAMPLED,
     ),
-    Work("ppo: generate at once", "ppo", Side(OURS), Side(OURS, AT_ONCE), settings=GENERATE, equal=SAMPLED),
+    Work("ppo: generate at once", "ppo", Side(OURS, FOUR), settings=GENERATE, equal=SAMPLED),
+    # A least number of tokens makes batches, each of which samples to its last row.
+    Work(
+        "ppo: places taken over",
+        "ppo",
+        Side(OURS, {"call": {**ENDS, "min_new_tokens": 1}}),
+        Side(OURS, {"call": ENDS}),
+        settings=GENERATE,
+        equal={"sampled": 0.5},
+    ),
     Work("ddpo: channels last", "ddpo", Side(OURS), Side(OURS, {"train_channels_last": True}), equal=EPOCH),
 ]

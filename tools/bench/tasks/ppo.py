@@ -20,11 +20,12 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
     trainer = trainer_of(package, size, settings, folder, clock)
     tokens = dict.fromkeys(("min_new_tokens", "max_new_tokens"), size.ppo_new_tokens)
     sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0, **tokens, **call}
-    queries, answers = texts(size)
+    (queries, answers), sampled = texts(size), list[Rows]()
 
     def generate() -> Rows:
         responses: Rows = trainer.generate(queries, return_prompt=False, **sampling)
         facts["sampled"] = float(sum(map(len, responses)))
+        sampled.append(responses)
         return responses
 
     def learn(responses: Rows) -> None:
@@ -37,7 +38,8 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
     timed = {"generate": generate, "step": lambda: learn(answers), "both": lambda: learn(generate())}[phase]
     steps = size.steps if phase == "generate" else size.ppo_steps
     clock.time(timed, steps)
-    return clock.measurement(size, needed(size, phase, steps, queries, answers), {**clock.read, **facts})
+    timed_answers = [answers] * steps if phase == "step" else sampled[1:]  # the first step is not timed
+    return clock.measurement(size, needed(size, phase, queries, timed_answers), {**clock.read, **facts})
 
 
 def trainer_of(package: str, size: Size, settings: dict[str, Any], folder: str, clock: Clock) -> Any:
@@ -62,10 +64,17 @@ def texts(size: Size) -> tuple[Rows, Rows]:
     return [row[: max(2 * len(row) // 3, 1)] for row in rows], [row[2 * len(row) // 3 :] for row in rows]
 
 
-def needed(size: Size, phase: str, steps: int, queries: Rows, answers: Rows) -> Load:
-    """One pass to sample; one of the policy and one of the reference to score; and three for each epoch."""
-    lengths = [len(row) if phase == "step" else size.ppo_new_tokens for row in answers]
-    read = total(Tokens.of(len(query), [length], scored=length) for query, length in zip(queries, lengths, strict=True))
+def needed(size: Size, phase: str, queries: Rows, answers: list[Rows]) -> Load:
+    """One pass to sample; one of the policy and one of the reference to score; and three for each epoch.
+
+    Args:
+        size: of the work.
+        phase: what is measured.
+        queries: of each step.
+        answers: of the timed steps.
+    """
+    pairs = [(query, len(row)) for rows in answers for query, row in zip(queries, rows, strict=True)]
+    read = total(Tokens.of(len(query), [length], scored=length) for query, length in pairs)
     passes = (phase != "step") + (phase != "generate") * (2 + 3 * size.ppo_epochs)
-    units = read.read if phase == "step" else sum(lengths)
-    return Load(steps * units, "tokens", steps * passes * read.forward_flops(size))
+    units = read.read if phase == "step" else sum(length for _, length in pairs)
+    return Load(units, "tokens", passes * read.forward_flops(size))
