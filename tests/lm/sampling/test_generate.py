@@ -5,7 +5,7 @@ from tests.lm import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trimtab_lm.sampling.generate import cut_at_eos, pad, response_texts
+from trimtab_lm.sampling.generate import cut_at_eos, pad, response_texts, sampling_config
 
 EOS, PAD = 1, 0
 
@@ -70,3 +70,14 @@ def test_texts_of_an_ordinary_tokenizer_are_those_of_the_responses():
     for query, response, text in zip(queries, responses, texts, strict=True):
         start = tokenizer.decode(query, skip_special_tokens=True)
         assert start + text == tokenizer.decode(torch.cat([query, response]), skip_special_tokens=True)
+
+
+def test_of_two_least_lengths_generate_gets_the_one_that_it_follows():
+    def least(**settings: int) -> tuple[int | None, int | None]:
+        config, _ = sampling_config(tiny.llama(), pad_token_id=PAD, max_new_tokens=6, **settings)
+        return config.min_new_tokens, config.min_length
+
+    assert least() == (None, 0)
+    assert least(min_new_tokens=3) == (3, None)
+    assert least(min_new_tokens=0, min_length=-1) == (None, 0)
+    assert least(min_length=4) == (None, 4)

@@ -76,6 +76,11 @@ def sampling_config(model: Any, *, pad_token_id: int, **kwargs: Any) -> tuple[Ge
         # transformers complains of settings of sampling where there is none.
         if name not in kwargs and (config.do_sample or name not in SAMPLING_ALONE):
             setattr(config, name, neutral)
+    # `generate` follows min_new_tokens where there is one, and would warn of the other.
+    if config.min_new_tokens:
+        config.min_length = None
+    else:
+        config.min_new_tokens = None
     if config.num_beams != 1 or config.num_return_sequences not in (None, 1):
         raise ValueError(
             f"num_beams={config.num_beams} and num_return_sequences={config.num_return_sequences}: one sampled "
