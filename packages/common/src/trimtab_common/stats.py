@@ -33,6 +33,11 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
+def total_over_ranks(x: float, device: torch.device) -> float:
+    """The sum of a number over all processes, without a word to the device where there is one. Collective."""
+    return x if world_size() == 1 else float(sum_over_ranks(torch.tensor(x, dtype=torch.float32, device=device)))
+
+
 def gather_over_ranks(value: T) -> list[T]:
     """The `value` of every process, in the order of ranks, on each of them. Collective; values must pickle."""
     gathered = [value] * world_size()

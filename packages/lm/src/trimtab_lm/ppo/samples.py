@@ -50,6 +50,7 @@ class Samples:
         response_masks: for each response, 1 where a token counts; None: all tokens count.
         model_inputs: inputs [B, T] that are padded on either side, for models to read instead of a layout of ours.
         response_rewards: for each response, what an environment gave at each token; None: nothing.
+        part_of: the samples of which these are rows, and the numbers of the rows; None: they are no rows of others.
     """
 
     queries: list[Tensor]
@@ -57,6 +58,18 @@ class Samples:
     response_masks: list[Tensor] | None = None
     model_inputs: dict[str, Tensor] | None = None
     response_rewards: list[Tensor] | None = None
+    part_of: tuple["Samples", list[int]] | None = None
+
+    @cached_property
+    def ids(self) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        """Queries, responses, and 1 or 0 for each response token, as lists: read from the device once for all rows."""
+        if self.part_of is not None:
+            whole, rows = self.part_of
+            queries, responses, counts = ([column[i] for i in rows] for column in whole.ids)
+            return queries, responses, counts
+        responses = _ids(self.responses)
+        counts = [[1] * len(row) for row in responses] if self.response_masks is None else _ids(self.response_masks)
+        return _ids(self.queries), responses, counts
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -67,8 +80,10 @@ class Samples:
     @cached_property
     def mask(self) -> Tensor:
         """[B, R], 1 where a response token counts."""
-        masks = self.response_masks or [torch.ones_like(response) for response in self.responses]
-        return pad([mask.long() for mask in masks], 0)[0]
+        counts = self.ids[2]
+        width = max(map(len, counts))
+        padded = [row + [0] * (width - len(row)) for row in counts]
+        return torch.tensor(padded, dtype=torch.long).to(self.responses[0].device)
 
     @cached_property
     def rewards(self) -> Tensor:
@@ -82,7 +97,7 @@ class Samples:
         if self.model_inputs is not None:
             return [[i] for i in range(len(self.queries))]
         rows: dict[tuple[int, ...], list[int]] = {}
-        for i, ids in enumerate(_ids(self.queries)):
+        for i, ids in enumerate(self.ids[0]):
             rows.setdefault(tuple(ids), []).append(i)
         return list(rows.values())
 
@@ -94,8 +109,7 @@ class Samples:
     @cached_property
     def groups(self) -> list[TokenGroup]:
         """Each query once, with the responses to it, in `order`."""
-        queries, responses = _ids(self.queries), _ids(self.responses)
-        counts = [[1] * len(ids) for ids in responses] if self.response_masks is None else _ids(self.response_masks)
+        queries, responses, counts = self.ids
         return [
             TokenGroup(queries[rows[0]], [responses[i] for i in rows], [counts[i] for i in rows])
             for rows in self.rows_of_query
@@ -127,11 +141,16 @@ class Samples:
         targets = pad(self.responses, 0)[0][self.mask.bool()]
         return {"source": counts.flatten().nonzero()[:, 0], "targets": targets.to(read.device)}
 
+    @cached_property
+    def places(self) -> Tensor:
+        """[N], the places in the flattened [B * R] of the tokens that count, in `order`."""
+        counts, width = self.ids[2], self.mask.shape[1]
+        places = [i * width + j for i in self.order for j, is_counted in enumerate(counts[i]) if is_counted]
+        return torch.tensor(places, dtype=torch.long).to(self.mask.device)
+
     def spread(self, flat: Tensor) -> Tensor:
         """Numbers [N, ...] of the tokens that count, in `order`, at their places in [B, R, ...]; 0 elsewhere."""
-        places = torch.arange(self.mask.numel(), device=self.mask.device).view_as(self.mask)
-        places = places[self.order][self.mask[self.order].bool()].to(flat.device)
-        spread = flat.new_zeros(self.mask.numel(), *flat.shape[1:]).index_copy(0, places, flat)
+        spread = flat.new_zeros(self.mask.numel(), *flat.shape[1:]).index_copy(0, self.places.to(flat.device), flat)
         return spread.view(*self.mask.shape, *flat.shape[1:])
 
     def without_start(self, start: int) -> "Samples":
@@ -143,6 +162,7 @@ class Samples:
             responses=[row[lead:] for row, lead in zip(self.responses, leads, strict=True)],
             response_masks=masks and [mask[lead:] for mask, lead in zip(masks, leads, strict=True)],
             response_rewards=rewards and [row[lead:] for row, lead in zip(rewards, leads, strict=True)],
+            part_of=None,
         )
 
     def rows(self, index: Tensor) -> "Samples":
@@ -156,6 +176,7 @@ class Samples:
             response_masks=None if masks is None else [masks[i] for i in chosen],
             response_rewards=None if rewards is None else [rewards[i] for i in chosen],
             model_inputs=inputs and {name: value[index.to(value.device)] for name, value in inputs.items()},
+            part_of=(self, chosen),
         )
 
 

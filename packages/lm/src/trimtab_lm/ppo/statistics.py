@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -100,17 +101,31 @@ class Rollout:
         advantages = self.advantages.masked_scatter(mask, advantages)
         return replace(self, advantages=advantages, old_logprobs=old_logprobs, mismatch=mismatch)
 
-    def rows(self, index: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    @cached_property
+    def counts(self) -> Tensor:
+        """[B], the tokens of each response that count, on the CPU."""
+        return self.mask.sum(1).cpu()
+
+    def rows(self, index: Tensor, mask: Tensor, *, is_same_layout: bool) -> dict[str, Tensor]:
         """What a minibatch learns from, [b, W]: columns of the chosen rows, in the places of the same tokens in `mask`.
+
+        Args:
+            index: [b], numbers of the rows.
+            mask: [b, W], 1 where a token counts.
+            is_same_layout: tokens are in the columns of the rollout's mask, as those of the built-in forward pass are.
 
         Raises:
             ValueError: `mask` [b, W] counts other tokens than the rollout's mask does.
         """
-        old_mask = self.mask[index]
-        check_same_tokens(mask, old_mask)
         columns = {"old_logprobs": self.old_logprobs, "values": self.values}
         columns |= {"advantages": self.advantages, "returns": self.returns}
-        return {name: carry(column[index], old_mask, mask) for name, column in columns.items()}
+        index = index.to(self.mask.device)
+        chosen = {name: column[index] for name, column in columns.items()}
+        if is_same_layout:
+            return {name: column[:, : mask.shape[1]] for name, column in chosen.items()}
+        old_mask = self.mask[index]
+        check_same_tokens(mask, old_mask)
+        return {name: carry(column, old_mask, mask) for name, column in chosen.items()}
 
     def step_data(self) -> dict[str, Any]:
         """The columns under the names that `PPOTrainer.record_step_stats` takes."""

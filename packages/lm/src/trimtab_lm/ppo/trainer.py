@@ -18,7 +18,7 @@ from trimtab_common.kl import SAMPLED_KL, full
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.ranks import begin, phase
 from trimtab_common.sealing import save_or_warn
-from trimtab_common.stats import Mean, RunningMoments, sum_over_ranks
+from trimtab_common.stats import Mean, RunningMoments, total_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
@@ -295,14 +295,14 @@ class PPOTrainer(PolicyServices):
         """One optimizer step over `rows`, whose statistics go to `recorded`; whether the policy has moved too far."""
         divergence, needs_logits = Mean(0.0, 0.0), self._replaces("loss", "train_minibatch")
         is_replaced = self._replaces("train_minibatch")  # it may call model.train(), and take the step by itself
-        tokens = float(sum_over_ranks(rollout.mask[rows].sum())) / self.accelerator.num_processes
+        tokens = total_over_ranks(float(rollout.counts[rows].sum()), self.accelerator.device)
         parts = rows[rollout.samples.lengths[rows].argsort(stable=True)].split(self.config.mini_batch_size)
         for number, part in enumerate(parts, start=1):
             # The gradient is that of all tokens of the step at once, averaged over processes.
-            share = float(rollout.mask[part].sum()) / tokens
+            share = float(rollout.counts[part].sum()) * self.accelerator.num_processes / tokens
             with self.update.minibatch(share=share, is_last=number == len(parts)):
                 new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
-                old = rollout.rows(part, new.mask)
+                old = rollout.rows(part, new.mask, is_same_layout=not self._replaces("batched_forward_pass"))
                 if self.steps_done == 0 and not recorded and not self.config.clips_to_sampler:
                     check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
                 if is_replaced:

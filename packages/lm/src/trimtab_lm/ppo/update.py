@@ -1,5 +1,6 @@
 """One optimizer step over several minibatches: how each of them weighs, and whether the step is taken."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.run import WeighingAccelerator
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import Mean, sum_over_ranks
+from trimtab_common.stats import Mean, sum_over_ranks, total_over_ranks
 
 from .config import PPOConfig
 
@@ -77,7 +78,11 @@ class Update:
         Raises:
             TrainingDivergedError: the loss or the gradient is not finite; the weights are untouched.
         """
-        ratio, config, accelerator = moves["ratio"].value, self.config, self.accelerator
+        config, accelerator = self.config, self.accelerator
+        read = moves["ratio"].total, moves["ratio"].weight, loss.detach()
+        # In one piece, because each reading waits for the device.
+        total, weight, loss_value = torch.stack([_number(x, loss.device) for x in read]).tolist()
+        ratio = total / weight if weight else math.nan
         is_skipped = ratio > config.ratio_threshold
         if is_skipped:
             warnings.warn(
@@ -86,17 +91,17 @@ class Update:
                 stacklevel=3,
             )
             loss = 0.0 * torch.stack([output.sum() for output in outputs]).sum()
-        elif not torch.isfinite(loss):
+        elif not math.isfinite(loss_value):
             self.drop()
             raise TrainingDivergedError(
-                f"The loss of step {step} is {loss.item()}. No update was made. Lower learning_rate "
+                f"The loss of step {step} is {loss_value}. No update was made. Lower learning_rate "
                 f"({config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
             )
         self.divergence += moves["approxkl"]
         self.kept += not is_skipped
         stats = {"policy/skipped": Mean(float(is_skipped), 1.0)}
         if accelerator.sync_gradients:
-            kept = float(sum_over_ranks(torch.tensor(float(self.kept), device=accelerator.device)))
+            kept = total_over_ranks(float(self.kept), accelerator.device)
             is_stopped = self.has_moved_too_far(self.divergence)
             stats["policy/early_stopped"] = Mean(float(is_stopped), 1.0)
             if is_stopped or not kept:  # before the last gradient: with that DeepSpeed takes the step
@@ -133,6 +138,11 @@ class Update:
         """Whether `early_stopping` ends the updates, by the divergence in all processes. Collective."""
         if not self.config.early_stopping:
             return False
-        counts = torch.tensor([float(divergence.total), float(divergence.weight)])
-        total, weight = sum_over_ranks(counts.to(self.accelerator.device)).tolist()
+        device = self.accelerator.device
+        parts = [_number(part, device) for part in (divergence.total, divergence.weight)]
+        total, weight = sum_over_ranks(torch.stack(parts)).tolist()
         return total / weight > 1.5 * self.config.target_kl
+
+
+def _number(x: Tensor | float, device: torch.device) -> Tensor:
+    return torch.as_tensor(x, dtype=torch.float32, device=device)
