@@ -1,6 +1,5 @@
 """PPO on continuations of sentences, which several experiments share."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -15,15 +14,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued, kl_of_samples
-from experiments.runs import Run, append, close_folder, open_folder, read_history, show, write_per_prompt
+from experiments.runs import append, close_folder, open_folder, read_history, show, write_per_prompt
+from experiments.samples import write_samples
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 from trimtab_lm.sampling.generate import eos_token_ids
 
 REWARD, KL = "ppo/mean_scores", "objective/kl"
 EVAL_REWARD, EVAL_KL = "eval_reward", "eval_kl"
-SAMPLES = "samples.json"  # in a run's folder: heading -> cells, of the columns query, before, after and reward
-WORST = 3  # samples with the lowest rewards that are always shown
 Reward = Callable[[Sequence[str]], list[float]]
 
 
@@ -150,7 +148,10 @@ def train(
         show("after training", evaluation.prompts[: run.samples], answers[: run.samples])
         rewards = {"reward_before": reward(first_answers), "reward": reward(answers)}
         write_per_prompt(folder, rewards)
-        samples = write_samples(folder, evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
+        texts = ([" ".join(text.split()) for text in group] for group in (first_answers, answers))
+        cells = evaluation.prompts, *texts, rewards["reward"]
+        columns = dict(zip(("query", "before", "after", "reward"), cells, strict=True))
+        samples = write_samples(folder, columns, rewards=rewards["reward"], count=run.samples)
         # Not before training: a run that is resumed takes up its tracker's run there.
         rows = zip(*samples.values(), strict=True)
         trainer.tracker.table("samples", list(samples), rows, trainer.steps_done)
@@ -158,50 +159,6 @@ def train(
         trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
         close_folder(folder, summary)
     return folder
-
-
-def sample_table(
-    prompts: Sequence[str], before: Sequence[str], after: Sequence[str], rewards: Sequence[float], count: int
-) -> dict[str, list[Any]]:
-    """Answers as columns query, before, after and reward: the first `count` prompts, and the WORST worst rewarded."""
-    chosen = first_and_worst(rewards, count)
-    return {
-        "query": [prompts[i] for i in chosen],
-        "before": [" ".join(before[i].split()) for i in chosen],
-        "after": [" ".join(after[i].split()) for i in chosen],
-        "reward": [rewards[i] for i in chosen],
-    }
-
-
-def write_samples(
-    folder: Path,
-    prompts: Sequence[str],
-    before: Sequence[str],
-    after: Sequence[str],
-    rewards: Sequence[float],
-    count: int,
-) -> dict[str, list[Any]]:
-    """Writes samples.json, which `samples_of` reads, and returns its `sample_table`."""
-    samples = sample_table(prompts, before, after, rewards, count)
-    (folder / SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
-    return samples
-
-
-def first_and_worst(rewards: Sequence[float], count: int) -> list[int]:
-    """The indices of the first `count` rewards and of the WORST lowest, each once: what a table of samples shows."""
-    worst = sorted(range(len(rewards)), key=rewards.__getitem__)[:WORST]
-    return list(dict.fromkeys([*range(min(count, len(rewards))), *worst]))
-
-
-def samples_of(runs: Mapping[str, Run]) -> dict[str, list[Any]]:
-    """A table of the samples of one run for each label: its first prompts, and those that it was rewarded least for."""
-    columns: dict[str, list[Any]] = {"run": []}
-    for label, run in runs.items():
-        samples = json.loads((run.folder / SAMPLES).read_text(encoding="utf-8"))
-        columns["run"] += [label] * len(samples["query"])
-        for heading, cells in samples.items():
-            columns.setdefault(heading, []).extend(cells)
-    return columns
 
 
 def held_kl(history: Sequence[Mapping[str, float]]) -> float:

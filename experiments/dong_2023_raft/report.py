@@ -10,7 +10,8 @@ from experiments.dong_2023_raft.measures import DISTINCT, NATS
 from experiments.figures import Curve, curves
 from experiments.reports import Report, main
 from experiments.runs import Run, by, of_seeds
-from experiments.sentiment_ppo import REWARD, samples_of
+from experiments.samples import samples_of
+from experiments.sentiment_ppo import REWARD
 
 TITLE = "Fine-tuning on the best of K samples, round after round"
 CLAIM = (

@@ -11,7 +11,8 @@ from experiments.claims import Claim, Numbers
 from experiments.huang_2024_details.details import DETAILS
 from experiments.reports import Report, main, spread
 from experiments.runs import Run, of_seeds
-from experiments.sentiment_ppo import EVAL_KL, EVAL_REWARD, samples_of
+from experiments.samples import samples_of
+from experiments.sentiment_ppo import EVAL_KL, EVAL_REWARD
 
 TITLE = "The details of PPO, left out one by one"
 CLAIM = (

@@ -10,8 +10,8 @@ from experiments.figures import Point, curves, frontier
 from experiments.frontier import Frontier, frontier_of
 from experiments.reports import Report, main
 from experiments.runs import Run, by
+from experiments.samples import samples_of
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import samples_of
 
 TITLE = "Direct preference optimisation and PPO on the frontier of reward against KL"
 CLAIM = (

@@ -12,6 +12,7 @@ from experiments.claims import Claim, Numbers
 from experiments.figures import curves
 from experiments.reports import Report, main
 from experiments.runs import Run, by, of_seeds
+from experiments.samples import samples_of
 
 TITLE = "Sums by GRPO"
 CLAIM = (
@@ -47,7 +48,8 @@ def read(runs: Sequence[Run]) -> Report:
         f"{seeds} seeds, and the line is their mean. Right: Maj@K and Pass@K of held-out sums before and after GRPO. "
         "Curves are medians of the seeds, bands go from the lower to the upper quartile."
     }
-    return Report(measured, list(claims_about(most)), {"figure": figure(methods, most)}, captions)
+    samples = samples_of({name: group[0] for name, group in methods.items()})
+    return Report(measured, list(claims_about(most)), {"figure": figure(methods, most)}, captions, samples)
 
 
 def check_equal(runs: Sequence[Run]) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from experiments.assets import model_folder
 from experiments.runs import begin, finish, from_recipe, show, write_per_prompt
+from experiments.samples import write_samples
 from experiments.shao_2024_grpo.answers import right, scores_of
 from experiments.shao_2024_grpo.variance import gradient_variances
 from trimtab_lm.data.prompts import PROMPT_IDS
@@ -114,8 +115,8 @@ class PretrainedSampler:
         return self.sampler.generate(prompts, num_generations=num_generations, version=0, seed=seed)
 
 
-def look(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> dict[str, list[float]]:
-    """Samples answers to the evaluated sums; returns `scores_of` each sum, and prints some answers."""
+def look(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> tuple[dict[str, list[float]], list[str]]:
+    """Samples answers to the evaluated sums, and prints some; returns `scores_of` and one answer to each sum."""
     rows, seed = trainer.eval_dataset, trainer.args.seed
     model = trainer.accelerator.unwrap_model(trainer.model)
     trainer.backend.sync(model, trainer.version)
@@ -125,20 +126,27 @@ def look(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> dict[str, list[f
     lines = [text.partition("\n")[0].strip() for text in texts]
     groups = [lines[start : start + run.eval_answers] for start in range(0, len(lines), run.eval_answers)]
     scores = [scores_of(group, str(answer)) for group, answer in zip(groups, rows["answer"], strict=True)]
+    firsts = [group[0] for group in groups]
     if trainer.is_world_process_zero():
-        asked = [prompt.splitlines()[-1] for prompt in rows["prompt"][: run.samples]]
-        show(f"{when} training", asked, [group[0] for group in groups[: run.samples]])
-    return {name: [score[name] for score in scores] for name in scores[0]}
+        show(f"{when} training", asked(trainer)[: run.samples], firsts[: run.samples])
+    return {name: [score[name] for score in scores] for name in scores[0]}, firsts
 
 
-def measure(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """The scores of each sum, and their means with the variances of the gradient where it is asked for."""
-    scores = look(trainer, run, when=when)
+def asked(trainer: GRPOTrainer) -> list[str]:
+    """Returns the evaluated sums, as the last lines of their prompts."""
+    return [prompt.splitlines()[-1] for prompt in trainer.eval_dataset["prompt"]]
+
+
+def measure(
+    trainer: GRPOTrainer, run: RunConfig, *, when: str
+) -> tuple[dict[str, list[float]], list[str], dict[str, float]]:
+    """The scores of each sum, an answer to it, and the scores' means with the gradient's variances if asked for."""
+    scores, answers = look(trainer, run, when=when)
     means = {name: fmean(values) for name, values in scores.items()}
     if run.variance_prompts:
         rows = [trainer.eval_dataset[i] for i in range(run.variance_prompts)]
         means |= gradient_variances(trainer, rows, seed=trainer.args.seed)
-    return scores, means
+    return scores, answers, means
 
 
 def main(run: RunConfig, grpo: GRPOConfig) -> None:
@@ -149,20 +157,23 @@ def main(run: RunConfig, grpo: GRPOConfig) -> None:
     name = model_folder(run.model)
     data = sums(run, seed=0)
     trainer = GRPOTrainer(name, right, grpo, data["train"], data[run.eval_split], callbacks=[history])
-    before, summary = ({}, {}) if run.only_after else measure(trainer, run, when="before")
+    before, old_answers, summary = ({}, [], {}) if run.only_after else measure(trainer, run, when="before")
     policy_sampler = trainer.backend
     if run.method == "rft":
         pretrained = AutoModelForCausalLM.from_pretrained(name, dtype=trainer.model.dtype).to(trainer.args.device)
         trainer.backend = PretrainedSampler(policy_sampler, pretrained.eval())
     trainer.train(resume_from_checkpoint=grpo.resume_from_checkpoint)
     trainer.backend = policy_sampler
-    after, ended = measure(trainer, run, when="after")
+    after, answers, ended = measure(trainer, run, when="after")
     summary = {f"{name}_before": value for name, value in summary.items()} | ended
     if trainer.is_world_process_zero():
         shares = " -> ".join(f"{summary[name]:.3f}" for name in ("right_before", "right") if name in summary)
         print(f"right of {len(after['right']) * run.eval_answers} answers to other sums: {shares}")
         of_sums = {f"{name}_before": row for name, row in before.items()} | after
         write_per_prompt(Path(str(grpo.output_dir)), of_sums)
+        columns = {"sum": asked(trainer), "before": old_answers or [""] * len(answers), "after": answers}
+        columns["right after"] = after["right"]
+        write_samples(Path(str(grpo.output_dir)), columns, rewards=after["right"], count=run.samples)
     finish(trainer, f"{run.method}: {run.model}, sums up to {run.largest}", PANELS, summary)
 
 

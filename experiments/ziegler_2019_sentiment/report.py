@@ -10,8 +10,9 @@ from experiments.figures import curves
 from experiments.frontier import Frontier, frontier_of
 from experiments.reports import Report, main
 from experiments.runs import Run, by, of_seeds
+from experiments.samples import samples_of
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import KL, REWARD, samples_of
+from experiments.sentiment_ppo import KL, REWARD
 
 TITLE = "PPO with an adaptive KL coefficient on the sentiment of continuations"
 CLAIM = (

@@ -16,6 +16,7 @@ from experiments.claims import judge
 from experiments.huang_2024_details import report, train
 from experiments.huang_2024_details.details import DETAILS, make_trainer
 from experiments.runs import Run
+from experiments.samples import SAMPLES
 from trimtab_cli.sweep.search import grid_size, suggest
 from trimtab_cli.sweep.spec import read_sweep
 from trimtab_common.config import to_flat_dict
@@ -138,7 +139,7 @@ def planted(setting: str = "recipe", seed: int = 0, *, folder: Path, **summary: 
     per_prompt = {"reward_before": [numbers["reward_before"]] * 3, "reward": [numbers["reward"]] * 3}
     (folder / setting / str(seed)).mkdir(parents=True, exist_ok=True)
     samples = {"query": ["a"], "before": ["b"], "after": ["c"], "reward": [0.5]}
-    (folder / setting / str(seed) / sentiment_ppo.SAMPLES).write_text(json.dumps(samples))
+    (folder / setting / str(seed) / SAMPLES).write_text(json.dumps(samples))
     return Run(folder / setting / str(seed), config, history, numbers, per_prompt)
 
 

@@ -1,5 +1,6 @@
 """GRPO and rejection-sampling fine-tuning on sums: what runs measure and leave, and what the report reads of runs."""
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from tests.lm import tiny
 
 from experiments.claims import judge
 from experiments.runs import Run, finished_runs
+from experiments.samples import SAMPLES
 from experiments.shao_2024_grpo import report, train
 from experiments.shao_2024_grpo.answers import majority, scores_of
 from experiments.shao_2024_grpo.variance import Variance
@@ -28,8 +30,9 @@ CONFIG = {
 
 
 @pytest.fixture(autouse=True)
-def close_figures() -> Iterator[None]:
-    """read() draws; only a page that is written closes its figures."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working directory. read() draws; only a page that is written closes its figures."""
+    monkeypatch.chdir(tmp_path)
     yield
     plt.close("all")
 
@@ -100,7 +103,11 @@ def test_runs_of_the_methods_leave_what_the_report_reads(model: str, tmp_path: P
     assert "right_before" not in runs["rft"].per_prompt
     assert len(runs["grpo"].per_prompt["pass@2_before"]) == 2
     assert runs["grpo"].summary["variance/raw_before"] > 0
-    assert set(report.read(list(runs.values())).measured) >= {"right, GRPO", "right, online RFT", "right, RFT"}
+    read = report.read(list(runs.values()))
+    assert set(read.measured) >= {"right, GRPO", "right, online RFT", "right, RFT"}
+    assert list(read.samples) == ["run", "sum", "before", "after", "right after"]
+    assert read.samples["run"] == ["GRPO"] * 2 + ["online RFT"] * 2 + ["RFT"] * 2
+    assert all(text.endswith("=") for text in read.samples["sum"])
 
 
 def test_offline_answers_are_those_of_the_pretrained_model(model: str, tmp_path: Path):
@@ -154,7 +161,7 @@ def test_numbers_of_answers_that_cannot_be_evaluated_are_refused(setting: dict[s
 
 
 def planted(method: str, seed: int, *, right: float, before: float = 0.3, **config: Any) -> Run:
-    """A run on twenty sums, with a little noise."""
+    """A run on twenty sums, with a little noise, and the folder with its samples."""
     scores = {"right": right, "maj@4": right, "pass@4": 0.9}
     summary = {"right": right} | {f"{name}@{k}": right for name in ("maj", "pass") for k in (1, 2, 4)}
     if method == "grpo":
@@ -166,7 +173,9 @@ def planted(method: str, seed: int, *, right: float, before: float = 0.3, **conf
     numbers = {name: [value + noise.gauss(0, 0.02) for _ in range(20)] for name, value in scores.items()}
     history = [{"step": step, "reward": 0.4 + step / 50} for step in (2, 4, 6, 8, 10)]
     settings = CONFIG | {"method": method, "seed": seed} | config
-    return Run(Path("runs", f"{method}-{seed}"), settings, history, summary, numbers)
+    (folder := Path("runs", f"{method}-{seed}")).mkdir(parents=True, exist_ok=True)
+    (folder / SAMPLES).write_text(json.dumps({"sum": ["1+2="], "after": [method]}))
+    return Run(folder, settings, history, summary, numbers)
 
 
 def test_planted_effects_have_their_names_seeds_and_signs():
@@ -179,6 +188,7 @@ def test_planted_effects_have_their_names_seeds_and_signs():
     assert len(verdicts) == len(read.claims) == 7
     assert {verdict.claim.text for verdict in verdicts if verdict.outcome != "reproduced"} == set()
     assert list(read.figures) == list(read.captions) == ["figure"]
+    assert read.samples["after"] == ["grpo", "online_rft", "rft"]
 
 
 def test_an_order_that_is_not_the_papers_is_contradicted():

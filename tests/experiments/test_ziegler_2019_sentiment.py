@@ -20,8 +20,9 @@ from experiments.claims import judge
 from experiments.provenance import provenance
 from experiments.reports import report_on
 from experiments.runs import Run, finished_runs, write_per_prompt
+from experiments.samples import SAMPLES, write_samples
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import Evaluation, StoriesRun, end_at, load, sample_table
+from experiments.sentiment_ppo import Evaluation, StoriesRun, end_at, load
 from experiments.ziegler_2019_sentiment import train
 from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, read
 
@@ -237,9 +238,11 @@ def test_the_page_is_written_from_finished_runs(tmp_path: Path):
     assert "new 8" in page
 
 
-def test_samples_have_the_first_prompts_and_those_with_the_lowest_rewards():
-    prompts, before, after = list("abcdef"), list("123456"), list("ABCDEF")
-    table = sample_table(prompts, before, after, [0.5, 0.4, 0.9, -0.5, 0.8, 0.1], count=2)
+def test_samples_have_the_first_prompts_and_those_with_the_lowest_rewards(tmp_path: Path):
+    rewards = [0.5, 0.4, 0.9, -0.5, 0.8, 0.1]
+    columns = {"query": list("abcdef"), "after": list("ABCDEF"), "reward": rewards}
+    table = write_samples(tmp_path, columns, rewards=rewards, count=2)
     assert table["query"] == ["a", "b", "d", "f"]  # b is among the worst three too
     assert table["after"] == ["A", "B", "D", "F"]
     assert table["reward"] == [0.5, 0.4, -0.5, 0.1]
+    assert json.loads((tmp_path / SAMPLES).read_text()) == table
