@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
 from tests.lm.cli.conftest import write_rows
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from trimtab_cli.main import main
 from trimtab_lm import AutoModelForCausalLMWithValueHead
@@ -83,6 +84,26 @@ def test_a_reward_model_scores_for_grpo_beside_a_function(place, capsys):
     assert all("rewards/reward/mean" in line for line in logged)
 
 
+@pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
+def test_adapters_train_over_weights_in_4_bits(name, place, capsys, monkeypatch):
+    tiny.gpt2(n_embd=64, n_head=2, n_inner=128).save_pretrained("wide")  # which bitsandbytes would pack
+    tiny.tokenizer().save_pretrained("wide")
+    loaded = []
+    load = PreTrainedModel.from_pretrained.__func__
+
+    def note(*args, **kwargs):
+        loaded.append(load(*args, **kwargs))
+        return loaded[-1]
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(note))
+    run(name, *COMMANDS[name], "--lora_r=2", "--load_in_4bit", "--output_dir=out", capsys=capsys, model="wide")
+    assert all(model.is_loaded_in_4bit for model in loaded)
+    weights = load_file("out/adapter_model.safetensors")
+    learnt = {key: float(weight.abs().max()) for key, weight in weights.items() if "lora_B" in key}
+    assert len(learnt) == 8
+    assert min(learnt.values()) > 0
+
+
 def test_an_evaluation_comes_after_the_training(place, capsys):
     lines = run("dpo", *COMMANDS["dpo"], capsys=capsys)
     assert any("eval_rewards/accuracies" in line for line in lines)
@@ -143,6 +164,7 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["dpo", "--dataset=pairs/none.jsonl"], "There is no file or folder pairs/none.jsonl."),
         (["dpo", "--dataset=pairs", "--eval_split=dev"], 'Unknown split "dev"'),
         (["dpo", "--dataset=pairs", "--lora_alpha=3"], "Set lora_r, such as 16."),
+        (["dpo", "--dataset=pairs", "--load_in_4bit"], "Set lora_r to 16."),
         (["grpo", *REWARD[:1]], "RewardsConfig needs a value for --reward."),
         (["grpo", *REWARD[:1], "--reward=rewards.py:lenght"], "no function 'lenght'. Did you mean length?"),
         (["grpo", *REWARD[:1], "--reward=rewards.py:wrong"], "rewards.py has no function 'wrong'."),

@@ -18,7 +18,8 @@ import transformers
 from datasets import Dataset
 from datasets.exceptions import DatasetsError
 from peft import LoraConfig
-from transformers import AutoConfig, Trainer, TrainingArguments
+from transformers import AutoConfig, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers.utils import is_bitsandbytes_available
 
 from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting
 from trimtab_common.runs import folder_of_trial
@@ -43,6 +44,9 @@ class RunConfig:
     lora_target_modules: list[str] | None = setting(
         "Names of the layers that get adapters. None: all linear layers.", default=None
     )
+    load_in_4bit: bool = setting(
+        "Keep the weights under the adapters in 4 bits (NF4, QLoRA); needs bitsandbytes.", default=False
+    )
     resume_from: str | None = setting(
         "Checkpoint to go on from: its folder, or latest, the newest in output_dir if there is one.", default=None
     )
@@ -57,6 +61,12 @@ class RunConfig:
             )
         if not self.lora_r and (self.lora_alpha or self.lora_target_modules):
             raise ValueError("lora_alpha and lora_target_modules are settings of adapters. Set lora_r, such as 16.")
+        if self.load_in_4bit and not self.lora_r:
+            raise ValueError(
+                "load_in_4bit=True: weights in 4 bits cannot train, adapters on them can. Set lora_r to 16."
+            )
+        if self.load_in_4bit and not is_bitsandbytes_available():
+            raise ValueError('load_in_4bit=True needs bitsandbytes: pip install "trimtab-lm[quantization]".')
 
     def rows(self, split: str | None = None) -> Dataset:
         """The rows of a split of the dataset; None: those to train on."""
@@ -64,7 +74,11 @@ class RunConfig:
 
     def init_kwargs(self, others: Mapping[str, object] | None) -> dict[str, object]:
         """Arguments of `from_pretrained`: those of the trainer's configuration, and the type of the weights."""
-        return {"dtype": self.dtype, **(others or {})}
+        kwargs: dict[str, object] = {"dtype": self.dtype}
+        if self.load_in_4bit:
+            nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+            kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **nf4)
+        return kwargs | dict(others or {})
 
     @property
     def is_encoder_decoder(self) -> bool:

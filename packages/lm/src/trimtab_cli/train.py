@@ -154,7 +154,7 @@ def ppo(argv: Sequence[str]) -> int:
         scorers = rewards.functions()
         seq2seq, causal = AutoModelForSeq2SeqLMWithValueHead, AutoModelForCausalLMWithValueHead
         kind = seq2seq if run.is_encoder_decoder else causal
-        model = kind.from_pretrained(run.model, dtype=run.dtype, peft_config=run.adapters())
+        model = kind.from_pretrained(run.model, **run.init_kwargs(None), peft_config=run.adapters())
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         trainer = PPOTrainer(config, model, tokenizer=tokenizer, dataset=run.rows())

@@ -19,7 +19,7 @@ from transformers import (
 
 from trimtab_common.sharding import keep_output_precision
 from trimtab_lm.models.interface import Model, Processor, base_of
-from trimtab_lm.models.loading import AutoModel
+from trimtab_lm.models.loading import AutoModel, bar_packing
 
 from .config import checkpointing_of
 
@@ -98,6 +98,7 @@ def with_adapters(model: Model, peft_config: PeftConfig | None, args: TrainingAr
             use_gradient_checkpointing=is_checkpointing,
             gradient_checkpointing_kwargs=checkpointing_kwargs,
         )
+        bar_packing(model)
     if peft_config is not None:
         model = cast(PeftModel, get_peft_model(base_of(model), peft_config))
     if is_checkpointing and isinstance(model, PeftModel):

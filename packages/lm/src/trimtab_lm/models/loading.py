@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from peft import PeftModel, prepare_model_for_kbit_training
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
@@ -56,6 +57,26 @@ def prepared_for_adapter(model: PreTrainedModel) -> PreTrainedModel:
     """Prepares a model for an adapter: a quantized one needs float32 norms, and inputs that require gradients."""
     quantized = getattr(model.config, "quantization_config", None) is not None
     return prepare_model_for_kbit_training(model) if quantized else model
+
+
+def bar_packing(model: nn.Module) -> None:
+    """Keeps the 4-bit weights of a model on a CPU in the format whose forward pass has a gradient.
+
+    On CPUs with AVX512-BF16, bitsandbytes packs weights at the first forward pass in eval mode, and computes without
+    gradient from then on, in training too: adapters below would learn nothing of what comes after them.
+
+    Raises:
+        ValueError: weights under adapters that train are packed already. bitsandbytes cannot put them back exactly.
+    """
+    is_trained = any(weight.requires_grad for weight in model.parameters())
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            if is_trained and getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                raise ValueError(
+                    "The 4-bit model has run in eval mode on this CPU, and bitsandbytes has packed its weights: no "
+                    "gradient flows through them. Load the model again, and give it to the trainer before it runs."
+                )
+            module.support_avx512bf16_for_cpu = False
 
 
 def with_quantization_config(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from trimtab_lm.models.head import (
     write_beside,
 )
 from trimtab_lm.models.interface import Model, base_of
-from trimtab_lm.models.loading import AutoModel, load_model, prepared_for_adapter, with_quantization_config
+from trimtab_lm.models.loading import AutoModel, bar_packing, load_model, prepared_for_adapter, with_quantization_config
 from trimtab_lm.models.reward_adapter import load_reward_adapter
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.heads import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width, without_logits
@@ -81,6 +81,7 @@ class PreTrainedModelWrapper(nn.Module):
                 f"A value head needs a transformers PreTrainedModel or a PeftModel, and got a "
                 f"{type(pretrained_model).__name__}. from_pretrained also takes a hub id or folder."
             )
+        bar_packing(pretrained_model)
         self.pretrained_model: Any = pretrained_model  # whose class has methods that Model does not declare
         lm_head = lm_head_of(self.pretrained_model)
         if lm_head is None:
