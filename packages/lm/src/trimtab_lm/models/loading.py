@@ -2,8 +2,9 @@
 
 import json
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from peft import PeftModel, prepare_model_for_kbit_training
 from torch import nn
@@ -69,7 +70,7 @@ def bar_packing(model: nn.Module) -> None:
         ValueError: weights under adapters that train are packed already. bitsandbytes cannot put them back exactly.
     """
     is_trained = any(weight.requires_grad for weight in model.parameters())
-    for module in model.modules():
+    for module in cast(Iterable[Any], model.modules()):
         if getattr(module, "support_avx512bf16_for_cpu", False):
             if is_trained and getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
                 raise ValueError(
