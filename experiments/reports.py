@@ -6,6 +6,7 @@ from which the verdicts can be computed again; and each figure as PNG and PDF.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,14 @@ def report_on(
     verdicts = write_report(folder, title, claim, read(runs), runs)
     print(*verdicts, f"page: {folder / 'report.html'}", sep="\n")
     return verdicts
+
+
+def report_on_run(
+    title: str, claim: str, read: Callable[[Sequence[Run]], Report], folders: Sequence[Path], out: Path | None = None
+) -> None:
+    """`report_on` at the end of a run. The runs of a sweep are judged together, by its own report."""
+    if not os.environ.get("WANDB_SWEEP_ID"):
+        report_on(title, claim, read, folders, out)
 
 
 def main(title: str, claim: str, read: Callable[[Sequence[Run]], Report]) -> None:

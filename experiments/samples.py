@@ -35,6 +35,20 @@ def write_samples(folder: Path, columns: Mapping[str, Sequence[Any]], *, rewards
     return samples
 
 
+def write_answers(
+    folder: Path,
+    prompts: Sequence[str],
+    before: Sequence[str],
+    after: Sequence[str],
+    rewards: Sequence[float],
+    count: int,
+) -> Any:
+    """`write_samples` of answers, in columns query, before, after and reward, each answer on one line."""
+    old, new = ([" ".join(text.split()) for text in texts] for texts in (before, after))
+    columns = {"query": prompts, "before": old, "after": new, "reward": rewards}
+    return write_samples(folder, columns, rewards=rewards, count=count)
+
+
 def samples_of(runs: Mapping[str, Run]) -> dict[str, list[Any]]:
     """A table of the samples of one run for each label; empty without runs."""
     columns: dict[str, list[Any]] = {"run": []} if runs else {}

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued, kl_of_samples
 from experiments.runs import append, close_folder, open_folder, read_history, show, write_per_prompt
-from experiments.samples import write_samples
+from experiments.samples import write_answers
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 from trimtab_lm.sampling.generate import eos_token_ids
@@ -148,10 +148,7 @@ def train(
         show("after training", evaluation.prompts[: run.samples], answers[: run.samples])
         rewards = {"reward_before": reward(first_answers), "reward": reward(answers)}
         write_per_prompt(folder, rewards)
-        texts = ([" ".join(text.split()) for text in group] for group in (first_answers, answers))
-        cells = evaluation.prompts, *texts, rewards["reward"]
-        columns = dict(zip(("query", "before", "after", "reward"), cells, strict=True))
-        samples = write_samples(folder, columns, rewards=rewards["reward"], count=run.samples)
+        samples = write_answers(folder, evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
         # Not before training: a run that is resumed takes up its tracker's run there.
         rows = zip(*samples.values(), strict=True)
         trainer.tracker.table("samples", list(samples), rows, trainer.steps_done)

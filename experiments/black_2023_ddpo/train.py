@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
 from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, CONTROL, HELD_OUT, TITLE, contact_sheet, read
 from experiments.black_2023_ddpo.shapes import CAPTIONS, TRAINED, colour_match, rgb_alignment, shape_match
-from experiments.reports import report_on
+from experiments.reports import report_on_run
 from experiments.runs import append, close_folder, from_recipe, open_folder, write_per_prompt
 from trimtab_common.config import to_flat_dict
 from trimtab_common.tracking import progress
@@ -223,8 +223,7 @@ def one(reward: str, run: RunConfig, ddpo: DDPOConfig) -> dict[str, tuple[float,
 
 def main(run: RunConfig, ddpo: DDPOConfig) -> None:
     """Trains on each reward; without a sweep, writes one report of all trainings into the run's folder."""
-    in_sweep = bool(os.environ.get("WANDB_SWEEP_ID"))
-    if len(run.reward) > 1 and in_sweep:
+    if len(run.reward) > 1 and os.environ.get("WANDB_SWEEP_ID"):
         raise SystemExit(
             f"--reward {' '.join(run.reward)} asks for {len(run.reward)} trainings, and a sweep's run is one. Name one "
             "reward, and vary it by the sweep."
@@ -251,8 +250,8 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
         print(f"\n{name}\n{'-' * len(name)}")
         for measure, (before, after) in measured.items():
             print(f"{measure}: {before:.3f} -> {after:.3f}")
-    if os.environ.get("RANK", "0") == "0" and not in_sweep:  # a sweep's runs are judged together
-        report_on(TITLE, CLAIM, read, [Path(config.logdir) for config in configs], folder)
+    if os.environ.get("RANK", "0") == "0":
+        report_on_run(TITLE, CLAIM, read, [Path(config.logdir) for config in configs], folder)
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, DDPOConfig]:

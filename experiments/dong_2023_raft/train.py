@@ -14,8 +14,8 @@ from experiments.assets import Split, model_folder, openings
 from experiments.dong_2023_raft.measures import DISTINCT, NATS, distinct, nats_per_token
 from experiments.evaluation import continued
 from experiments.runs import begin, finish, from_recipe, sampled, show, write_per_prompt
+from experiments.samples import write_answers
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import write_samples
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.hf.tracking import Tables
@@ -119,7 +119,7 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
         nats = nats_per_token(reference, trainer.tokenizer, held_out, rows)
         folder = Path(str(raft.output_dir))
         write_per_prompt(folder, {"reward_before": before, "reward": after, NATS: nats})
-        write_samples(folder, held_out, first_answers, answers, after, run.samples)
+        write_answers(folder, held_out, first_answers, answers, after, run.samples)
     summary = {"reward_before": fmean(before), "reward": fmean(after), DISTINCT: distinct(answers, 2)}
     finish(trainer, f"RAFT: {run.model}, K = {run.k}", PANELS, summary)
 

@@ -16,7 +16,7 @@ from experiments.gao_2022_overoptimization.best_of_n import best_of_n, write
 from experiments.gao_2022_overoptimization.gold import load_gold
 from experiments.gao_2022_overoptimization.proxy import Normalised, Proxy, Sampler, Samples, Score, learn_weight
 from experiments.gao_2022_overoptimization.report import CLAIM, FIRST, GOLD, SECOND, TITLE, read
-from experiments.reports import report_on
+from experiments.reports import report_on_run
 from experiments.runs import from_recipe
 from experiments.sentiment_ppo import KL, StoriesRun, load, train
 from trimtab_lm import PPOConfig, PPOTrainer
@@ -97,7 +97,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
     trainer = partial(WatchedPPOTrainer, gold=Normalised(gold, pairs.golds.flatten().tolist()), distance=run.distance)
     folder = train(run, ppo, proxy_of(sampler, pairs, run), make_trainer=trainer)
     if state.is_main_process:
-        report_on(TITLE, CLAIM, read, [folder])
+        report_on_run(TITLE, CLAIM, read, [folder])
 
 
 def shuffled(prompts: Sequence[str], seed: int, count: int) -> list[str]:

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued
 from experiments.runs import finish, show, write_per_prompt
+from experiments.samples import write_answers
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import Evaluation, write_samples
+from experiments.sentiment_ppo import Evaluation
 from trimtab_lm.hf.tracking import Tables
 
 PAPER = "rafailov_2023_dpo_frontier"
@@ -157,6 +158,6 @@ def follow(
         print(f"KL to the reference: {after['kl']:.2f} nats per response")
         rewards = {"reward_before": sentiment(first_answers), "reward": sentiment(answers)}
         write_per_prompt(folder, rewards)
-        write_samples(folder, evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
+        write_answers(folder, evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
     summary = {"reward_before": before["reward"], **after, "scored_texts": run.prompts * run.per_prompt}
     finish(trainer, title, panels, summary)

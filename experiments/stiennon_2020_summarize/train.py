@@ -12,7 +12,7 @@ from accelerate import PartialState
 
 from experiments.assets import model_folder
 from experiments.assets.registry import scratch
-from experiments.reports import report_on
+from experiments.reports import report_on_run
 from experiments.runs import close_folder, open_folder, write_per_prompt
 from experiments.stiennon_2020_summarize.comparisons import gold_score
 from experiments.stiennon_2020_summarize.judgements import learn_judgements
@@ -63,7 +63,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
     close_folder(root, summary)
     if not run.keep_models:
         clean(root)
-    report_on(TITLE, CLAIM, read, [root])
+    report_on_run(TITLE, CLAIM, read, [root])
 
 
 def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict[str, float]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from experiments.reports import report_on
+from experiments.reports import report_on_run
 from experiments.runs import from_recipe
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import StoriesRun, train
@@ -16,11 +16,12 @@ RECIPE = Path(__file__).with_name("recipe.yaml")
 
 
 def main(run: StoriesRun, ppo: PPOConfig) -> None:
-    """Trains, and writes the report of this run into its folder."""
+    """Trains, and writes the report of this run into its folder, unless it belongs to a sweep."""
     folder = train(run, ppo, sentiment)
     if PartialState().is_main_process:
-        report_on(TITLE, CLAIM, read, [folder])
-        print(f"figure: {folder / 'figure.png'}")
+        report_on_run(TITLE, CLAIM, read, [folder])
+        if (figure := folder / "figure.png").exists():
+            print(f"figure: {figure}")
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[StoriesRun, PPOConfig]:

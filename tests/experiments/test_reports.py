@@ -174,3 +174,16 @@ def test_a_continuation_keeps_the_space_before_it():
         assert prompt + text == tokenizer.decode(ids, skip_special_tokens=True)
     again, _ = continued(model, tokenizer, prompts, max_new_tokens=4, seed=0)
     assert all(torch.equal(one, other) for one, other in zip(rows, again, strict=True))
+
+
+def test_a_run_has_a_page_of_its_own_outside_of_a_sweep_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def read(runs: Sequence[Run]) -> Report:
+        return Report({}, [], {}, {})
+
+    folder = a_run(tmp_path, seed=0)
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    reports.report_on_run("title", "claim", read, [folder])
+    assert not (folder / "report.html").exists()
+    monkeypatch.delenv("WANDB_SWEEP_ID")
+    reports.report_on_run("title", "claim", read, [folder])
+    assert (folder / "report.html").exists()
