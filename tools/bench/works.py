@@ -47,8 +47,13 @@ class Work:
         """The program of a side and its settings."""
         settings = {**self.settings, **side.settings}
         shown = {**settings, **settings.get("call", {})}
-        words = [f"`{name}={value}`" for name, value in shown.items() if name not in ("call", "phase")]
+        words = [f"`{name}={_short(value)}`" for name, value in shown.items() if name not in ("call", "phase")]
         return " ".join([side.environment.replace("trl-", "TRL "), *words])
+
+
+def _short(value: object) -> object:
+    is_long = isinstance(value, list) and len(value) > 9
+    return f"[{value[0]}, ..., {value[-1]}]" if is_long else value
 
 
 TRL, TRL_PPO, TRL_DDPO = "trl-1.16.0", "trl-0.11.4", "trl-0.23.1"
