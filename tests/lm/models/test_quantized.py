@@ -10,6 +10,8 @@ from tests.lm import tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from trimtab_lm import SFTConfig
+from trimtab_lm.hf.models import with_adapters
 from trimtab_lm.models.loading import bar_packing
 
 pytest.importorskip("bitsandbytes")
@@ -48,10 +50,22 @@ def test_adapters_learn_after_an_evaluation_what_they_learn_before(tmp_path: Pat
     assert max(float(gradient.abs().max()) for name, gradient in expected.items() if "layers.0" in name) > 1e-3
 
 
-def test_weights_that_are_packed_already_are_refused(tmp_path: Path):
-    model = quantized(tmp_path)
-    for module in model.modules():  # as after an evaluation on a CPU with AVX512-BF16
+def pack(model: Any) -> None:
+    """Marks weights as an evaluation does on a CPU with AVX512-BF16."""
+    for module in model.modules():
         if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
             module.support_avx512bf16_for_cpu = state.packing_format_for_cpu = True
+
+
+def test_weights_that_are_packed_already_are_refused(tmp_path: Path):
+    model = quantized(tmp_path)
+    pack(model)
     with pytest.raises(ValueError, match="Load the model again"):
         bar_packing(model)
+
+
+def test_new_adapters_are_not_put_over_weights_that_are_packed_already(tmp_path: Path):
+    base = quantized(tmp_path).unload()
+    pack(base)
+    with pytest.raises(ValueError, match="Load the model again"):
+        with_adapters(base, LoraConfig(r=2, task_type="CAUSAL_LM"), SFTConfig(str(tmp_path), report_to="none"))

@@ -98,9 +98,9 @@ def with_adapters(model: Model, peft_config: PeftConfig | None, args: TrainingAr
             use_gradient_checkpointing=is_checkpointing,
             gradient_checkpointing_kwargs=checkpointing_kwargs,
         )
-        bar_packing(model)
     if peft_config is not None:
         model = cast(PeftModel, get_peft_model(base_of(model), peft_config))
+    bar_packing(model)
     if is_checkpointing and isinstance(model, PeftModel):
         # Frozen embeddings give outputs without gradients, so a checkpointed block over them would get none.
         model.enable_input_require_grads()
