@@ -12,6 +12,7 @@ from experiments.claims import Claim, Numbers
 from experiments.figures import Curve, curves
 from experiments.reports import Report, main
 from experiments.runs import Run, of_seeds
+from experiments.samples import SAMPLES
 
 TITLE = "Fine-tuning, a reward model of comparisons, PPO and best-of-n"
 CLAIM = (
@@ -19,7 +20,6 @@ CLAIM = (
     "those who made its comparisons; with a smaller KL penalty the reward model's score rises further while their "
     "judgement falls; and a reward model becomes more accurate with more judgements and with more parameters."
 )
-SAMPLES = "samples.json"
 SFT, PPO, BEST_OF, JUDGED = "sft", "ppo_", "best_of_", "judged_"
 LONGER = "judged_longer"
 SIZES = {"stories15m": 15, "minilm": 23, "smollm2": 135}  # millions of parameters

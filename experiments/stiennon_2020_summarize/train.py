@@ -14,9 +14,10 @@ from experiments.assets import model_folder
 from experiments.assets.registry import scratch
 from experiments.reports import report_on_run
 from experiments.runs import close_folder, open_folder, write_per_prompt
+from experiments.samples import SAMPLES
 from experiments.stiennon_2020_summarize.comparisons import gold_score
 from experiments.stiennon_2020_summarize.judgements import learn_judgements
-from experiments.stiennon_2020_summarize.report import CLAIM, SAMPLES, TITLE, read
+from experiments.stiennon_2020_summarize.report import CLAIM, TITLE, read
 from experiments.stiennon_2020_summarize.settings import RunConfig, settings
 from experiments.stiennon_2020_summarize.stages import (
     Record,

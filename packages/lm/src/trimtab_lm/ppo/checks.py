@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trimtab_common.scores import checked_scores
-from trimtab_common.stats import sum_over_ranks
+from trimtab_common.stats import total_over_ranks
 from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.rollout import RolloutBackend
@@ -79,7 +79,7 @@ def check_step(
     if response_rewards is not None:
         _check_rewards(response_rewards, response_masks or [torch.ones_like(row) for row in responses])
     tokens = [mask.sum() for mask in response_masks] if response_masks else [len(row) for row in responses]
-    if float(sum_over_ranks(torch.tensor([float(sum(tokens))], device=device))) < 2:
+    if total_over_ranks(float(sum(tokens)), device) < 2:
         raise ValueError(
             "The whole batch has one response token: advantages cannot be whitened over it. "
             "Use more or longer responses."

@@ -11,7 +11,7 @@ from torch import Tensor
 from trimtab_lm.models.interface import Model
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.tokens.forward import best_layout
-from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out, lean_width
+from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out, lean_width, pad_right
 from trimtab_lm.tokens.scores import score_logits
 
 
@@ -80,10 +80,7 @@ class Samples:
     @cached_property
     def mask(self) -> Tensor:
         """[B, R], 1 where a response token counts."""
-        counts = self.ids[2]
-        width = max(map(len, counts))
-        padded = [row + [0] * (width - len(row)) for row in counts]
-        return torch.tensor(padded, dtype=torch.long).to(self.responses[0].device)
+        return pad_right(self.ids[2], 0)[0].to(self.responses[0].device)
 
     @cached_property
     def rewards(self) -> Tensor:

@@ -219,8 +219,7 @@ class PolicyServices(ForwardPasses):
             at = {} if config.temperature is None else {"temperature": config.temperature}
             settings = SamplingSettings.of({**at, **generation_kwargs})
             if self.rollout is None or self.rollout.settings != settings:
-                options = config.rollout_backend_kwargs
-                backend = make_backend(config.rollout_backend, settings, self.tokenizer, options)
+                backend = make_backend(config.rollout_backend, settings, self.tokenizer, config.rollout_backend_kwargs)
                 self.rollout = self._ahead_if_asked(backend)
             return {}
         if self.rollout is not None:

@@ -251,30 +251,34 @@ def sample_groups(
         ValueError: the longest prompt and its completion have no room in the model's positions.
     """
     longest = max(map(len, prompts), default=0)
-    _check_room(model, longest, config)
+    new, is_encoder_decoder = new_tokens(model, longest, config), model.config.is_encoder_decoder
+    remedy = "Lower max_new_tokens, or shorten the queries."
+    Positions.of(model).check_sample(longest, new, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
     # Only a criterion of its own ends a completion without an end token; else a pad token at the end was sampled.
     padding = config.pad_token_id if ends_without_eos(config, kwargs) else None
     completions: list[list[Tensor]] = [[] for _ in prompts]
     if isinstance(batch_size, Automatic):
-        batch_size = completions_at_a_time(model, longest + new_tokens(model, longest, config))
-    is_split = learns_prompt(model)
-    waits = not is_split and _is_known(model, config, kwargs) and can_wait(model, config)
+        batch_size = completions_at_a_time(model, longest + new)
+    is_split, is_known = learns_prompt(model), _is_known(model, config, kwargs)
+    waits = not is_split and is_known and can_wait(model, config)
     batches = batches_of(prompts, batch_size, num_generations, is_split=is_split, waits=waits)
     with whole_weights(model):  # once, and not for each token
         for chosen, repeats in progress(batches, "generating"):
             shared = repeats if share_prompts and config.do_sample else 1
             read = [i for i in chosen for _ in range(repeats // shared)]
-            places = batch_size // shared
-            rows = _sample(model, [prompts[i] for i in read], config, places=places, repeats=shared, **kwargs)
+            rows = _sample(
+                model,
+                [prompts[i] for i in read],
+                config,
+                places=batch_size // shared,
+                repeats=shared,
+                is_known=is_known,
+                **kwargs,
+            )
             for number, row in enumerate(rows):
                 prompt = read[number // shared]
                 completions[prompt].append(cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device))
     return completions
-
-
-def _check_room(model: Model, longest: int, config: GenerationConfig) -> None:
-    new, remedy = new_tokens(model, longest, config), "Lower max_new_tokens, or shorten the queries."
-    Positions.of(model).check_sample(longest, new, is_encoder_decoder=model.config.is_encoder_decoder, remedy=remedy)
 
 
 def ends_without_eos(config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
@@ -304,9 +308,19 @@ def _is_known(model: Model, config: GenerationConfig, kwargs: Mapping[str, objec
 
 
 def _sample(
-    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, places: int, repeats: int, **kwargs: object
+    model: Any,
+    prompts: Sequence[Tensor],
+    config: GenerationConfig,
+    *,
+    places: int,
+    repeats: int,
+    is_known: bool,
+    **kwargs: object,
 ) -> Sequence[Tensor]:
-    """P * repeats rows of new tokens; the longest prompt comes first. Those after `places` prompts wait."""
+    """P * repeats rows of new tokens, by `decode` if `is_known`; the longest prompt comes first.
+
+    Prompts after `places` wait.
+    """
     config = copy.deepcopy(config)
     config.num_return_sequences = repeats
     device = model.get_input_embeddings().weight.device
@@ -314,7 +328,6 @@ def _sample(
     columns = {"input_ids": input_ids.to(device), "attention_mask": mask.to(device)}
     inputs = {name: column[:places] for name, column in columns.items()}
     later = {name: column[places:] for name, column in columns.items()}
-    is_known = _is_known(model, config, kwargs)
     takes_cache = config.use_cache is not False and config.cache_implementation is None and not learns_prompt(model)
     if takes_cache and (is_known or repeats > 1):
         cache = prompt_cache(model, inputs["input_ids"], inputs["attention_mask"], repeats=repeats)

@@ -9,6 +9,7 @@ from torch.nn import functional
 from transformers import DynamicCache, GenerationConfig
 
 from trimtab_lm.models.interface import Model
+from trimtab_lm.tokens.positions import positions_of
 
 from .cache import RoomyLayer, empty_cache, prompt_cache
 
@@ -23,7 +24,7 @@ def can_wait(model: Model, config: GenerationConfig) -> bool:
         model: a transformers model.
         config: one that `decode` follows.
     """
-    cache = empty_cache(model) if config.use_cache is not False else None
+    cache = empty_cache(model)
     counts = config.max_new_tokens is None or config.min_new_tokens or config.min_length
     return cache is not None and not counts and all(type(layer) is RoomyLayer for layer in cache.layers)
 
@@ -123,7 +124,7 @@ class Rows(NamedTuple):
         mask = torch.cat([_fitted(old_mask, width, 0), _fitted(mask, width, 0)])
         changed: dict[str, Any] = {"attention_mask": mask}
         if inputs.get("position_ids") is not None:
-            changed["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+            changed["position_ids"] = positions_of(mask)
         new = torch.arange(len(ids), device=ids.device)
         is_free = torch.ones(size, dtype=torch.bool, device=ids.device).index_fill(0, rows.places, value=False)
         joined = Rows(

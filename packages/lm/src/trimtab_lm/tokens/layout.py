@@ -277,10 +277,10 @@ def _encoder_decoder(
         raise ValueError(
             "An encoder-decoder batch needs decoder_start_token_id, and got None. Set it in the model's config."
         )
-    source, mask = _pad_right([group.prefix for group in groups], pad_token_id)
+    source, mask = pad_right([group.prefix for group in groups], pad_token_id)
     branches = [ids for group in groups for ids in group.branches]
     counts = [row for group in groups for row in group.counts]
-    read, read_mask = _pad_right([[decoder_start_token_id, *ids[:-1]] for ids in branches], pad_token_id)
+    read, read_mask = pad_right([[decoder_start_token_id, *ids[:-1]] for ids in branches], pad_token_id)
     tokens = _Tokens()
     for number, (ids, row) in enumerate(zip(branches, counts, strict=True)):
         # The decoder's inputs are shifted by one, so a token's place in the row is the place that predicts it.
@@ -292,7 +292,7 @@ def _encoder_decoder(
     return {**encoder, "decoder_input_ids": read, "decoder_attention_mask": read_mask, **tokens.columns()}
 
 
-def _pad_right(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
+def pad_right(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
     """Returns rows of ids [rows, longest], filled up with `value`, and their attention mask."""
     width = max(len(row) for row in rows)
     padded = torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.long)

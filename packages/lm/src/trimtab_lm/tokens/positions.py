@@ -113,4 +113,9 @@ def positioned(forward: Forward, inputs: ModelInputs) -> ModelInputs:
     """
     if "position_ids" in inputs or "position_ids" not in inspect.signature(forward).parameters:
         return inputs
-    return {**inputs, "position_ids": (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)}
+    return {**inputs, "position_ids": positions_of(inputs["attention_mask"])}
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Position ids that skip padding, [B, T], for an attention mask [B, T]; 0 at padding on the left."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
