@@ -50,6 +50,14 @@ def test_adapters_learn_after_an_evaluation_what_they_learn_before(tmp_path: Pat
     assert max(float(gradient.abs().max()) for name, gradient in expected.items() if "layers.0" in name) > 1e-3
 
 
+def test_adapters_that_a_model_has_stay_trained(tmp_path: Path):
+    model = quantized(tmp_path)
+    expected = gradients(model)
+    ours = gradients(with_adapters(model, None, SFTConfig(str(tmp_path), report_to="none")))
+    assert expected
+    assert ours.keys() == expected.keys()
+
+
 def pack(model: Any) -> None:
     """Marks weights as an evaluation does on a CPU with AVX512-BF16."""
     for module in model.modules():

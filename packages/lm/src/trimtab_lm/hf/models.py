@@ -93,11 +93,15 @@ def with_adapters(model: Model, peft_config: PeftConfig | None, args: TrainingAr
         )
     is_checkpointing, checkpointing_kwargs = checkpointing_of(args)
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
         model = prepare_model_for_kbit_training(
             model,
             use_gradient_checkpointing=is_checkpointing,
             gradient_checkpointing_kwargs=checkpointing_kwargs,
         )
+        if isinstance(model, PeftModel):  # the call above freezes the adapters that a model has, too
+            for weight in trained:
+                weight.requires_grad_(True)
     if peft_config is not None:
         model = cast(PeftModel, get_peft_model(base_of(model), peft_config))
     bar_packing(model)
