@@ -59,6 +59,26 @@ def test_a_seed_repeats_and_touches_no_global_random_number():
     assert sampler(seed=4).generate(QUERIES) != first
 
 
+def test_queries_of_one_length_are_sampled_at_once_and_each_keeps_its_own_length():
+    model, rows = tiny.gpt2().eval(), []
+    model.transformer.wte.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    lengths = iter([3, 9, 3])
+    seen: list[list[str]] = []
+
+    def scores(texts: list[str]) -> list[float]:
+        seen.append(texts)
+        return [0.0] * len(texts)
+
+    end = tiny.TOKENS["vocab_size"] - 1
+    greedy = GenerationConfig(do_sample=False, eos_token_id=end)
+    best = BestOfNSampler(model, tiny.tokenizer(), scores, lambda: next(lengths), 4, 0, generation_config=greedy)
+    best.generate(QUERIES)
+    assert max(rows) == 2 * 4
+    for query, length, texts in zip(QUERIES, (3, 9, 3), seen, strict=True):
+        row = model.generate(query[None], do_sample=False, eos_token_id=end, max_new_tokens=length, pad_token_id=0)[0]
+        assert texts == [tiny.tokenizer().decode(row, skip_special_tokens=True)] * 4
+
+
 def test_an_encoder_decoder_model_gives_its_response_alone():
     texts = sampler(tiny.t5(), scores=lambda texts: [0.0] * len(texts)).generate(QUERIES[:1])
     assert len(texts[0]) == 1

@@ -87,22 +87,35 @@ class BestOfNSampler:
         device = self.model.device if device is None else device
         queries = [query.to(device) for query in _queries(tokenized_query)]
         if self.rollout is None:
-            with whole_weights(self.model):  # processes may have different numbers of queries
-                groups = [self._sample(query, generation_kwargs) for query in queries]
+            groups = self._sample(queries, generation_kwargs)
         else:
             groups = self._roll_out(self.rollout, queries, generation_kwargs)
         return [self._best(query, group, skip_special_tokens) for query, group in zip(queries, groups, strict=True)]
 
-    @torch.no_grad()
-    def _sample(self, query: Tensor, generation_kwargs: dict[str, Any]) -> list[Tensor]:
+    def _sample(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> list[list[Tensor]]:
         assert self.length_sampler is not None  # the constructor sees to it
-        settings = {"pad_token_id": padding_id(self.tokenizer), "do_sample": True}
-        settings |= {"max_new_tokens": self.length_sampler(), **self.settings, **generation_kwargs}
-        config, rest = sampling_config(self.model, **settings)
-        eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
-        size, options = self.sample_size, {"eos_ids": eos_ids, **rest}
-        with without_dropout(self.model), private_rng(self._next_seed(), self.model.device):
-            return sample_groups(self.model, [query], config, batch_size=size, num_generations=size, **options)[0]
+        settings = {"pad_token_id": padding_id(self.tokenizer), "do_sample": True, **self.settings, **generation_kwargs}
+        lengths = [settings.get("max_new_tokens") or self.length_sampler() for _ in queries]
+        groups: list[list[Tensor]] = [[] for _ in queries]
+        with (
+            whole_weights(self.model),  # processes may have different numbers of queries
+            without_dropout(self.model),
+            private_rng(self._next_seed(), self.model.device),
+        ):
+            for length in sorted(set(lengths)):
+                chosen = [i for i, other in enumerate(lengths) if other == length]
+                config, rest = sampling_config(self.model, **settings | {"max_new_tokens": length})
+                samples = sample_groups(
+                    self.model,
+                    [queries[i] for i in chosen],
+                    config,
+                    eos_ids=eos_token_ids(self.model, self.tokenizer.eos_token_id, config),
+                    num_generations=self.sample_size,
+                    **rest,
+                )
+                for i, group in zip(chosen, samples, strict=True):
+                    groups[i] = group
+        return groups
 
     def _roll_out(
         self, rollout: RolloutBackend, queries: list[Tensor], generation_kwargs: dict[str, Any]
