@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from tools.bench.__main__ import README, BenchError, check, main
-from tools.bench.measuring import Tokens
+from tools.bench.measuring import Clock, Tokens
 from tools.bench.models import write_language_models
+from tools.bench.profiling import second_step, shares
 from tools.bench.sizes import SIZES, token_ids
 from tools.bench.table import BEGIN, END, page
 from tools.bench.tasks import ppo, sft
@@ -85,6 +86,26 @@ def test_a_row_that_was_disturbed_is_marked_and_counts_processor_time():
     pairs = [{"load": 4.0, "ours": report(2), "other": report(8)}]
     result = {"work": "sft", "device": "cpu", "day": "a day", "machine": "a machine", "commit": "abc", "pairs": pairs}
     assert "| sft* | TRL 1.16.0 / trimtab | 4 / 1 | **4.00**" in page(f"{BEGIN}{END}", [result])
+
+
+def test_the_shares_of_a_profile_add_up_and_name_what_ran():
+    weight = torch.nn.Parameter(torch.randn(256, 256))
+    clock = Clock("cpu")
+    with second_step() as profiler:
+        clock.profiler = profiler
+        clock.time(lambda: (weight @ weight).sum().backward(), 1)
+        clock.time(lambda: torch.conv2d(torch.ones(1, 1, 64, 64), torch.ones(1, 1, 3, 3)), 3)  # not of the step
+    parts = shares(profiler)
+    assert sum(parts.values()) == pytest.approx(1)
+    assert parts["matrix products"] > max(parts["attention"], parts["optimizer"]) == parts["convolutions"] == 0
+
+
+def test_a_profile_has_a_row_of_its_own_beside_the_pairs_of_its_work():
+    pairs = [{"load": 1.0, "ours": report(2), "other": report(4)}]
+    result = {"work": "ddpo", "device": "cpu", "day": "a day", "machine": "a machine", "commit": "abc", "pairs": pairs}
+    text = page(f"{BEGIN}{END}", [{**result, "profile": {"attention": 0.25, "Python": 0.75}}])
+    assert "| work | attention | Python |\n| --- | --- | --- |\n| ddpo | 25% | 75% |" in text
+    assert "| ddpo | TRL 0.23.1 / trimtab |" in text
 
 
 def test_no_two_rows_have_one_name():

@@ -3,6 +3,7 @@
     make bench                                      every row; the peers' environments are made under .bench/
     make bench ARGS="--only sft dpo --repeats 5"    these rows
     make bench ARGS="--ablations"                   ours with and without each shortcut
+    make bench ARGS="--only ddpo --profile"         where the time of a step of ours goes
     make bench ARGS="--device cuda"                 on a GPU, a model of 1B parameters in bfloat16
     make bench ARGS="--smoke"                       tiny sizes, to see that everything runs; saves nothing
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.environments import FOLDER, ROOT, python_of
-from tools.bench.table import page, table
+from tools.bench.table import page, profiles, table
 from tools.bench.works import ABLATIONS, OURS, WORKS, Side, Work
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -50,15 +51,19 @@ def main(arguments: list[str]) -> int:
     failed = False
     for work in works:
         try:
-            pairs = measured(work, options.device, size, options.repeats)
+            if options.profile:
+                shares = report(work, work.ours, size, is_profiled=True)["profile"]
+                result = {"work": work.name, "device": options.device, "profile": shares}
+                print(profiles([result]), flush=True)
+            else:
+                pairs = measured(work, options.device, size, options.repeats)
+                result = {"work": work.name, "device": options.device, **origin(options.device), "pairs": pairs}
+                print(table([work], [result]), flush=True)
+            if not options.smoke:
+                save(result)
         except BenchError as error:
             failed = True
             print(f"{work.name}: {error}", file=sys.stderr, flush=True)
-        else:
-            result = {"work": work.name, "device": options.device, **origin(options.device), "pairs": pairs}
-            print(table([work], [result]), flush=True)
-            if not options.smoke:
-                save(result)
     return int(failed)
 
 
@@ -71,7 +76,11 @@ def parsed(arguments: list[str]) -> Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; saves nothing")
     parser.add_argument("--ablations", action="store_true", help="the rows of what each shortcut brings")
-    return parser.parse_args(arguments)
+    parser.add_argument("--profile", action="store_true", help="where the time of ours goes, in place of the pairs")
+    options = parser.parse_args(arguments)
+    if options.profile and options.device == "cuda":
+        parser.error("--profile counts the time of a CPU. Leave --device cuda out.")
+    return options
 
 
 def measured(work: Work, device: str, size: str, repeats: int) -> list[dict[str, Any]]:
@@ -91,7 +100,7 @@ def measured(work: Work, device: str, size: str, repeats: int) -> list[dict[str,
     return pairs
 
 
-def report(work: Work, side: Side, size: str) -> dict[str, Any]:
+def report(work: Work, side: Side, size: str, *, is_profiled: bool = False) -> dict[str, Any]:
     """What one process of a side measures, see tools.bench.process."""
     is_ours = side.environment == OURS
     order = {
@@ -100,6 +109,7 @@ def report(work: Work, side: Side, size: str) -> dict[str, Any]:
         "size": size,
         "settings": {**work.settings, **side.settings},
         "folder": str(FOLDER / "models" / size),
+        "is_profiled": is_profiled,
     }
     python = sys.executable if is_ours else python_of(side.environment)
     output = started([python, "-m", "tools.bench.process", json.dumps(order)], side.environment)
@@ -146,10 +156,18 @@ def check(work: Work, reports: dict[str, dict[str, Any]], *, rounding: float) ->
 
 
 def save(result: dict[str, Any]) -> None:
-    """Replaces the work's line of results.json, and writes the tables of the README from all lines."""
+    """Changes the work's line of results.json, and writes the tables of the README from all lines.
+
+    Raises:
+        BenchError: a profile of a work that has no times.
+    """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    same = (result["work"], result["device"])
-    results = [line for line in results if (line["work"], line["device"]) != same] + [result]
+    lines = {(line["work"], line["device"]): line for line in results}
+    key = (result["work"], result["device"])
+    lines[key] = {**lines.pop(key, {}), **result}
+    if "pairs" not in lines[key]:
+        raise BenchError("it has no times yet, beside which its profile could stand: run it without --profile first")
+    results = list(lines.values())
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
     README.write_text(page(README.read_text(), results))
 

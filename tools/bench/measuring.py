@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from tools.bench.sizes import Size
 from torch import Tensor, nn
+from torch.profiler import profile
 from transformers import PreTrainedModel
 
 
@@ -98,7 +100,13 @@ class Measurement:
 
 
 class Clock:
-    """Times steps, and counts what models read in them."""
+    """Times steps, and counts what models read in them.
+
+    Attributes:
+        profiler: is told where steps end. A process that is timed has none.
+    """
+
+    profiler: ClassVar[profile | None] = None
 
     def __init__(self, device: str):
         self.device = device
@@ -123,6 +131,8 @@ class Clock:
         self.ends.append(time.perf_counter())
         self.processor_ends.append(time.process_time())
         self.counts.append(self.count)
+        if self.profiler:
+            self.profiler.step()
 
     def time(self, step: Callable[[], object], steps: int) -> None:
         """Runs a step once to warm up, and then so many times."""

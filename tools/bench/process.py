@@ -8,6 +8,8 @@ import warnings
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
+from tools.bench.measuring import Clock
+from tools.bench.profiling import second_step, shares
 from tools.bench.sizes import SIZES
 
 OF_THE_OTHER = {"trl": "trimtab_common", "trimtab_lm": "trl"}
@@ -18,11 +20,16 @@ def main(order: dict[str, object]) -> dict[str, object]:
     """Runs a task of tasks/.
 
     Args:
-        order: `task`, `package` (trimtab_lm or trl), `size`, `settings` and `folder`, where the models are.
+        order: `task`, `package` (trimtab_lm or trl), `size`, `settings`, `folder`, where the models are, and
+            `is_profiled`: whether the report has a `profile` too, which slows the steps down.
     """
     task = importlib.import_module(f"tools.bench.tasks.{order['task']}")
     package = str(order["package"])
-    result = asdict(task.run(package, SIZES[str(order["size"])], order["settings"], order["folder"]))
+    Clock.profiler = second_step() if order["is_profiled"] else None
+    with Clock.profiler or contextlib.nullcontext():
+        result = asdict(task.run(package, SIZES[str(order["size"])], order["settings"], order["folder"]))
+    if Clock.profiler:
+        result["profile"] = shares(Clock.profiler)
     if OF_THE_OTHER[package] in sys.modules:
         raise RuntimeError(f"The process of {package} has imported {OF_THE_OTHER[package]}.")
     return result | {"versions": {name: _version(name) for name in VERSIONS}}

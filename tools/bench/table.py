@@ -16,7 +16,7 @@ Report = Mapping[str, Any]
 Result = Mapping[str, Any]
 """A line of results.json: `work`, `device`, `day`, `machine`, `commit`, and `pairs` of reports, `ours` and `other`.
 
-A pair also has the machine's `load` average before it."""
+A pair also has the machine's `load` average before it. Some lines have a `profile`: the shares of a step of ours."""
 
 Results = Sequence[Result]
 
@@ -102,8 +102,20 @@ def processor_time(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Report]
 def table(works: list[Work], results: Results) -> str:
     """The rows of those works that have results, in Markdown."""
     by_name = {result["work"]: result for result in results}
-    rows = [row(work, by_name[work.name]) for work in works if work.name in by_name]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [HEADER, ["---"] * len(HEADER), *rows])
+    return markdown([HEADER, *(row(work, by_name[work.name]) for work in works if work.name in by_name)])
+
+
+def profiles(results: Results) -> str:
+    """The profiles in percent, in Markdown."""
+    header = ["work", *results[0]["profile"]]
+    rows = [[one["work"], *(f"{share:.0%}" for share in one["profile"].values())] for one in results]
+    return markdown([header, *rows])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first row is its header."""
+    header, *others = rows
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *others])
 
 
 def versions(results: Results) -> str:
@@ -133,6 +145,8 @@ def section(device: str, results: Results) -> str:
         )
     if {work.name for work in ABLATIONS} & {result["work"] for result in results}:
         parts += ["### What each shortcut brings: without it / with it", table(ABLATIONS, results)]
+    if profiled := [result for result in results if "profile" in result]:
+        parts += ["### Where the time of a step of trimtab goes", profiles(profiled)]
     return "\n\n".join([*parts, "### Versions", versions(results)])
 
 
