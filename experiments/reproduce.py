@@ -2,10 +2,11 @@
 
 A tier is a size: smoke (minutes, shows that everything runs and decides nothing), default (100 minutes on two cores),
 overnight and gpu. For each paper this program runs the sweeps of the tier, experiments/<paper>/smoke*.yaml,
-reproduce*.yaml, overnight*.yaml or sweep_gpu*.yaml, and then report.py over their runs. It does not repeat runs in
-runs/reproduce/<tier> that have finished; remove that folder to start over. Without a GPU, the runs of a sweep are
-forked from one process that has imported their libraries. The default tier writes the verdicts, the figures and the
-numbers into experiments/README.md and each paper's folder; the others leave their pages in runs/reproduce.
+reproduce*.yaml, overnight*.yaml or sweep_gpu*.yaml, and then report.py over their runs, while the next paper's sweeps
+begin. It does not repeat runs in runs/reproduce/<tier> that have finished; remove that folder to start over. Without a
+GPU, the runs of a sweep are forked from one process that has imported their libraries. The default tier writes the
+verdicts, the figures and the numbers into experiments/README.md and each paper's folder; the others leave their pages
+in runs/reproduce.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +56,19 @@ def papers(tier: str) -> list[str]:
     return sorted(names, key=lambda name: (name.split("_")[1], name))
 
 
-def reproduce(paper: str, tier: str, jobs: int) -> Result:
-    """Runs what is left of the paper's sweeps, and its report."""
+@dataclass(frozen=True)
+class PaperRuns:
+    """The runs of a paper: its folder, those of its sweeps, the sweeps' trials, and what failed."""
+
+    paper: str
+    out: Path
+    folders: Sequence[str]
+    trials: Sequence[Mapping[str, Any]]
+    failures: Sequence[str]
+
+
+def run(paper: str, tier: str, jobs: int) -> PaperRuns:
+    """Runs what is left of the paper's sweeps."""
     home, out = ROOT / "experiments" / paper, RUNS / tier / paper
     folders, trials, failures = [], [], []
     for file in sorted(home.glob(TIERS[tier])):
@@ -67,8 +80,14 @@ def reproduce(paper: str, tier: str, jobs: int) -> Result:
             folders.append(str(Path("runs", paper, read_json(about)["id"])))
         trials += read_lines(sweep / "trials.jsonl")
     failures += [f"run {trial['run_id']} failed, see {trial['log']}" for trial in trials if trial["status"] == FAILED]
+    return PaperRuns(paper, out, folders, trials, failures)
+
+
+def judge(runs: PaperRuns, jobs: int) -> Result:
+    """Runs the paper's report, on one core."""
+    paper, out, failures = runs.paper, runs.out, [*runs.failures]
     (numbers := out / NUMBERS).unlink(missing_ok=True)
-    call([f"experiments.{paper}.report", *folders, "--out", str(out)])
+    call([f"experiments.{paper}.report", *runs.folders, "--out", str(out)], OMP_NUM_THREADS="1")
     verdicts: Sequence[Verdict] = []
     if numbers.exists():
         _, _, verdicts = from_json(read_json(numbers))
@@ -76,7 +95,7 @@ def reproduce(paper: str, tier: str, jobs: int) -> Result:
         failures.append("its report was not written")
     for failure in failures:
         print(f"{paper}: {failure}", file=sys.stderr)
-    minutes = sum(trial["seconds"] or 0 for trial in trials) / jobs / 60
+    minutes = sum(trial["seconds"] or 0 for trial in runs.trials) / jobs / 60
     return Result(paper, out, verdicts, failures, minutes)
 
 
@@ -85,10 +104,10 @@ def preload() -> list[str]:
     return [] if torch.accelerator.is_available() else [f"--preload={module}" for module in PRELOADED]
 
 
-def call(command: Sequence[str]) -> int:
-    """Runs `python -m` with a module of the repository and its arguments; returns the exit status."""
+def call(command: Sequence[str], **variables: str) -> int:
+    """Runs `python -m` with a module of the repository, its arguments and variables; returns the exit status."""
     print(f"\n$ python -m {' '.join(command)}", flush=True)
-    env = {**KEEP_MEMORY, **os.environ}
+    env = {**KEEP_MEMORY, **os.environ, **variables}
     return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=env, check=False).returncode
 
 
@@ -169,7 +188,11 @@ def main() -> int:
     for folder in ("", *chosen) if is_published else ():  # before the hours of work, not after them
         around_marks(ROOT / "experiments" / folder / "README.md")
     began = time.monotonic()
-    results = [reproduce(paper, arguments.tier, arguments.jobs) for paper in chosen]
+    with ThreadPoolExecutor(1) as reports:  # which need one core, and the next paper's first runs the others
+        pending = [
+            reports.submit(judge, run(paper, arguments.tier, arguments.jobs), arguments.jobs) for paper in chosen
+        ]
+    results = [report.result() for report in pending]
     if is_published:
         publish(results, arguments.jobs)
     for result in results:
