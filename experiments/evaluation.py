@@ -5,11 +5,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from experiments.runs import sampled
 from trimtab_lm.sampling.generate import pad, response_texts
-from trimtab_lm.tokens.scores import score_logits
+from trimtab_lm.tokens.logprobs import LanguageHead
 
 
 def continued(
@@ -55,7 +56,7 @@ def answer_logprobs(
         batch_size: Answers per forward pass.
     """
     was_training, _ = model.training, model.eval()
-    sums = []
+    head, sums = LanguageHead(model), []
     for start in range(0, len(rows), batch_size):
         pairs = list(zip(prompts[start : start + batch_size], rows[start : start + batch_size], strict=True))
         whole = [torch.cat([prompt.to(model.device), row.to(model.device)]) for prompt, row in pairs]
@@ -63,8 +64,8 @@ def answer_logprobs(
         answer = mask[:, 1:].bool()
         for i, (prompt, _) in enumerate(pairs):
             answer[i, : len(prompt) - 1] = False
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer]
-        logprobs = score_logits(logits, ids[:, 1:][answer]).logprobs.double()
-        sums += [float(row.sum()) for row in logprobs.split(answer.sum(1).tolist())]
+        before = functional.pad(answer, (0, 1))  # the positions whose states predict the answer's tokens
+        scores, _ = head.score(before, ids[:, 1:][answer], input_ids=ids, attention_mask=mask)
+        sums += [float(row.sum()) for row in scores.logprobs.double().split(answer.sum(1).tolist())]
     model.train(was_training)
     return sums
