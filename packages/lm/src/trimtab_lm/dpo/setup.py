@@ -1,9 +1,6 @@
 """The models of a DPO run: the adapter that trains, and the reference."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from accelerate import Accelerator
 from peft import PeftConfig, PeftModel
@@ -97,28 +94,11 @@ def make_reference(
         return Reference.of_adapter(model, config.ref_adapter_name)
     if config.precompute_ref_log_probs and ref_model is None and not isinstance(model, PeftModel):
         return Reference(model, is_adapter_off=False)
-    with _plain_forward(model):
-        reference = Reference.of(model, ref_model)
+    reference = Reference.of(model, ref_model)
     if not reference.is_policy:
         score_tokens_in_forward(reference.model)
         reference.prepare(accelerator)
     return reference
-
-
-@contextmanager
-def _plain_forward(model: Any) -> Iterator[None]:
-    """The model with the forward of its class inside the block.
-
-    A forward that an earlier trainer has extended runs the model that it belongs to: a copy of the model with it would
-    score with the weights of the policy.
-    """
-    is_extended = hasattr(model.forward, "language_head")
-    extended = vars(model).pop("forward") if is_extended else None
-    try:
-        yield
-    finally:
-        if is_extended:
-            model.forward = extended
 
 
 def check_kind(model: Model, config: DPOConfig) -> bool:

@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -41,7 +42,7 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
     Returns:
         The head that computes the scores.
     """
-    if (head := getattr(model.forward, "language_head", None)) is not None:
+    if (head := getattr(_own_forward(model), "language_head", None)) is not None:
         return head
     run = model.forward
     head = LanguageHead(model, run)
@@ -50,7 +51,7 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
         inputs, places = model_inputs(model, tokens), (tokens["source"], tokens["targets"])
         return head.score(*places, temperature=temperature, is_summed=is_summed, **inputs)[0]
 
-    _extend_forward(model, run, score, language_head=head)
+    _extend_forward(model, run, score, score_tokens_in_forward, language_head=head)
     return head
 
 
@@ -70,7 +71,7 @@ def score_sequences_in_forward(model: Model) -> bool:
     base = base_of(model)
     if "score" not in dict(base.named_children()) or base.config.is_encoder_decoder:
         return False
-    if getattr(model.forward, "scores_sequences", False):
+    if getattr(_own_forward(model), "scores_sequences", False):
         return True
 
     def score(tokens: Batch) -> Tensor:
@@ -79,20 +80,38 @@ def score_sequences_in_forward(model: Model) -> bool:
         logits: Tensor = base.get_submodule("score")(hidden.flatten(0, 1).index_select(0, tokens["ends"]))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    _extend_forward(model, model.forward, score, scores_sequences=True)
+    _extend_forward(model, model.forward, score, score_sequences_in_forward, scores_sequences=True)
     return True
 
 
-def _extend_forward(model: nn.Module, run: Forward, score: Callable[..., object], **marks: object) -> None:
-    """Replaces `model.forward` by one that calls `score` where it gets tokens, and else `run`."""
+def _own_forward(model: nn.Module) -> Forward:
+    """The model's forward. A copy of a model with an extended forward gets that of its class.
+
+    The extension runs the model that it was made for, and `copy.deepcopy` hands it to the copy.
+    """
+    if getattr(model.forward, "extends", model) is not model:
+        del model.forward
+    return model.forward
+
+
+def _extend_forward(
+    model: nn.Module, run: Forward, score: Callable[..., object], extend: Callable[[Any], object], **marks: object
+) -> None:
+    """Replaces `model.forward` by one that calls `score` where it gets tokens, and else `run`.
+
+    A copy of the model gets a forward of its own by `extend`, at its first call.
+    """
 
     # Trainer reads from the signature which columns the model takes, so it stays the model's. A bound method has it
     # under __func__, a plain function that someone has put there has it itself.
     @functools.wraps(getattr(run, "__func__", run))
     def forward(self: nn.Module, *args: object, tokens: Batch | None = None, **kwargs: object) -> object:
+        if self is not model:
+            extend(self)
+            return self.forward(*args, tokens=tokens, **kwargs)
         return run(*args, **kwargs) if tokens is None else score(tokens, **kwargs)
 
-    for name, value in marks.items():
+    for name, value in {**marks, "extends": model}.items():
         setattr(forward, name, value)
     model.forward = MethodType(forward, model)
 
