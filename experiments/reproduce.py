@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,13 +58,13 @@ def papers(tier: str) -> list[str]:
 
 @dataclass(frozen=True)
 class PaperRuns:
-    """The runs of a paper: its folder, those of its sweeps, the sweeps' trials, and what failed."""
+    """The runs of a paper: the folder of its page, those of its sweeps' runs, what failed, and the minutes."""
 
     paper: str
     out: Path
     folders: Sequence[str]
-    trials: Sequence[Mapping[str, Any]]
     failures: Sequence[str]
+    minutes: float
 
 
 def run(paper: str, tier: str, jobs: int) -> PaperRuns:
@@ -80,10 +80,11 @@ def run(paper: str, tier: str, jobs: int) -> PaperRuns:
             folders.append(str(Path("runs", paper, read_json(about)["id"])))
         trials += read_lines(sweep / "trials.jsonl")
     failures += [f"run {trial['run_id']} failed, see {trial['log']}" for trial in trials if trial["status"] == FAILED]
-    return PaperRuns(paper, out, folders, trials, failures)
+    minutes = sum(trial["seconds"] or 0 for trial in trials) / jobs / 60
+    return PaperRuns(paper, out, folders, failures, minutes)
 
 
-def judge(runs: PaperRuns, jobs: int) -> Result:
+def judge(runs: PaperRuns) -> Result:
     """Runs the paper's report, on one core."""
     paper, out, failures = runs.paper, runs.out, [*runs.failures]
     (numbers := out / NUMBERS).unlink(missing_ok=True)
@@ -95,8 +96,7 @@ def judge(runs: PaperRuns, jobs: int) -> Result:
         failures.append("its report was not written")
     for failure in failures:
         print(f"{paper}: {failure}", file=sys.stderr)
-    minutes = sum(trial["seconds"] or 0 for trial in runs.trials) / jobs / 60
-    return Result(paper, out, verdicts, failures, minutes)
+    return Result(paper, out, verdicts, failures, runs.minutes)
 
 
 def preload() -> list[str]:
@@ -189,9 +189,7 @@ def main() -> int:
         around_marks(ROOT / "experiments" / folder / "README.md")
     began = time.monotonic()
     with ThreadPoolExecutor(1) as reports:  # which need one core, and the next paper's first runs the others
-        pending = [
-            reports.submit(judge, run(paper, arguments.tier, arguments.jobs), arguments.jobs) for paper in chosen
-        ]
+        pending = [reports.submit(judge, run(paper, arguments.tier, arguments.jobs)) for paper in chosen]
     results = [report.result() for report in pending]
     if is_published:
         publish(results, arguments.jobs)
