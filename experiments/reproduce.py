@@ -35,7 +35,10 @@ BEGIN, END = "<!-- reproduced -->", "<!-- /reproduced -->"
 # glibc keeps what a run frees: to return it and to ask for it again takes a run a tenth of its time.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 # A sweep imports these once for all its runs: most of what a run imports, of what processes can share.
-PRELOADED = ("accelerate", "matplotlib.pyplot", "peft", "scipy.stats", "transformers.models.llama.modeling_llama")
+PRELOADED = (
+    *("accelerate", "matplotlib.pyplot", "pandas", "peft", "scipy.stats", "transformers.models.llama.modeling_llama"),
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+)
 FAILED = "failed"  # what `trimtab sweep` calls a trial whose program failed
 
 

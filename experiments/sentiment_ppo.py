@@ -96,11 +96,14 @@ class Evaluation:
         self.ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in self.prompts]
         self.reference = deepcopy(model).eval()
 
+    def answers(self) -> tuple[list[torch.Tensor], list[str]]:
+        """Samples an answer to each opening: token ids, and texts."""
+        settings = {"max_new_tokens": self.run.max_new_tokens, "seed": self.seed}
+        return continued(self.model, self.tokenizer, self.prompts, **settings)
+
     def look(self) -> tuple[dict[str, float], list[str]]:
         """Returns {reward, kl (nats per response), ended (share of answers with an end token)}, and the answers."""
-        rows, answers = continued(
-            self.model, self.tokenizer, self.prompts, max_new_tokens=self.run.max_new_tokens, seed=self.seed
-        )
+        rows, answers = self.answers()
         kl = kl_of_samples(self.model, self.reference, self.ids, rows)
         ends = eos_token_ids(self.model, self.tokenizer.eos_token_id)
         ended = fmean(int(row[-1]) in ends for row in rows)
@@ -139,7 +142,7 @@ def train(
         open_folder(folder, to_flat_dict(run, ppo), goes_on=bool(run.resume_from))
     evaluation = Evaluation(policy.pretrained_model, tokenizer, reward, run, seed=ppo.seed)
     trainer.run.about = to_flat_dict(run)
-    before, first_answers = evaluation.look()
+    _, first_answers = evaluation.answers()
     if is_main:
         show("before training", evaluation.prompts[: run.samples], first_answers[: run.samples])
     learn(trainer, run, reward, folder, evaluation)
@@ -152,7 +155,8 @@ def train(
         # Not before training: a run that is resumed takes up its tracker's run there.
         rows = zip(*samples.values(), strict=True)
         trainer.tracker.table("samples", list(samples), rows, trainer.steps_done)
-        summary = {"reward_before": before["reward"], **after, "kl_held": held_kl(read_history(folder))}
+        means = {"reward_before": fmean(rewards["reward_before"]), **after}
+        summary = means | {"kl_held": held_kl(read_history(folder))}
         trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
         close_folder(folder, summary)
     return folder
