@@ -37,7 +37,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 # A sweep imports these once for all its runs: most of what a run imports, of what processes can share.
 PRELOADED = (
     *("accelerate", "matplotlib.pyplot", "pandas", "peft", "scipy.stats", "transformers.models.llama.modeling_llama"),
-    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "diffusers.models.autoencoders.autoencoder_kl",
 )
 FAILED = "failed"  # what `trimtab sweep` calls a trial whose program failed
 
