@@ -1,6 +1,6 @@
 """Linear models on the states of frozen language models."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,29 +23,65 @@ def mean_states(model: PreTrainedModel, rows: Sequence[Tensor], *, batch_size: i
     return means
 
 
-def logistic_regression(x: Tensor, labels: Tensor, *, penalty: float, bias: bool = True) -> tuple[Tensor, Tensor]:
+def logistic_regression(x: Tensor, labels: Tensor, *, penalty: float) -> tuple[Tensor, Tensor]:
     """Minimizes sum -log p(label) + penalty / 2 |weight|^2.
 
     Args:
         x: Features, [N, D].
         labels: 0 or 1, [N].
         penalty: The coefficient of the squared norm.
-        bias: Whether to fit the bias; else it is 0.
 
     Returns:
         Weight [D] and bias, a scalar.
     """
     inputs, targets = x.double(), labels.double()
-    weight = torch.zeros(inputs.shape[1], dtype=torch.float64, requires_grad=True)
-    offset = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight, offset] if bias else [weight], max_iter=200, line_search_fn="strong_wolfe")
+    weight, bias = (torch.zeros(size, dtype=torch.float64) for size in ((inputs.shape[1],), ()))
+
+    def loss() -> Tensor:
+        terms = F.binary_cross_entropy_with_logits(inputs @ weight + bias, targets, reduction="sum")
+        return terms + penalty / 2 * weight.square().sum()
+
+    minimize(loss, weight, bias)
+    return weight.float(), bias.float()
+
+
+def choice_regression(gaps: Tensor, *, penalty: float) -> Tensor:
+    """Learns a linear score from choices, each of one among K + 1 alternatives.
+
+    It minimizes sum_n log(1 + sum_k exp(-w . gap_nk)) + penalty / 2 |w|^2, which is the cross-entropy of the chosen
+    alternatives under the softmax of their scores (Ziegler et al. 2019, arXiv:1909.08593, Eq. 1). With two alternatives
+    it is the logistic loss of a comparison.
+
+    Args:
+        gaps: Features of the chosen alternative less those of each other one, [N, K, D].
+        penalty: The coefficient of the squared norm.
+
+    Returns:
+        The weight w, [D].
+    """
+    inputs = gaps.double()
+    weight = torch.zeros(inputs.shape[-1], dtype=torch.float64)
+
+    def loss() -> Tensor:
+        terms = F.pad(-inputs @ weight, (0, 1)).logsumexp(1)
+        return terms.sum() + penalty / 2 * weight.square().sum()
+
+    minimize(loss, weight)
+    return weight.float()
+
+
+def minimize(loss: Callable[[], Tensor], *variables: Tensor) -> None:
+    """Moves the variables to a minimum of a smooth convex loss, by L-BFGS."""
+    optimizer = torch.optim.LBFGS(
+        [variable.requires_grad_() for variable in variables], max_iter=200, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(inputs @ weight + offset, targets, reduction="sum")
-        loss = loss + penalty / 2 * weight.square().sum()
-        loss.backward()
-        return loss
+        value = loss()
+        value.backward()
+        return value
 
     optimizer.step(closure)
-    return weight.detach().float(), offset.detach().float()
+    for variable in variables:
+        variable.requires_grad_(False)

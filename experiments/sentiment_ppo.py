@@ -115,6 +115,8 @@ def train(
     ppo: PPOConfig,
     reward: Reward,
     *,
+    judge: Reward | None = None,
+    facts: Mapping[str, float] | None = None,
     make_trainer: Callable[..., PPOTrainer] = PPOTrainer,
 ) -> Path:
     """Trains, evaluates before and after, and writes the run's folder. Every process calls this function.
@@ -123,6 +125,8 @@ def train(
         run: The settings of the experiment.
         ppo: The settings of PPO.
         reward: From texts to one reward each.
+        judge: The reward of the evaluated answers. None: `reward`.
+        facts: Numbers that the summary holds besides.
         make_trainer: Called as PPOTrainer(config, model, tokenizer=..., dataset=...), for another optimizer or a
             subclass.
 
@@ -130,6 +134,7 @@ def train(
         The run's folder.
     """
     set_seed(ppo.seed)
+    judge = judge or reward
     ppo = replace(ppo, model_name=run.model)  # for the tracker's config
     policy, tokenizer = load(run.model)
     dataset = prompts(tokenizer, openings("train"))
@@ -140,7 +145,7 @@ def train(
     folder = Path(ppo.output_dir or Path("runs", ppo.exp_name))
     if is_main:
         open_folder(folder, to_flat_dict(run, ppo), goes_on=bool(run.resume_from))
-    evaluation = Evaluation(policy.pretrained_model, tokenizer, reward, run, seed=ppo.seed)
+    evaluation = Evaluation(policy.pretrained_model, tokenizer, judge, run, seed=ppo.seed)
     trainer.run.about = to_flat_dict(run)
     _, first_answers = evaluation.answers()
     if is_main:
@@ -149,14 +154,14 @@ def train(
     after, answers = evaluation.look()
     if is_main:
         show("after training", evaluation.prompts[: run.samples], answers[: run.samples])
-        rewards = {"reward_before": reward(first_answers), "reward": reward(answers)}
+        rewards = {"reward_before": judge(first_answers), "reward": judge(answers)}
         write_per_prompt(folder, rewards)
         samples = write_answers(folder, evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
         # Not before training: a run that is resumed takes up its tracker's run there.
         rows = zip(*samples.values(), strict=True)
         trainer.tracker.table("samples", list(samples), rows, trainer.steps_done)
         means = {"reward_before": fmean(rewards["reward_before"]), **after}
-        summary = means | {"kl_held": held_kl(read_history(folder))}
+        summary = means | {"kl_held": held_kl(read_history(folder)), **(facts or {})}
         trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
         close_folder(folder, summary)
     return folder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from experiments.best_of import expected_best_of, kl_of_best
-from experiments.gao_2022_overoptimization.proxy import Samples, learn_weight
+from experiments.proxy import Samples, learn_weight
 
 FILE = "best_of_n.json"
 

@@ -1,6 +1,5 @@
 """PPO without a KL penalty against a proxy of a gold reward (Gao et al. 2022, arXiv:2210.10760). See README.md."""
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,8 +13,8 @@ from accelerate import PartialState
 from experiments.assets import openings
 from experiments.gao_2022_overoptimization.best_of_n import best_of_n, write
 from experiments.gao_2022_overoptimization.gold import load_gold
-from experiments.gao_2022_overoptimization.proxy import Normalised, Proxy, Sampler, Samples, Score, learn_weight
 from experiments.gao_2022_overoptimization.report import CLAIM, FIRST, GOLD, SECOND, TITLE, read
+from experiments.proxy import Normalised, Sampler, Score, learn_proxy, shuffled
 from experiments.reports import report_on_run
 from experiments.runs import from_recipe
 from experiments.sentiment_ppo import KL, StoriesRun, load, train
@@ -95,22 +94,9 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
     if state.is_main_process:
         write(folder, best_of_n(bank, pairs, run.bank_labels, penalty=run.penalty))
     trainer = partial(WatchedPPOTrainer, gold=Normalised(gold, pairs.golds.flatten().tolist()), distance=run.distance)
-    folder = train(run, ppo, proxy_of(sampler, pairs, run), make_trainer=trainer)
+    folder = train(run, ppo, learn_proxy(sampler, pairs, run.labels, penalty=run.penalty), make_trainer=trainer)
     if state.is_main_process:
         report_on_run(TITLE, CLAIM, read, [folder])
-
-
-def shuffled(prompts: Sequence[str], seed: int, count: int) -> list[str]:
-    """Returns `count` prompts in an order of the seed; repeats them only if there are fewer."""
-    order = random.Random(seed).sample(list(prompts), len(prompts))
-    return [order[i % len(order)] for i in range(count)]
-
-
-def proxy_of(sampler: Sampler, pairs: Samples, run: RunConfig) -> Proxy:
-    """The proxy of `labels` comparisons; over the samples in all pairs its mean is 0 and its deviation 1."""
-    weight = learn_weight(pairs, run.labels, penalty=run.penalty)
-    offset = float((pairs.states @ weight).mean())
-    return Proxy(sampler.model.base_model, sampler.tokenizer, weight, offset)
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, PPOConfig]:

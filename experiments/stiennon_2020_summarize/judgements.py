@@ -16,10 +16,11 @@ from transformers import AutoModel, AutoTokenizer
 
 from experiments.assets import model_folder, preferences
 from experiments.assets.registry import build_once, cache_dir
-from experiments.frozen import logistic_regression, mean_states
+from experiments.frozen import choice_regression, mean_states
 from experiments.stiennon_2020_summarize.settings import RunConfig
 
 POOL, TEST = 4096, 1024  # judgements to learn from, and others about other instructions
+PART = 1024  # texts whose states are cached together
 LONGER = "judged_longer"
 Pairs = Sequence[Mapping[str, str]]
 
@@ -45,7 +46,7 @@ def learn_judgements(model: str, run: RunConfig, *, seed: int) -> dict[str, list
         for part, size in (("train", POOL), ("test", TEST))
     )
     texts = list(dict.fromkeys(row[side] for row in (*train, *test) for side in ("chosen", "rejected")))
-    states = dict(zip(texts, states_of(model, texts, run.judged_tokens), strict=True))
+    states = dict(zip(texts, states_of(model, texts, run.judged_tokens, seed=seed), strict=True))
     order = random.Random(seed).sample(train, len(train))
     deviation = torch.stack(list(states.values())).std(0)
     others = gaps(test, states) / deviation
@@ -55,14 +56,27 @@ def learn_judgements(model: str, run: RunConfig, *, seed: int) -> dict[str, list
         if count > len(order):
             raise ValueError(f"judged_pairs={run.judged_pairs} needs more than the {len(order)} judgements. Lower it.")
         inputs = gaps(order[:count], states) / deviation
-        weight, _ = logistic_regression(inputs, torch.ones(count), penalty=run.judged_penalty, bias=False)
+        weight = choice_regression(inputs[:, None], penalty=run.judged_penalty)
         scores = others @ weight
         accuracies[f"judged_{Path(model).name}_{count}"] = by_instruction(test, (scores > 0) + 0.5 * (scores == 0))
     return accuracies
 
 
-def states_of(model: str, texts: Sequence[str], tokens: int) -> Tensor:
-    """Returns the mean states of the first `tokens` tokens of each text by a frozen model, cached, [N, D]."""
+def states_of(model: str, texts: Sequence[str], tokens: int, *, seed: int) -> Tensor:
+    """Returns the mean states of the first `tokens` tokens of each text by a frozen model, [N, D].
+
+    They are cached in parts. Runs with an odd seed begin in the middle, so that of two runs at the same time each reads
+    one half.
+    """
+    parts = [texts[start : start + PART] for start in range(0, len(texts), PART)]
+    order = [*range(len(parts))]
+    middle = len(parts) // 2 * (seed % 2)
+    states = {number: part_of_states(model, parts[number], tokens) for number in order[middle:] + order[:middle]}
+    return torch.cat([states[number] for number in order])
+
+
+def part_of_states(model: str, texts: Sequence[str], tokens: int) -> Tensor:
+    """Computes `states_of` for these texts, or reads them from the cache."""
     key = hashlib.sha256("\0".join([model, str(tokens), *texts]).encode()).hexdigest()[:16]
 
     def build(folder: Path) -> None:

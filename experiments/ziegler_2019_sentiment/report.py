@@ -30,10 +30,13 @@ BAND = 0.25  # a KL within this share of its target counts as held
 
 def read(runs: Sequence[Run]) -> Report:
     """Reads for each target the reward of held-out openings and the KL of the last third of the steps."""
-    targets = by([run for run in runs if run.config["adap_kl_ctrl"]], "target")
-    fixed = by([run for run in runs if not run.config["adap_kl_ctrl"]], "init_kl_coef")
+    true = [run for run in runs if is_true(run)]
+    targets = by([run for run in true if run.config["adap_kl_ctrl"]], "target")
+    fixed = by([run for run in true if not run.config["adap_kl_ctrl"]], "init_kl_coef")
+    learnt = by([run for run in runs if not is_true(run)], "target", "labels")
     groups = {f"target {value:g}": group for value, group in targets.items()}
     groups |= {f"coefficient {value:g}": group for value, group in fixed.items()}
+    groups |= {name_of(*at): group for at, group in learnt.items()}
     measured: dict[str, Numbers] = {}
     for name, group in groups.items():
         measured[f"reward before, {name}"] = of_seeds(group, lambda run: run.per_prompt["reward_before"])
@@ -41,6 +44,8 @@ def read(runs: Sequence[Run]) -> Report:
         measured[f"KL, {name}"] = of_seeds(group, lambda run: run.summary["kl_held"])
     for target, group in targets.items():
         measured[distance(target)] = of_seeds(group, lambda run, at=target: run.summary["kl_held"] / at - 1)
+    for at, group in learnt.items():
+        measured[f"accuracy, {name_of(*at)}"] = of_seeds(group, lambda run: run.summary["choice_accuracy"])
     attainable = frontier_of(runs, sentiment)
     if attainable is not None:
         for name, group in groups.items():
@@ -54,7 +59,7 @@ def read(runs: Sequence[Run]) -> Report:
         "training, a dot for each run; black: what reweighting samples of the pretrained model attains, as far as the "
         "samples carry."
     )
-    claims = list(claims_about(list(groups), list(targets)))
+    claims = [*claims_about(list(groups), list(targets)), *claims_about_labels(list(learnt), list(targets))]
     figures = {"figure": figure(groups, list(targets), attainable)}
     return Report(measured, claims, figures, {"figure": caption}, samples)
 
@@ -62,6 +67,16 @@ def read(runs: Sequence[Run]) -> Report:
 def share_of(run: Run, attainable: Frontier) -> float | None:
     """The run's gain of reward over the attainable gain at its KL; None if its KL is beyond the frontier's range."""
     return attainable.efficiency(run.summary["kl"], run.summary["reward"] - run.summary["reward_before"])
+
+
+def is_true(run: Run) -> bool:
+    """Whether the run's reward is the true one, and not learnt from labels."""
+    return not run.config.get("labels", 0)
+
+
+def name_of(target: float, labels: int) -> str:
+    """The name of the runs that learn their reward from labels."""
+    return f"target {target:g} with {labels} labels"
 
 
 def distance(target: float) -> str:
@@ -110,11 +125,28 @@ def claims_about(groups: Sequence[str], targets: Sequence[float]) -> Iterator[Cl
         )
 
 
+def claims_about_labels(learnt: Sequence[tuple[float, int]], targets: Sequence[float]) -> Iterator[Claim]:
+    """The claims about learnt rewards: more labels give more of the true reward, and the true reward gives most."""
+    for target in dict.fromkeys(target for target, _ in learnt):
+        names = [name_of(*at) for at in learnt if at[0] == target] + [f"target {target:g}"] * (target in targets)
+        for fewer, more in pairwise(names):
+            yield Claim(
+                f"{more} gives more reward than {fewer}",
+                (f"reward, {more}", f"reward, {fewer}"),
+                "more",
+                MATTERS,
+                "reward",
+                place="section 3.1.1",
+            )
+
+
 def figure(groups: Mapping[str, Sequence[Run]], targets: Sequence[float], attainable: Frontier | None) -> plt.Figure:
     """Plots reward, KL and its coefficient over the steps, the targets as dashed lines, and the end of each run."""
     plot, (*axes, ends) = plt.subplots(1, len(PANELS) + 1, figsize=(18, 3.6), layout="constrained")
     for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
-        curves(axis, {name: [run.curve("step", key) for run in group] for name, group in groups.items()})
+        is_shown = {name: key != REWARD or is_true(group[0]) for name, group in groups.items()}
+        shown = {name: group for name, group in groups.items() if is_shown[name]} or groups
+        curves(axis, {name: [run.curve("step", key) for run in group] for name, group in shown.items()})
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("PPO step")
     for target in targets:

@@ -16,12 +16,12 @@ from tests.lm import tiny
 from experiments import sentiment_ppo
 from experiments.best_of import kl_of_best
 from experiments.claims import judge
-from experiments.frozen import logistic_regression, mean_states
+from experiments.frozen import choice_regression, logistic_regression, mean_states
 from experiments.gao_2022_overoptimization import best_of_n, gold, train
 from experiments.gao_2022_overoptimization.curve import BEST_OF_N, RL, Fit, Form, fit, running_mean
 from experiments.gao_2022_overoptimization.gold import learn_head, sentence_vectors
-from experiments.gao_2022_overoptimization.proxy import Normalised, Proxy, Sampler, Samples, learn_weight, text_states
 from experiments.gao_2022_overoptimization.report import FIRST, GOLD, SECOND, Course, read
+from experiments.proxy import Normalised, Proxy, Sampler, Samples, learn_weight, text_states
 from experiments.runs import Run, read_history
 from trimtab_lm import PPOConfig
 
@@ -54,9 +54,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_logistic_regression_finds_the_log_odds():
     labels = torch.tensor([1, 1, 1, 0])
-    weight, bias = logistic_regression(torch.full((4, 1), 2.0), labels, penalty=0.0, bias=False)
-    assert float(weight) == pytest.approx(math.log(3) / 2, abs=1e-4)
-    assert float(bias) == 0
     weight, bias = logistic_regression(torch.zeros(4, 1), labels, penalty=1.0)
     assert float(weight) == 0
     assert float(bias) == pytest.approx(math.log(3), abs=1e-4)
@@ -64,9 +61,19 @@ def test_logistic_regression_finds_the_log_odds():
 
 def test_a_penalty_balances_the_gradient_of_the_loss():
     x, labels = torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])
-    weight, _ = logistic_regression(x, labels, penalty=0.5, bias=False)
+    weight, bias = logistic_regression(x, labels, penalty=0.5)
     w = float(weight)
     assert 0.5 * w == pytest.approx(2 / (1 + math.exp(w)), abs=1e-4)
+    assert float(bias) == pytest.approx(0, abs=1e-6)
+
+
+def test_choices_give_the_log_odds_of_their_shares():
+    """Of three alternatives with the features -1, 0 and 1, a softmax that chooses them as often as was seen."""
+    gaps = {1.0: [2.0, 1.0], 0.0: [1.0, -1.0], -1.0: [-1.0, -2.0]}
+    weight = choice_regression(torch.tensor([gaps[1.0]] * 4 + [gaps[0.0]] * 2 + [gaps[-1.0]])[..., None], penalty=0.0)
+    assert float(weight) == pytest.approx(math.log(2), abs=1e-4)  # shares 4 : 2 : 1
+    doubled = choice_regression(torch.tensor([[1.0], [1.0], [1.0], [-1.0]])[..., None], penalty=0.0)
+    assert float(doubled) == pytest.approx(math.log(3), abs=1e-4)
 
 
 def test_a_mean_of_states_is_that_of_the_row_alone_however_long_the_others_are():
@@ -121,7 +128,7 @@ def test_fewer_labels_are_the_first_of_more():
 
 @pytest.mark.parametrize("labels", [0, 5])
 def test_more_labels_than_comparisons_are_refused(labels: int):
-    with pytest.raises(ValueError, match=f"of {labels} comparisons.*of the 4 that exist"):
+    with pytest.raises(ValueError, match=f"of {labels} choices.*of the 4 that exist"):
         learn_weight(pairs_of(4), labels, penalty=1.0)
 
 

@@ -333,6 +333,27 @@ def judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
 
 
+def test_two_runs_begin_with_different_halves_of_the_texts_and_get_the_same_states(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    texts = ["the", "a cat", "he ran", "so", "the end", "dog", "abc"]
+    whole = judgements_stage.part_of_states(model, texts, 16)
+    monkeypatch.setattr(judgements_stage, "PART", 2)
+    read: list[list[str]] = []
+    part_of_states = judgements_stage.part_of_states
+    monkeypatch.setattr(
+        judgements_stage,
+        "part_of_states",
+        lambda model, part, tokens: (read.append(list(part)), part_of_states(model, part, tokens))[1],
+    )
+    for seed, first in ((10, ["the", "a cat"]), (11, ["the end", "dog"])):
+        monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / f"cache-{seed}"))
+        read.clear()
+        torch.testing.assert_close(judgements_stage.states_of(model, texts, 16, seed=seed), whole)
+        assert read[0] == first
+        assert sorted(map(len, read)) == [1, 2, 2, 2]
+
+
 @pytest.mark.usefixtures("judged")
 def test_a_head_on_a_frozen_model_learns_what_the_judge_likes(model: str):
     run = train.RunConfig(judged_pairs=(2, 64), judged_penalty=0.01, judged_tokens=16)

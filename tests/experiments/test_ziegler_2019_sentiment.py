@@ -66,10 +66,10 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    run = StoriesRun(model=model, max_new_tokens=4, eval_prompts=2, samples=1)
     folder = tmp_path / "run"
-    sizes = {"steps": 2, "batch_size": 4, "mini_batch_size": 2}
-    _, ppo = train.settings([], **sizes, log_with=None, output_dir=str(folder))
+    sizes = {"model": model, "max_new_tokens": 4, "eval_prompts": 2, "samples": 1}
+    sizes |= {"steps": 2, "batch_size": 4, "mini_batch_size": 2}
+    run, ppo = train.settings([], **sizes, log_with=None, output_dir=str(folder))
     train.main(run, ppo)
     rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -87,6 +87,33 @@ def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
     assert f"figure: {folder / 'figure.png'}" in shown
     assert (folder / "figure.png").exists()
     assert "target 8: the KL is held" in (folder / "report.html").read_text()
+
+
+def test_ppo_on_a_learnt_reward_is_judged_by_the_true_one(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """PPO gets a reward that was learnt from choices; the evaluation has the one that made them."""
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(train, "sentiment", lambda texts: [100.0 + len(text) for text in texts])
+    monkeypatch.setattr(train, "openings", lambda split: ["the there", "he there the", "abc"])
+    folder = tmp_path / "run"
+    sizes = {"model": model, "max_new_tokens": 4, "eval_prompts": 2, "steps": 1, "batch_size": 4, "mini_batch_size": 2}
+    run, ppo = train.settings([], **sizes, labels=64, log_with=None, output_dir=str(folder))
+    train.main(run, ppo)
+    (row,) = (json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines())
+    summary = json.loads((folder / "summary.json").read_text())
+    assert abs(row["ppo/mean_scores"]) < 10
+    assert summary["reward_before"] > 100
+    assert summary["reward"] > 100
+    assert summary["choice_accuracy"] > 0.6  # of four; at random it is a quarter, and more with ties
+    assert f"in {summary['choice_accuracy']:.0%} of other choices" in capsys.readouterr().out
+
+
+def test_the_best_of_a_choice_is_right_if_gold_has_none_above_it():
+    states = torch.tensor([[[3.0], [1.0]], [[0.0], [2.0]], [[5.0], [4.0]]])
+    golds = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.5, 0.5]])
+    proxy = train.Proxy(None, None, torch.ones(1))
+    assert train.choice_accuracy(proxy, train.Samples(golds, states)) == pytest.approx(2 / 3)
 
 
 @pytest.mark.usefixtures("offline_wandb")
@@ -174,7 +201,7 @@ def planted(
     """A run that held its target, unless `kl` says otherwise, and gained reward, with noise of runs and of prompts."""
     folder = folder / f"{target}-{seed}-{'-'.join(map(str, others.values()))}"
     folder.mkdir(parents=True)
-    config = {"target": target, "seed": seed, "adap_kl_ctrl": True, "init_kl_coef": 0.1, **others}
+    config = {"target": target, "seed": seed, "adap_kl_ctrl": True, "init_kl_coef": 0.1, "labels": 0, **others}
     rng = np.random.default_rng([seed, int(10 * target), noise])
     held = (target if kl is None else kl) * float(np.exp(0.03 * rng.normal()))
     rows = [{"step": i, "ppo/mean_scores": i / 5, "objective/kl": held, "objective/kl_coef": 0.1} for i in (1, 2)]
@@ -184,7 +211,8 @@ def planted(
     (folder / "samples.json").write_text(json.dumps(samples))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "starts.json").write_text(json.dumps([provenance()]))
-    (folder / "summary.json").write_text(json.dumps({"kl_held": held, "kl": held, "reward": float(after.mean())}))
+    summary = {"kl_held": held, "kl": held, "reward": float(after.mean()), "choice_accuracy": 0.5}
+    (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_per_prompt(folder, {"reward_before": before.tolist(), "reward": after.tolist()})
     return finished_runs(folder)[0]
@@ -204,6 +232,20 @@ def test_claims_that_hold_are_reproduced(tmp_path: Path):
         "target 4: the KL is held within 25%": "reproduced",
         "target 4 gives more reward than 2": "reproduced",
     }
+
+
+def test_rewards_from_more_labels_and_the_true_reward_are_compared_at_one_target(tmp_path: Path):
+    gains = {0: 0.7, 64: 0.2, 512: 0.45}
+    runs = [planted(tmp_path, 4.0, seed, gain=gains[labels], labels=labels) for seed in range(8) for labels in gains]
+    assert outcomes(runs) == {
+        "target 4: the reward of other books' openings rises": "reproduced",
+        "target 4 with 64 labels: the reward of other books' openings rises": "reproduced",
+        "target 4 with 512 labels: the reward of other books' openings rises": "reproduced",
+        "target 4: the KL is held within 25%": "reproduced",
+        "target 4 with 512 labels gives more reward than target 4 with 64 labels": "reproduced",
+        "target 4 gives more reward than target 4 with 512 labels": "reproduced",
+    }
+    assert set(read(runs).measured["accuracy, target 4 with 64 labels"].values()) == {0.5}
 
 
 def test_a_reward_that_training_does_not_move_reproduces_no_gain(tmp_path: Path):

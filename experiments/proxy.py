@@ -1,7 +1,8 @@
-"""Samples of the initial policy with gold scores, and the proxies that are learnt from comparisons of them."""
+"""Samples of the initial policy with gold scores, and the rewards that are learnt from choices among them."""
 
 import hashlib
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments.assets.registry import build_once, cache_dir
 from experiments.evaluation import continued
-from experiments.frozen import logistic_regression, mean_states
+from experiments.frozen import choice_regression, mean_states
 
 Score = Callable[[Sequence[str]], list[float]]
 FILE = "samples.safetensors"
@@ -49,7 +50,7 @@ class Sampler:
     def __call__(self, prompts: Sequence[str], count: int, *, seed: int) -> Samples:
         """Returns `count` samples of each prompt. They are cached, so that runs of one seed share them."""
         key = json.dumps([self.names, self.max_new_tokens, list(prompts), count, seed])
-        name = f"gao-samples-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        name = f"scored-samples-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
         def build(folder: Path) -> None:
             save_file(self.sample(prompts, count, seed=seed)._asdict(), folder / FILE)
@@ -65,6 +66,12 @@ class Sampler:
         states = text_states(self.model.base_model, self.tokenizer, texts)
         shape = (len(prompts), count)
         return Samples(torch.tensor(self.gold(texts)).view(*shape), states.view(*shape, -1))
+
+
+def shuffled(prompts: Sequence[str], seed: int, count: int) -> list[str]:
+    """Returns `count` prompts in an order of the seed; repeats them only if there are fewer."""
+    order = random.Random(seed).sample(list(prompts), len(prompts))
+    return [order[i % len(order)] for i in range(count)]
 
 
 class Proxy:
@@ -94,34 +101,41 @@ def text_states(trunk: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text
     return mean_states(trunk, [torch.tensor(ids) for ids in rows])
 
 
-def learn_weight(pairs: Samples, labels: int, *, penalty: float) -> Tensor:
-    """Learns the weight of a proxy from the first `labels` comparisons.
+def learn_weight(samples: Samples, labels: int, *, penalty: float) -> Tensor:
+    """Learns the weight of a proxy from the first `labels` choices, by `choice_regression`.
 
-    It minimizes sum -log s(score of the better - score of the worse) + penalty / 2 |w|^2, where w is the weight on
-    states that are scaled to variance 1. The better answer is the one with the higher gold score.
+    A choice is the sample with the highest gold score of its prompt. The penalty is on the weight of states that are
+    scaled to variance 1.
 
     Args:
-        pairs: Two samples of each prompt. All of their states scale the inputs; gold labels the first `labels` alone.
-        labels: The number of comparisons, at most the number of prompts.
+        samples: N samples of each of P prompts. All of their states scale the inputs; gold labels the first `labels`
+            prompts alone.
+        labels: The number of choices, at most P.
         penalty: The coefficient of the squared norm.
 
     Returns:
-        [D], with which the scores of all samples in `pairs` have variance 1.
+        [D], with which the scores of all samples have variance 1.
 
     Raises:
-        ValueError: There are fewer than `labels` comparisons.
+        ValueError: There are fewer than `labels` prompts.
     """
-    if not 1 <= labels <= len(pairs.golds):
+    if not 1 <= labels <= len(samples.golds):
         raise ValueError(
-            f"a proxy of {labels} comparisons was asked for, of the {len(pairs.golds)} that exist. Raise "
-            "`comparisons`, or lower `labels` and `bank_labels`."
+            f"a proxy of {labels} choices was asked for, of the {len(samples.golds)} that exist. Raise `comparisons`, "
+            "or lower `labels` and `bank_labels`."
         )
-    deviation = pairs.states.flatten(0, 1).std(0)
-    better = pairs.golds[:labels, 0] > pairs.golds[:labels, 1]
-    gaps = (pairs.states[:labels, 0] - pairs.states[:labels, 1]) / deviation
-    scaled, _ = logistic_regression(gaps, better, penalty=penalty, bias=False)
-    weight = scaled / deviation
-    return weight / (pairs.states @ weight).std()
+    golds, states = samples.golds[:labels], samples.states[:labels]
+    is_chosen = golds.argmax(1, keepdim=True) == torch.arange(golds.shape[1])
+    others = states[~is_chosen].view(labels, -1, states.shape[2])
+    deviation = samples.states.flatten(0, 1).std(0)
+    weight = choice_regression((states[is_chosen][:, None] - others) / deviation, penalty=penalty) / deviation
+    return weight / (samples.states @ weight).std()
+
+
+def learn_proxy(sampler: Sampler, samples: Samples, labels: int, *, penalty: float) -> Proxy:
+    """The proxy that `learn_weight` learns from the sampler's samples; over them its mean is 0 and its deviation 1."""
+    weight = learn_weight(samples, labels, penalty=penalty)
+    return Proxy(sampler.model.base_model, sampler.tokenizer, weight, float((samples.states @ weight).mean()))
 
 
 class Normalised:
