@@ -39,7 +39,7 @@ setup: $(STAMP) ## make .venv and install the three packages, the experiments an
 demo: $(STAMP) ## teach a small model to write positive text (PPO, one CPU, W&B offline)
 	$(PY) -m experiments.ziegler_2019_sentiment $(ARGS)
 
-reproduce: $(STAMP) ## judge the papers' claims, and write the table (95 minutes on two cores; ARGS='--tier smoke': five)
+reproduce: $(STAMP) ## judge the papers' claims, and write the table (90 minutes on two cores; ARGS='--tier smoke': five)
 	$(PY) -m experiments.reproduce $(ARGS)
 
 test: $(STAMP) ## run the tests, JOBS at a time (other commands run those marked slow, gpu, vllm and distributed)

@@ -1,6 +1,6 @@
 """Runs the papers' experiments and judges their claims: `make reproduce`.
 
-A tier is a size: smoke (minutes, shows that everything runs and decides nothing), default (95 minutes on two cores),
+A tier is a size: smoke (minutes, shows that everything runs and decides nothing), default (90 minutes on two cores),
 overnight and gpu. For each paper this program runs the sweeps of the tier, experiments/<paper>/smoke*.yaml,
 reproduce*.yaml, overnight*.yaml or sweep_gpu*.yaml, and then report.py over their runs, while the next paper's sweeps
 begin. It does not repeat runs in runs/reproduce/<tier> that have finished; remove that folder to start over. Without a

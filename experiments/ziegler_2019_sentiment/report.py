@@ -59,6 +59,8 @@ def read(runs: Sequence[Run]) -> Report:
         "training, a dot for each run; black: what reweighting samples of the pretrained model attains, as far as the "
         "samples carry."
     )
+    if learnt:
+        caption += " Left: without the runs that learn from another reward."
     claims = [*claims_about(list(groups), list(targets)), *claims_about_labels(list(learnt), list(targets))]
     figures = {"figure": figure(groups, list(targets), attainable)}
     return Report(measured, claims, figures, {"figure": caption}, samples)
