@@ -110,9 +110,7 @@ class Program:
 
 
 PROGRAMS = [
-    Program(
-        ppo, {**SHORT, **STEPS, "eval_prompts": 2}, {**AWKWARD_STEPS, "stories_run": {"sampling_temperature": 0.9}}
-    ),
+    Program(ppo, {**SHORT, **STEPS, "eval_prompts": 2}, {**AWKWARD_STEPS, "run": {"sampling_temperature": 0.9}}),
     Program(
         details,
         {**SHORT, **STEPS, "eval_prompts": 2, "stops": []},
