@@ -89,14 +89,8 @@ def distance(target: float) -> str:
 def claims_about(groups: Sequence[str], targets: Sequence[float]) -> Iterator[Claim]:
     """The paper's claims for these settings and targets, the targets ascending."""
     for name in groups:
-        yield Claim(
-            f"{name}: the reward of other books' openings rises",
-            (f"reward, {name}", f"reward before, {name}"),
-            "more",
-            MATTERS,
-            "reward",
-            place="section 3.1.1",
-        )
+        text = f"{name}: the reward of other books' openings rises"
+        yield more_reward(text, f"reward, {name}", f"reward before, {name}", place="section 3.1.1")
     for target in targets:
         yield Claim(
             f"target {target:g}: the KL is held within {BAND:.0%}",
@@ -117,14 +111,8 @@ def claims_about(groups: Sequence[str], targets: Sequence[float]) -> Iterator[Cl
             than=0.5,
         )
     for low, high in pairwise(targets):
-        yield Claim(
-            f"target {high:g} gives more reward than {low:g}",
-            (f"reward, target {high:g}", f"reward, target {low:g}"),
-            "more",
-            MATTERS,
-            "reward",
-            place="figure 3",
-        )
+        text = f"target {high:g} gives more reward than {low:g}"
+        yield more_reward(text, f"reward, target {high:g}", f"reward, target {low:g}", place="figure 3")
 
 
 def claims_about_labels(learnt: Sequence[tuple[float, int]], targets: Sequence[float]) -> Iterator[Claim]:
@@ -132,14 +120,13 @@ def claims_about_labels(learnt: Sequence[tuple[float, int]], targets: Sequence[f
     for target in dict.fromkeys(target for target, _ in learnt):
         names = [name_of(*at) for at in learnt if at[0] == target] + [f"target {target:g}"] * (target in targets)
         for fewer, more in pairwise(names):
-            yield Claim(
-                f"{more} gives more reward than {fewer}",
-                (f"reward, {more}", f"reward, {fewer}"),
-                "more",
-                MATTERS,
-                "reward",
-                place="section 3.1.1",
-            )
+            text = f"{more} gives more reward than {fewer}"
+            yield more_reward(text, f"reward, {more}", f"reward, {fewer}", place="section 3.1.1")
+
+
+def more_reward(text: str, higher: str, lower: str, *, place: str) -> Claim:
+    """The claim that the first of two measured rewards is the higher one."""
+    return Claim(text, (higher, lower), "more", MATTERS, "reward", place=place)
 
 
 def figure(groups: Mapping[str, Sequence[Run]], targets: Sequence[float], attainable: Frontier | None) -> plt.Figure:
