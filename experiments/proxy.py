@@ -110,20 +110,12 @@ def learn_weight(samples: Samples, labels: int, *, penalty: float) -> Tensor:
     Args:
         samples: N samples of each of P prompts. All of their states scale the inputs; gold labels the first `labels`
             prompts alone.
-        labels: The number of choices, at most P.
+        labels: The number of choices, 1 to P.
         penalty: The coefficient of the squared norm.
 
     Returns:
         [D], with which the scores of all samples have variance 1.
-
-    Raises:
-        ValueError: There are fewer than `labels` prompts.
     """
-    if not 1 <= labels <= len(samples.golds):
-        raise ValueError(
-            f"a proxy of {labels} choices was asked for, of the {len(samples.golds)} that exist. Raise `comparisons`, "
-            "or lower `labels` and `bank_labels`."
-        )
     golds, states = samples.golds[:labels], samples.states[:labels]
     is_chosen = golds.argmax(1, keepdim=True) == torch.arange(golds.shape[1])
     others = states[~is_chosen].view(labels, -1, states.shape[2])

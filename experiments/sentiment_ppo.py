@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -101,13 +101,28 @@ class Evaluation:
         settings = {"max_new_tokens": self.run.max_new_tokens, "seed": self.seed}
         return continued(self.model, self.tokenizer, self.prompts, **settings)
 
-    def look(self) -> tuple[dict[str, float], list[str]]:
-        """Returns {reward, kl (nats per response), ended (share of answers with an end token)}, and the answers."""
+    def look(self) -> "Look":
+        """Samples an answer to each opening and measures the answers."""
         rows, answers = self.answers()
+        rewards = self.reward(answers)
         kl = kl_of_samples(self.model, self.reference, self.ids, rows)
         ends = eos_token_ids(self.model, self.tokenizer.eos_token_id)
         ended = fmean(int(row[-1]) in ends for row in rows)
-        return {"reward": fmean(self.reward(answers)), "kl": kl, "ended": ended}, answers
+        return Look({"reward": fmean(rewards), "kl": kl, "ended": ended}, rewards, answers)
+
+
+class Look(NamedTuple):
+    """What an evaluation saw.
+
+    Attributes:
+        numbers: reward (mean), kl (nats per response), ended (share of answers with an end token).
+        rewards: Of each answer.
+        answers: Texts, one for each opening.
+    """
+
+    numbers: dict[str, float]
+    rewards: list[float]
+    answers: list[str]
 
 
 def train(
@@ -151,16 +166,16 @@ def train(
     if is_main:
         show("before training", evaluation.prompts[: run.samples], first_answers[: run.samples])
     learn(trainer, run, reward, folder, evaluation)
-    after, answers = evaluation.look()
+    after = evaluation.look()
     if is_main:
-        show("after training", evaluation.prompts[: run.samples], answers[: run.samples])
-        rewards = {"reward_before": judge(first_answers), "reward": judge(answers)}
-        write_per_prompt(folder, rewards)
-        samples = write_answers(folder, evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
+        show("after training", evaluation.prompts[: run.samples], after.answers[: run.samples])
+        rewards_before = judge(first_answers)
+        write_per_prompt(folder, {"reward_before": rewards_before, "reward": after.rewards})
+        samples = write_answers(folder, evaluation.prompts, first_answers, after.answers, after.rewards, run.samples)
         # Not before training: a run that is resumed takes up its tracker's run there.
         rows = zip(*samples.values(), strict=True)
         trainer.tracker.table("samples", list(samples), rows, trainer.steps_done)
-        means = {"reward_before": fmean(rewards["reward_before"]), **after}
+        means = {"reward_before": fmean(rewards_before), **after.numbers}
         summary = means | {"kl_held": held_kl(read_history(folder)), **(facts or {})}
         trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
         close_folder(folder, summary)
@@ -184,7 +199,7 @@ def learn(
     def on_step(step: int, stats: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
         row = {key: value for key, value in stats.items() if isinstance(value, int | float)}
         if run.look_every and step % run.look_every == 0 and step < trainer.config.steps:
-            row |= {f"eval_{name}": value for name, value in evaluation.look()[0].items()}
+            row |= {f"eval_{name}": value for name, value in evaluation.look().numbers.items()}
         if not trainer.accelerator.is_main_process:
             return
         append(folder, {"step": step, **row})

@@ -44,6 +44,13 @@ class RunConfig(StoriesRun):
     bank_prompts: int = field(default=32, metadata={"help": "Openings of eval_split in the bank."})
     bank_samples: int = field(default=128, metadata={"help": "Samples of each of them: the largest n."})
 
+    def __post_init__(self) -> None:
+        if unknown := [labels for labels in (self.labels, *self.bank_labels) if not 1 <= labels <= self.comparisons]:
+            raise ValueError(
+                f"labels={self.labels}, bank_labels={list(self.bank_labels)}: a proxy learns from 1 to "
+                f"comparisons={self.comparisons} labels, got {unknown}. Raise comparisons, or change these."
+            )
+
 
 class WatchedPPOTrainer(PPOTrainer):
     """PPO that logs the gold score of each batch, without learning from it, and ends at a distance."""

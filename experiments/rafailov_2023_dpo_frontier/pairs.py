@@ -16,7 +16,7 @@ from experiments.evaluation import continued
 from experiments.runs import finish, show, write_per_prompt
 from experiments.samples import write_answers
 from experiments.sentiment import sentiment
-from experiments.sentiment_ppo import Evaluation
+from experiments.sentiment_ppo import Evaluation, Look
 from trimtab_lm.hf.tracking import Tables
 
 PAPER = "rafailov_2023_dpo_frontier"
@@ -122,14 +122,13 @@ class Looks(TrainerCallback):
         self.trainer, self.evaluation, self.run = trainer, evaluation, run
         self.tables = Tables()
 
-    def look(self) -> tuple[dict[str, float], list[str]]:
-        """Logs reward and KL of the policy; returns them with its answers."""
-        numbers, answers = self.evaluation.look()
-        prompts, first = self.evaluation.prompts[: self.run.samples], answers[: self.run.samples]
-        self.trainer.log({f"eval_{name}": value for name, value in numbers.items()})
-        rows = zip(prompts, first, sentiment(first), strict=True)
+    def look(self) -> Look:
+        """Evaluates the policy, and logs its reward, its KL and the first samples."""
+        look, count = self.evaluation.look(), self.run.samples
+        self.trainer.log({f"eval_{name}": value for name, value in look.numbers.items()})
+        rows = zip(self.evaluation.prompts[:count], look.answers[:count], look.rewards[:count], strict=True)
         self.tables.add(self.trainer, "samples", ["prompt", "answer", "reward"], rows)
-        return numbers, answers
+        return look
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.run.look_every == 0 and state.global_step < state.max_steps:
@@ -143,21 +142,19 @@ def follow(
 ) -> None:
     """Trains, evaluates before, during and after, and writes the summary. Every process calls this function."""
     looks = Looks(trainer, evaluation, run)
-    before, first_answers = looks.look()
+    before = looks.look()
     trainer.add_callback(looks)
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    after, answers = looks.look()
+    after = looks.look()
     if trainer.is_world_process_zero():
         folder = Path(str(trainer.args.output_dir))
-        show("before training", evaluation.prompts[: run.samples], first_answers[: run.samples])
-        show("after training", evaluation.prompts[: run.samples], answers[: run.samples])
-        print(
-            f"reward of {run.eval_prompts} other prompts: {before['reward']:+.3f} -> {after['reward']:+.3f}   ", end=""
-        )
-        print(f"more positive: {'yes' if after['reward'] > before['reward'] else 'NO'}")
-        print(f"KL to the reference: {after['kl']:.2f} nats per response")
-        rewards = {"reward_before": sentiment(first_answers), "reward": sentiment(answers)}
-        write_per_prompt(folder, rewards)
-        write_answers(folder, evaluation.prompts, first_answers, answers, rewards["reward"], run.samples)
-    summary = {"reward_before": before["reward"], **after, "scored_texts": run.prompts * run.per_prompt}
+        show("before training", evaluation.prompts[: run.samples], before.answers[: run.samples])
+        show("after training", evaluation.prompts[: run.samples], after.answers[: run.samples])
+        first, last = before.numbers["reward"], after.numbers["reward"]
+        print(f"reward of {run.eval_prompts} other prompts: {first:+.3f} -> {last:+.3f}   ", end="")
+        print(f"more positive: {'yes' if last > first else 'NO'}")
+        print(f"KL to the reference: {after.numbers['kl']:.2f} nats per response")
+        write_per_prompt(folder, {"reward_before": before.rewards, "reward": after.rewards})
+        write_answers(folder, evaluation.prompts, before.answers, after.answers, after.rewards, run.samples)
+    summary = {"reward_before": before.numbers["reward"], **after.numbers, "scored_texts": run.prompts * run.per_prompt}
     finish(trainer, title, panels, summary)

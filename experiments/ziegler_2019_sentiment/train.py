@@ -31,6 +31,12 @@ class RunConfig(StoriesRun):
     )
     penalty: float = field(default=100.0, metadata={"help": "Weight of |w|^2 / 2 in the loss of a learnt reward."})
 
+    def __post_init__(self) -> None:
+        if self.labels < 0:
+            raise ValueError(
+                f"labels={self.labels}: use the number of choices to learn the reward from, or 0 for none."
+            )
+
 
 def main(run: RunConfig, ppo: PPOConfig) -> None:
     """Trains, and writes the report of this run into its folder, unless it belongs to a sweep."""

@@ -127,9 +127,11 @@ def test_fewer_labels_are_the_first_of_more():
 
 
 @pytest.mark.parametrize("labels", [0, 5])
-def test_more_labels_than_comparisons_are_refused(labels: int):
-    with pytest.raises(ValueError, match=f"of {labels} choices.*of the 4 that exist"):
-        learn_weight(pairs_of(4), labels, penalty=1.0)
+@pytest.mark.parametrize("setting", ["labels", "bank_labels"])
+def test_more_labels_than_comparisons_are_refused(setting: str, labels: int):
+    settings = {"labels": 2, "bank_labels": (2, 4)} | {setting: (2, labels) if setting == "bank_labels" else labels}
+    with pytest.raises(ValueError, match=rf"from 1 to comparisons=4 labels, got \[{labels}\]"):
+        train.RunConfig(comparisons=4, **settings)
 
 
 def test_samples_are_scored_in_the_order_of_their_prompts_and_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

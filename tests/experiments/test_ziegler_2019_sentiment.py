@@ -139,6 +139,12 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_which_has_the_settings_o
     assert (config["seed"], config["target"], config["eval_prompts"]) == ("3", "8.0", "2")
 
 
+def test_a_negative_number_of_labels_is_refused(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        train.settings(["--labels", "-1"])
+    assert "labels=-1: use the number of choices" in capsys.readouterr().err
+
+
 def test_stops_end_responses_where_they_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sentiment_ppo, "openings", lambda split: ["the cat", "a dog", "he ran", "so"])
     tiny.llama().save_pretrained(tmp_path)
@@ -149,7 +155,7 @@ def test_stops_end_responses_where_they_are_sampled(tmp_path: Path, monkeypatch:
     lengths = []
     for stops in ((), tuple(tiny.CHARACTERS)):
         end_at(policy, tokenizer, stops)
-        numbers, _ = Evaluation(policy.pretrained_model, tokenizer, reward, run, seed=0).look()
+        numbers = Evaluation(policy.pretrained_model, tokenizer, reward, run, seed=0).look().numbers
         lengths.append((numbers["ended"], numbers["reward"]))
     (early, long), (ended, short) = lengths
     assert early < 1
