@@ -7,14 +7,14 @@ algorithm, and never looks at a trainer beyond the attributes that the trainer n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration
+from accelerate.utils import DistributedType
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -45,74 +45,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> object:
         """Restores what `state_dict` returned."""
-
-
-class WeighingAccelerator(Accelerator):
-    """An accelerator whose `backward` weighs the loss by itself, for every engine.
-
-    accelerate divides a loss by `gradient_accumulation_steps`. Under DeepSpeed it does not: that engine reads the
-    number once, when it starts.
-
-    Attributes:
-        loss_divisor: what `backward` divides a loss by.
-    """
-
-    loss_divisor = 1.0
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Adds the gradient of `loss / loss_divisor`; see accelerate."""
-        super().backward(loss / self.loss_divisor, **kwargs)
-
-    @contextmanager
-    def part_of_step(self, model: nn.Module, *, is_last: bool, share: float = 1.0) -> Iterator[None]:
-        """Inside the block `backward` belongs to an optimizer step of several parts, for every engine.
-
-        Processes exchange gradients with the last part alone. FSDP exchanges them with each, because a process has room
-        for its shard of the gradient only.
-
-        Args:
-            model: as it was prepared.
-            is_last: whether the step is due after this part. DeepSpeed then takes it in `backward`.
-            share: what a loss is multiplied by.
-        """
-        self.loss_divisor, self.sync_gradients = 1 / share, is_last
-        exchanges = is_last or self.distributed_type == DistributedType.FSDP
-        try:
-            with nullcontext() if exchanges else self.no_sync(model):
-                yield
-        finally:
-            self.loss_divisor, self.sync_gradients = 1.0, True
-
-
-def create_accelerator(
-    accelerator_kwargs: Mapping[str, Any],
-    project_kwargs: Mapping[str, Any],
-    *,
-    mixed_precision: str | None = None,
-) -> WeighingAccelerator:
-    """The accelerator of a run, on the CPU where there is no GPU.
-
-    Args:
-        accelerator_kwargs: arguments of `accelerate.Accelerator`; they take precedence.
-        project_kwargs: arguments of `accelerate.utils.ProjectConfiguration`.
-        mixed_precision: "no", "fp16" or "bf16"; None leaves it to the launcher.
-
-    Raises:
-        ValueError: the launcher or the arguments ask for version 1 of FSDP.
-    """
-    defaults = {
-        # Without cpu=True, torchrun on a machine without a GPU gives processes that never synchronise.
-        "cpu": not torch.accelerator.is_available(),
-        "mixed_precision": mixed_precision,
-        "project_config": ProjectConfiguration(**project_kwargs),
-    }
-    accelerator = WeighingAccelerator(**{**defaults, **accelerator_kwargs})
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ValueError(
-            "This run is configured for version 1 of FSDP; version 2 is supported. Set fsdp_version: 2 in accelerate's "
-            "configuration, or FullyShardedDataParallelPlugin(fsdp_version=2)."
-        )
-    return accelerator
 
 
 class Run:

@@ -7,10 +7,11 @@ from typing import Any
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
+from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
 from trimtab_common.ranks import phase
-from trimtab_common.run import Run, WeighingAccelerator
+from trimtab_common.run import Run
 from trimtab_common.sharding import divides_weights
 from trimtab_common.tracking import Tracker
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline

@@ -13,11 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, convert_to_fp32
 from torch import nn
 
+from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.ranks import watch_ranks
-from trimtab_common.run import Run, WeighingAccelerator, create_accelerator
+from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, result_settings
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
 from trimtab_common.kl import FixedKLController
 from trimtab_common.ranks import begin, phase
-from trimtab_common.run import Run, WeighingAccelerator
+from trimtab_common.run import Run
 from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.ranks import watch_ranks
-from trimtab_common.run import Run, WeighingAccelerator, create_accelerator
+from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking

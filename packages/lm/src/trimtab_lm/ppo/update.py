@@ -11,8 +11,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
-from trimtab_common.run import WeighingAccelerator
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, sum_over_ranks, total_over_ranks
 
