@@ -48,11 +48,14 @@ class RunConfig:
     )
     largest: int = field(default=20, metadata={"help": "Numbers from 1 to this are added."})
     eval_split: Split = field(default="test", metadata={"help": "Sums to evaluate on: test, or tune for settings."})
-    eval_prompts: int = field(default=24, metadata={"help": "Sums of each of these splits; they are not trained on."})
-    eval_answers: int = field(default=16, metadata={"help": "Answers to each of them, a power of two."})
+    eval_prompts: int = field(default=48, metadata={"help": "Sums of each of these splits; they are not trained on."})
+    eval_answers: int = field(default=8, metadata={"help": "Answers to each of them, a power of two."})
     only_after: bool = field(default=False, metadata={"help": "Evaluate after training only."})
     variance_prompts: int = field(
-        default=0, metadata={"help": "Of the evaluated sums, on how many the variance of the gradient is measured."}
+        default=0,
+        metadata={
+            "help": "Of the evaluated sums, on how many the variance of the gradient is measured before training."
+        },
     )
     samples: int = field(default=6, metadata={"help": "Of the evaluated sums, how many are shown with an answer."})
 
@@ -137,18 +140,6 @@ def asked(trainer: GRPOTrainer) -> list[str]:
     return [prompt.splitlines()[-1] for prompt in trainer.eval_dataset["prompt"]]
 
 
-def measure(
-    trainer: GRPOTrainer, run: RunConfig, *, when: str
-) -> tuple[dict[str, list[float]], list[str], dict[str, float]]:
-    """The scores of each sum, an answer to it, and the scores' means with the gradient's variances if asked for."""
-    scores, answers = look(trainer, run, when=when)
-    means = {name: fmean(values) for name, values in scores.items()}
-    if run.variance_prompts:
-        rows = [trainer.eval_dataset[i] for i in range(run.variance_prompts)]
-        means |= gradient_variances(trainer, rows, seed=trainer.args.seed)
-    return scores, answers, means
-
-
 def main(run: RunConfig, grpo: GRPOConfig) -> None:
     """Trains, and prints the share of right answers to the evaluated sums before and after."""
     if run.method != "grpo":  # the gradient of the log-probability of right answers, and of no others
@@ -157,19 +148,21 @@ def main(run: RunConfig, grpo: GRPOConfig) -> None:
     name = model_folder(run.model)
     data = sums(run, seed=0)
     trainer = GRPOTrainer(name, right, grpo, data["train"], data[run.eval_split], callbacks=[history])
-    before, old_answers, summary = ({}, [], {}) if run.only_after else measure(trainer, run, when="before")
+    before, old_answers = ({}, []) if run.only_after else look(trainer, run, when="before")
+    first_rows = [trainer.eval_dataset[i] for i in range(run.variance_prompts)]
+    variances = gradient_variances(trainer, first_rows, seed=grpo.seed) if first_rows else {}
     policy_sampler = trainer.backend
     if run.method == "rft":
         pretrained = AutoModelForCausalLM.from_pretrained(name, dtype=trainer.model.dtype).to(trainer.args.device)
         trainer.backend = PretrainedSampler(policy_sampler, pretrained.eval())
     trainer.train(resume_from_checkpoint=grpo.resume_from_checkpoint)
     trainer.backend = policy_sampler
-    after, answers, ended = measure(trainer, run, when="after")
-    summary = {f"{name}_before": value for name, value in summary.items()} | ended
+    after, answers = look(trainer, run, when="after")
+    of_sums = {f"{name}_before": row for name, row in before.items()} | after
+    summary = {name: fmean(row) for name, row in of_sums.items()} | variances
     if trainer.is_world_process_zero():
         shares = " -> ".join(f"{summary[name]:.3f}" for name in ("right_before", "right") if name in summary)
         print(f"right of {len(after['right']) * run.eval_answers} answers to other sums: {shares}")
-        of_sums = {f"{name}_before": row for name, row in before.items()} | after
         write_per_prompt(Path(str(grpo.output_dir)), of_sums)
         columns = {"sum": asked(trainer), "before": old_answers or [""] * len(answers), "after": answers}
         columns["right after"] = after["right"]
