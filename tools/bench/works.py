@@ -155,4 +155,5 @@ ABLATIONS = [
         equal={"sampled": 0.5},
     ),
     Work("ddpo: channels last", "ddpo", Side(OURS), Side(OURS, {"train_channels_last": True}), equal=EPOCH),
+    Work("ddpo: compiled", "ddpo", Side(OURS), Side(OURS, {"train_compile": "inductor"}), equal=EPOCH),
 ]
