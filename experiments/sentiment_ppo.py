@@ -84,6 +84,20 @@ def prompts(tokenizer: PreTrainedTokenizerBase, queries: Sequence[str]) -> Datas
     return Dataset.from_dict({"query": list(queries), "input_ids": tokenizer(list(queries))["input_ids"]})
 
 
+class Look(NamedTuple):
+    """What an evaluation saw.
+
+    Attributes:
+        numbers: reward (mean), kl (nats per response), ended (share of answers with an end token).
+        rewards: Of each answer.
+        answers: Texts, one for each opening.
+    """
+
+    numbers: dict[str, float]
+    rewards: list[float]
+    answers: list[str]
+
+
 class Evaluation:
     """Measures the policy on openings that it is not trained on, with the same random numbers every time.
 
@@ -101,7 +115,7 @@ class Evaluation:
         settings = {"max_new_tokens": self.run.max_new_tokens, "seed": self.seed}
         return continued(self.model, self.tokenizer, self.prompts, **settings)
 
-    def look(self) -> "Look":
+    def look(self) -> Look:
         """Samples an answer to each opening and measures the answers."""
         rows, answers = self.answers()
         rewards = self.reward(answers)
@@ -109,20 +123,6 @@ class Evaluation:
         ends = eos_token_ids(self.model, self.tokenizer.eos_token_id)
         ended = fmean(int(row[-1]) in ends for row in rows)
         return Look({"reward": fmean(rewards), "kl": kl, "ended": ended}, rewards, answers)
-
-
-class Look(NamedTuple):
-    """What an evaluation saw.
-
-    Attributes:
-        numbers: reward (mean), kl (nats per response), ended (share of answers with an end token).
-        rewards: Of each answer.
-        answers: Texts, one for each opening.
-    """
-
-    numbers: dict[str, float]
-    rewards: list[float]
-    answers: list[str]
 
 
 def train(
