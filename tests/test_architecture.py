@@ -21,7 +21,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from trimtab_common.help_text import Computed
+from trimtab_common.config import Computed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"trimtab_common": "common", "trimtab_lm": "lm", "trimtab_diffusion": "diffusion"}

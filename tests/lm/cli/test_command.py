@@ -10,7 +10,7 @@ from tests.processes import environment
 from transformers import TrainingArguments
 
 from trimtab_cli.main import COMMANDS, TRAINING, main
-from trimtab_common.help_text import Computed
+from trimtab_common.config import Computed
 from trimtab_lm import DPOConfig, PPOConfig
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,10 +10,6 @@ from typing import NamedTuple, get_args
 WIDTH = 108
 
 
-class Computed(str):
-    """The help of a field that is no flag. transformers' HfArgumentParser takes no other metadata than argparse's."""
-
-
 class Flag(NamedTuple):
     """A setting as --help shows it.
 

@@ -1,0 +1,92 @@
+"""Values as text gives them: words of the command line, and YAML files."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A setting does not exist, or has a value that it cannot have."""
+
+
+def read_settings(file: str | Path) -> dict[str, object]:
+    """Reads the settings of a YAML file.
+
+    Args:
+        file: A file of lines `name: value`, as --config takes it.
+
+    Returns:
+        The values by name.
+
+    Raises:
+        ConfigError: If the file cannot be read, or holds something else.
+    """
+    try:
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of bytes, dates and depth that cannot be
+        raise ConfigError(f"{file}: not readable as YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: holds {type(content).__name__}; lines of `name: value` are needed.")
+    return {str(key): value for key, value in content.items()}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats: PyYAML takes 1e-4, without a dot, for text."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+\.?\d*[eE][-+]?\d+$"), [*"-+0123456789"])
+
+
+def read_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[object]]]:
+    """(name, words after it) of each flag; a flag without a word is true."""
+    position = 0
+    while position < len(argv):
+        flag, equals, value = argv[position].partition("=")
+        position += 1
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(f"{flag!r} belongs to no flag. Write --name=value; --help lists the names.")
+        words: list[object] = [value] if equals else []
+        while not equals and position < len(argv) and not argv[position].startswith("--"):
+            words.append(argv[position])
+            position += 1
+        head, dot, last = flag.removeprefix("--").rpartition(".")  # - for _ in names of fields, not in keys of dicts
+        name = f"{head.replace('-', '_')}.{last}" if dot else last.replace("-", "_")
+        if name == "config" and len(words) != 1:
+            raise ConfigError("--config needs the name of one YAML file.")
+        yield name, words or [True]
+
+
+def readings(words: list[object]) -> list[object]:
+    """What words may mean, the likeliest first; only text from the command line has more than one meaning."""
+    if len(words) > 1:
+        return [[decode(word) for word in words], words]
+    (word,) = words
+    if not isinstance(word, str):
+        return [word]
+    decoded = decode(word)
+    if decoded is None:
+        return [None]  # the word None is never meant as a text
+    return [decoded, word, [decoded], [word]]
+
+
+def decode(word: object) -> object:
+    """A word of the command line as a Python literal, JSON or YAML; text if it is none of them."""
+    if not isinstance(word, str):
+        return word
+    try:
+        value = ast.literal_eval(word.strip())
+    except (ValueError, SyntaxError):
+        if word.lower() not in ("true", "false", "null") and word[:1] not in ("[", "{"):
+            return word
+        try:
+            value = yaml.load(word, Loader=_Loader)
+        except yaml.YAMLError:
+            return word
+    return word if isinstance(value, (str, bytes)) else value
