@@ -1,9 +1,11 @@
 """The benchmarks: what they count, what they refuse, and the table that they write."""
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+from tools.bench import __main__ as bench
 from tools.bench.__main__ import README, BenchError, check, main
 from tools.bench.measuring import Clock, Tokens
 from tools.bench.models import write_language_models
@@ -114,7 +116,8 @@ def test_no_two_rows_have_one_name():
 
 
 @pytest.mark.slow  # two processes import torch and transformers
-def test_two_processes_of_ours_are_measured_beside_each_other(capsys):
+def test_two_processes_of_ours_are_measured_beside_each_other(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "python_of", lambda _: sys.executable)  # no environment is installed
     before = README.read_text()
     assert main(["--smoke", "--repeats", "1", "--only", "sft: no padding"]) == 0
     assert "| sft: no padding" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Measures each work on both sides in turns, checks that both computed the same, and writes the tables.
 
-    make bench                                      every row; the peers' environments are made under .bench/
+    make bench                                      every row; each side's environment is made under .bench/
     make bench ARGS="--only sft dpo --repeats 5"    these rows
     make bench ARGS="--ablations"                   ours with and without each shortcut
     make bench ARGS="--only ddpo --profile"         where the time of a step of ours goes
@@ -111,8 +111,7 @@ def report(work: Work, side: Side, size: str, *, is_profiled: bool = False) -> d
         "folder": str(FOLDER / "models" / size),
         "is_profiled": is_profiled,
     }
-    python = sys.executable if is_ours else python_of(side.environment)
-    output = started([python, "-m", "tools.bench.process", json.dumps(order)], side.environment)
+    output = started([python_of(side.environment), "-m", "tools.bench.process", json.dumps(order)], side.environment)
     return json.loads(output.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""The peers' environments under .bench/, one for each file in peers/."""
+"""The environments under .bench/, of trimtab and of each peer, one for each file in requirements/."""
 
 import shutil
 import subprocess
@@ -7,16 +7,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".bench"
-PEERS = Path(__file__).parent / "peers"
+REQUIREMENTS = Path(__file__).parent / "requirements"
 
 
-def python_of(peer: str) -> str:
-    """The interpreter of a peer's environment, which is made where it is absent or its file in peers/ has changed."""
-    wanted, folder = (PEERS / f"{peer}.txt"), FOLDER / peer
+def python_of(name: str) -> str:
+    """The interpreter of an environment, which is made where it is absent or its file in requirements/ has changed."""
+    wanted, folder = (REQUIREMENTS / f"{name}.txt"), FOLDER / name
     python, installed = folder / "bin/python", folder / "installed.txt"
     if not (installed.exists() and installed.read_text() == wanted.read_text()):
-        print(f"installing {peer} into {folder.relative_to(ROOT)} (a few minutes)", file=sys.stderr, flush=True)
+        print(f"installing {name} into {folder.relative_to(ROOT)} (a few minutes)", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", wanted], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", wanted], cwd=ROOT, check=True)
         shutil.copy(wanted, installed)
     return str(python)

@@ -12,7 +12,7 @@ class Side:
     """One program in one configuration.
 
     Attributes:
-        environment: `OURS`, or the name of a file in peers/.
+        environment: `OURS`, or a peer: the name of a file in requirements/.
         settings: of the config; `call` holds arguments of the call that is timed, and `collator` the layout of the data
             collator that is passed.
     """
