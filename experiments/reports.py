@@ -78,10 +78,10 @@ def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str]) -> str:
 
 
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
-    """Each setting with its value, or with all of its values where the runs differ."""
+    """Each setting with its value, or with all of its values, sorted, where the runs that have it differ."""
     shown: dict[str, Any] = {}
     for name in dict.fromkeys(name for run in runs for name in run.config):
-        values = list(dict.fromkeys(str(run.config.get(name)) for run in runs))
+        values = sorted({str(run.config[name]) for run in runs if name in run.config})
         shown[name] = ", ".join(values) if len(values) <= 12 else f"{len(values)} values"
     return shown
 

@@ -95,8 +95,9 @@ def test_spread_is_the_median_with_the_range(values: list[float], shown: str):
 
 
 def test_settings_that_differ_are_shown_with_all_their_values():
-    shown = reports.settings([run_with(seed=seed, beta=0.1) for seed in range(3)])
+    shown = reports.settings([run_with(seed=seed, beta=0.1) for seed in (2, 0, 1)])
     assert shown == {"seed": "0, 1, 2", "beta": "0.1"}
+    assert reports.settings([run_with(k=4), run_with(target=6.0)]) == {"k": "4", "target": "6.0"}
     assert reports.settings([run_with(seed=seed) for seed in range(13)]) == {"seed": "13 values"}
 
 
