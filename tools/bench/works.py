@@ -68,6 +68,7 @@ CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
 # Continuous batching takes no min_new_tokens. One token in 32,000 is EOS, which ends a completion early.
 MAY_END = {"generation_kwargs": None}
 ONE_STEP = {"train_timestep_fraction": 0.1}  # of the ten of a sample
+REUSED = {"train_num_inner_epochs": 3}
 AT_ONCE, FOUR = {"call": {"batch_size": 32}}, {"call": {"batch_size": 4}}
 # One token in sixteen ends a response.
 ENDS = {"batch_size": 8, "min_new_tokens": 0, "eos_token_id": list(range(2, 2002))}
@@ -104,6 +105,7 @@ WORKS = [
     Work("ppo-at-once", "ppo", Side(TRL_PPO), settings=BOTH | AT_ONCE, equal=SAMPLED),
     Work("ddpo", "ddpo", Side(TRL_DDPO), equal=EPOCH, target=(1.3, 1.2)),
     Work("ddpo-to-reward", "ddpo_to_reward", Side(TRL_DDPO), Side(OURS, ONE_STEP), target=(2.5, None)),
+    Work("ddpo-to-reward-reused", "ddpo_to_reward", Side(TRL_DDPO), Side(OURS, ONE_STEP), settings=REUSED),
 ]
 
 ABLATIONS = [
