@@ -2,7 +2,7 @@
 
 Pages of docs/ and READMEs link to one another as files of the repository, so that the links work there too. A Markdown
 file becomes a page under its path in the repository; a picture or a PDF is copied; any other file becomes a page
-that shows it.
+that shows it. A page with a wide table has no table of contents, so that the table has room.
 """
 
 import json
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
+WIDE = re.compile(r"^(\|[^|\n]*){8,}\|$", re.MULTILINE)  # a table of eight columns or more
 COPIED = {".png", ".svg", ".jpg", ".pdf"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
 
@@ -43,7 +44,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrites links between files of the repository to links between pages of the site."""
+    """Rewrites links between files of the repository to links between pages of the site, and makes room for tables."""
+    if WIDE.search(markdown):
+        page.meta["hide"] = ["toc"]
     uri = Path(page.file.src_uri)
     source = DOCS / uri if (DOCS / uri).exists() else ROOT / uri
     if not source.exists():
