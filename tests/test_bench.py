@@ -87,7 +87,7 @@ def test_the_table_has_the_ratio_of_neighbouring_processes_and_leaves_the_text_a
 def test_a_row_that_was_disturbed_is_marked_and_counts_processor_time():
     pairs = [{"load": 4.0, "ours": report(2), "other": report(8)}]
     result = {"work": "sft", "device": "cpu", "day": "a day", "machine": "a machine", "commit": "abc", "pairs": pairs}
-    assert "| sft* | TRL 1.16.0 / trimtab | 4 / 1 | **4.00**" in page(f"{BEGIN}{END}", [result])
+    assert "| sft* | TRL 1.16.0 / trimtab | 4 / 1 | **4.00** (one pair), target 4" in page(f"{BEGIN}{END}", [result])
 
 
 def test_the_shares_of_a_profile_add_up_and_name_what_ran():

@@ -73,7 +73,8 @@ def row(work: Work, result: Result) -> list[str]:
 
     def ratio(figure: Figure, target: float | None) -> str:
         ratios = sorted(figure(pair["other"]) / figure(pair["ours"]) for pair in pairs)
-        shown = f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else "one pair"
+        shown = f"**{statistics.median(ratios):.2f}** ({spread})"
         return shown + (f", target {target:g}" if target else "")
 
     return [
