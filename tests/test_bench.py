@@ -1,21 +1,23 @@
 """The benchmarks: what they count, what they refuse, and the table that they write."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tools.bench import __main__ as bench
 from tools.bench.__main__ import README, BenchError, check, main
 from tools.bench.measuring import Clock, Tokens
-from tools.bench.models import write_language_models
+from tools.bench.models import SHAPES, write_language_models, write_shapes
 from tools.bench.profiling import second_step, shares
 from tools.bench.sizes import SIZES, token_ids
 from tools.bench.table import BEGIN, END, page
 from tools.bench.tasks import ppo, sft
 from tools.bench.works import ABLATIONS, WORKS
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaForCausalLM
+from transformers import CLIPTextModel, LlamaForCausalLM
 
 SMOKE = SIZES["smoke-cpu"]
 
@@ -122,3 +124,13 @@ def test_two_processes_of_ours_are_measured_beside_each_other(capsys, monkeypatc
     assert main(["--smoke", "--repeats", "1", "--only", "sft: no padding"]) == 0
     assert "| sft: no padding" in capsys.readouterr().out
     assert README.read_text() == before
+
+
+def test_transformers_4_finds_the_text_encoder_under_its_names(tmp_path: Path) -> None:
+    write_shapes(tmp_path)
+    assert all(name.startswith("text_model.") for name in load_file(tmp_path / "text_encoder/model.safetensors"))
+    encoder, original = (
+        CLIPTextModel.from_pretrained(folder, subfolder="text_encoder") for folder in (tmp_path, SHAPES)
+    )
+    for name, weight in original.state_dict().items():
+        torch.testing.assert_close(encoder.state_dict()[name], weight, rtol=0, atol=0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tools.bench.sizes import SIZES, Size
 from torch import nn
@@ -37,6 +38,7 @@ def write_stable_diffusion(size: Size, folder: Path) -> None:
     pipeline = stable_diffusion(size)
     pipeline.save_pretrained(folder)
     _write_words(folder, pipeline.tokenizer.get_vocab(), merges=[])
+    _name_text_encoder(folder)
 
 
 def write_shapes(folder: Path) -> None:
@@ -44,6 +46,7 @@ def write_shapes(folder: Path) -> None:
     shutil.copytree(SHAPES, folder, dirs_exist_ok=True)
     core = json.loads((folder / "tokenizer/tokenizer.json").read_text())["model"]
     _write_words(folder, core["vocab"], core["merges"])
+    _name_text_encoder(folder)
 
 
 def _write_words(folder: Path, vocabulary: dict[str, int], merges: list[list[str]]) -> None:
@@ -51,6 +54,24 @@ def _write_words(folder: Path, vocabulary: dict[str, int], merges: list[list[str
     (folder / "tokenizer/vocab.json").write_text(json.dumps(vocabulary))
     lines = ["#version: 0.2", *map(" ".join, merges)]
     (folder / "tokenizer/merges.txt").write_text("\n".join(lines) + "\n")
+
+
+def _name_text_encoder(folder: Path) -> None:
+    """Gives the text encoder's weights the names of transformers 4, which transformers 5 reads too.
+
+    Under the names that transformers 5 writes, transformers 4 finds no weights, and draws random ones with a warning.
+    """
+    file = folder / "text_encoder/model.safetensors"
+    weights = load_file(file)
+    prefix = "text_model."
+    named = {prefix + name.removeprefix(prefix): weight for name, weight in weights.items()}
+    save_file(named, file, metadata={"format": "pt"})
+
+
+def text_encoder_norm(pipeline: Any) -> float:
+    """The norm of all weights of the text encoder, by which the two sides see that they have loaded the same one."""
+    norms = [weight.detach().double().norm() for weight in pipeline.text_encoder.parameters()]
+    return torch.stack(norms).norm().item()
 
 
 def stable_diffusion(size: Size) -> Any:

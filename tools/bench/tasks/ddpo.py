@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from tools.bench.measuring import Clock, Load, Measurement
+from tools.bench.models import text_encoder_norm
 from tools.bench.sizes import Size
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -51,7 +52,8 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
 
         clock.time(epoch, size.steps)
     per_image = {name: number / size.steps / size.images for name, number in (seen[-1] - seen[0]).items()}
-    facts = {"updates": (updates[-1] - updates[1]) / size.steps, **per_image}
+    norm = text_encoder_norm(pipeline)
+    facts = {"text encoder's norm": norm, "updates": (updates[-1] - updates[1]) / size.steps, **per_image}
     return clock.measurement(size, needed(size, flops), facts)
 
 

@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 from tools.bench.measuring import Clock, Load, Measurement
+from tools.bench.models import text_encoder_norm
 from tools.bench.sizes import Size
 from tools.bench.tasks.ddpo import forward_flops
 from torch import Tensor, nn
@@ -27,30 +28,36 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
     """Measures one side: a step is a training with a seed of its own. The one that warms up ends after two epochs."""
     PartialState(cpu=size.device == "cpu")  # TRL logs before it prepares accelerate
     clock, rows, epochs = Clock(size.device), list[Counter[str]](), list[int]()
-    unets = list[nn.Module]()
+    pipelines = list[Any]()
 
     def training() -> None:
         seed = len(epochs)
-        number, read, unet = train(package, size, settings, folder, seed=seed, goal=size.reward if seed else 0.0)
+        number, read, pipeline = train(package, size, settings, folder, seed=seed, goal=size.reward if seed else 0.0)
         epochs.append(number)
         rows.append(read)
-        unets[:] = [unet]
+        pipelines[:] = [pipeline]
 
     clock.time(training, TRAININGS)
     total, images = sum(rows[1:], Counter[str]()), size.scored * sum(epochs[1:])
+    (pipeline,) = pipelines
     # The whole U-Net trains: two backward for each forward.
-    flops = forward_flops(unets[0], LATENT, tokens=TOKENS) * (total["rows to sample"] + 3 * total["rows to train"])
-    facts = {"epochs": sum(epochs[1:]) / TRAININGS, **{name: number / images for name, number in total.items()}}
+    flops = forward_flops(pipeline.unet, LATENT, tokens=TOKENS) * (total["rows to sample"] + 3 * total["rows to train"])
+    per_image = {name: number / images for name, number in total.items()}
+    facts = {
+        "text encoder's norm": text_encoder_norm(pipeline),
+        "epochs": sum(epochs[1:]) / TRAININGS,
+        **per_image,
+    }
     return clock.measurement(size, Load(images, "images", flops), facts)
 
 
 def train(
     package: str, size: Size, settings: dict[str, Any], folder: str, *, seed: int, goal: float
-) -> tuple[int, Counter[str], nn.Module]:
+) -> tuple[int, Counter[str], Any]:
     """Trains until the mean reward of two epochs is the goal.
 
     Returns:
-        The epochs; the rows that the U-Net read, with and without gradients; and the U-Net.
+        The epochs; the rows that the U-Net read, with and without gradients; and the pipeline.
     """
     module = importlib.import_module("trimtab_diffusion" if package == "trimtab_lm" else package)
     pipeline = module.DefaultDDPOStableDiffusionPipeline(f"{folder}/shapes", use_lora=False)
@@ -88,7 +95,7 @@ def train(
             steps = trainer.step(epoch, steps)
             latest = rewards[-2 * size.scored :]
             if epoch and sum(latest) / len(latest) >= goal:
-                return epoch + 1, rows, pipeline.unet
+                return epoch + 1, rows, pipeline
     raise RuntimeError(f"the mean reward is {sum(latest) / len(latest):.4f} after {MOST_EPOCHS} epochs, not {goal}")
 
 
