@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import wandb
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 from wandb.sdk.lib.config_util import save_config_file_from_dict
@@ -93,7 +94,13 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def end_leftover(trial: Trial) -> None:
-    """End the process of a trial whose sweep was killed; its log's lock tells whether it is still there."""
+    """End the processes of a trial whose sweep was killed: those that still hold the log, and their groups.
+
+    A process writes to its log from its first moment, so that no kill of the sweep leaves one that is not found.
+
+    Raises:
+        SweepError: a process does not end.
+    """
     log = Path(trial.log)
     if not log.is_file():
         return
@@ -101,9 +108,8 @@ def end_leftover(trial: Trial) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             if try_lock(file):
                 return
-            if trial.pid is None:  # the sweep was killed in the moment between starting it and writing its number
-                break
-            signal_group(trial.pid, number)
+            for group in groups_that_hold(log):
+                signal_group(group, number)
             deadline = time.monotonic() + kill_delay()
             while time.monotonic() < deadline:
                 if try_lock(file):
@@ -112,6 +118,16 @@ def end_leftover(trial: Trial) -> None:
     raise SweepError(
         f"trial {trial.number}: a process of its run {trial.run_id} does not end. End it; {log} is its log."
     )
+
+
+def groups_that_hold(log: Path) -> set[int]:
+    """The process groups, other than this process's own, in which a process has the file open."""
+    groups = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has ended, or belongs to someone else
+            if any(file.path == str(log) for file in process.open_files()):
+                groups.add(os.getpgid(process.pid))
+    return groups - {os.getpgrp()}
 
 
 def kill_delay() -> float:

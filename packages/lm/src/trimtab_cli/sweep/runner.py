@@ -106,7 +106,7 @@ class Runner:
 
     def _start(self, trial: Trial) -> None:
         # A run that was cut off keeps its id and folders to itself.
-        trial.run_id, trial.run_file, trial.pid = new_id(), "", None
+        trial.run_id, trial.run_file = new_id(), ""
         trial.status, trial.message, trial.metric, trial.seconds = RUNNING, "", None, None
         self._compared.pop(trial.number, None)
         trial.log = str(self.store.log_of(trial))
@@ -119,9 +119,7 @@ class Runner:
         except OSError as error:
             self._end(trial, FAILED, f"the command does not start: {error}")
             return
-        trial.pid = process.pid
         self.running.append(Job(trial, process, time.monotonic()))
-        self.store.save()
 
     def _shown(self, trial: Trial) -> str:
         pairs = [(parameter, value_of(trial, parameter.path)) for parameter in self.sweep.varied]
@@ -164,7 +162,7 @@ class Runner:
             self._end(trial, FINISHED, "")
 
     def _end(self, trial: Trial, status: str, message: str) -> None:
-        trial.status, trial.message, trial.pid = status, message, None
+        trial.status, trial.message = status, message
         self.store.save()
         what = (
             f"{self.sweep.metric.name} = {trial.metric:.6g}" if trial.metric is not None and self.sweep.metric else ""
@@ -205,7 +203,7 @@ class Runner:
                 if time.monotonic() > deadline or len(self.signals) > 1:
                     launch.signal_group(job.process.pid, signal.SIGKILL)
                 time.sleep(0.05)
-            job.trial.status, job.trial.pid = INTERRUPTED, None
+            job.trial.status = INTERRUPTED
         self.running.clear()
         self.store.save()
 

@@ -34,7 +34,6 @@ class Trial:
     message: str = ""  # why it was stopped, or failed, with the end of its log
     log: str = ""
     run_file: str = ""  # W&B's file, once it was seen
-    pid: int | None = None  # of its process group
 
 
 class Store:
