@@ -16,7 +16,8 @@ from tests.lm.grpo.run_distributed import Fixed, Scripted, prompts, trainer, vow
 from transformers import GPT2LMHeadModel
 
 from trimtab_lm.grpo.batches import Group
-from trimtab_lm.sampling.rollout import StaleWeightsError
+from trimtab_lm.sampling.backends import TransformersRollout
+from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
 
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0)
 MODELS = {
@@ -345,6 +346,45 @@ def test_old_logprobs_are_kept_where_the_policy_moves_and_only_there(make):
             torch.testing.assert_close(first, tiny.taken_of(grpo.model, row, ids), rtol=1e-4, atol=1e-4)
 
 
+class Silent(TransformersRollout):
+    """The policy's own samples, without what it told of them."""
+
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, **kwargs)._replace(logprobs=None, is_policy=False)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_iterations": 2}, {"steps_per_generation": 2, "temperature": 0.7}, {"importance_sampling_cap": 2}]
+)
+def test_a_sampler_that_is_the_policy_saves_a_forward_pass_and_changes_nothing(make, settings):
+    def run(kind, **more):
+        sampling = SamplingSettings(6, settings.get("temperature", 1.0))
+        grpo = make(rollout=kind(sampling, tiny.tokenizer()), beta=0.1, learning_rate=1e-3, **settings | more)
+        scored = [0]
+
+        def count(_, args, kwargs):
+            scored[0] += "tokens" in kwargs and not torch.is_grad_enabled()
+
+        grpo.model.register_forward_pre_hook(count, with_kwargs=True)
+        grpo.train()
+        return scored[0], [entry for entry in grpo.state.log_history if "loss" in entry]
+
+    passes, logs = run(TransformersRollout)
+    silent_passes, silent_logs = run(Silent, importance_sampling_cap=None)
+    mismatch = [entry.get("sampling/logp_difference/mean") for entry in logs]
+    if "importance_sampling_cap" in settings:
+        assert passes == silent_passes == 0  # one step to a rollout
+        assert mismatch == pytest.approx([0] * 4, abs=1e-5)
+    else:
+        rollouts, parts = 2, settings.get("steps_per_generation", 1)
+        assert (passes, silent_passes) == (0, rollouts * parts)
+        assert mismatch[::2] == pytest.approx([0, 0], abs=1e-5)
+        assert mismatch[1::2] == [None, None]  # the policy has moved, which is no mismatch
+    for told, silent in zip(logs, silent_logs, strict=True):
+        for name in ("loss", "grad_norm", "kl", "ratio", "entropy"):
+            assert told[name] == pytest.approx(silent[name], rel=1e-3, abs=1e-5), name
+
+
 def test_dropout_stays_off_until_the_end_of_backward(make):
     """A checkpointed block runs again in backward: with dropout back on by then, its gradient would be another's."""
     grads = []
@@ -421,7 +461,7 @@ def test_every_form_trains(make, settings):
     assert logs[0]["ratio"] == pytest.approx(1, abs=1e-4)
     mismatch = logs[0].get("sampling/logp_difference/mean", 0.0)
     assert mismatch == pytest.approx(0, abs=1e-3)
-    assert ("sampling/importance_ratio/mean" in logs[0]) == (settings.get("rollout_backend") is not None)
+    assert logs[0]["sampling/importance_ratio/mean"] == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])

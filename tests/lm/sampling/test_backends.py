@@ -221,6 +221,39 @@ def test_continuous_batching_gives_the_models_tokens_and_probabilities(build: Ca
         torch.testing.assert_close(logprobs, tiny.taken_of(model, PROMPTS[i // 2], row, 0.7), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama, lora, sliding, hybrid])
+@pytest.mark.parametrize("batch_size", [64, 4])
+@torch.no_grad()
+def test_each_token_comes_with_its_log_probability(build: Callable, batch_size: int):
+    model = build().eval()
+    rollout = sample(plain(8, 0.7, batch_size=batch_size), model)
+    assert rollout.is_policy
+    assert len({len(row) for row in rollout.completions}) > 1
+    for i, (row, logprobs) in enumerate(zip(rollout.completions, rollout.logprobs, strict=True)):
+        torch.testing.assert_close(logprobs, tiny.taken_of(model, PROMPTS[i // 3], row, 0.7), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_log_probabilities_are_those_that_tokens_were_drawn_by():
+    model = tiny.llama().eval()
+    rollout = sample(plain(1, top_k=2), model)
+    assert not rollout.is_policy
+    for i, (row, logprobs) in enumerate(zip(rollout.completions, rollout.logprobs, strict=True)):
+        two = model(PROMPTS[i // 3][None]).logits[0, -1].topk(2)
+        expected = two.values.log_softmax(-1)[two.indices == row]
+        torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_only_a_policy_in_plain_float32_tells_its_own_log_probabilities():
+    for model in (tiny.llama().bfloat16(), tiny.exact(tiny.llama())):
+        assert not sample(plain(), model).is_policy
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny.llama())
+    assert not sample(plain(), prepared).is_policy
+    stopped = sample(plain(8, generation_kwargs={"stop_strings": ["b"]}), tiny.llama())  # by the loop of transformers
+    assert stopped.logprobs is None
+    assert not stopped.is_policy
+
+
 @pytest.mark.parametrize("backend", [plain, continuous])
 def test_a_prompt_without_room_for_its_completion_is_refused_before_it_is_sampled(backend: Callable):
     model = tiny.gpt2()

@@ -49,7 +49,7 @@ def sampled(model: Any, prompts: Sequence[Tensor], repeats: int, settings: dict[
     config = config_of(model, **settings)
     options = {"eos_ids": eos_token_ids(model, None, config), "batch_size": 512, "num_generations": repeats, **kwargs}
     torch.manual_seed(0)
-    return [[row.tolist() for row in group] for group in sample_groups(model, prompts, config, **options)]
+    return [[row.ids.tolist() for row in group] for group in sample_groups(model, prompts, config, **options)]
 
 
 def by_transformers(

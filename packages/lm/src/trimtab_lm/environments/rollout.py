@@ -154,7 +154,7 @@ class EnvironmentRollout:
         """
         assert self.model is not None, "sync comes before generate"
         episodes = self._begin(self.model, prompts, rows or [{}] * len(prompts), num_generations, seed)
-        is_told = True
+        is_told = is_policy = True
         for turn in range(self.max_turns):
             active = [episode for episode in episodes if not episode.is_over]
             if not any(gather_over_ranks(bool(active))):
@@ -167,7 +167,7 @@ class EnvironmentRollout:
                 contexts = [episode.context for episode in active or episodes[:1]]
                 turn_seed = sampling_seed(seed, rank=0, draw=turn)
                 sampled = self.backend.generate(contexts, num_generations=1, version=version, seed=turn_seed)
-            is_told = is_told and sampled.logprobs is not None
+            is_told, is_policy = is_told and sampled.logprobs is not None, is_policy and sampled.is_policy
             if active:
                 self._take_turn(active, sampled)
         device = prompts[0].device if prompts else None
@@ -184,6 +184,7 @@ class EnvironmentRollout:
                     "cut": [float(not episode.ended) for episode in episodes],
                 },
             ),
+            is_policy=is_policy,
         )
 
     def _begin(

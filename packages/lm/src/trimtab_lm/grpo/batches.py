@@ -169,7 +169,7 @@ class Group:
     prompt, completions: token ids. is_counted: [G], whether a completion is learnt from. advantages: [G]. logprobs:
     columns of the N tokens that count, [N] each: `old` (of the policy that sampled them), `ref`, `sampler`; on the CPU.
     masks: for each completion, 1 where the policy wrote the token; None: it wrote all of them. policy_step: optimizer
-    steps of the policy that sampled; None: it did not sample ahead.
+    steps of the policy that sampled; None: it did not sample ahead. is_policy: see `Rollout`.
     """
 
     prompt: list[int]
@@ -179,6 +179,7 @@ class Group:
     logprobs: dict[str, Tensor] = field(default_factory=dict)
     masks: list[list[int]] | None = None
     policy_step: int | None = None
+    is_policy: bool = False
 
     @property
     def written(self) -> list[list[int]]:
@@ -232,6 +233,7 @@ def as_groups(prompts: Sequence[Tensor], rollout: Rollout, *, is_counted: Tensor
             advantages[i].clone(),
             masks=None if rollout.episodes is None else [mask.tolist() for mask in rollout.episodes.masks[rows]],
             policy_step=rollout.policy_step,
+            is_policy=rollout.is_policy,
         )
         if rollout.logprobs is not None:
             counts = torch.tensor([one for row in group.counts for one in row], dtype=torch.bool)

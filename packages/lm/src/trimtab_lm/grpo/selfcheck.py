@@ -15,7 +15,7 @@ from trimtab_lm.tokens.layout import token_columns
 from .batches import Group
 
 
-def check_start(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, *, most: float) -> None:
+def check_start(logprobs: Tensor, old_logprobs: Tensor | None, ref_logprobs: Tensor | None, *, most: float) -> None:
     """Before any update the policy gives the log-probabilities of the rollout, and those of its reference. All [N].
 
     A check that fails warns with its cause and cure.

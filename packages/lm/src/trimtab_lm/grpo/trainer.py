@@ -40,6 +40,7 @@ from trimtab_lm.tokens.layout import token_columns
 from .batches import Group, PromptLoader, RolloutBuffer, add_column, as_list, column, halves, window_of
 from .config import GRPOConfig
 from .loss import LOG_RATIOS, corrected_k3, policy_losses
+from .old_policy import old_policy
 from .rollout import GroupSampler
 from .saving import Progress
 from .selfcheck import check_completions, check_start
@@ -50,6 +51,8 @@ from .weights import Window, token_weights
 EVALUATION = 2**31  # draws of evaluation begin here: steps of training, which number its draws, never get so far
 IS_START = "is_start"
 """In the first micro-batch of a run: the policy must still give the log-probabilities of the rollout."""
+IS_FRESH = "is_fresh"
+"""In the first optimizer step on a rollout: a policy that did not sample ahead has not moved since it sampled."""
 
 
 class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
@@ -119,6 +122,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         args = self.config
         micro_batches = args.gradient_accumulation_steps * args.steps_per_generation
         self.pending.drop()
+        self._rollout_step = -1  # the optimizer steps before the rollout in use; a resumed one is no longer fresh
         buffer = RolloutBuffer(micro_batches=micro_batches, passes=args.num_iterations)
         self.progress = Progress(buffer, pending=self.pending)
         printed = args.num_completions_to_print if args.log_completions else 0
@@ -160,8 +164,9 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
             rows, next_rows = halves(batch) if self.config.asynchronous_rollouts else (batch, [])
             if buffer.is_used_up or len(buffer.groups) != len(rows):
                 self._roll_out_for_training(rows, next_rows)
-            is_start = self.state.global_step == 0 and not laid_out
-            laid_out.append({**self.lay_out(buffer.next()), IS_START: is_start})
+            step = self.state.global_step
+            flags = {IS_START: step == 0 and not laid_out, IS_FRESH: step == self._rollout_step}
+            laid_out.append({**self.lay_out(buffer.next()), **flags})
         return laid_out
 
     def _roll_out_for_training(self, rows: Sequence[Row], next_rows: Sequence[Row]) -> None:
@@ -175,13 +180,16 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         groups = self.roll_out(rows, draw=draw, training=True)
         if args.asynchronous_rollouts:
             self.recorder.add(steps_behind(groups, draw), training=True)
-        # As long as the policy has not moved since it sampled, its own log-probabilities are the old ones.
-        needs_old = steps > 1 and not args.clips_to_sampler
+        # As long as the policy has not moved since it sampled, its own log-probabilities are the old ones. Afterwards
+        # they are the sampler's, where that is the policy itself.
+        is_told = args.importance_sampling_cap is None and self._tells_policy(groups)
+        needs_old = steps > 1 and not args.clips_to_sampler and not is_told
         for part in self.progress.buffer.slices(groups):
             if needs_old:
                 self._attach("old", part, self.model_wrapped)
             self._attach_reference(part)
         self.progress.buffer.fill(groups, seed=self._seed(draw))
+        self._rollout_step = draw
         local_count = sum(len(group.prompt) + len(ids) for group in groups for ids in group.completions)
         self.progress.num_tokens += sum(gather_over_ranks(local_count))
 
@@ -208,6 +216,11 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
             self.recorder.add({SURPRISE: Surprise.of_tokens(scores.logprobs, scores.entropy)}, training=True)
         add_column(groups, name, scores.logprobs)
 
+    def _tells_policy(self, groups: Sequence[Group]) -> bool:
+        """Whether the sampler told what the forward passes of training give, up to the rounding of float32."""
+        is_same = self.backend.settings.temperature == self.config.temperature and not self.is_noisy
+        return is_same and all(group.is_policy for group in groups)
+
     def _attach_reference(self, groups: Sequence[Group]) -> None:
         if self.reference is not None:
             self.reference.prepare(self.accelerator)
@@ -227,29 +240,28 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         args, groups = self.config, batch["groups"]
         scores = model(tokens=token_columns(batch), temperature=args.temperature)
         logprobs, sequence, lengths = scores.logprobs, batch["sequence"], batch["lengths"]
-        old, ref = column(groups, "old", logprobs.device), column(groups, "ref", logprobs.device)
-        is_sampler = old is None and args.samples_tell_surprise
-        surprise = {SURPRISE: Surprise.of_tokens(logprobs, scores.entropy)} if is_sampler else {}
-        old = logprobs.detach() if old is None else old
         advantages = torch.cat([group.advantages for group in groups]).to(logprobs)[sequence]
 
-        sampled, cap = column(groups, "sampler", logprobs.device), args.importance_sampling_cap
-        advantages, mismatch = corrected(advantages, old, sampled, lengths=lengths, cap=cap)
+        is_fresh, ref = batch.get(IS_FRESH, True), column(groups, "ref", logprobs.device)
+        old = old_policy(groups, logprobs, is_fresh=is_fresh, clips_to_sampler=args.clips_to_sampler)
+        cap = args.importance_sampling_cap
+        advantages, mismatch = corrected(advantages, old.trainer, old.sampler, lengths=lengths, cap=cap)
         if batch.get(IS_START, False):
-            check_start(logprobs, old, ref, most=rounding_of(self.model.dtype, is_mixed=args.bf16 or args.fp16))
-        if args.clips_to_sampler and sampled is not None:
-            old = sampled
-        log_ratio = LOG_RATIOS[args.importance_sampling_level](logprobs, old, sequence, lengths)
+            start = old.sampler if self._tells_policy(groups) else old.trainer
+            check_start(logprobs, start, ref, most=rounding_of(self.model.dtype, is_mixed=args.bf16 or args.fp16))
+        log_ratio = LOG_RATIOS[args.importance_sampling_level](logprobs, old.logprobs, sequence, lengths)
         losses, kl = policy_losses(log_ratio, advantages, **args.clip), None
         if ref is not None:
-            kl = corrected_k3(logprobs, old, ref) if args.use_bias_correction_kl else k3(logprobs, ref)
+            kl = corrected_k3(logprobs, old.logprobs, ref) if args.use_bias_correction_kl else k3(logprobs, ref)
             losses = losses + args.beta * kl
         limit = args.max_completion_length
         weights = token_weights(args.loss_type, sequence, lengths, window=items, max_completion_length=limit)
         loss = (weights * losses).sum()
 
         stats = policy_stats(log_ratio, advantages, **args.clip, kl=kl) | mismatch
-        stats |= surprise | {"entropy": Mean.of(scores.entropy)}
+        stats["entropy"] = Mean.of(scores.entropy)
+        if old.is_current and args.samples_tell_surprise:
+            stats[SURPRISE] = Surprise.of_tokens(logprobs, scores.entropy)
         if not model.training:
             weight = items.tokens if args.loss_type in ("bnpo", "dapo") else items.sequences
             stats["loss"] = Mean(loss.detach() * weight, weight)

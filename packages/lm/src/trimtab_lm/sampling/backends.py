@@ -104,10 +104,24 @@ class TransformersRollout:
         options = {"num_generations": num_generations, "share_prompts": self.share_prompts, **rest}
         with without_dropout(model), private_rng(seed, model.device):
             groups = sample_groups(model, prompts, config, eos_ids=eos_ids, batch_size=self.batch_size, **options)
-        completions = [completion for group in groups for completion in group]
+        drawn = [completion for group in groups for completion in group]
+        completions = [completion.ids for completion in drawn]
         limit, is_cut_elsewhere = self.settings.max_completion_length, ends_without_eos(config, rest)
         ended = [int(row[-1]) in eos_ids or (is_cut_elsewhere and len(row) < limit) for row in completions]
-        return Rollout(completions, ended)
+        told = [completion.logprobs for completion in drawn if completion.logprobs is not None]
+        if len(told) < len(drawn):  # the loop of transformers drew them
+            return Rollout(completions, ended)
+        return Rollout(completions, ended, told, is_policy=is_exact(model) and not distortions(config))
+
+
+def is_exact(model: Any) -> bool:
+    """Whether a model samples in plain float32, so that its forward pass gives the same numbers up to their rounding.
+
+    In bfloat16 or TF32, a cache and another layout of the rows change log-probabilities by some 0.01.
+    """
+    is_autocast = "_original_forward" in vars(model)  # accelerate prepared it for mixed precision
+    is_full = model.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest"
+    return model.dtype == torch.float32 and is_full and not is_autocast
 
 
 @contextmanager

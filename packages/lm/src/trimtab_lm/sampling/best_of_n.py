@@ -114,7 +114,7 @@ class BestOfNSampler:
                     **rest,
                 )
                 for i, group in zip(chosen, samples, strict=True):
-                    groups[i] = group
+                    groups[i] = [completion.ids for completion in group]
         return groups
 
     def _roll_out(

@@ -1,7 +1,7 @@
 """A loop for transformers' `generate`: tokens are drawn at little cost, and rows that have ended leave the batch."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,27 @@ ROWS = ("attention_mask", "position_ids")
 """What a forward pass takes for each row, besides tokens and cache."""
 
 
+class Completion(NamedTuple):
+    """What a model has written.
+
+    Attributes:
+        ids: [R], the new tokens.
+        logprobs: [R], in nats, of each token under the distribution from which it was drawn, after temperature and
+            processors; None where the loop of transformers drew it.
+    """
+
+    ids: Tensor
+    logprobs: Tensor | None = None
+
+    def cut(self, length: int) -> "Completion":
+        """The first tokens."""
+        return Completion(self.ids[:length], None if self.logprobs is None else self.logprobs[:length])
+
+    def to(self, device: torch.device) -> "Completion":
+        """The same on a device."""
+        return Completion(self.ids.to(device), None if self.logprobs is None else self.logprobs.to(device))
+
+
 def decode(
     model: Any,
     input_ids: Tensor,
@@ -26,7 +47,7 @@ def decode(
     generation_config: GenerationConfig,
     waiting: Waiting | None = None,
     **inputs: Any,
-) -> list[Tensor]:
+) -> list[Completion]:
     """The loop of transformers' `generate`, for its argument `custom_generate`; see `draw` for what differs.
 
     Args:
@@ -40,14 +61,14 @@ def decode(
         inputs: further arguments of `prepare_inputs_for_generation`.
 
     Returns:
-        The new tokens, [R] each, of the rows and then of the waiting prompts. What follows an end token means nothing.
+        The completions of the rows and then of the waiting prompts. What follows an end token means nothing.
     """
     (size, width), cache = input_ids.shape, inputs.get("past_key_values")
     selectable = cache if isinstance(cache, DynamicCache) and can_select(cache) else None
     held = 0 if cache is None else cache.get_seq_length()
     unread = width - held if held else None  # None: all
     ends, limit = _end_tokens(generation_config).to(input_ids.device), generation_config.max_length - width
-    rows, steps = Rows.of(input_ids), list[tuple[Tensor, Tensor]]()
+    rows, steps = Rows.of(input_ids), list[tuple[Tensor, Tensor, Tensor]]()
     goes_on = torch.ones_like(rows.numbers, dtype=torch.bool)
     with model._optimize_model_for_decode():
         while True:
@@ -57,9 +78,10 @@ def decode(
             inputs = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=is_encoder_decoder)
             unread = 1
             scores = logits_processor(rows.ids, outputs.logits[:, -1].to(input_ids.device, torch.float32))
-            tokens = draw(scores.softmax(-1), rows.places, size) if generation_config.do_sample else scores.argmax(-1)
+            probs = scores.softmax(-1)
+            tokens = draw(probs, rows.places, size) if generation_config.do_sample else scores.argmax(-1)
             rows = rows._replace(ids=torch.cat([rows.ids, tokens[:, None]], dim=1))
-            steps.append((rows.numbers, tokens))
+            steps.append((rows.numbers, tokens, probs.gather(1, tokens[:, None])[:, 0].log()))
             goes_on &= ~(torch.isin(tokens, ends) | (len(steps) - rows.begun >= limit))
             left = int(goes_on.sum())
             if left == 0 and not waiting:
@@ -82,11 +104,12 @@ def _end_tokens(config: GenerationConfig) -> Tensor:
     return torch.tensor([] if ids is None else ids, dtype=torch.long).flatten()
 
 
-def _completions(steps: Sequence[tuple[Tensor, Tensor]], limit: int) -> list[Tensor]:
-    """The tokens of each completion, out of the numbers of the completions [b] and the tokens [b] of each step."""
-    numbers, tokens = (torch.cat(columns) for columns in zip(*steps, strict=True))
-    order = numbers.argsort(stable=True)
-    return [row[: max(limit, 1)] for row in tokens[order].split(numbers.bincount().tolist())]
+def _completions(steps: Sequence[tuple[Tensor, Tensor, Tensor]], limit: int) -> list[Completion]:
+    """The completions, out of the numbers of completions [b], tokens [b] and log-probabilities [b] of each step."""
+    numbers, *columns = (torch.cat(column) for column in zip(*steps, strict=True))
+    order, counts = numbers.argsort(stable=True), numbers.bincount().tolist()
+    rows = zip(*(column[order].split(counts) for column in columns), strict=True)
+    return [Completion(*row).cut(max(limit, 1)) for row in rows]
 
 
 def draw(probs: Tensor, places: Tensor, size: int) -> Tensor:

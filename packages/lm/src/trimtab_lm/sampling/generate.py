@@ -18,7 +18,7 @@ from trimtab_lm.tokens.positions import Positions
 
 from .batches import AS_MANY_AS_FIT, Automatic, batches_of, completions_at_a_time, new_tokens
 from .cache import prompt_cache
-from .decoding import decode
+from .decoding import Completion, decode
 from .waiting import Waiting, can_wait
 
 PLAIN_SAMPLING = {
@@ -206,7 +206,7 @@ def generate(
         kwargs: further arguments of the model's `generate`.
     """
     groups = sample_groups(model, queries, config, eos_ids=eos_ids, batch_size=batch_size, **kwargs)
-    responses = [group[0] for group in groups]
+    responses = [group[0].ids for group in groups]
     if model.config.is_encoder_decoder or not return_prompt:
         return responses
     return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
@@ -223,8 +223,8 @@ def sample_groups(
     num_generations: int = 1,
     share_prompts: bool = True,
     **kwargs: object,
-) -> list[list[Tensor]]:
-    """Completions of each prompt, 1-D and unpadded, in the order of the prompts, on their device.
+) -> list[list[Completion]]:
+    """Completions of each prompt, unpadded, in the order of the prompts, on their device.
 
     Collective if the model is sharded: every process calls it as often, with any number of prompts, also none.
 
@@ -256,7 +256,7 @@ def sample_groups(
     Positions.of(model).check_sample(longest, new, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
     # Only a criterion of its own ends a completion without an end token; else a pad token at the end was sampled.
     padding = config.pad_token_id if ends_without_eos(config, kwargs) else None
-    completions: list[list[Tensor]] = [[] for _ in prompts]
+    completions: list[list[Completion]] = [[] for _ in prompts]
     if isinstance(batch_size, Automatic):
         batch_size = completions_at_a_time(model, longest + new)
     is_split, is_known = learns_prompt(model), _is_known(model, config, kwargs)
@@ -277,7 +277,8 @@ def sample_groups(
             )
             for number, row in enumerate(rows):
                 prompt = read[number // shared]
-                completions[prompt].append(cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device))
+                completion = row.cut(len(cut_at_eos(row.ids, eos_ids, padding)))
+                completions[prompt].append(completion.to(prompts[prompt].device))
     return completions
 
 
@@ -316,7 +317,7 @@ def _sample(
     repeats: int,
     is_known: bool,
     **kwargs: object,
-) -> Sequence[Tensor]:
+) -> list[Completion]:
     """P * repeats rows of new tokens, by `decode` if `is_known`; the longest prompt comes first.
 
     Prompts after `places` wait.
@@ -338,5 +339,5 @@ def _sample(
     # The weights are whole, so that no process needs to go on until the others have ended.
     output = model.generate(**inputs, generation_config=config, synced_gpus=False, **kwargs)
     if is_known:
-        return cast(list[Tensor], output)
-    return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]
+        return cast(list[Completion], output)
+    return [Completion(row) for row in output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]]

@@ -42,6 +42,7 @@ class Rollout(NamedTuple):
     logprobs: list[Tensor] | None = None  # 1-D, nats, of these tokens as they were sampled, where the sampler tells
     episodes: Episodes | None = None  # where completions are conversations; the policy wrote all of any other one
     policy_step: int | None = None  # optimizer steps of the policy that sampled, where it may have sampled ahead
+    is_policy: bool = False  # logprobs are what its forward pass gives at this temperature, but for float32's rounding
 
 
 class RolloutBackend(Protocol):
