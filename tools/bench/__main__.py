@@ -94,19 +94,20 @@ def measured(work: Work, device: str, size: str, repeats: int) -> list[dict[str,
         load = os.getloadavg()[0]
         sides = {"ours": work.ours, "other": work.other}
         order = list(sides) if repeat % 2 == 0 else list(reversed(sides))
-        reports = {name: report(work, sides[name], size) for name in order}
+        reports = {name: report(work, sides[name], size, pair=repeat) for name in order}
         check(work, reports, rounding=ROUNDING[device])
         pairs.append({"load": load, **reports})
     return pairs
 
 
-def report(work: Work, side: Side, size: str, *, is_profiled: bool = False) -> dict[str, Any]:
+def report(work: Work, side: Side, size: str, *, pair: int = 0, is_profiled: bool = False) -> dict[str, Any]:
     """What one process of a side measures, see tools.bench.process."""
     is_ours = side.environment == OURS
     order = {
         "task": work.task,
         "package": "trimtab_lm" if is_ours else "trl",
         "size": size,
+        "pair": pair,
         "settings": {**work.settings, **side.settings},
         "folder": str(FOLDER / "models" / size),
         "is_profiled": is_profiled,

@@ -5,7 +5,7 @@ import importlib
 import json
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from tools.bench.measuring import Clock
@@ -20,14 +20,14 @@ def main(order: dict[str, object]) -> dict[str, object]:
     """Runs a task of tasks/.
 
     Args:
-        order: `task`, `package` (trimtab_lm or trl), `size`, `settings`, `folder`, where the models are, and
+        order: `task`, `package` (trimtab_lm or trl), `size`, `pair`, `settings`, `folder`, where the models are, and
             `is_profiled`: whether the report has a `profile` too, which slows the steps down.
     """
     task = importlib.import_module(f"tools.bench.tasks.{order['task']}")
-    package = str(order["package"])
+    package, size = str(order["package"]), replace(SIZES[str(order["size"])], pair=order["pair"])
     Clock.profiler = second_step() if order["is_profiled"] else None
     with Clock.profiler or contextlib.nullcontext():
-        result = asdict(task.run(package, SIZES[str(order["size"])], order["settings"], order["folder"]))
+        result = asdict(task.run(package, size, order["settings"], order["folder"]))
     if Clock.profiler:
         result["profile"] = shares(Clock.profiler)
     if OF_THE_OTHER[package] in sys.modules:

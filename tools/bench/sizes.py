@@ -45,6 +45,7 @@ class Size:
         images, denoising_steps: DDPO's images of an epoch, in two batches, and their steps.
         scored, reward: images of an epoch of DDPO that runs until a mean reward, and that reward in kB.
         matmul: width of the square matrices that measure the machine's rate.
+        pair: the number of the pair of processes, from 0, by which works that depend on luck choose their seeds.
     """
 
     device: str = "cpu"
@@ -68,6 +69,7 @@ class Size:
     scored: int = 128
     reward: float = 0.83
     matmul: int = 2048
+    pair: int = 0
 
 
 TINY = Size(

@@ -25,14 +25,18 @@ TRAININGS, MOST_EPOCHS = 2, 60
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
-    """Measures one side: a step is a training with a seed of its own. The one that warms up ends after two epochs."""
+    """Measures one side: a step is a training with a seed of its own, which other pairs of processes do not have.
+
+    The one that warms up ends after two epochs.
+    """
     PartialState(cpu=size.device == "cpu")  # TRL logs before it prepares accelerate
     clock, rows, epochs = Clock(size.device), list[Counter[str]](), list[int]()
     pipelines = list[Any]()
 
     def training() -> None:
-        seed = len(epochs)
-        number, read, pipeline = train(package, size, settings, folder, seed=seed, goal=size.reward if seed else 0.0)
+        seed = size.pair * TRAININGS + len(epochs)
+        goal = size.reward if epochs else 0.0
+        number, read, pipeline = train(package, size, settings, folder, seed=seed, goal=goal)
         epochs.append(number)
         rows.append(read)
         pipelines[:] = [pipeline]
