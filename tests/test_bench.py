@@ -82,7 +82,7 @@ def test_the_table_has_the_ratio_of_neighbouring_processes_and_leaves_the_text_a
     (row,) = (line for line in text.splitlines() if line.startswith("| sft |"))
     # 6 / 2 in the median, and 1e8 FLOPs in 2 s are 5% of 1e9 a second.
     assert "| 6 / 2 | **3.00** (2.00 to 5.00), target 4 | 1 / 1 |" in row
-    assert row.endswith("| 2 / 5 tokens | 2 / 5 | 12 / 12 |")
+    assert row.endswith("| 1.67 / 5 tokens | 2 / 5 | 12 / 12 |")
     assert page(text, [result]) == text
 
 

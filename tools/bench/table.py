@@ -69,7 +69,8 @@ def row(work: Work, result: Result) -> list[str]:
     matmul = max(pair[side]["matmul"] for pair in pairs for side in SIDES)
 
     def both(figure: Figure, form: str) -> str:
-        return " / ".join(format(statistics.median(figure(pair[side]) for pair in pairs), form) for side in SIDES)
+        medians = [statistics.median(figure(pair[side]) for pair in pairs) for side in SIDES]
+        return " / ".join(format(median, ".0f" if median >= 100 else form) for median in medians)
 
     def ratio(figure: Figure, target: float | None) -> str:
         ratios = sorted(figure(pair["other"]) / figure(pair["ours"]) for pair in pairs)
@@ -84,7 +85,7 @@ def row(work: Work, result: Result) -> list[str]:
         ratio(step_seconds, work.target[0]),
         both(memory, ".0f"),
         ratio(memory, work.target[1]),
-        f"{both(rate, '.0f')} {pairs[0]['ours']['unit']}",
+        f"{both(rate, '.3g')} {pairs[0]['ours']['unit']}",
         both(lambda report: 100 * flops_rate(report) / matmul, ".0f"),
         both(read, ".0f"),
     ]
