@@ -29,9 +29,11 @@ HEAD = """<!DOCTYPE html>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <style>
+html { color-scheme: light dark; }
 body { font: 15px/1.5 sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
+p, figcaption { max-width: 48em; }
 table { border-collapse: collapse; }
-td, th { border: 1px solid #ccc; padding: 0.3em 0.6em; text-align: left; vertical-align: top; white-space: pre-wrap; }
+td, th { border: 1px solid #8884; padding: 0.3em 0.6em; text-align: left; vertical-align: top; white-space: pre-wrap; }
 img { max-width: 100%; }
 </style>
 """
@@ -232,7 +234,7 @@ def page(
         f"{HEAD}<title>{escape(title)}</title>\n</head>\n<body>",
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(text)}</p>" for text in texts),
-        table(judged),
+        *([table(judged)] if judged else []),
     ]
     for name, data in pictures.items():
         source = f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
@@ -261,7 +263,7 @@ def write_page(
         folder: Where the files go.
         title: The title of the page.
         texts: Paragraphs under the title, such as the paper's claim.
-        judged: The table of verdicts: heading -> cells [N].
+        judged: The table of verdicts: heading -> cells [N]; {} for none.
         figures: name -> figure. The name becomes the file's name; it may have letters, digits, - and _.
         captions: name -> what the figure shows.
         samples: heading -> cells [N], such as prompt, before and after; {} for none.

@@ -29,6 +29,9 @@ HOW = (
     "0.05 at most. Claims of little effect are tests of equivalence. The power is that of an uncorrected test at the "
     "observed noise, for the effect that is named."
 )
+UNJUDGED = (
+    "Nothing is judged: these runs lack quantities that the paper's claims compare, such as a control or other seeds."
+)
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,11 @@ def write_report(folder: Path, title: str, claim: str, report: Report, runs: Seq
     measured = rounded(report.measured)
     verdicts = judge(report.claims, measured)
     rows = [verdict.cells() for verdict in verdicts]
-    columns = {heading: [row[i] for row in rows] for i, heading in enumerate(HEADINGS)}
+    columns = {heading: [row[i] for row in rows] for i, heading in enumerate(HEADINGS)} if rows else {}
     about, config = in_words([start for run in runs for start in run.starts]), settings(runs)
-    write_page(folder, title, [claim, about, HOW], columns, report.figures, report.captions, report.samples, config)
-    parts = [markdown(rows, HEADINGS), about]
+    texts = [claim, about, HOW if rows else UNJUDGED]
+    write_page(folder, title, texts, columns, report.figures, report.captions, report.samples, config)
+    parts = [markdown(rows, HEADINGS) if rows else UNJUDGED, about]
     parts += [f"![{name}]({name}.png)\n\n*{report.captions[name]}* ([PDF]({name}.pdf))" for name in report.figures]
     if report.samples:
         cells = zip(*report.samples.values(), strict=True)
@@ -113,6 +117,11 @@ def main(title: str, claim: str, read: Callable[[Sequence[Run]], Report]) -> Non
     arguments = parser.parse_args()
     verdicts = report_on(title, claim, read, arguments.folders, arguments.out)
     sys.exit(0 if verdicts and all(verdict.outcome == "reproduced" for verdict in verdicts) else 1)
+
+
+def seeds_in_words(count: int) -> str:
+    """One seed, 8 seeds."""
+    return "one seed" if count == 1 else f"{count} seeds"
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:

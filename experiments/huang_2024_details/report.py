@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
 from experiments.huang_2024_details.details import DETAILS
-from experiments.reports import Report, main, spread
+from experiments.reports import Report, main, seeds_in_words, spread
 from experiments.runs import Run, of_seeds
 from experiments.samples import samples_of
 from experiments.sentiment_ppo import EVAL_KL, EVAL_REWARD
@@ -141,10 +141,10 @@ def read(runs: Sequence[Run]) -> Report:
                 Claim(text, names, kind, quantity.matters, quantity.unit, origin=origin, place=place, number=number)
             )
     firsts = {setting: next(iter(group.values())) for setting, group in groups.items()}
-    seeds = len({run.config["seed"] for run in runs})
+    seeds = seeds_in_words(len({run.config["seed"] for run in runs}))
     captions = {
-        "figure": f"Differences to the recipe with the same seed; a dot is one of {seeds} seeds, a bar their median.",
-        "effects": f"Medians and ranges of {seeds} seeds.",
+        "figure": f"Differences to the recipe with the same seed; a dot is one of {seeds}, a bar their median.",
+        "effects": f"Medians and ranges of {seeds}.",
     }
     figures = {"figure": figure(groups), "effects": effects_figure(groups)}
     return Report(measured, claims, figures, captions, samples_of(firsts))

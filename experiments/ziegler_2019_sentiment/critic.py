@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves
-from experiments.reports import Report, main
+from experiments.reports import Report, main, seeds_in_words
 from experiments.runs import Run, by, of_seeds
 from experiments.sentiment_ppo import KL, REWARD
 
@@ -50,8 +50,8 @@ def read(runs: Sequence[Run]) -> Report:
         Claim("the values explain variance at all", ("explained variance, after",), "more", 0.1, "share", origin="ours")
     )
     caption = (
-        f"Medians of {len(by(runs, 'seed'))} seeds over the steps of PPO; bands from the lower to the upper quartile. "
-        "Dashed: the target."
+        f"Medians of {seeds_in_words(len(by(runs, 'seed')))} over the steps of PPO; bands from the lower to the upper "
+        "quartile. Dashed: the target."
     )
     return Report(measured, claims, {"critic": figure(groups)}, {"critic": caption})
 

@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves
 from experiments.frontier import Frontier, frontier_of
-from experiments.reports import Report, main
+from experiments.reports import Report, main, seeds_in_words
 from experiments.runs import Run, by, of_seeds
 from experiments.samples import samples_of
 from experiments.sentiment import sentiment
@@ -54,8 +54,8 @@ def read(runs: Sequence[Run]) -> Report:
                 measured[f"efficiency, {name}"] = {seed: share for seed, share in shares.items() if share is not None}
     samples = samples_of({name: group[0] for name, group in groups.items()})
     caption = (
-        f"Reward, KL and its coefficient over the steps of PPO: medians of {len(by(runs, 'seed'))} seeds, bands from "
-        "the lower to the upper quartile. Dashed: the targets. Right: reward and KL of held-out openings after "
+        f"Reward, KL and its coefficient over the steps of PPO: medians of {seeds_in_words(len(by(runs, 'seed')))}, "
+        "bands from the lower to the upper quartile. Dashed: the targets. Right: reward and KL of held-out openings after "
         "training, a dot for each run; black: what reweighting samples of the pretrained model attains, as far as the "
         "samples carry."
     )

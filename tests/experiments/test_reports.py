@@ -187,4 +187,6 @@ def test_a_run_has_a_page_of_its_own_outside_of_a_sweep_alone(tmp_path: Path, mo
     assert not (folder / "report.html").exists()
     monkeypatch.delenv("WANDB_SWEEP_ID")
     reports.report_on_run("title", "claim", read, [folder])
-    assert (folder / "report.html").exists()
+    page = (folder / "report.html").read_text()
+    assert "Nothing is judged" in page
+    assert "verdict" not in page  # no table without a row, and no word on how verdicts are made
