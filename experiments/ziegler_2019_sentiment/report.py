@@ -55,9 +55,9 @@ def read(runs: Sequence[Run]) -> Report:
     samples = samples_of({name: group[0] for name, group in groups.items()})
     caption = (
         f"Reward, KL and its coefficient over the steps of PPO: medians of {seeds_in_words(len(by(runs, 'seed')))}, "
-        "bands from the lower to the upper quartile. Dashed: the targets. Right: reward and KL of held-out openings after "
-        "training, a dot for each run; black: what reweighting samples of the pretrained model attains, as far as the "
-        "samples carry."
+        "bands from the lower to the upper quartile. Dashed: the targets. Right: reward and KL of held-out openings "
+        "after training, a dot for each run; black: what reweighting samples of the pretrained model attains, as far "
+        "as the samples carry."
     )
     if learnt:
         caption += " Left: without the runs that learn from another reward."
