@@ -30,6 +30,7 @@ def sources(folder: Path) -> list[Path]:
         path
         for path in folder.rglob("*.py")
         if not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(folder).parts)
+        and path.is_file()  # the built documentation has a folder for the page of each program
     )
 
 

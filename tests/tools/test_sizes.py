@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tools.sizes import duplicate_runs
+from tools.sizes import duplicate_runs, sources
 
 STEPS = [f"total = total + weights[{i}]" for i in range(7)]
 
@@ -40,3 +40,10 @@ def test_signatures_docstrings_imports_and_comments_are_no_code(tmp_path):
     source = f"{text}\nfrom json import (\n{names}\n)\n{comments}\n" + function("one", ["pass"], f"\n{parameters}\n")
     paths = write(tmp_path, a=source, b=source)
     assert duplicate_runs(paths, tmp_path) == []
+
+
+def test_a_folder_with_the_name_of_a_program_is_no_source(tmp_path):
+    """As make docs builds one for the page of each program."""
+    (tmp_path / "site" / "ppo.py").mkdir(parents=True)
+    write(tmp_path, a="")
+    assert sources(tmp_path) == [tmp_path / "a.py"]
