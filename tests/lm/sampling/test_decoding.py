@@ -19,7 +19,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from trimtab_lm.sampling.cache import PASS, ROOM, RoomyLayer
-from trimtab_lm.sampling.decoding import LARGE_VOCABULARY, draw
+from trimtab_lm.sampling.decoding import LARGE_VOCABULARY, draw, draw_by_inversion
 from trimtab_lm.sampling.generate import cut_at_eos, eos_token_ids, pad, sample_groups, sampling_config
 
 LIMIT = 12
@@ -241,3 +241,18 @@ def test_the_cache_of_generate_is_one_whose_layers_have_room():
     sampled(model, tiny.rows(3, 2, 6), 1, {"do_sample": True})
     sampled(model, tiny.rows(3, 2, 6), 2, {"do_sample": True, "repetition_penalty": 1.5})
     assert seen == {RoomyLayer}
+
+
+@pytest.mark.parametrize("count", [5, 128, 2048, 2049, 50257])
+def test_inversion_finds_where_the_cumulative_distribution_reaches_a_number(count: int):
+    generator = torch.Generator().manual_seed(0)
+    probs = (3 * torch.randn(40, count, generator=generator)).softmax(-1)
+    probs[:, 0], probs[:, -2:] = 0.0, 0.0
+    uniform = 1 - torch.rand(40, 1, generator=generator, dtype=torch.float64)
+    uniform[0], uniform[1] = 1.0, 1e-300  # the last token that has a probability, and the first one
+    cumulative = probs.double().cumsum(-1) / probs.double().sum(-1, keepdim=True)
+    tokens = draw_by_inversion(7 * probs, uniform)[:, None]
+    reached, before = cumulative.gather(1, tokens), cumulative.gather(1, tokens - 1)
+    assert (reached >= uniform - 1e-12).all()
+    assert (before < uniform + 1e-12).all()
+    assert (probs.gather(1, tokens) > 0).all()

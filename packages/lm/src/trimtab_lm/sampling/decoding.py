@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache, GenerationConfig
 
 from .cache import can_select
@@ -12,6 +13,10 @@ from .waiting import Rows, Waiting
 
 LARGE_VOCABULARY = 2048
 """The size from which a CPU draws a token faster from the cumulative distribution than by `torch.multinomial`."""
+BLOCK = 128
+"""Tokens whose probabilities are summed up before one of them is looked for."""
+COPIED = 2**16
+"""Probabilities that are summed up at a time, as 512 KiB of float64."""
 LEAVE = 0.75
 """Rows that have ended leave the batch when this share or less of it goes on; each time copies the cache."""
 ROWS = ("attention_mask", "position_ids")
@@ -134,12 +139,44 @@ def draw(probs: Tensor, places: Tensor, size: int) -> Tensor:
     if probs.device.type != "cpu" or probs.shape[1] < LARGE_VOCABULARY:
         everywhere = probs.new_ones(size, probs.shape[1]).index_copy(0, places, probs)
         return torch.multinomial(everywhere, 1)[places, 0]
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    if not bool(cumulative[:, -1].isfinite().all()):
+    return draw_by_inversion(probs, 1 - torch.rand(size, 1, dtype=torch.float64)[places])
+
+
+def draw_by_inversion(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token of each row at which the cumulative distribution reaches a number (inverse transform sampling).
+
+    Sums over blocks of the vocabulary tell the block, and a cumulative sum within it the token: one pass over the
+    probabilities, and no second matrix of their size.
+
+    Args:
+        probs: [b, V], the distributions, up to a factor for each row.
+        uniform: [b, 1], float64, in (0, 1], so that no token of probability 0 is drawn.
+
+    Returns:
+        Token ids, [b].
+
+    Raises:
+        RuntimeError: probabilities are not finite.
+    """
+    count, device = probs.shape[1], probs.device
+    # A sum in float64 copies what it adds up: few rows at a time stay in the cache.
+    ends = torch.cat([_block_sums(rows) for rows in probs.split(max(COPIED // count, 1))]).cumsum(-1)
+    if not bool(ends[:, -1].isfinite().all()):
         raise RuntimeError(
             "No token can be drawn, because the model gives probabilities that are nan or inf. Look for weights that "
             "are not finite: the learning rate may be too high, or float16 may lack loss scaling."
         )
-    # In (0, 1], so that no token of probability 0 is drawn.
-    uniform = 1 - torch.rand(size, 1, dtype=torch.float64)[places]
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
+    wanted = uniform * ends[:, -1:]
+    block = torch.searchsorted(ends, wanted)
+    before = functional.pad(ends, (1, 0)).gather(1, block)
+    share = (wanted - before) / (ends.gather(1, block) - before)  # in (0, 1], whatever the rounding of the sums
+    columns = block * BLOCK + torch.arange(BLOCK, device=device)
+    inside = probs.gather(1, columns.clamp(max=count - 1)).double().masked_fill(columns >= count, 0.0).cumsum(-1)
+    return (block * BLOCK + torch.searchsorted(inside, share * inside[:, -1:]))[:, 0]
+
+
+def _block_sums(probs: Tensor) -> Tensor:
+    """[b, V] as sums of `BLOCK` columns each, in float64; the last one may have fewer columns, or none."""
+    whole = probs.shape[1] - probs.shape[1] % BLOCK
+    parts = probs[:, :whole].unflatten(1, (-1, BLOCK)), probs[:, None, whole:]
+    return torch.cat([part.sum(-1, dtype=torch.float64) for part in parts], dim=1)
