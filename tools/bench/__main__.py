@@ -33,6 +33,9 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
+    # vLLM: no threads beyond OMP_NUM_THREADS, a GiB for keys and values.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 ROUNDING = {"cpu": 0.0, "cuda": 1e-2}  # bfloat16 has three digits
 
@@ -102,7 +105,7 @@ def measured(work: Work, device: str, size: str, repeats: int) -> list[dict[str,
 
 def report(work: Work, side: Side, size: str, *, pair: int = 0, is_profiled: bool = False) -> dict[str, Any]:
     """What one process of a side measures, see tools.bench.process."""
-    is_ours = side.environment == OURS
+    is_ours = side.environment.startswith(OURS)
     order = {
         "task": work.task,
         "package": "trimtab_lm" if is_ours else "trl",
@@ -123,7 +126,7 @@ def started(command: list[str], environment: str) -> str:
         BenchError: it failed.
     """
     variables = os.environ | ENVIRONMENT
-    if environment != OURS:
+    if not environment.startswith(OURS):
         variables.pop("PYTHONPATH", None)
     try:
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT)

@@ -1,4 +1,4 @@
-"""The environments under .bench/, of trimtab and of each peer, one for each file in requirements/."""
+"""The environments of trimtab and of each peer: under .bench/, one for each file in requirements/, and that of vLLM."""
 
 import shutil
 import subprocess
@@ -8,10 +8,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".bench"
 REQUIREMENTS = Path(__file__).parent / "requirements"
+VLLM = "trimtab-vllm"
 
 
 def python_of(name: str) -> str:
-    """The interpreter of an environment, which is made where it is absent or its file in requirements/ has changed."""
+    """The interpreter of an environment, which is made where it is absent or its file in requirements/ has changed.
+
+    The Makefile makes that of vLLM, for its tests too.
+    """
+    if name == VLLM:
+        subprocess.run(["make", ".venv-vllm/.installed"], cwd=ROOT, check=True, stdout=sys.stderr)
+        return str(ROOT / ".venv-vllm/bin/python")
     wanted, folder = (REQUIREMENTS / f"{name}.txt"), FOLDER / name
     python, installed = folder / "bin/python", folder / "installed.txt"
     if not (installed.exists() and installed.read_text() == wanted.read_text()):

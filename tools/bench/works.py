@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tools.bench.environments import VLLM
+
 OURS = "trimtab"
 
 
@@ -12,7 +14,7 @@ class Side:
     """One program in one configuration.
 
     Attributes:
-        environment: `OURS`, or a peer: the name of a file in requirements/.
+        environment: `OURS`, a peer (the name of a file in requirements/), or ours beside vLLM, `VLLM`.
         settings: of the config; `call` holds arguments of the call that is timed, and `collator` the layout of the data
             collator that is passed.
     """
@@ -143,6 +145,18 @@ ABLATIONS = [
         "grpo",
         Side(OURS),
         Side(OURS, CONTINUOUS),
+        settings=MAY_END,
+        equal={"sampled": 0.05},
+    ),
+    # vLLM compiles nothing on a CPU.
+    Work(
+        "grpo: vLLM",
+        "grpo",
+        Side(
+            VLLM,
+            {"rollout_backend": "vllm", "rollout_backend_kwargs": {"enforce_eager": True, "skip_tokenizer_init": True}},
+        ),
+        Side(OURS),
         settings=MAY_END,
         equal={"sampled": 0.05},
     ),
