@@ -244,7 +244,7 @@ def test_log_probabilities_are_those_that_tokens_were_drawn_by():
         torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_only_a_policy_in_plain_float32_tells_its_own_log_probabilities():
+def test_only_a_policy_in_plain_float32_tells_its_own_log_probabilities(fresh_accelerate):
     for model in (tiny.llama().bfloat16(), tiny.exact(tiny.llama())):
         assert not sample(plain(), model).is_policy
     prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny.llama())

@@ -18,9 +18,11 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from trimtab_lm.models.interface import base_of
 from trimtab_lm.sampling.cache import PASS, ROOM, RoomyLayer
 from trimtab_lm.sampling.decoding import LARGE_VOCABULARY, draw, draw_by_inversion
 from trimtab_lm.sampling.generate import cut_at_eos, eos_token_ids, pad, sample_groups, sampling_config
+from trimtab_lm.tokens.forward import leaves_masks_to_sdpa
 
 LIMIT = 12
 SEVERAL_ENDS = [tiny.EOS, 9, 10, 11]
@@ -71,6 +73,7 @@ def by_transformers(
 
 def tokens_read(model: Any, run: Callable[[], object]) -> list[tuple[int, int]]:
     """The shape of the ids of each forward pass while `run` runs."""
+    leaves_masks_to_sdpa(base_of(model))  # which asks the model with a few tokens, once
     shapes: list[tuple[int, int]] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda _, ids, __: shapes.append(tuple(ids[0].shape)))
     run()

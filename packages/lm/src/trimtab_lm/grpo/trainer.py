@@ -218,8 +218,9 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
 
     def _tells_policy(self, groups: Sequence[Group]) -> bool:
         """Whether the sampler told what the forward passes of training give, up to the rounding of float32."""
-        is_same = self.backend.settings.temperature == self.config.temperature and not self.is_noisy
-        return is_same and all(group.is_policy for group in groups)
+        if self.is_noisy or not all(group.is_policy for group in groups):
+            return False
+        return self.backend.settings.temperature == self.config.temperature
 
     def _attach_reference(self, groups: Sequence[Group]) -> None:
         if self.reference is not None:

@@ -9,6 +9,7 @@ from torch.nn import functional
 from transformers import DynamicCache, GenerationConfig
 
 from .cache import can_select
+from .ragged import Ragged
 from .waiting import Rows, Waiting
 
 LARGE_VOCABULARY = 2048
@@ -74,11 +75,12 @@ def decode(
     unread = width - held if held else None  # None: all
     ends, limit = _end_tokens(generation_config).to(input_ids.device), generation_config.max_length - width
     rows, steps = Rows.of(input_ids), list[tuple[Tensor, Tensor, Tensor]]()
-    goes_on = torch.ones_like(rows.numbers, dtype=torch.bool)
+    goes_on, ragged = torch.ones_like(rows.numbers, dtype=torch.bool), Ragged(model, selectable)
     with model._optimize_model_for_decode():
         while True:
             step = {"next_sequence_length": unread, "is_first_iteration": not steps}
-            outputs = model(**model.prepare_inputs_for_generation(rows.ids, **step, **inputs), return_dict=True)
+            prepared = model.prepare_inputs_for_generation(rows.ids, **step, **inputs)
+            outputs = model(**ragged.masked(prepared), return_dict=True)
             is_encoder_decoder = model.config.is_encoder_decoder
             inputs = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=is_encoder_decoder)
             unread = 1
@@ -102,6 +104,7 @@ def decode(
                 selectable.batch_select_indices(kept)
                 inputs |= {name: inputs[name][kept] for name in ROWS if inputs.get(name) is not None}
             goes_on = torch.ones_like(rows.numbers, dtype=torch.bool)
+            ragged.rows_changed()
 
 
 def _end_tokens(config: GenerationConfig) -> Tensor:

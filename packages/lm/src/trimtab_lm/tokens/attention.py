@@ -30,26 +30,73 @@ def tree_mask(document: Tensor, branch: Tensor) -> Tensor:
     return (same & reads).tril()[:, None]
 
 
-class GroupMask(Tensor):
+class OwnMask(Tensor):
+    """A mask that takes over SDPA's call through `__torch_function__`, as `torch.nn.attention.bias.CausalBias` does.
+
+    A model that reads the mask elsewhere gets the numbers of the plain mask, and with them the cost.
+
+    Attributes:
+        was_read: whether a model has read the numbers.
+    """
+
+    was_read: bool
+
+    @staticmethod
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        """SDPA, with its arguments; the mask is a subclass's."""
+        raise NotImplementedError
+
+    def numbers(self) -> Tensor:
+        """The plain mask."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Runs SDPA by `attend`, and any other function on the numbers of the mask, if it asks for more than facts."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return cls.attend(*args, **kwargs)
+        if func is Tensor.detach:
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ == "__get__" or func in (Tensor.size, Tensor.dim):
+                fact = func(*args, **kwargs)
+                if not isinstance(fact, Tensor):  # shape, dtype, device
+                    return fact
+            args, kwargs = tree_map(_numbers, (args, kwargs))
+            return func(*args, **kwargs)
+
+
+def _numbers(value: object) -> object:
+    """Returns an own mask as a plain tensor, and anything else as it is."""
+    if not isinstance(value, OwnMask):
+        return value
+    value.was_read = True
+    return value.numbers()
+
+
+class GroupMask(OwnMask):
     """The mask `tree_mask` [1, 1, W, W] of a single row, with which SDPA runs on one group of the row at a time.
 
-    The cost of attention grows with the squared lengths of the groups instead of the row's. Like
-    `torch.nn.attention.bias.CausalBias`, the mask takes over SDPA's call through `__torch_function__`. A model that
-    reads the mask elsewhere gets the numbers of `tree_mask`, and with them the cost.
+    The cost of attention grows with the squared lengths of the groups instead of the row's.
 
     Attributes:
         document, branch: [1, W], see `lay_out`.
         groups: for each group the length of its prefix, and then those of its branches. A sequence that shares no
             prefix is a group of one length.
         biases: float32 [branch, prefix + branch] by the two lengths: 0, and -inf where a branch does not attend.
-        was_read: whether a model has read the numbers.
     """
 
     document: Tensor
     branch: Tensor
     groups: list[list[int]]
     biases: dict[tuple[int, int], Tensor]
-    was_read: bool
 
     @classmethod
     def of(cls, document: Tensor, branch: Tensor) -> "GroupMask":
@@ -65,27 +112,44 @@ class GroupMask(Tensor):
         }
         return mask
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Runs SDPA by group, and any other function on the numbers of `tree_mask`, if it asks for more than facts."""
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            return _attend(*args, **kwargs)  # type: ignore[arg-type]
-        if func is Tensor.detach:
-            return args[0]
-        with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ == "__get__" or func in (Tensor.size, Tensor.dim):
-                fact = func(*args, **kwargs)
-                if not isinstance(fact, Tensor):  # shape, dtype, device
-                    return fact
-            args, kwargs = tree_map(_numbers, (args, kwargs))
-            return func(*args, **kwargs)
+    def numbers(self) -> Tensor:
+        """`tree_mask` of the row."""
+        return tree_mask(self.document, self.branch)
+
+    @staticmethod
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: "GroupMask",
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Returns the attention [1, heads, W, E] of a row: in each group of the prefix, and of each branch to both.
+
+        Args:
+            query, key, value: [1, heads, W, E].
+            attn_mask: of the row.
+            dropout_p, is_causal, options: of SDPA; the mask is causal already.
+        """
+        if dropout_p > 0:  # no fused kernel drops on a CPU, and the random numbers stay those of the whole row
+            mask = attn_mask.numbers()
+            return scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
+        sizes = [size for group in attn_mask.groups for size in group]
+        parts = zip(query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
+        outputs = []
+        for prefix_size, *branch_sizes in attn_mask.groups:
+            queries, *prefix = next(parts)
+            outputs.append(scaled_dot_product_attention(queries, prefix[0], prefix[1], is_causal=True, **options))
+            for size in branch_sizes:
+                queries, *branch = next(parts)
+                keys, values = (torch.cat(pair, dim=2) for pair in zip(prefix, branch, strict=True))
+                # The kernel takes float32 beside lower precisions; beside float64 it reads it wrongly (torch 2.13).
+                bias = attn_mask.biases[size, prefix_size].to(torch.promote_types(query.dtype, torch.float32))
+                outputs.append(scaled_dot_product_attention(queries, keys, values, bias, **options))
+        # Laid out as the kernel lays out a whole row, so that the model's own transposition copies nothing.
+        return torch.cat([output.transpose(1, 2) for output in outputs], dim=1).transpose(1, 2)
 
 
 def attention_mask(model: PreTrainedModel, document: Tensor, branch: Tensor) -> "Tensor | BlockMask":
@@ -145,46 +209,3 @@ def _groups(document: Tensor, branch: Tensor) -> list[list[int]]:
         else:  # a single branch continues its prefix
             groups.append([sum(sizes)] if len(sizes) == 2 else list(sizes))
     return groups
-
-
-def _numbers(value: object) -> object:
-    """Returns a group mask as a plain tensor, and anything else as it is."""
-    if not isinstance(value, GroupMask):
-        return value
-    value.was_read = True
-    return tree_mask(value.document, value.branch)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: GroupMask,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """Returns the attention [1, heads, W, E] of a row: in each group of the prefix, and of each branch to both.
-
-    Args:
-        query, key, value: [1, heads, W, E].
-        attn_mask: of the row.
-        dropout_p, is_causal, options: of SDPA; the mask is causal already.
-    """
-    if dropout_p > 0:  # no fused kernel drops on a CPU, and the random numbers stay those of the whole row
-        mask = tree_mask(attn_mask.document, attn_mask.branch)
-        return scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
-    sizes = [size for group in attn_mask.groups for size in group]
-    parts = zip(query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
-    outputs = []
-    for prefix_size, *branch_sizes in attn_mask.groups:
-        queries, *prefix = next(parts)
-        outputs.append(scaled_dot_product_attention(queries, prefix[0], prefix[1], is_causal=True, **options))
-        for size in branch_sizes:
-            queries, *branch = next(parts)
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(prefix, branch, strict=True))
-            # The kernel takes float32 beside lower precisions, and reads float32 beside float64 wrongly (torch 2.13).
-            bias = attn_mask.biases[size, prefix_size].to(torch.promote_types(query.dtype, torch.float32))
-            outputs.append(scaled_dot_product_attention(queries, keys, values, bias, **options))
-    # Laid out as the kernel lays out a whole row, so that the model's own transposition copies nothing.
-    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1).transpose(1, 2)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from peft import PeftModel
@@ -20,7 +21,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config
-from trimtab_lm.tokens.attention import GroupMask, attention_mask, has_local_attention, runs_by_group
+from trimtab_lm.tokens.attention import GroupMask, OwnMask, attention_mask, has_local_attention, runs_by_group
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import LanguageHead
 from trimtab_lm.tokens.positions import positioned
@@ -28,6 +29,8 @@ from trimtab_lm.tokens.scores import TokenScores
 
 EXACT = (torch.float32, torch.float64)
 """Types in which another order of the same sums changes results by far less than text that leaks."""
+_LEAVES_MASKS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+"""What `leaves_masks_to_sdpa` has found of models."""
 
 
 def score_tokens_in_forward(model: Model) -> LanguageHead:
@@ -181,6 +184,21 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
     return "padded"
 
 
+def leaves_masks_to_sdpa(model: PreTrainedModel) -> bool:
+    """Whether a causal model hands an `OwnMask` to SDPA unread, and computes with it what it computes on padded rows.
+
+    Each model is tried once.
+    """
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if model.config.is_encoder_decoder or not takes_positions or has_local_attention(model):
+        return False
+    if model.config._attn_implementation != "sdpa":
+        return False
+    if model not in _LEAVES_MASKS:
+        _LEAVES_MASKS[model] = _agrees(model, "row")
+    return _LEAVES_MASKS[model]
+
+
 @torch.no_grad()
 def _agrees(model: PreTrainedModel, layout: Layout) -> bool:
     """Whether a layout changes the hidden states by little, compared with what attention across branches changes."""
@@ -216,6 +234,6 @@ def _hidden(model: PreTrainedModel, tokens: Batch) -> Tensor:
     inputs = positioned(model.base_model.forward, model_inputs(model, tokens))
     hidden = model.base_model(**inputs, use_cache=False, return_dict=True).last_hidden_state
     mask = inputs.get("attention_mask")
-    if isinstance(mask, GroupMask) and mask.was_read:
+    if isinstance(mask, OwnMask) and mask.was_read:
         raise NotImplementedError(f"{type(model).__name__} reads the attention mask outside of SDPA.")
     return hidden.flatten(0, 1)[tokens["source"]]
