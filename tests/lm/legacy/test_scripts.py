@@ -113,3 +113,12 @@ def test_words_of_truth():
     assert [strtobool(word) for word in ("YES", "on", "1", "False", "n")] == [True, True, True, False, False]
     with pytest.raises(ValueError, match="'maybe' is no truth value"):
         strtobool("maybe")
+
+
+def test_a_setting_of_a_config_and_of_the_scripts_model_is_the_models(tmp_path):
+    """TRL's configs of 2026 have `trust_remote_code`, and its ModelConfig of 2024 has it too."""
+    words = ["--output_dir", str(tmp_path), "--model_name_or_path", "m", "--trust_remote_code", "--use_cpu"]
+    args, model = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config(words)
+    assert model.trust_remote_code
+    assert not args.model_init_kwargs
+    assert SFTConfig(str(tmp_path), use_cpu=True).trust_remote_code is False  # an argument of the config as before

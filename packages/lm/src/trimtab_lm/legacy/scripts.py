@@ -9,8 +9,9 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 import torch
@@ -26,8 +27,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     TopKLogitsWarper,
     TopPLogitsWarper,
-    TrainingArguments,
 )
+from transformers.training_args import TrainingArguments  # which `transformers4.restore` leaves as it is
 
 from trimtab_common.config import setting
 from trimtab_lm.data.formats import preference_parts
@@ -101,7 +102,8 @@ class TrlParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: Iterable[type] | type, ignore_extra_args: bool = False) -> None:
-        super().__init__(cast(Any, dataclass_types))
+        with _without_shared_fields(dataclass_types):
+            super().__init__(cast(Any, dataclass_types))
         self.ignore_extra_args = ignore_extra_args
 
     def parse_args_and_config(
@@ -123,7 +125,8 @@ class TrlParser(HfArgumentParser):
             place = words.index("--config")
             self._set_defaults(words[place + 1])
             del words[place : place + 2]
-        parsed = self.parse_args_into_dataclasses(words, return_remaining_strings=return_remaining_strings)
+        with _without_shared_fields(self.dataclass_types):
+            parsed = self.parse_args_into_dataclasses(words, return_remaining_strings=return_remaining_strings)
         if any(getattr(one, "gradient_checkpointing_use_reentrant", False) for one in parsed):
             for one in parsed:
                 if isinstance(one, TrainingArguments):
@@ -140,6 +143,25 @@ class TrlParser(HfArgumentParser):
             raise ValueError(f"{file} sets {', '.join(unknown)}, which no dataclass of the script has.")
         for name in settings.keys() & known.keys():
             known[name].default, known[name].required = settings[name], False
+
+
+@contextmanager
+def _without_shared_fields(dataclass_types: Iterable[type] | type) -> Iterator[None]:
+    """Hides from parsers, inside the block, what a config has in common with another dataclass of the script.
+
+    TRL's configs of 2026 have `trust_remote_code`, which the scripts of 2024 have in their ModelConfig.
+    """
+    types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
+    others = {one.name for kind in types if not issubclass(kind, TrainingArguments) for one in fields(cast(Any, kind))}
+    configs = [kind for kind in types if issubclass(kind, TrainingArguments)]
+    shared = [one for kind in configs for one in fields(kind) if one.init and one.name in others]
+    for one in shared:
+        one.init = False
+    try:
+        yield
+    finally:
+        for one in shared:
+            one.init = True
 
 
 def get_peft_config(model_config: ModelConfig) -> LoraConfig | None:
