@@ -177,23 +177,31 @@ ORDINARY: dict[str, dict[str, Any]] = {
     "lora": {"use_lora": True, "init_kl_coef": 0.1},
     "sdxl_rwr": {"kind": "sdxl", "estimator": "rwr", "rwr_beta": 100.0},
     "sd3": {"kind": "sd3", "init_kl_coef": 0.1},
+    "while_sampling": {"use_lora": True, "train_batch_size": 4, "train_gradient_accumulation_steps": 1},
+    "after_sampling": {
+        "use_lora": True,
+        "train_batch_size": 4,
+        "train_gradient_accumulation_steps": 1,
+        "train_while_sampling": False,
+    },
 }
 
 
 def ordinary(name: str) -> dict[str, Any]:
-    """One epoch of two updates as users run it: each process draws its own pictures."""
+    """One epoch of two updates, or one, as users run it: each process draws its own pictures."""
+    sizes = {"sample_num_batches_per_epoch": 2, "train_batch_size": 1, "train_gradient_accumulation_steps": 2}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ddpo = trainer(
-            folder,
-            sample_num_batches_per_epoch=2,
-            train_batch_size=1,
-            train_gradient_accumulation_steps=2,
-            **ORDINARY[name],
-        )
+        ddpo = trainer(folder, **sizes | ORDINARY[name])
         before, samples = weights(ddpo), samples_of(ddpo)
         ddpo.step(0, 0)
-        return {"before": before, "weights": weights(ddpo), "noise": samples[0].trajectories.first}
+        return {
+            "before": before,
+            "weights": weights(ddpo),
+            "noise": samples[0].trajectories.first,
+            "gradients of": 0 if samples[0].gradients is None else len(samples[0].gradients),
+            "grad_norm": ddpo.last_stats["grad_norm"],
+        }
 
 
 def main(folder: str) -> None:

@@ -63,7 +63,7 @@ LOSS = {"first loss": 1e-4}
 DOCUMENTS = {"first loss": 1e-4, "tokens read": 0}
 SAMPLED = {"sampled": 0}
 PIPELINE = {"text encoder's norm": 1e-5}
-EPOCH = {**PIPELINE, "updates": 0, "rows to sample": 0, "rows to train": 0}
+EPOCH = {**PIPELINE, "updates": 0, "rows to sample": 0}  # ours also trains while it samples
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 CONTINUOUS = {"rollout_backend": "continuous_batching"}
 # Room for the work at hand, as ours takes it by itself. By default TRL pages half of the main memory.
@@ -72,6 +72,7 @@ CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
 MAY_END = {"generation_kwargs": None}
 # Of the ten steps of a sample one trains, in each of three passes.
 FEW_STEPS = {"train_timestep_fraction": 0.1, "train_num_inner_epochs": 3}
+ONE_UPDATE = {"train_gradient_accumulation_steps": 2}
 AT_ONCE, FOUR = {"call": {"batch_size": 32}}, {"call": {"batch_size": 4}}
 # One token in sixteen ends a response.
 ENDS = {"batch_size": 8, "min_new_tokens": 0, "eos_token_id": list(range(2, 2002))}
@@ -107,6 +108,7 @@ WORKS = [
     Work("ppo", "ppo", Side(TRL_PPO), settings=BOTH, equal=SAMPLED, target=(3, 1.5)),
     Work("ppo-at-once", "ppo", Side(TRL_PPO), settings=BOTH | AT_ONCE, equal=SAMPLED),
     Work("ddpo", "ddpo", Side(TRL_DDPO), equal=EPOCH, target=(1.3, 1.2)),
+    Work("ddpo-one-update", "ddpo", Side(TRL_DDPO), settings=ONE_UPDATE, equal=EPOCH),
     Work(
         "ddpo-to-reward",
         "ddpo_to_reward",
@@ -177,6 +179,14 @@ ABLATIONS = [
         Side(OURS, {"call": ENDS}),
         settings=GENERATE,
         equal={"sampled": 0.5},
+    ),
+    Work("ddpo: trained while sampling", "ddpo", Side(OURS, {"train_while_sampling": False}), equal=EPOCH),
+    Work(
+        "ddpo: one update, trained while sampling",
+        "ddpo",
+        Side(OURS, ONE_UPDATE | {"train_while_sampling": False}),
+        Side(OURS, ONE_UPDATE),
+        equal=EPOCH,
     ),
     Work("ddpo: channels last", "ddpo", Side(OURS), Side(OURS, {"train_channels_last": True}), equal=EPOCH),
     Work("ddpo: compiled", "ddpo", Side(OURS), Side(OURS, {"train_compile": "inductor"}), equal=EPOCH),

@@ -11,6 +11,7 @@ from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, get_peft_model_state_dict
 from torch import Tensor, nn
 
+from trimtab_diffusion.fused_lora import fuse_adapters
 from trimtab_diffusion.recorder import denoiser_name
 
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
@@ -58,6 +59,7 @@ def add_lora(denoiser: Denoiser, *, rank: int) -> None:
         config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(ATTENTION))
         denoiser.add_adapter(config)
     cast_training_params(cast(nn.Module, denoiser), dtype=torch.float32)
+    fuse_adapters(cast(nn.Module, denoiser))
 
 
 @contextmanager

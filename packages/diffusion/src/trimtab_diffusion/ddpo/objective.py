@@ -76,14 +76,7 @@ def policy_loss(
     """
     mean, std = replay.gaussian(denoiser)
     logprobs = gaussian_logprob(replay.next_latents, mean, std)
-    log_ratio, clip = logprobs - replay.logprobs, config.clip_range(replay.dimensions)
-    if config.estimator == "sf":
-        loss = score_function_loss(logprobs, advantages).mean()
-    else:
-        loss = clipped_surrogate(log_ratio, advantages, clip_low=clip, clip_high=clip).mean()
-    moves = surrogate_stats(log_ratio, advantages, torch.ones_like(log_ratio), clip_low=clip, clip_high=clip)
-    stats = {"loss": Mean.of(loss), "approx_kl": moves["approxkl"], "clipfrac": moves["clipfrac"]}
-    stats |= {"ratio": moves["ratio"], "policy/nats": Mean.of(log_ratio.abs() * replay.dimensions)}
+    loss, stats = surrogate(logprobs, replay.logprobs, advantages, config=config, dimensions=replay.dimensions)
     if reference is not None:
         with torch.no_grad(), reference() as frozen:
             ref_mean, _ = replay.gaussian(frozen)
@@ -91,6 +84,30 @@ def policy_loss(
         loss = loss + kl_coef * kl.mean()
         stats["objective/kl"] = Mean.of(kl * replay.dimensions * int(replay.steps.is_random.sum()))
     return loss, stats
+
+
+def surrogate(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, config: DDPOConfig, dimensions: int
+) -> tuple[Tensor, Stats]:
+    """The loss of `policy_loss` without its penalty.
+
+    Args:
+        logprobs, old_logprobs: [n], of the steps, now and when they were sampled, nats per dimension.
+        advantages: [n].
+        config: its estimator, "sf" or "is", and its clip range.
+        dimensions: numbers in the latents of a sample.
+
+    Returns:
+        The loss, a mean over the n steps, and its statistics.
+    """
+    log_ratio, clip = logprobs - old_logprobs, config.clip_range(dimensions)
+    if config.estimator == "sf":
+        losses = score_function_loss(logprobs, advantages)
+    else:
+        losses = clipped_surrogate(log_ratio, advantages, clip_low=clip, clip_high=clip)
+    moves = surrogate_stats(log_ratio, advantages, torch.ones_like(log_ratio), clip_low=clip, clip_high=clip)
+    stats = {"loss": Mean.of(losses), "approx_kl": moves["approxkl"], "clipfrac": moves["clipfrac"]}
+    return losses.mean(), stats | {"ratio": moves["ratio"], "policy/nats": Mean.of(log_ratio.abs() * dimensions)}
 
 
 def regression_loss(

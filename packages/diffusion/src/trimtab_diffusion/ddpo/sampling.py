@@ -13,6 +13,7 @@ from trimtab_common.ranks import REWARDS, phase
 from trimtab_common.scores import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import Deviation, Mean
+from trimtab_diffusion.adapter_gradients import AdapterGradients
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
 
@@ -38,6 +39,8 @@ class Samples:
         rewards: [B], float32, on the CPU.
         others: rewards that are not trained on, [B] each, by name.
         batches: as the documented hook gets them, each [images, prompts, metadata, rewards, reward metadata].
+        gradients: of the log-probabilities of the first `len(gradients)` samples, which the first update uses; None:
+            all updates compute their own.
     """
 
     trajectories: Trajectories
@@ -45,6 +48,7 @@ class Samples:
     rewards: Tensor
     others: dict[str, Tensor]
     batches: list[list[Any]]
+    gradients: AdapterGradients | None = None
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the rewards, and the memory of the trajectories."""
@@ -135,6 +139,7 @@ def sample_and_score(
     *,
     config: DDPOConfig,
     generator: torch.Generator,
+    gradients: AdapterGradients | None = None,
 ) -> Samples:
     """Samples an image or a video for each prompt, records how, and scores it.
 
@@ -144,6 +149,8 @@ def sample_and_score(
         rewards: scores each batch.
         config: says how images are sampled.
         generator: of the noise, on the pipeline's device.
+        gradients: gets those of the samples that the first update learns from, which are drawn first; None: none are
+            computed.
     """
     trajectories, pending, batches = [], [], []
     for start in range(0, len(drawn), config.sample_batch_size):
@@ -159,6 +166,7 @@ def sample_and_score(
             num_inference_steps=config.sample_num_steps,
             storage_dtype=getattr(torch, config.trajectory_dtype) if config.trajectory_dtype else None,
             storage_device="cpu" if config.trajectory_on_cpu else None,
+            gradients=gradients if start < config.samples_per_update else None,
             **guidance,
         )
         images = output.images.float()
@@ -173,6 +181,7 @@ def sample_and_score(
         torch.cat([each.rewards for each in scored]),
         {name: torch.cat([each.others[name] for each in scored]) for name in rewards.others},
         [[*batch, each.rewards, each.metadata] for batch, each in zip(batches, scored, strict=True)],
+        gradients,
     )
 
 

@@ -22,6 +22,7 @@ from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, result_settings
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
+from trimtab_diffusion.adapter_gradients import has_only_adapters
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 
@@ -156,6 +157,28 @@ def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimiz
 def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
     """A learning rate that rises from 1/steps of its value to all of it over the first `steps` updates."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, steps)))
+
+
+def trains_while_sampling(config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> bool:
+    """Whether the first update of an epoch can take its gradients from the passes that sample.
+
+    They are those of log-probabilities, of all steps, under weights that each process has whole; and they need no more
+    memory than a micro-batch of training.
+    """
+    dtypes = {weight.dtype for weight in pipeline.denoiser.parameters()}
+    return (
+        config.train_while_sampling
+        and not config.is_regression
+        and not config.init_kl_coef
+        and config.trained_steps == config.sample_num_steps
+        and config.sample_batch_size <= config.train_batch_size
+        and config.samples_per_update % config.sample_batch_size == 0
+        and config.train_compile is None
+        and accelerator.scaler is None
+        and not divides_weights(accelerator)
+        and (len(dtypes) == 1 or accelerator.mixed_precision != "no")  # or else the adapters are not fused
+        and has_only_adapters(pipeline.denoiser)
+    )
 
 
 def reference_of(

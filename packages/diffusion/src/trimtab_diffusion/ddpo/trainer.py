@@ -17,13 +17,14 @@ from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
 from trimtab_common.tracking import progress
+from trimtab_diffusion.adapter_gradients import AdapterGradients
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
 
 from . import setup
 from .config import DDPOConfig
-from .objective import Stats, advantages_of, policy_loss, regression_loss
+from .objective import Stats, advantages_of, policy_loss, regression_loss, surrogate
 from .replay import Replay, draw_pairs
 from .sampling import PromptFunction, RewardFunction, Rewards, Samples, draw_prompts, sample_and_score
 from .selfcheck import check_first
@@ -72,6 +73,10 @@ class DDPOTrainer(PipelineServices):
         optimizer = setup.optimizer_of(config, sd_pipeline.denoiser)
         self.model, self.optimizer = self.accelerator.prepare(sd_pipeline.denoiser, optimizer)
         setup.return_float32(sd_pipeline.denoiser, self.accelerator)
+        self.trains_while_sampling = (
+            setup.trains_while_sampling(config, sd_pipeline, self.accelerator)
+            and type(self).calculate_loss is DDPOTrainer.calculate_loss
+        )
         self.model.eval()  # dropout would make the policy that trains another than the one that sampled
         self.lr_scheduler = setup.warmup(optimizer, config.train_warmup_steps)
         target = config.target if config.adap_kl_ctrl else None
@@ -142,9 +147,13 @@ class DDPOTrainer(PipelineServices):
             self.image_samples_callback(samples.batches, global_step, HookTracker(self.tracker))
         for inner_epoch in range(self.config.train_num_inner_epochs):
             generator = self._generator(TRAIN, epoch * self.config.train_num_inner_epochs + inner_epoch)
-            order = torch.randperm(len(advantages), generator=generator)
-            for rows in order.split(self.config.samples_per_update):
-                stats += self._update(samples.trajectories, advantages, rows, generator)
+            rows = torch.randperm(len(advantages), generator=generator)
+            if inner_epoch == 0 and samples.gradients:  # not where no step has noise
+                stats += self._update_as_sampled(samples.gradients, samples.trajectories, advantages)
+                rows = rows[rows >= len(samples.gradients)]
+            for start in range(0, len(rows), self.config.samples_per_update):
+                chosen = rows[start : start + self.config.samples_per_update]
+                stats += self._update(samples.trajectories, advantages, chosen, generator)
         self.first_epoch = epoch + 1
         stats.append({"time/sampling": sampled - started, "time/training": time.perf_counter() - sampled})
         self._log(epoch, samples, advantages, stats)
@@ -157,7 +166,10 @@ class DDPOTrainer(PipelineServices):
         config, generator = self.config, self._generator(SAMPLE, epoch, self.accelerator.device)
         seed = sampling_seed(config.seed, rank=self.accelerator.process_index, draw=2 * epoch)
         drawn = draw_prompts(self.prompt_function, config.samples_per_epoch, group_size=config.group_size, seed=seed)
-        samples = sample_and_score(self.sd_pipeline, drawn, self.rewards, config=config, generator=generator)
+        gradients = AdapterGradients(self.sd_pipeline.denoiser) if self.trains_while_sampling else None
+        samples = sample_and_score(
+            self.sd_pipeline, drawn, self.rewards, config=config, generator=generator, gradients=gradients
+        )
         self.queries += len(drawn) * self.accelerator.num_processes
         return samples
 
@@ -194,14 +206,33 @@ class DDPOTrainer(PipelineServices):
                 self._require_finite(loss, "loss")
                 self.accelerator.backward(loss * len(chunk) / len(rows))
             parts.append(stats)
-        norm = torch.as_tensor(self.accelerator.clip_grad_norm_(self.model.parameters(), config.train_max_grad_norm))
+        return [*parts, self._take_step()]
+
+    def _update_as_sampled(
+        self, gradients: AdapterGradients, trajectories: Trajectories, advantages: Tensor
+    ) -> list[Stats]:
+        """One optimizer step on the first samples, whose gradients the passes that sampled them have computed."""
+        logprobs = trajectories.logprobs[: len(gradients), trajectories.steps.is_random].cpu()
+        weights = advantages[: len(gradients)]
+        pairs, dimensions = weights.repeat_interleave(logprobs.shape[1]), trajectories.dimensions
+        flat = logprobs.flatten()
+        _, stats = surrogate(flat, flat, pairs, config=self.config, dimensions=dimensions)
+        # Of -A r, whose ratio r is 1 under the policy that sampled, and of -A log p.
+        for weight, gradient in zip(gradients.weights, gradients.weighted(-weights / len(flat)), strict=True):
+            weight.grad = None if gradient is None else self.accelerator.reduce(gradient, "mean")
+        return [stats, self._take_step()]
+
+    def _take_step(self) -> Stats:
+        norm = torch.as_tensor(
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train_max_grad_norm)
+        )
         if self.accelerator.scaler is None:  # which would skip the update by itself
             self._require_finite(norm, "gradient's norm")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.global_step += 1
-        return [*parts, {"grad_norm": Mean(norm, 1.0)}]
+        return {"grad_norm": Mean(norm, 1.0)}
 
     def _require_finite(self, value: Tensor, name: str) -> None:
         if not torch.isfinite(value):
