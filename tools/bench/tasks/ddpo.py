@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 WORDS = ("cat", "dog", "bird", "fish")
+ROWS = ("rows to sample", "rows to train")
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
@@ -51,7 +52,8 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
             seen.append(rows.copy())
 
         clock.time(epoch, size.steps)
-    per_image = {name: number / size.steps / size.images for name, number in (seen[-1] - seen[0]).items()}
+    first, last = seen[0], seen[-1]
+    per_image = {name: (last[name] - first[name]) / size.steps / size.images for name in ROWS}
     norm = text_encoder_norm(pipeline)
     facts = {"text encoder's norm": norm, "updates": (updates[-1] - updates[1]) / size.steps, **per_image}
     return clock.measurement(size, needed(size, flops), facts)

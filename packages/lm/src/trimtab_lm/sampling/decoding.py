@@ -9,6 +9,7 @@ from torch.nn import functional
 from transformers import DynamicCache, GenerationConfig
 
 from .cache import can_select
+from .head import head_by_columns
 from .ragged import Ragged
 from .waiting import Rows, Waiting
 
@@ -76,7 +77,7 @@ def decode(
     ends, limit = _end_tokens(generation_config).to(input_ids.device), generation_config.max_length - width
     rows, steps = Rows.of(input_ids), list[tuple[Tensor, Tensor, Tensor]]()
     goes_on, ragged = torch.ones_like(rows.numbers, dtype=torch.bool), Ragged(model, selectable)
-    with model._optimize_model_for_decode():
+    with model._optimize_model_for_decode(), head_by_columns(model, limit):
         while True:
             step = {"next_sequence_length": unread, "is_first_iteration": not steps}
             prepared = model.prepare_inputs_for_generation(rows.ids, **step, **inputs)
