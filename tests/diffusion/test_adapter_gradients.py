@@ -8,10 +8,12 @@ import torch
 from tests.diffusion import modern, tiny
 from tests.diffusion.run_ddpo_distributed import Turns, config, samples_of, trainer, weights
 from tests.diffusion.test_modern_pipelines import SIZES
+from tests.loss_scale import with_loss_scale
 from torch import Tensor
 
 from trimtab_diffusion import DDPOStableDiffusionPipeline, DDPOTrainer
-from trimtab_diffusion.adapter_gradients import has_only_adapters
+from trimtab_diffusion.adapter_gradients import AdapterGradients, has_only_adapters
+from trimtab_diffusion.ddpo import setup
 from trimtab_diffusion.ddpo.replay import Replay
 from trimtab_diffusion.steps import gaussian_logprob
 
@@ -82,7 +84,7 @@ def test_gradients_of_samples_are_those_of_a_replay(kind: str, tmp_path: Path):
         assert (value is None) == (by_weight[id(weight)] is None)
         if value is not None:
             assert float(value.abs().max()) > 0
-            torch.testing.assert_close(by_weight[id(weight)], value, rtol=1e-7, atol=1e-9 * float(value.abs().max()))
+            torch.testing.assert_close(by_weight[id(weight)], value, rtol=1e-4, atol=1e-6 * float(value.abs().max()))
     assert all(weight.grad is None for weight in trainable)
 
 
@@ -115,6 +117,58 @@ def test_two_epochs_are_those_without_the_shortcut(settings: dict[str, Any], tmp
     for mine, theirs in zip(logged, plain_logged, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)
     assert float((moved - plainly).norm() / plainly.norm()) < 1e-5
+
+
+def test_a_loss_scale_changes_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain, trained = ddpo(tmp_path / "plain"), ddpo(tmp_path / "scaled")
+    plain.step(0, 0)
+    scaler = with_loss_scale(trained, 1024.0, monkeypatch)
+    samples = samples_of(trained)
+    trained.step(0, 0)
+    assert samples[0].gradients is not None
+    assert samples[0].gradients.scale == 1024 / (4 * 3)  # images and steps
+    assert trained.last_stats["grad_norm"] == pytest.approx(plain.last_stats["grad_norm"], rel=1e-6)
+    for name, weight in weights(trained).items():
+        torch.testing.assert_close(weight, weights(plain)[name], rtol=1e-6, atol=1e-9)
+    assert scaler.get_scale() == 1024
+    assert trained.last_stats["policy/overflowed"] == 0
+
+
+def test_gradients_that_overflow_skip_the_update_and_lower_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trained = ddpo(tmp_path)
+    before = weights(trained)
+    scaler = with_loss_scale(trained, 1024.0, monkeypatch)
+    usual = trained.draw
+
+    def draw(epoch: int) -> Any:
+        samples = usual(epoch)
+        assert samples.gradients is not None
+        samples.gradients._batches[0][1][0].fill_(torch.inf)  # type: ignore[union-attr]
+        return samples
+
+    trained.draw = draw  # type: ignore[method-assign]
+    trained.step(0, 0)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(trained).items())
+    assert scaler.get_scale() == 512
+    assert trained.last_stats["policy/overflowed"] == 1
+    assert "grad_norm" not in trained.last_stats
+
+
+def test_small_gradients_survive_fp16(tmp_path: Path):
+    """Unscaled, a gradient of 1e-9 is 0 in fp16."""
+    with tiny.from_seed(0):
+        denoiser = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), use_lora=True).denoiser
+        latents, text = torch.randn(2, 4, tiny.SIZE, tiny.SIZE), torch.randn(2, 7, tiny.WIDTH)
+    found = {}
+    for scale in (1.0, 1e6):
+        gradients = AdapterGradients(denoiser, scale=scale)
+        with torch.no_grad(), gradients.watching():
+            with torch.autocast("cpu", torch.float16):
+                output = denoiser(latents, torch.tensor(3), text)[0]
+            with torch.enable_grad():
+                gradients.add(1e-9 * output.float().flatten(1).sum(1), copies=1)
+        found[scale] = sum(float(each.abs().sum()) for each in gradients.weighted(torch.ones(2)) if each is not None)
+    assert found[1e6] > 2 * found[1.0]
 
 
 def test_each_sample_trains_once_and_the_first_ones_first(tmp_path: Path):
@@ -176,6 +230,14 @@ def test_other_runs_compute_gradients_in_training(settings: dict[str, Any], tmp_
     trained = ddpo(tmp_path, **settings)
     assert not trained.trains_while_sampling
     assert trained.draw(0).gradients is None
+
+
+def test_gradients_of_samples_that_have_no_room_are_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    needed = 4 * sum(weight.nbytes for weight in weights(ddpo(tmp_path)).values())
+    monkeypatch.setattr(setup, "MOST_GRADIENTS", needed)
+    assert ddpo(tmp_path).trains_while_sampling
+    monkeypatch.setattr(setup, "MOST_GRADIENTS", needed - 1)
+    assert not ddpo(tmp_path).trains_while_sampling
 
 
 def test_a_loss_of_a_subclass_is_called(tmp_path: Path):

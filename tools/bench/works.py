@@ -72,7 +72,7 @@ CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
 MAY_END = {"generation_kwargs": None}
 # Of the ten steps of a sample one trains, in each of three passes.
 FEW_STEPS = {"train_timestep_fraction": 0.1, "train_num_inner_epochs": 3}
-ONE_UPDATE = {"train_gradient_accumulation_steps": 2}
+ONE_UPDATE, AFTER_SAMPLING = {"train_gradient_accumulation_steps": 2}, {"train_while_sampling": False}
 AT_ONCE, FOUR = {"call": {"batch_size": 32}}, {"call": {"batch_size": 4}}
 # One token in sixteen ends a response.
 ENDS = {"batch_size": 8, "min_new_tokens": 0, "eos_token_id": list(range(2, 2002))}
@@ -180,14 +180,20 @@ ABLATIONS = [
         settings=GENERATE,
         equal={"sampled": 0.5},
     ),
-    Work("ddpo: trained while sampling", "ddpo", Side(OURS, {"train_while_sampling": False}), equal=EPOCH),
+    Work("ddpo: trained while sampling", "ddpo", Side(OURS, AFTER_SAMPLING), equal=EPOCH),
     Work(
         "ddpo: one update, trained while sampling",
         "ddpo",
-        Side(OURS, ONE_UPDATE | {"train_while_sampling": False}),
+        Side(OURS, ONE_UPDATE | AFTER_SAMPLING),
         Side(OURS, ONE_UPDATE),
         equal=EPOCH,
     ),
     Work("ddpo: channels last", "ddpo", Side(OURS), Side(OURS, {"train_channels_last": True}), equal=EPOCH),
-    Work("ddpo: compiled", "ddpo", Side(OURS), Side(OURS, {"train_compile": "inductor"}), equal=EPOCH),
+    Work(
+        "ddpo: compiled",
+        "ddpo",
+        Side(OURS, AFTER_SAMPLING),
+        Side(OURS, AFTER_SAMPLING | {"train_compile": "inductor"}),
+        equal=EPOCH,
+    ),
 ]

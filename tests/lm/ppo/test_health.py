@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from tests.lm import tiny
+from tests.loss_scale import with_loss_scale
 
 from trimtab_common.health import TrainingDivergedError
 
@@ -174,3 +175,22 @@ def test_a_dead_critic():
     silent = tiny.with_value_head(tiny.gpt2(), v_head_init_strategy="zero")
     texts = said(ppo(silent, vf_coef=0.0), steps=10)
     assert re.search(r"is 0 times that of the returns, below 0.001 .* gives all tokens one", texts["dead_critic"])
+
+
+def test_an_overflow_of_fp16_skips_the_update_and_lowers_the_scale(monkeypatch: pytest.MonkeyPatch):
+    """A loss scale begins too large for most models. Peers go on, too."""
+    trainer = tiny.ppo(max_grad_norm=1.0)
+    scaler = with_loss_scale(trainer, 1024.0, monkeypatch)
+    trainer.update.optimizer = trainer.optimizer
+    overflow = next(trainer.model.parameters()).register_hook(lambda gradient: gradient + torch.inf)
+    before = tiny.weights(trainer.model)
+    stats = trainer.step(*tiny.batch())
+    assert stats["ppo/policy/overflowed"] == 1
+    assert "ppo/grad_norm" not in stats
+    assert all(torch.equal(weight, before[name]) for name, weight in tiny.weights(trainer.model).items())
+    assert scaler.get_scale() == 512
+    overflow.remove()
+    stats = trainer.step(*tiny.batch(seed=3))
+    assert stats["ppo/policy/overflowed"] == 0
+    assert stats["ppo/grad_norm"] > 0
+    assert any(tiny.moved(before, trainer.model).values())

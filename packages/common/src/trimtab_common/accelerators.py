@@ -11,6 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import Tensor, nn
 
+from trimtab_common.stats import Mean
+
 
 class WeighingAccelerator(Accelerator):
     """An accelerator whose `backward` weighs the loss by itself, for every engine.
@@ -47,6 +49,21 @@ class WeighingAccelerator(Accelerator):
                 yield
         finally:
             self.loss_divisor, self.sync_gradients = 1.0, True
+
+    def norm_stats(self, norm: Tensor) -> dict[str, Mean]:
+        """The statistics of an update: `grad_norm`, and in fp16 `policy/overflowed`, the share that is skipped.
+
+        A loss scale that is too large makes the gradient infinite. `optimizer.step` then makes no update and lowers the
+        scale, as usual at the start of a run in fp16: that norm is no number to log.
+
+        Args:
+            norm: of the gradient, before it is clipped, after it was divided by the loss scale.
+        """
+        if self.scaler is None:
+            return {"grad_norm": Mean(norm, 1.0)}
+        is_skipped = not bool(torch.isfinite(norm))
+        stats = {"policy/overflowed": Mean(float(is_skipped), 1.0)}
+        return stats if is_skipped else stats | {"grad_norm": Mean(norm, 1.0)}
 
 
 def create_accelerator(

@@ -22,13 +22,15 @@ class AdapterGradients:
 
     Args:
         denoiser: `has_only_adapters` holds for it.
+        scale: what log-probabilities are multiplied by for the backward pass, whose small numbers fp16 would round to
+            0. `weighted` divides by it.
 
     Attributes:
         weights: those that train, in the order of `weighted`.
     """
 
-    def __init__(self, denoiser: nn.Module) -> None:
-        self.denoiser, self._layers = denoiser, _adapted(denoiser)
+    def __init__(self, denoiser: nn.Module, *, scale: float = 1.0) -> None:
+        self.denoiser, self.scale, self._layers = denoiser, scale, _adapted(denoiser)
         self.weights = [weight for matrices in self._layers.values() for weight in matrices]
         self._batches: list[tuple[int, list[Tensor | None]]] = []  # samples, and the sums of each weight
         self._sums: list[Tensor | None] = []
@@ -64,7 +66,7 @@ class AdapterGradients:
             copies: how often a call of the denoiser read each sample: 2 where one call serves guidance.
         """
         self._samples, self._copies = len(logprobs), copies
-        logprobs.backward(torch.ones_like(logprobs))
+        logprobs.backward(torch.full_like(logprobs, self.scale))
 
     def weighted(self, weights: Tensor) -> list[Tensor | None]:
         """The sum over all samples of a weight times the sample's gradient.
@@ -75,7 +77,7 @@ class AdapterGradients:
         Returns:
             The gradient of each trained weight, on its device; None where no call used it.
         """
-        parts = weights.cpu().split([samples for samples, _ in self._batches])
+        parts = (weights.cpu().double() / self.scale).split([samples for samples, _ in self._batches])
         gradients: list[Tensor | None] = []
         for i, weight in enumerate(self.weights):
             sums = [(part, sums[i]) for part, (_, sums) in zip(parts, self._batches, strict=True)]

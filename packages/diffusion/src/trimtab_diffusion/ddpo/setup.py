@@ -38,6 +38,8 @@ WITHOUT_EFFECT = (
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
 """Fields of DDPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
+MOST_GRADIENTS = 2**32
+"""Bytes of the host's memory that the gradients of an update's samples may take on a process."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -162,10 +164,11 @@ def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sched
 def trains_while_sampling(config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> bool:
     """Whether the first update of an epoch can take its gradients from the passes that sample.
 
-    They are those of log-probabilities, of all steps, under weights that each process has whole; and they need no more
-    memory than a micro-batch of training.
+    They are those of log-probabilities, of all steps, under weights that each process has whole. Activations need no
+    more memory than a micro-batch of training, and the gradients of all samples of the update have room.
     """
     dtypes = {weight.dtype for weight in pipeline.denoiser.parameters()}
+    trained = sum(weight.nbytes for weight in pipeline.denoiser.parameters() if weight.requires_grad)
     return (
         config.train_while_sampling
         and not config.is_regression
@@ -173,8 +176,8 @@ def trains_while_sampling(config: DDPOConfig, pipeline: DDPOStableDiffusionPipel
         and config.trained_steps == config.sample_num_steps
         and config.sample_batch_size <= config.train_batch_size
         and config.samples_per_update % config.sample_batch_size == 0
+        and config.samples_per_update * trained <= MOST_GRADIENTS
         and config.train_compile is None
-        and accelerator.scaler is None
         and not divides_weights(accelerator)
         and (len(dtypes) == 1 or accelerator.mixed_precision != "no")  # or else the adapters are not fused
         and has_only_adapters(pipeline.denoiser)

@@ -166,7 +166,11 @@ class DDPOTrainer(PipelineServices):
         config, generator = self.config, self._generator(SAMPLE, epoch, self.accelerator.device)
         seed = sampling_seed(config.seed, rank=self.accelerator.process_index, draw=2 * epoch)
         drawn = draw_prompts(self.prompt_function, config.samples_per_epoch, group_size=config.group_size, seed=seed)
-        gradients = AdapterGradients(self.sd_pipeline.denoiser) if self.trains_while_sampling else None
+        gradients = None
+        if self.trains_while_sampling:
+            scaler, pairs = self.accelerator.scaler, config.samples_per_update * config.sample_num_steps
+            scale = (1.0 if scaler is None else scaler.get_scale()) / pairs  # as in a pass of training
+            gradients = AdapterGradients(self.sd_pipeline.denoiser, scale=scale)
         samples = sample_and_score(
             self.sd_pipeline, drawn, self.rewards, config=config, generator=generator, gradients=gradients
         )
@@ -219,7 +223,9 @@ class DDPOTrainer(PipelineServices):
         _, stats = surrogate(flat, flat, pairs, config=self.config, dimensions=dimensions)
         # Of -A r, whose ratio r is 1 under the policy that sampled, and of -A log p.
         for weight, gradient in zip(gradients.weights, gradients.weighted(-weights / len(flat)), strict=True):
-            weight.grad = None if gradient is None else self.accelerator.reduce(gradient, "mean")
+            if gradient is not None:
+                mean = self.accelerator.reduce(gradient, "mean")
+                weight.grad = mean if self.accelerator.scaler is None else self.accelerator.scaler.scale(mean)
         return [stats, self._take_step()]
 
     def _take_step(self) -> Stats:
@@ -232,7 +238,7 @@ class DDPOTrainer(PipelineServices):
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.global_step += 1
-        return {"grad_norm": Mean(norm, 1.0)}
+        return self.accelerator.norm_stats(norm)
 
     def _require_finite(self, value: Tensor, name: str) -> None:
         if not torch.isfinite(value):

@@ -122,7 +122,7 @@ class Update:
             )
         self.optimizer.step()
         self.drop()
-        return {"grad_norm": Mean(norm, 1.0)}
+        return self.accelerator.norm_stats(norm)
 
     def _step_taken(self) -> str:
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
