@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from trimtab_diffusion.fused_lora import FusedLoraLinear
@@ -84,6 +85,16 @@ class AdapterGradients:
             terms = [torch.tensordot(part.to(each.dtype), each, 1) for part, each in sums if each is not None]
             gradients.append(torch.stack(terms).sum(0).to(weight.device) if terms else None)
         return gradients
+
+    def give(self, weights: Tensor, accelerator: Accelerator) -> None:
+        """Sets the `.grad` of each trained weight to the mean over processes of `weighted`. Collective.
+
+        In fp16 the loss scale multiplies it, by which the optimizer divides.
+        """
+        for weight, gradient in zip(self.weights, self.weighted(weights), strict=True):
+            if gradient is not None:
+                mean = accelerator.reduce(gradient, "mean")
+                weight.grad = mean if accelerator.scaler is None else accelerator.scaler.scale(mean)
 
     def _collect(self, index: int, *by_row: Tensor) -> None:
         """Adds the gradients of a layer's two matrices by row, [copies b n, ...]: a layer may read n frames apart."""

@@ -92,13 +92,13 @@ def surrogate(
     """The loss of `policy_loss` without its penalty.
 
     Args:
-        logprobs, old_logprobs: [n], of the steps, now and when they were sampled, nats per dimension.
-        advantages: [n].
+        logprobs, old_logprobs: [...], of the steps, now and when they were sampled, nats per dimension.
+        advantages: [...].
         config: its estimator, "sf" or "is", and its clip range.
         dimensions: numbers in the latents of a sample.
 
     Returns:
-        The loss, a mean over the n steps, and its statistics.
+        The loss, a mean over the steps, and its statistics.
     """
     log_ratio, clip = logprobs - old_logprobs, config.clip_range(dimensions)
     if config.estimator == "sf":

@@ -22,7 +22,7 @@ from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, result_settings
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
-from trimtab_diffusion.adapter_gradients import has_only_adapters
+from trimtab_diffusion.adapter_gradients import AdapterGradients, has_only_adapters
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 
@@ -182,6 +182,14 @@ def trains_while_sampling(config: DDPOConfig, pipeline: DDPOStableDiffusionPipel
         and (len(dtypes) == 1 or accelerator.mixed_precision != "no")  # or else the adapters are not fused
         and has_only_adapters(pipeline.denoiser)
     )
+
+
+def gradients_of(
+    config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator
+) -> AdapterGradients:
+    """What gathers the gradients of an epoch's first samples, scaled as a mean over an update's pairs would be."""
+    scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+    return AdapterGradients(pipeline.denoiser, scale=scale / (config.samples_per_update * config.sample_num_steps))
 
 
 def reference_of(

@@ -166,11 +166,9 @@ class DDPOTrainer(PipelineServices):
         config, generator = self.config, self._generator(SAMPLE, epoch, self.accelerator.device)
         seed = sampling_seed(config.seed, rank=self.accelerator.process_index, draw=2 * epoch)
         drawn = draw_prompts(self.prompt_function, config.samples_per_epoch, group_size=config.group_size, seed=seed)
-        gradients = None
-        if self.trains_while_sampling:
-            scaler, pairs = self.accelerator.scaler, config.samples_per_update * config.sample_num_steps
-            scale = (1.0 if scaler is None else scaler.get_scale()) / pairs  # as in a pass of training
-            gradients = AdapterGradients(self.sd_pipeline.denoiser, scale=scale)
+        gradients = (
+            setup.gradients_of(config, self.sd_pipeline, self.accelerator) if self.trains_while_sampling else None
+        )
         samples = sample_and_score(
             self.sd_pipeline, drawn, self.rewards, config=config, generator=generator, gradients=gradients
         )
@@ -216,16 +214,12 @@ class DDPOTrainer(PipelineServices):
         self, gradients: AdapterGradients, trajectories: Trajectories, advantages: Tensor
     ) -> list[Stats]:
         """One optimizer step on the first samples, whose gradients the passes that sampled them have computed."""
-        logprobs = trajectories.logprobs[: len(gradients), trajectories.steps.is_random].cpu()
-        weights = advantages[: len(gradients)]
-        pairs, dimensions = weights.repeat_interleave(logprobs.shape[1]), trajectories.dimensions
-        flat = logprobs.flatten()
-        _, stats = surrogate(flat, flat, pairs, config=self.config, dimensions=dimensions)
-        # Of -A r, whose ratio r is 1 under the policy that sampled, and of -A log p.
-        for weight, gradient in zip(gradients.weights, gradients.weighted(-weights / len(flat)), strict=True):
-            if gradient is not None:
-                mean = self.accelerator.reduce(gradient, "mean")
-                weight.grad = mean if self.accelerator.scaler is None else self.accelerator.scaler.scale(mean)
+        first, is_random = advantages[: len(gradients)], trajectories.steps.is_random
+        logprobs = trajectories.logprobs[: len(first), is_random].cpu()
+        pairs = first[:, None].expand_as(logprobs)
+        _, stats = surrogate(logprobs, logprobs, pairs, config=self.config, dimensions=trajectories.dimensions)
+        # That of -A r, whose ratio r is 1 under the policy that sampled, and that of -A log p.
+        gradients.give(-first / logprobs.numel(), self.accelerator)
         return [stats, self._take_step()]
 
     def _take_step(self) -> Stats:
