@@ -258,6 +258,16 @@ def test_adapters_of_another_precision_than_the_weights_have_no_gradients_of_sam
     assert not rounded.trains_while_sampling
 
 
+def test_a_hook_that_comes_later_leaves_the_gradients_to_training(tmp_path: Path):
+    """PEFT computes a layer whose parts have hooks, and all gradients of it would be added up."""
+    trained = ddpo(tmp_path)
+    assert trained.trains_while_sampling
+    block = trained.sd_pipeline.denoiser.mid_block.attentions[0].transformer_blocks[0]
+    block.attn1.to_q.base_layer.register_forward_hook(lambda *_: None)
+    assert not trained.trains_while_sampling
+    assert trained.draw(0).gradients is None
+
+
 def test_only_adapters_have_gradients_of_samples(tmp_path: Path):
     denoiser = ddpo(tmp_path).sd_pipeline.denoiser
     assert has_only_adapters(denoiser)

@@ -73,10 +73,6 @@ class DDPOTrainer(PipelineServices):
         optimizer = setup.optimizer_of(config, sd_pipeline.denoiser)
         self.model, self.optimizer = self.accelerator.prepare(sd_pipeline.denoiser, optimizer)
         setup.return_float32(sd_pipeline.denoiser, self.accelerator)
-        self.trains_while_sampling = (
-            setup.trains_while_sampling(config, sd_pipeline, self.accelerator)
-            and type(self).calculate_loss is DDPOTrainer.calculate_loss
-        )
         self.model.eval()  # dropout would make the policy that trains another than the one that sampled
         self.lr_scheduler = setup.warmup(optimizer, config.train_warmup_steps)
         target = config.target if config.adap_kl_ctrl else None
@@ -159,6 +155,12 @@ class DDPOTrainer(PipelineServices):
         self._log(epoch, samples, advantages, stats)
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
+
+    @property
+    def trains_while_sampling(self) -> bool:
+        """Whether the next epoch's first update takes its gradients from the passes that sample."""
+        has_known_loss = type(self).calculate_loss is DDPOTrainer.calculate_loss
+        return has_known_loss and setup.trains_while_sampling(self.config, self.sd_pipeline, self.accelerator)
 
     @phase("sampling")
     def draw(self, epoch: int) -> Samples:
