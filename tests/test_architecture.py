@@ -330,6 +330,7 @@ def test_an_experiment_is_run_as_a_module(tmp_path: Path):
     assert shown.startswith("usage: python -m experiments.ziegler_2019_sentiment [--config FILE.yaml]")
 
 
+@pytest.mark.slow
 def test_an_experiment_is_run_by_its_path_too(tmp_path: Path):
     shown = help_of([str(EXPERIMENT_SCRIPTS[0])], tmp_path)
     assert shown.startswith("usage: train.py [--config FILE.yaml]")

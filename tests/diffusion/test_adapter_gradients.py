@@ -88,16 +88,21 @@ def test_gradients_of_samples_are_those_of_a_replay(kind: str, tmp_path: Path):
     assert all(weight.grad is None for weight in trainable)
 
 
+LESS_USUAL: list[dict[str, Any]] = [
+    {"sample_guidance_scale": 1.0},
+    {"trajectory_dtype": "bfloat16", "trajectory_on_cpu": True},
+    {"group_size": 2},
+]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {},
         {"estimator": "sf"},
-        {"sample_guidance_scale": 1.0},
         {"train_num_inner_epochs": 2},
-        {"trajectory_dtype": "bfloat16", "trajectory_on_cpu": True},
         {"train_gradient_checkpointing": True},
-        {"group_size": 2},
+        *(pytest.param(each, marks=pytest.mark.slow, id=next(iter(each))) for each in LESS_USUAL),
     ],
     ids=lambda settings: ",".join(settings) or "defaults",
 )
