@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.diffusion import modern, tiny
 from tests.diffusion.run_ddpo_distributed import Turns, config, samples_of, trainer, weights
-from tests.diffusion.test_modern_pipelines import SIZES
+from tests.diffusion.test_modern_pipelines import SIZES, brightness
 from tests.loss_scale import with_loss_scale
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from trimtab_diffusion import DDPOStableDiffusionPipeline, DDPOTrainer
 from trimtab_diffusion.adapter_gradients import AdapterGradients, has_only_adapters
 from trimtab_diffusion.ddpo import setup
 from trimtab_diffusion.ddpo.replay import Replay
+from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.steps import gaussian_logprob
 
 ONE_UPDATE: dict[str, Any] = {
@@ -38,10 +39,6 @@ LOGGED = ("loss", "ratio", "approx_kl", "clipfrac", "policy/nats", "grad_norm", 
 pytestmark = pytest.mark.filterwarnings("ignore:The steps of UniPCMultistepScheduler have no log-probability")
 
 
-def brightness(images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> Tensor:
-    return images.flatten(1).mean(1)
-
-
 def ddpo(folder: Path, kind: str = "sd", **settings: Any) -> DDPOTrainer:
     """In float64. The adapters begin as another map than zero, so that both of their matrices have gradients."""
     with tiny.from_seed(1):
@@ -56,14 +53,13 @@ def ddpo(folder: Path, kind: str = "sd", **settings: Any) -> DDPOTrainer:
     return DDPOTrainer(config(str(folder), **ONE_UPDATE | settings), brightness, Turns(), wrapped)
 
 
-def replayed(trained: DDPOTrainer, rows: Tensor, row_weights: Tensor) -> list[Tensor]:
+def replayed(denoiser: Any, trajectories: Trajectories, rows: Tensor, row_weights: Tensor) -> list[Tensor]:
     """The gradients of the weighted sum of log-probabilities of all steps with noise, from a pass of their own."""
-    trajectories = trained.first_samples.trajectories  # type: ignore[attr-defined]
     steps = trajectories.steps.is_random.nonzero().flatten()
     pairs = torch.cartesian_prod(rows, steps)
     replay = Replay.of(trajectories, pairs[:, 0], pairs[:, 1], torch.device("cpu"))
-    logprobs = gaussian_logprob(replay.next_latents, *replay.gaussian(trained.sd_pipeline.denoiser))
-    trainable = [weight for weight in trained.sd_pipeline.denoiser.parameters() if weight.requires_grad]
+    logprobs = gaussian_logprob(replay.next_latents, *replay.gaussian(denoiser))
+    trainable = [weight for weight in denoiser.parameters() if weight.requires_grad]
     total = (logprobs * row_weights.repeat_interleave(len(steps))).sum()
     return list(torch.autograd.grad(total, trainable, allow_unused=True))
 
@@ -72,15 +68,15 @@ def replayed(trained: DDPOTrainer, rows: Tensor, row_weights: Tensor) -> list[Te
 def test_gradients_of_samples_are_those_of_a_replay(kind: str, tmp_path: Path):
     trained = ddpo(tmp_path, kind, **TWO_UPDATES)
     samples = trained.draw(0)
-    trained.first_samples = samples  # type: ignore[attr-defined]
     gradients = samples.gradients
     assert gradients is not None
     assert len(gradients) == 4  # the samples of the first update, of 8
     chosen = torch.tensor([0.5, -2.0, 0.0, 1.0])
-    trainable = [weight for weight in trained.sd_pipeline.denoiser.parameters() if weight.requires_grad]
+    denoiser = trained.sd_pipeline.denoiser
+    trainable = [weight for weight in denoiser.parameters() if weight.requires_grad]
     by_weight = {id(weight): value for weight, value in zip(gradients.weights, gradients.weighted(chosen), strict=True)}
     assert by_weight.keys() == {id(weight) for weight in trainable}
-    for weight, value in zip(trainable, replayed(trained, torch.arange(4), chosen), strict=True):
+    for weight, value in zip(trainable, replayed(denoiser, samples.trajectories, torch.arange(4), chosen), strict=True):
         assert (value is None) == (by_weight[id(weight)] is None)
         if value is not None:
             assert float(value.abs().max()) > 0
@@ -151,7 +147,7 @@ def test_gradients_that_overflow_skip_the_update_and_lower_the_scale(tmp_path: P
         samples.gradients._batches[0][1][0].fill_(torch.inf)  # type: ignore[union-attr]
         return samples
 
-    trained.draw = draw  # type: ignore[method-assign]
+    monkeypatch.setattr(trained, "draw", draw)
     trained.step(0, 0)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(trained).items())
     assert scaler.get_scale() == 512
@@ -176,7 +172,7 @@ def test_small_gradients_survive_fp16(tmp_path: Path):
     assert found[1e6] > 2 * found[1.0]
 
 
-def test_each_sample_trains_once_and_the_first_ones_first(tmp_path: Path):
+def test_each_sample_trains_once_and_the_first_ones_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of two updates the first has the samples that were drawn first, the other passes for training the rest."""
     trained = ddpo(tmp_path, **TWO_UPDATES)
     rows: list[Tensor] = []
@@ -186,7 +182,7 @@ def test_each_sample_trains_once_and_the_first_ones_first(tmp_path: Path):
         rows.append(chosen)
         return usual(trajectories, advantages, chosen, generator)
 
-    trained._update = update  # type: ignore[method-assign]
+    monkeypatch.setattr(trained, "_update", update)
     assert trained.step(0, 0) == 2
     [chosen] = rows
     assert sorted(chosen.tolist()) == [4, 5, 6, 7]

@@ -27,7 +27,7 @@ class Block(nn.Module):
         return self.to_q(x)
 
 
-def pair(*, bias: bool = True, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[nn.Module, nn.Module]:
+def pair(*, bias: bool = True, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[Any, Any]:
     """PEFT's layer and the fused one, with equal weights; the map of the adapters is not zero."""
     with tiny.from_seed(0):
         config = LoraConfig(
@@ -109,30 +109,30 @@ def test_each_row_has_the_gradients_that_it_has_alone():
     torch.testing.assert_close(second, torch.stack([b for _, b in alone]))
 
 
-def add_a_second(block: nn.Module) -> None:
+def add_a_second(block: Any) -> None:
     config = LoraConfig(r=3, target_modules=["to_q"], init_lora_weights=False)
     with tiny.from_seed(5):
-        block.to_q.update_layer("second", 3, lora_alpha=2, config=config, init_lora_weights=False)  # type: ignore[operator]
+        block.to_q.update_layer("second", 3, lora_alpha=2, config=config, init_lora_weights=False)
     block.to(torch.float64)
-    block.to_q.set_adapter(["default", "second"])  # type: ignore[operator]
+    block.to_q.set_adapter(["default", "second"])
 
 
 def double_outputs(module: nn.Module, args: object, output: Tensor) -> Tensor:
     return 2 * output
 
 
-OTHERS: dict[str, Callable[[nn.Module], object]] = {
-    "switched off": lambda block: block.to_q.enable_adapters(False),  # type: ignore[operator]
-    "merged": lambda block: block.to_q.merge(),  # type: ignore[operator]
+OTHERS: dict[str, Callable[[Any], object]] = {
+    "switched off": lambda block: block.to_q.enable_adapters(False),
+    "merged": lambda block: block.to_q.merge(),
     "two adapters": add_a_second,
-    "a hook on the frozen layer": lambda block: block.to_q.base_layer.register_forward_hook(double_outputs),  # type: ignore[union-attr, operator]
-    "a hook on an adapter": lambda block: block.to_q.lora_A.default.register_forward_hook(double_outputs),  # type: ignore[union-attr, operator]
+    "a hook on the frozen layer": lambda block: block.to_q.base_layer.register_forward_hook(double_outputs),
+    "a hook on an adapter": lambda block: block.to_q.lora_A.default.register_forward_hook(double_outputs),
     "weights that train": lambda block: block.requires_grad_(True),
 }
 
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
-def test_peft_computes_what_is_not_one_frozen_layer_with_one_adapter(change: Callable[[nn.Module], object]):
+def test_peft_computes_what_is_not_one_frozen_layer_with_one_adapter(change: Callable[[Any], object]):
     plain, fused = pair()
     x = torch.randn(3, 4, 6, generator=tiny.generator(1), dtype=torch.float64)
     usual = fused(x)
@@ -169,7 +169,7 @@ def test_peft_computes_dropout_which_evaluation_does_not_have():
 def test_inputs_of_another_precision_are_peft_s():
     plain, fused = pair(dtype=torch.float32)
     for block in (plain, fused):
-        block.to_q.base_layer.to(torch.bfloat16)  # type: ignore[union-attr, operator]
+        block.to_q.base_layer.to(torch.bfloat16)
     x = torch.randn(3, 4, 6, generator=tiny.generator(1)).bfloat16()
     assert fused(x).dtype is torch.bfloat16
     assert torch.equal(fused(x), plain(x))

@@ -156,12 +156,14 @@ class DDPOStableDiffusionPipeline:
         """
         if args:
             kwargs = {"prompt": args[0], **kwargs}
-        recording: dict[str, Any] = {
-            "storage_dtype": storage_dtype,
-            "storage_device": storage_device,
-            "gradients": gradients,
-        }
-        images, path = record(self.sd_pipeline, eta=eta, **recording, **{**self.call_kwargs, **kwargs})
+        images, path = record(
+            self.sd_pipeline,
+            eta=eta,
+            storage_dtype=storage_dtype,
+            storage_device=storage_device,
+            gradients=gradients,
+            **{**self.call_kwargs, **kwargs},
+        )
         return DDPOPipelineOutput(images, [path.first, *path.latents.unbind(1)], list(path.logprobs.unbind(1)), path)
 
     def scheduler_step(

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from trimtab_lm.models.interface import Model
-from trimtab_lm.tokens.heads import is_linear
+from trimtab_lm.tokens.heads import forward_replaced, is_linear
 
 FEWEST_STEPS = 8
 """Decoding steps from which the copy pays."""
@@ -31,11 +30,9 @@ def head_by_columns(model: Model, steps: int) -> Iterator[None]:
     if steps < FEWEST_STEPS or not _is_float32_on_cpu(head):
         yield
         return
-    head.forward = partial(_by_columns, transposed(head.weight.detach()), head.bias)
-    try:
+    columns = transposed(head.weight.detach())
+    with forward_replaced(head, lambda _, hidden: (_by_columns(columns, head.bias, hidden),)):
         yield
-    finally:
-        del head.forward
 
 
 def transposed(weight: Tensor) -> Tensor:
