@@ -1,3 +1,6 @@
+import math
+
+import pytest
 import torch
 
 from trimtab_common.advantages import batch_scaled, group_centred, group_whitened
@@ -43,3 +46,12 @@ def test_batch_scaling_divides_by_the_deviation_of_all_scores():
 def test_batch_scaling_of_equal_scores_gives_zero():
     for scores in (torch.full((7,), 0.7), torch.tensor([3])):
         assert (batch_scaled(scores, torch.zeros(len(scores), dtype=torch.long)) == 0).all()
+
+
+@pytest.mark.parametrize("advantages", [group_centred, group_whitened, batch_scaled])
+def test_no_rows_and_missing_groups_are_refused_and_nan_is_not_hidden(advantages):
+    with pytest.raises(ValueError, match=r"scores has the shape \[0\] and groups \[0\]: one score at least"):
+        advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"scores has the shape \[7\] and groups \[6\]"):
+        advantages(SCORES, GROUPS[1:])
+    assert advantages(torch.tensor([math.nan, 1.0]), torch.tensor([0, 0])).isnan().all()

@@ -157,3 +157,22 @@ def test_fixed_controller_is_fixed():
     kl = FixedKLController(0.1)
     kl.update(1e9, 10**6)
     assert kl.value == 0.1
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "kl", [FixedKLController(0.1), AdaptiveKLController(0.1, 6, 100), DampedKLController(0.1, 6, 100, gain=1)]
+)
+def test_no_controller_keeps_what_is_not_finite(kl, broken):
+    before = kl.state_dict()
+    for call in (
+        lambda: kl.update(broken, 8),
+        lambda: kl.update(6.0, broken),
+        lambda: kl.load_state_dict({"value": broken}),
+        lambda: kl.load_state_dict({"value": 0.1, "integral": broken}),
+        lambda: FixedKLController(broken),
+        lambda: AdaptiveKLController(0.1, target=broken, horizon=100),
+    ):
+        with pytest.raises(ValueError, match=f"KLController: .*{broken} came, and finite numbers are needed"):
+            call()
+    assert kl.state_dict() == before

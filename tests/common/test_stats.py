@@ -1,3 +1,6 @@
+import math
+
+import numpy as np
 import pytest
 import torch
 
@@ -44,3 +47,45 @@ def test_running_moments_go_on_after_a_restart():
     for each in (moments, other):
         each.update(torch.tensor([5.0]))
     assert (other.mean, other.std) == (moments.mean, moments.std)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_running_moments_keep_nothing_that_is_not_finite(broken):
+    moments = RunningMoments()
+    moments.update(torch.tensor([1.0, 2.0]))
+    before = moments.state_dict()
+    for call in (
+        lambda: moments.update(torch.tensor([3.0, broken])),
+        lambda: moments.load_state_dict({"count": 2, "mean": broken, "squares": 0.5}),
+    ):
+        with pytest.raises(ValueError, match=r"RunningMoments: mean=.* The state did not change"):
+            call()
+        assert moments.state_dict() == before
+
+
+NUMBER, COLUMN, MEAN, VARIANCE = 1.0, torch.ones(2), Mean(2.0, 1), Variance(1, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        ([NUMBER, MEAN], "Mean and a number"),
+        ([MEAN, torch.tensor(1.0)], "Mean and a number"),
+        ([NUMBER, COLUMN], "a 1-D tensor and a number"),
+        ([COLUMN, MEAN], "Mean and a 1-D tensor"),
+        ([MEAN, VARIANCE], "Mean and Variance"),
+        ([VARIANCE, Deviation(1, 1.0, 0.0)], "Deviation and Variance"),
+        ([torch.ones(2, 2)], "a 2-D tensor"),
+        (["1.0"], "str"),
+        ([None], "NoneType"),
+    ],
+)
+def test_a_statistic_of_two_kinds_is_named(values, kinds):
+    for order in (values, values[::-1]):
+        with pytest.raises(TypeError, match=f"statistic 'loss' is {kinds}: in every part it must be of one kind"):
+            merge_stats([{"loss": value, "other": 1.0} for value in order])
+
+
+def test_numbers_of_any_type_are_averaged():
+    numbers = [1, 2.0, True, torch.tensor(3.0), np.float32(4), np.array(7.0)]
+    assert merge_stats([{"a": number} for number in numbers]) == {"a": 3.0}

@@ -112,6 +112,20 @@ def test_state_goes_on_elsewhere():
     assert second.state_dict() == straight.state_dict()
 
 
-def test_a_prompt_for_each_reward():
-    with pytest.raises(ValueError, match="zip"):
-        PerPromptStatTracker(4, 2).update(["cat"], tensor(1, 2))
+@pytest.mark.parametrize(
+    ("prompts", "rewards", "words"),
+    [
+        (["cat"], [1.0, 2.0], r"shape \[2\] for 1 prompts"),
+        ([], [], "one at least"),
+        (["cat", "cat"], [1.0, math.nan], r"rewards\[1\]=nan came"),
+        (["cat"], [-math.inf], r"rewards\[0\]=-inf came"),
+    ],
+)
+def test_rewards_that_do_not_fit_change_nothing(prompts, rewards, words):
+    tracker = PerPromptStatTracker(4, 2)
+    tracker.update(["cat"], tensor(3))
+    with pytest.raises(ValueError, match=words):
+        tracker.update(prompts, tensor(*rewards))
+    with pytest.raises(ValueError, match="cat=nan came"):
+        tracker.load_state_dict({"keeper": [1.0], "cat": [2.0, math.nan]})
+    assert tracker.state_dict() == {"cat": [3.0]}

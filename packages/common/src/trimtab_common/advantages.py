@@ -13,7 +13,15 @@ def group_centred(scores: Tensor, groups: Tensor) -> Tensor:
 
     Returns:
         [B], float.
+
+    Raises:
+        ValueError: there is no score, or not one group for each.
     """
+    if len(scores) == 0 or scores.shape != groups.shape:
+        raise ValueError(
+            f"scores has the shape {list(scores.shape)} and groups {list(groups.shape)}: one score at least, and the "
+            "group of each, are needed. Leave out a batch without rows."
+        )
     scores = scores if scores.is_floating_point() else scores.float()
     _, index = groups.unique(return_inverse=True)
     sums = torch.zeros(int(index.max()) + 1, dtype=scores.dtype, device=scores.device).index_add_(0, index, scores)
@@ -58,4 +66,4 @@ def batch_scaled(scores: Tensor, groups: Tensor) -> Tensor:
 
 def _over_deviation(centred: Tensor, std: Tensor, scores: Tensor) -> Tensor:
     rounding = 1e-6 * scores.abs().max()  # what is left of equal scores after subtracting their mean
-    return torch.where(std > rounding, centred / std.clamp(min=1e-30), 0.0)
+    return torch.where(std <= rounding, 0.0, centred / std.clamp(min=1e-30))

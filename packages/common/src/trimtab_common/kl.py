@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from trimtab_common.scores import require_finite
+
 LOG_RATIO_CLAMP = 20.0  # exp(20) is already 5e8: beyond, k3 would only overflow
 LEAST_FACTOR = 0.1  # of one update of the adaptive coefficient
 
@@ -69,17 +71,20 @@ class FixedKLController:
     """A constant coefficient of the KL penalty."""
 
     def __init__(self, kl_coef: float) -> None:
+        require_finite(type(self).__name__, kl_coef=kl_coef)
         self.value = kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Changes nothing; see `AdaptiveKLController.update` for the arguments."""
+        """Changes nothing; see `AdaptiveKLController.update` for the arguments and errors."""
+        require_finite(type(self).__name__, current=current, n_steps=n_steps)
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned; ValueError if it is not finite."""
+        require_finite(type(self).__name__, **state)
         self.value = state["value"]
 
 
@@ -100,6 +105,7 @@ class AdaptiveKLController(FixedKLController):
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float, max_kl_coef: float = math.inf) -> None:
         super().__init__(init_kl_coef)
+        require_finite(type(self).__name__, target=target, horizon=horizon)
         self.target = target
         self.horizon = horizon
         self.max_kl_coef = max_kl_coef
@@ -110,7 +116,11 @@ class AdaptiveKLController(FixedKLController):
         Args:
             current: KL in nats per response, mean over all processes.
             n_steps: responses since the last update, of all processes.
+
+        Raises:
+            ValueError: an argument is NaN or infinite. The coefficient did not change.
         """
+        super().update(current, n_steps)
         self.value = self._moved(self.value, current, n_steps)
 
     def _moved(self, kl_coef: float, current: float, n_steps: int) -> float:
@@ -145,7 +155,8 @@ class DampedKLController(AdaptiveKLController):
         self.gain = gain
 
     def update(self, current: float, n_steps: int) -> None:
-        """Moves the coefficient; see `AdaptiveKLController.update` for the arguments."""
+        """Moves the coefficient; see `AdaptiveKLController.update` for the arguments and errors."""
+        require_finite(type(self).__name__, current=current, n_steps=n_steps)
         self.integral = self._moved(self.integral, current, n_steps)
         error = min(max(current / self.target - 1, -1.0), 1.0)
         self.value = min(self.integral * math.exp(self.gain * error), self.max_kl_coef)
@@ -156,7 +167,8 @@ class DampedKLController(AdaptiveKLController):
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restores what `state_dict` returned. The coefficient of an `AdaptiveKLController` is an integral."""
-        self.value, self.integral = state["value"], state.get("integral", state["value"])
+        super().load_state_dict(state)
+        self.integral = state.get("integral", self.value)
 
 
 def kl_controller(

@@ -69,6 +69,15 @@ def checked_scores(result: object, items: Sequence[str], *, source: str, may_abs
     return [math.nan if value is None else value for value in values]
 
 
+def require_finite(keeper: str, /, **numbers: float) -> None:
+    """Raises ValueError that names what is NaN or infinite, before `keeper` keeps it."""
+    if broken := [f"{name}={value}" for name, value in numbers.items() if not math.isfinite(value)]:
+        raise ValueError(
+            f"{keeper}: {', '.join(broken)} came, and finite numbers are needed, because they are kept for all later "
+            "steps. The state did not change; leave these numbers out, or correct what computes them."
+        )
+
+
 def is_finite_score(value: float) -> bool:
     """Whether float32 holds a number."""
     return abs(value) <= LARGEST  # NaN is not

@@ -5,11 +5,13 @@ A collective is called by every process.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from trimtab_common.scores import require_finite
 
 T = TypeVar("T")
 
@@ -140,6 +142,9 @@ def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         parts: `Mean`, `Variance` and `Deviation` are added up by their weights, 1-D tensors of any length are
             concatenated on the CPU, and plain numbers are averaged over the parts that have them.
+
+    Raises:
+        TypeError: a statistic is of another kind, or of different kinds in different parts.
     """
     columns: dict[str, list[Any]] = {}
     for part in parts:
@@ -147,6 +152,12 @@ def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             columns.setdefault(key, []).append(value)
     merged: dict[str, Any] = {}
     for key, values in columns.items():
+        kinds = {_kind(value) for value in values}
+        if len(kinds) > 1 or not (isinstance(values[0], Mean | Variance) or kinds <= {"a number", "a 1-D tensor"}):
+            raise TypeError(
+                f"The statistic {key!r} is {' and '.join(sorted(kinds))}: in every part it must be of one kind: a "
+                "number, a 1-D tensor, Mean, Variance or Deviation. Give Mean.of(tensor), or float(x), in each part."
+            )
         if isinstance(values[0], Mean | Variance):
             merged[key] = sum(values[1:], start=values[0])
         elif isinstance(values[0], Tensor) and values[0].dim() == 1:
@@ -154,6 +165,13 @@ def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         else:
             merged[key] = sum(float(value) for value in values) / len(values)
     return merged
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor) and (value.dim() == 1 or value.numel() != 1):
+        return f"a {value.dim()}-D tensor"
+    is_number = isinstance(value, Tensor | SupportsFloat)
+    return "a number" if is_number else type(value).__name__
 
 
 def gather_stats(stats: Mapping[str, object]) -> dict[str, Any]:
@@ -192,14 +210,20 @@ class RunningMoments:
         return (self._seen.squares / (self._seen.count - 1)) ** 0.5 if self._seen.squares else 1.0
 
     def update(self, x: Tensor) -> None:
-        """Adds the numbers of `x`, of any shape, of every process. Collective."""
-        for part in gather_over_ranks(Variance.of(x)):
-            self._seen += part
+        """Adds the numbers of `x`, of any shape, of every process. Collective.
+
+        Raises:
+            ValueError: a number is NaN or infinite, in all processes. None of the numbers was added.
+        """
+        seen = sum(gather_over_ranks(Variance.of(x)), start=self._seen)
+        require_finite("RunningMoments", mean=seen.mean, squares=seen.squares)
+        self._seen = seen
 
     def state_dict(self) -> dict[str, float]:
         """Count, mean and squared deviations."""
         return {"count": self._seen.count, "mean": self._seen.mean, "squares": self._seen.squares}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned; ValueError if it is not finite."""
+        require_finite("RunningMoments", **state)
         self._seen = Variance(state["count"], state["mean"], state["squares"])

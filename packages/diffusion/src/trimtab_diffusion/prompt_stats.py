@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from trimtab_common.scores import require_finite
+
 LEAST_DEVIATION = 1e-2
 """The least standard deviation of a prompt, as a share of that of all rewards: it keeps near-ties small."""
 
@@ -33,8 +35,17 @@ class PerPromptStatTracker:
 
         Returns:
             [B], float64; 0 where all rewards are equal.
+
+        Raises:
+            ValueError: there is no reward, not one for each prompt, or one is not finite. None was added.
         """
         rewards = rewards.double()
+        if len(prompts) == 0 or rewards.shape != (len(prompts),):
+            raise ValueError(
+                f"rewards has the shape {list(rewards.shape)} for {len(prompts)} prompts: give one reward per prompt, "
+                "and one at least."
+            )
+        require_finite("PerPromptStatTracker", **{f"rewards[{i}]": x for i, x in enumerate(rewards.tolist())})
         everything = float(rewards.std(correction=0))
         for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
             self.seen.setdefault(prompt, deque(maxlen=self.buffer_size)).append(reward)
@@ -52,5 +63,6 @@ class PerPromptStatTracker:
         return {prompt: list(rewards) for prompt, rewards in self.seen.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned; ValueError if it is not finite."""
+        require_finite("PerPromptStatTracker", **{name: sum(rewards) for name, rewards in state.items()})
         self.seen = {prompt: deque(rewards, maxlen=self.buffer_size) for prompt, rewards in state.items()}

@@ -323,8 +323,9 @@ class DDPOTrainer(PipelineServices):
         gathered = gather_stats(merge_stats([*stats, summary]))
         if "objective/kl" in gathered:
             gathered["objective/kl_coef"] = self.kl_ctl.value
-            self.kl_ctl.update(gathered["objective/kl"], len(samples.rewards) * self.accelerator.num_processes)
         self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
         health = self.run.check_health(vitals(self.last_stats, self.config), self.last_stats, when=f"epoch {epoch}")
+        if "objective/kl" in gathered:
+            self.kl_ctl.update(gathered["objective/kl"], len(samples.rewards) * self.accelerator.num_processes)
         self.tracker.log({**gathered, **health}, self.global_step)
         self.tracker.images("pictures", *samples.captioned(16), self.global_step)

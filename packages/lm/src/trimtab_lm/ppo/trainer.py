@@ -217,7 +217,6 @@ class PPOTrainer(PolicyServices):
             clock.lap("optimize_step")
         stats = self._step_stats(rollout, train_stats, clock)
 
-        self.kl_ctl.update(stats["objective/kl"], config.batch_size * self.accelerator.num_processes)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.steps_done += 1
@@ -226,6 +225,7 @@ class PPOTrainer(PolicyServices):
             clear_device_cache()
         numbers = {name: value for name, value in stats.items() if isinstance(value, float)}
         stats |= self.run.check_health(vitals(numbers, config), numbers, when=f"step {self.steps_done}")
+        self.kl_ctl.update(stats["objective/kl"], config.batch_size * self.accelerator.num_processes)
         self.run.interruption.end_step(self.save_checkpoint, is_last=self.steps_done >= config.steps)
         return stats
 
