@@ -181,14 +181,35 @@ def test_patterns_and_unknown_layouts():
         create_reference_model(policy, num_shared_layers=1)
 
 
-def test_numbers_out_of_range_and_peft_models_are_refused():
+@pytest.mark.parametrize("build_policy", [with_lora, lambda: AutoModelForCausalLMWithValueHead(with_lora())])
+def test_a_peft_model_is_copied_with_its_adapter_as_it_is_now(build_policy):
+    policy = build_policy()
+    inner = getattr(policy, "pretrained_model", policy)
+    before, flags = logits(inner.eval()), state_of(inner)
+    with inner.disable_adapter():
+        assert (logits(inner) - before).abs().max() > 1e-3  # the adapter was trained before
+    reference = create_reference_model(policy)
+    assert type(reference) is type(policy)
+    assert state_of(inner) == flags
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    train(inner)
+    assert torch.equal(logits(getattr(reference, "pretrained_model", reference)), before)
+    assert not torch.equal(logits(inner), before)
+
+
+def test_a_peft_model_shares_its_first_layers_with_their_adapters():
+    policy = with_lora()
+    reference = create_reference_model(policy, num_shared_layers=2)
+    for (name, one), (_, other) in zip(policy.named_parameters(), reference.named_parameters(), strict=True):
+        is_shared = ".layers.0." in name or ".layers.1." in name or "embed_tokens" in name
+        assert (one is other) == is_shared, name
+        assert one.requires_grad == ("lora_" in name and not is_shared), name
+
+
+def test_numbers_out_of_range_are_refused():
     for wrong in (-1, 4):
         with pytest.raises(ValueError, match=f"num_shared_layers={wrong}.*3 decoder layers"):
             create_reference_model(build(), num_shared_layers=wrong)
-    with pytest.raises(ValueError, match="adapters off"):
-        create_reference_model(with_lora())
-    with pytest.raises(ValueError, match="adapters off"):
-        create_reference_model(AutoModelForCausalLMWithValueHead(with_lora()))
 
 
 # Reference

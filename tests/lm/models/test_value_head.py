@@ -211,8 +211,8 @@ def test_models_that_do_not_fit_are_refused_by_name():
 
 
 def test_unknown_arguments_are_not_swallowed(tmp_path):
-    with pytest.raises(TypeError, match="Remove revision"):
-        wrapped(causal(), revision="main")
+    with pytest.warns(UserWarning, match="A model in memory stays as it is: revision, v_head_init_range changed noth"):
+        wrapped(causal(), revision="main", v_head_init_range=0.1)
     causal().save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="v_head_init_range"):
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, v_head_init_range=0.1)
@@ -256,14 +256,26 @@ def test_loading_arguments_reach_transformers(tmp_path, monkeypatch):
 
 def test_a_quantized_model_is_prepared_before_it_takes_an_adapter(monkeypatch):
     prepared = []
-    monkeypatch.setattr(loading, "prepare_model_for_kbit_training", lambda m: prepared.append(m) or m)
+    monkeypatch.setattr(loading, "prepare_model_for_kbit_training", lambda m, **told: prepared.append((m, told)) or m)
     base = causal()
     wrapped(base, peft_config=lora())
     assert prepared == []
     base = causal()
     base.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
-    wrapped(base, peft_config=lora())
-    assert prepared == [base]
+    wrapped(base, peft_config=lora(), use_gradient_checkpointing=False)
+    assert prepared == [(base, {"use_gradient_checkpointing": False})]
+
+
+@pytest.mark.parametrize("build", [causal, seq2seq])
+def test_loading_arguments_of_2024_leave_a_model_in_memory_as_it_is(build):
+    for model in (build(), get_peft_model(build(), LoraConfig(target_modules="all-linear"))):
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        loading_arguments = {"torch_dtype": torch.bfloat16, "device_map": "auto", "trust_remote_code": True}
+        with pytest.warns(UserWarning, match="torch_dtype, device_map, trust_remote_code changed nothing"):
+            wrapper = wrapped(model, is_trainable=True, summary_dropout_prob=0.3, **loading_arguments)
+        assert wrapper.pretrained_model is model
+        assert wrapper.v_head.dropout.p == 0.3
+        assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["attention", "head"])

@@ -24,6 +24,7 @@ def load_model(
     kwargs: dict[str, Any],
     is_trainable: bool,
     hub: dict[str, Any],
+    **kbit: Any,
 ) -> Model:
     """Loads the model in `source`, or the adapter in it on the base model that the adapter names.
 
@@ -33,6 +34,7 @@ def load_model(
         args, kwargs: of `kind.from_pretrained`.
         is_trainable: whether a loaded adapter can train.
         hub: the part of kwargs that concerns the download, for the adapter.
+        kbit: see `prepared_for_adapter`.
 
     Raises:
         ValueError: the adapter names no base model.
@@ -50,14 +52,19 @@ def load_model(
     kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     base_name, revision = adapter["base_model_name_or_path"], adapter.get("revision")
     base: PreTrainedModel = kind.from_pretrained(base_name, *args, revision=revision, **kwargs)
-    base = prepared_for_adapter(base) if is_trainable else base
+    base = prepared_for_adapter(base, **kbit) if is_trainable else base
     return PeftModel.from_pretrained(base, source, is_trainable=is_trainable, **hub)
 
 
-def prepared_for_adapter(model: PreTrainedModel) -> PreTrainedModel:
-    """Prepares a model for an adapter: a quantized one needs float32 norms, and inputs that require gradients."""
+def prepared_for_adapter(model: PreTrainedModel, **kbit: Any) -> PreTrainedModel:
+    """Prepares a model for an adapter: a quantized one needs float32 norms, and inputs that require gradients.
+
+    Args:
+        model: quantized or not.
+        kbit: options of PEFT's `prepare_model_for_kbit_training`.
+    """
     quantized = getattr(model.config, "quantization_config", None) is not None
-    return prepare_model_for_kbit_training(model) if quantized else model
+    return prepare_model_for_kbit_training(model, **kbit) if quantized else model
 
 
 def bar_packing(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from trimtab_common.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.models.adapters import adapter_on, adapters_off
-from trimtab_lm.models.interface import Model
+from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.tokens.heads import lm_head_of
 
@@ -29,14 +29,15 @@ LAYER_PATTERNS = (
 )
 """The places where well-known models keep their decoder layers."""
 
-Policy = TypeVar("Policy", PreTrainedModel, PreTrainedModelWrapper)
+Policy = TypeVar("Policy", PreTrainedModel, PeftModel, PreTrainedModelWrapper)
 
 
 def create_reference_model(model: Policy, num_shared_layers: int | None = None, pattern: str | None = None) -> Policy:
     """Returns a frozen copy of a model, of the same type and in eval mode.
 
     Args:
-        model: with or without a value head.
+        model: with or without a value head. A PEFT model is copied with its adapters as they are now. Its base model
+            alone is the reference of a trainer that gets none, and takes no memory.
         num_shared_layers: k, from 0 to the number of decoder layers. Both models then hold the same tensors for the
             embeddings, the encoder if there is one, and the first k layers, and these are frozen in both. An LM head
             that is tied to the embeddings is shared and frozen with them. None: everything is copied, and `model` is
@@ -45,14 +46,9 @@ def create_reference_model(model: Policy, num_shared_layers: int | None = None, 
             ModuleList of the decoder.
 
     Raises:
-        ValueError: the model is a PEFT model, k is out of range, or the layers cannot be found.
+        ValueError: k is out of range, or the layers cannot be found.
     """
-    base = _without_value_head(model)
-    if isinstance(base, PeftModel):
-        raise ValueError(
-            "A PEFT model needs no copy: with its adapters off it is its own reference. Pass no reference model, and "
-            "the trainer switches the adapters off; or use Reference.of(model)."
-        )
+    base = base_of(_without_value_head(model))
     shared = {} if num_shared_layers is None else _tensors_below(base, num_shared_layers, pattern)
     for tensor in shared.values():
         tensor.grad = None  # an optimizer would apply a gradient that is left here

@@ -43,6 +43,7 @@ from trimtab_lm.tokens.heads import last_hidden_state, linear_in_own_dtype, lm_h
 from trimtab_lm.tokens.positions import positioned
 
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
+KBIT_OPTIONS = ("use_gradient_checkpointing", "gradient_checkpointing_kwargs")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 UPLOAD_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
@@ -126,42 +127,44 @@ class PreTrainedModelWrapper(nn.Module):
             reward_adapter: hub id or folder of a reward model's adapter with its score head, trained on the same base
                 model, for `compute_reward_score`. It is frozen, and `save_pretrained` leaves it out.
             reward_adapter_name: its name among the model's adapters.
-            kwargs: options of the constructor; all others (dtype, device_map, quantization_config, revision, token,
-                gguf_file, ...) go to transformers, which refuses unknown ones.
+            kwargs: options of the constructor and of PEFT's `prepare_model_for_kbit_training`; all others (dtype,
+                device_map, quantization_config, revision, token, gguf_file, ...) go to transformers, which refuses
+                unknown ones. Beside a model in memory they change nothing, with a warning.
 
         Raises:
-            TypeError: the class is not one of the two subclasses, or a model in memory came with loading arguments.
+            TypeError: the class is not one of the two subclasses.
             ValueError: the stored value head or the reward adapter does not fit the model.
         """
         if cls.transformers_parent_class is None:
             raise TypeError("Use AutoModelForCausalLMWithValueHead or AutoModelForSeq2SeqLMWithValueHead.")
         options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
+        kbit = {name: kwargs.pop(name) for name in KBIT_OPTIONS if name in kwargs}
+        hub = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
         source = pretrained_model_name_or_path
-        hub: dict[str, Any] = {}
         stored: StoredHead | None = None
         model: Model
         if isinstance(source, str | os.PathLike):
-            kwargs = with_quantization_config(kwargs)
-            hub = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
             model = load_model(
                 cls.transformers_parent_class,
                 str(source),
                 model_args,
                 is_trainable=is_trainable,
                 hub=hub,
-                kwargs=kwargs,
+                kwargs=with_quantization_config(kwargs),
+                **kbit,
             )
             stored = find_value_head(str(source), isinstance(model, PeftModel), hub)
-        elif model_args or kwargs:
-            unused = [*map(repr, model_args), *kwargs]
-            raise TypeError(f"A model in memory takes no loading arguments. Remove {', '.join(unused)}.")
         else:
             model = source
+            used = hub if reward_adapter is not None else {}
+            if unused := [*map(repr, model_args), *(name for name in kwargs if name not in used)]:
+                what = "A model in memory stays as it is"
+                warnings.warn(f"{what}: {', '.join(unused)} changed nothing. Load the model with it.", stacklevel=2)
         if peft_config is not None:
             if isinstance(model, PeftModel):
                 warnings.warn("peft_config is not used: the model already has an adapter.", stacklevel=2)
             else:
-                model = cast(PeftModel, get_peft_model(prepared_for_adapter(model), peft_config))
+                model = cast(PeftModel, get_peft_model(prepared_for_adapter(model, **kbit), peft_config))
         wrapper = cls(model, **options)
         if stored is not None:
             wrapper._load_value_head(*stored)
