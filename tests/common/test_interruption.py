@@ -1,11 +1,15 @@
 """What signals do to a process: whose handlers are in place, and what a second signal does."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +178,77 @@ def test_sigterm_raises_system_exit_for_a_tracker_where_no_trainer_trains(traine
         tell(signal.SIGTERM)
     exit_at_sigterm(exits=False)
     assert handlers() == before
+
+
+def status_of_fork(child: Callable[[], object]) -> int:
+    """The status of a forked process that runs a function and then ends with status 7."""
+    if not (pid := os.fork()):
+        try:
+            child()
+            os._exit(7)
+        except SystemExit as end:
+            os._exit(int(end.code or 0))
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("exits", [False, True])
+def test_a_forked_process_has_pythons_handlers_and_its_parent_keeps_its_own(trainer, exits):
+    def child() -> None:
+        assert handlers() == list(interruption.PYTHONS.values())
+        tell(signal.SIGTERM)
+
+    exit_at_sigterm(exits=exits)  # the handler of a tracker
+    assert status_of_fork(child) == -signal.SIGTERM
+    with trainer.during_train():
+        ours = handlers()
+        assert status_of_fork(child) == -signal.SIGTERM
+        assert handlers() == ours
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        tell(signal.SIGTERM)
+        assert trainer.is_asked()
+    exit_at_sigterm(exits=False)
+
+
+def test_a_handler_of_the_programs_own_goes_into_a_forked_process(trainer):
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(5))
+    try:
+        with trainer.during_train():
+            assert status_of_fork(lambda: tell(signal.SIGTERM)) == 5
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_forked_process_that_trains_has_a_trainer_of_its_own(trainer, statuses):
+    def child() -> None:
+        own = Interruption(trainer.accelerator, close=statuses.append)
+        with own.during_train():
+            tell(signal.SIGTERM)
+            own.end_if_asked(list)
+
+    with trainer.during_train():
+        assert status_of_fork(child) == 143
+        assert not trainer.is_asked()
+
+
+def test_workers_of_a_reward_function_end_when_they_are_told_to(trainer):
+    context = multiprocessing.get_context("fork")
+    with trainer.during_train():
+        for _ in range(20):  # at once, before the child has run a line
+            process = context.Process(target=time.sleep, args=(60,))
+            process.start()
+            process.terminate()
+            process.join(10)
+            assert process.exitcode == -signal.SIGTERM
+        with context.Pool(2) as pool:
+            assert pool.map(abs, [-1, -2]) == [1, 2]
+        with ProcessPoolExecutor(1, mp_context=context) as workers:
+            answer = workers.submit(time.sleep, 60)
+            for worker in (workers._processes or {}).values():
+                worker.terminate()
+            with pytest.raises(BrokenProcessPool):
+                answer.result(timeout=10)
 
 
 def test_the_agent_of_a_sweep_stops_a_trial_for_good_while_it_lives(monkeypatch):

@@ -6,7 +6,8 @@ second signal does what it would do without us, so that it ends the process at o
 other count as one: a launcher and a scheduler may both send theirs.
 
 Signals are listened to in the main thread alone, while a trainer trains, and where the program has no handler of its
-own. A program's own handler stays in place and decides.
+own. A program's own handler stays in place and decides. A forked process, such as a worker of a reward function's pool,
+begins with Python's handlers.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class _Signals:
     def __init__(self) -> None:
         self.number, self.listeners = 0, WeakSet[Interruption]()
         self._time = 0.0
+        self._thread = threading.local()
         self._before: dict[int, Handler] = {}
 
     def listen(self) -> None:
@@ -94,6 +96,24 @@ class _Signals:
             self._before[signal.SIGTERM] = new
         elif signal.getsignal(signal.SIGTERM) == old:
             signal.signal(signal.SIGTERM, new)
+
+    def before_fork(self) -> None:
+        """Blocks the signals while a thread forks: one that came to the child before `in_child` would be lost."""
+        ours = [number for number in SIGNALS if signal.getsignal(number) == self._on_signal]
+        self._thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+
+    def after_fork(self) -> None:
+        """Lets signals through again, in the thread that has forked."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._thread.mask)
+
+    def in_child(self) -> None:
+        """Puts Python's handlers in place of ours in a forked process, where the parent's trainers do not train."""
+        for number, default in PYTHONS.items():
+            if signal.getsignal(number) in (self._on_signal, exit_now):
+                signal.signal(number, default)
+        self.number, self.listeners = 0, WeakSet()
+        self._before.clear()
+        self.after_fork()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_first = not self.number
@@ -234,3 +254,4 @@ class Interruption:
 
 
 _signals = _Signals()
+os.register_at_fork(before=_signals.before_fork, after_in_parent=_signals.after_fork, after_in_child=_signals.in_child)
