@@ -50,12 +50,11 @@ def assert_weights(trainer: Any, weights: dict[str, torch.Tensor]) -> None:
 
 def file_of(part: str, trainer: str) -> str:
     """The file of a checkpoint that holds a part: Trainer writes it, or accelerate for the loop of IterativeSFT."""
-    files = {"model": "model.safetensors", "state": "trainer_state.json"}
+    files = {"model": "model.safetensors", "state": "trainer_state.json", "schedule": "scheduler.pt"}
     if trainer == "iterative_sft":
-        files |= {"optimizer": "optimizer.bin", "schedule": "custom_checkpoint_0.pkl"}
-        files |= {"random states": "random_states_0.pkl"}
+        files |= {"optimizer": "optimizer.bin", "random states": "random_states_0.pkl"}
     else:
-        files |= {"optimizer": "optimizer.pt", "schedule": "scheduler.pt", "random states": "rng_state.pth"}
+        files |= {"optimizer": "optimizer.pt", "random states": "rng_state.pth"}
     return files[part]
 
 

@@ -45,7 +45,7 @@ from trimtab_common.sealing import (
     verify_files,
 )
 from trimtab_common.seeding import load_rng_state, rng_state
-from trimtab_common.shards import Owner, divided, join, read, split, write
+from trimtab_common.shards import Owner, divided, join, read, refuse_code, split, write
 from trimtab_common.stats import everywhere
 
 if TYPE_CHECKING:
@@ -232,6 +232,7 @@ def load_checkpoint(path: str | Path, *, accelerator: Accelerator, accepts_chang
     others = {name for name in manifest["files"] if name.startswith("rank-")} - {mine}
     others |= set(shards) - set(shards[accelerator.process_index :: accelerator.num_processes])
     verify_files(path, manifest, unread=others)
+    refuse_code(path)
     rank_tree = _load_tree(path / mine)
     has_buffers = any(part not in (None, {}) for part in rank_tree["state"].values())
     if not is_same_world and (has_buffers or not accepts_changes):

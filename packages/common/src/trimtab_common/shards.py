@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import io
 import json
+import pathlib
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,8 +15,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor, empty
+
+from trimtab_common.sealing import CheckpointError
 
 Place: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a tensor in a tree of dicts."""
@@ -51,7 +58,7 @@ def write(folder: Path, shards: Mapping[Place, DTensor]) -> None:
 def read(folder: Path, owner: Owner) -> dict[Place, Tensor]:
     """Reads what `write` wrote: of a tensor whose owner is divided over processes, this process's part. Collective.
 
-    torch unpickles the folder's metadata, so its origin must be known: a checkpoint's seal shows changes.
+    torch unpickles the folder's metadata: `refuse_code` comes first.
     """
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {
@@ -61,6 +68,43 @@ def read(folder: Path, owner: Owner) -> dict[Place, Tensor]:
     }
     dcp.load(tensors, checkpoint_id=folder)
     return {tuple(json.loads(name)): tensor for name, tensor in tensors.items()}
+
+
+def refuse_code(checkpoint: Path) -> None:
+    """Raises CheckpointError if what `torch.distributed.checkpoint` unpickles without a check is more than data."""
+    for file in checkpoint.rglob(".metadata"):
+        try:
+            with file.open("rb") as stream:
+                metadata = _Metadata(stream).load()
+            for place, part in metadata.storage_data.items():
+                if isinstance(metadata.state_dict_metadata[place.fqn], BytesStorageMetadata):
+                    with (file.parent / part.relative_path).open("rb") as stream:
+                        stream.seek(part.offset)
+                        torch.load(io.BytesIO(stream.read(part.length)), weights_only=True)
+        except (pickle.UnpicklingError, AttributeError, LookupError, RuntimeError, EOFError) as error:
+            raise CheckpointError(
+                f"{file.parent}: to read it would run code, or it is damaged ({error!r:.200}). Resume from one "
+                "that you have saved yourself."
+            ) from error
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads the metadata of `torch.distributed.checkpoint`, which is made of its dataclasses."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of that name, if to make an object of it runs no code of the file's."""
+        if (module, name) in _PARTS:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.startswith("torch.distributed.checkpoint.") and "." not in name:
+            kind = super().find_class(module, name)
+            if dataclasses.is_dataclass(kind) or isinstance(kind, enum.EnumType):
+                return kind
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+_PARTS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", type(pathlib.Path()).__name__)}
 
 
 def divided(tree: Mapping[Any, object], owner: Owner, place: Place = ()) -> dict[Any, Any]:

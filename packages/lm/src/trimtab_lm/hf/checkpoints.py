@@ -32,6 +32,7 @@ from trimtab_common.sealing import (
     verify,
     warn_unsaved,
 )
+from trimtab_common.shards import refuse_code
 from trimtab_common.stats import everywhere, gather_over_ranks
 
 from .config import TrainerConfig
@@ -106,6 +107,7 @@ class Checkpoints(TrainerCallback):
             where = newest
         folder = Path(where)
         manifest = verify(folder)
+        refuse_code(folder)
         if not manifest.get("resumable", True):
             raise CheckpointError(
                 f"{folder} was saved with save_only_model=True: it holds the model, and neither optimizer nor random "

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from accelerate.checkpointing import load_accelerator_state
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
@@ -21,7 +23,7 @@ from trimtab_lm.models.interface import Model, base_of
 
 from .config import IterativeSFTConfig
 
-PROGRESS, STATE = "iterative_sft.json", "trainer_state.json"
+PROGRESS, STATE, SCHEDULE = "iterative_sft.json", "trainer_state.json", "scheduler.pt"
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
 
 
@@ -70,7 +72,6 @@ class StepServices(LabelTrainer[IterativeSFTConfig]):
             args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
         horizon = args.max_steps if args.max_steps > 0 else sys.maxsize
         self._prepare(horizon)
-        self.accelerator.register_for_checkpointing(self.lr_scheduler)
         self.state = TrainerState()
         self.state.train_batch_size = args.train_batch_size
         self.state.compute_steps(args, horizon)
@@ -149,6 +150,8 @@ class StepServices(LabelTrainer[IterativeSFTConfig]):
             without_weights = self.accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.clear())
             self.accelerator.save_state(str(folder))
             without_weights.remove()
+            if self.args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULE)
         if self.args.should_save:
             self.state.save_to_json(str(folder / STATE))
             (folder / PROGRESS).write_text(json.dumps(asdict(self.progress)))
@@ -162,9 +165,11 @@ class StepServices(LabelTrainer[IterativeSFTConfig]):
             self.accelerator.load_state(str(folder))
         else:
             load_weights(self.model, folder)
-            without_weights = self.accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
-            self.accelerator.load_state(str(folder))
-            without_weights.remove()
+            index, scaler = self.args.process_index, self.accelerator.scaler
+            load_accelerator_state(str(folder), [], [self.optimizer], [], [], index, scaler, "cpu")
+        # accelerate would unpickle the state of a schedule that it saves, and with it any code that the file holds.
+        schedule = folder / SCHEDULE if (folder / SCHEDULE).exists() else folder / "custom_checkpoint_0.pkl"
+        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
         self.state = TrainerState.load_from_json(str(folder / STATE))
         self.progress = Progress(**json.loads((folder / PROGRESS).read_text()))
 
