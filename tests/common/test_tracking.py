@@ -6,14 +6,17 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import wandb
+from accelerate import Accelerator
 from PIL import Image
 
+from trimtab_common.accelerate_trackers import trackers_of
 from trimtab_common.tracking import (
     MAX_CELL_CHARACTERS,
     MAX_TABLE_ROWS,
@@ -214,6 +217,44 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
     assert "a\\|b<br>c" in texts["samples"]
     assert "black" in texts["pictures/captions"]
     assert "lr" in texts["config"]
+
+
+OWN = [(0.1, 1), (0.2, 0), (0.3, 1000), (0.4, None)]
+"""What a program logs through the accelerator, and at which step, after the trainer's steps 0, 1, 2 and 3."""
+
+
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
+def test_what_a_program_logs_through_the_accelerator_stands_beside_the_trainers_steps(kind, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accelerator = Accelerator(cpu=True)
+    with start_tracking(kind, project="p", config={}, folder=tmp_path) as tracker:
+        accelerator.trackers = trackers_of(SimpleNamespace(tracker=tracker), kind)
+        assert accelerator.get_tracker(kind, unwrap=True) is tracker.native
+        for step, (value, own_step) in enumerate(OWN):
+            if step:
+                tracker.log({"loss": step / 10}, step)
+            accelerator.log({"eval": value, "note": "a text"}, step=own_step)
+            tracker.log({"late": step / 10}, step)  # the trainer's step is not over
+    expected = {
+        "loss": [(1, 0.1), (2, 0.2), (3, 0.3)],
+        "eval": [(1, 0.1), (0, 0.2), (1000, 0.3), (3, 0.4)],
+        "late": [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)],
+    }
+    if kind == "tensorboard":
+        (folder,) = (tmp_path / "tensorboard").iterdir()
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        logged = {name: [(event.step, round(event.value, 6)) for event in events.Scalars(name)] for name in expected}
+    else:
+        rows = [
+            {item.nested_key[0]: json.loads(item.value_json) for item in row.item}
+            for row in read_wandb(tmp_path)["history"]
+        ]
+        logged = {name: [(row[STEP_AXIS], row[name]) for row in rows if name in row] for name in expected}
+    assert logged == expected
+    accelerator.trackers = trackers_of(SimpleNamespace(tracker=tracker), None)
+    accelerator.log({"eval": 1.0})
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/outside", "a\\b c\n", ".."])

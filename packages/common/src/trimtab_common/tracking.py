@@ -107,6 +107,16 @@ class Tracker:
         self._step = 0
         self._columns: dict[str, tuple[list[str], list[type]]] = {}
 
+    @property
+    def native(self) -> Any:
+        """W&B's run or TensorBoard's SummaryWriter; None where the tracker drops everything."""
+        return None if self._writer is None else self._writer.native
+
+    @property
+    def step(self) -> int:
+        """The latest step that was logged."""
+        return self._step
+
     def describe(self, settings: Stats) -> None:
         """Adds settings to the run's, such as those of the program that trains; plain values by name."""
         if self._writer is not None:
@@ -133,6 +143,11 @@ class Tracker:
             elif (finite := array[np.isfinite(array)]).size:
                 histograms[name] = finite
         self._writer.stats(scalars, histograms, step)
+
+    def row(self, values: Mapping[str, Any], step: int) -> None:
+        """Logs values of any kind that W&B takes, in a row of their own; `step` may be any. Nothing without W&B."""
+        if isinstance(self._writer, WandbWriter):
+            self._writer.row(values, step, latest=self._step)
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]], step: int) -> None:
         """Logs a table of a step's rows; a first column holds the step.
@@ -216,6 +231,8 @@ class Tracker:
 class Writer(Protocol):
     """One kind of tracker: receives what `Tracker` has checked and converted."""
 
+    @property
+    def native(self) -> Any: ...
     def describe(self, settings: Stats) -> None: ...
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None: ...
     def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None: ...
@@ -248,6 +265,10 @@ class _TensorBoard:
         self._open, self._kwargs = SummaryWriter, kwargs
         self._config = dict(config)
         self._opened: SummaryWriter | None = None
+
+    @property
+    def native(self) -> SummaryWriter:
+        return self._at(None)
 
     def describe(self, settings: Stats) -> None:
         self._config |= settings

@@ -28,6 +28,7 @@ class WandbWriter:
         wandb = import_wandb()
         self._wandb = wandb
         self._owned = wandb.run is None
+        self._shift = 0  # from a step to its row
         if wandb.run is None:
             folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
             self.run: Run = _init_wandb(kwargs, config, folder)
@@ -37,6 +38,10 @@ class WandbWriter:
             self.describe(config)
         self.run.define_metric(STEP_AXIS)
         self.run.define_metric("*", step_metric=STEP_AXIS, step_sync=True)
+
+    @property
+    def native(self) -> Run:
+        return self.run
 
     def describe(self, settings: Mapping[str, object]) -> None:
         self.run.config.update(dict(settings), allow_val_change=True)
@@ -63,7 +68,13 @@ class WandbWriter:
 
     def _log(self, values: dict[str, object], step: int) -> None:
         # A run resumed from a checkpoint repeats steps that W&B has seen; its own counter must not go back.
-        self.run.log({**values, STEP_AXIS: step}, step=max(step, self.run.step))
+        self.run.log({**values, STEP_AXIS: step}, step=max(step + self._shift, self.run.step))
+
+    def row(self, values: Mapping[str, Any], step: int, *, latest: int) -> None:
+        """Writes a row of its own at any step; what is logged at `latest` or later gets later rows."""
+        row = self.run.step + 1
+        self.run.log({**values, STEP_AXIS: step}, step=row)
+        self._shift = row + 1 - latest
 
 
 def finish_wandb(run: Run, exit_code: int) -> None:

@@ -30,7 +30,7 @@ from trimtab_common.config.fields import (
     script_name,
     setting,
 )
-from trimtab_common.config.records import to_flat_dict, without_secrets
+from trimtab_common.config.records import flattened, to_flat_dict, without_secrets
 from trimtab_common.config.values import ConfigError, read_settings
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Share",
     "check_ranges",
     "computed",
+    "flattened",
     "parse_config",
     "read_settings",
     "script_name",

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab_common.config.fields import short_name
 
@@ -35,6 +35,17 @@ def to_flat_dict(*configs: DataclassInstance) -> dict[str, object]:
     for short, name, value in rows:
         differs = any(other_name == name and other != value for _, other_name, other in rows)
         flat.update(_flatten(f"{short}.{name}" if differs else name, value))
+    return flat
+
+
+def flattened(nested: Mapping[str, Any], separator: str = "/", prefix: str = "") -> dict[str, Any]:
+    """Flattens nested dicts: the names of the levels are joined by the separator; leaves other values unchanged."""
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, separator, f"{prefix}{name}{separator}")
+        else:
+            flat[f"{prefix}{name}"] = value
     return flat
 
 

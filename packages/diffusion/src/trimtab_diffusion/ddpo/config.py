@@ -11,6 +11,7 @@ from trimtab_common.config import (
     Positive,
     Share,
     check_ranges,
+    flattened,
     script_name,
     setting,
 )
@@ -101,6 +102,10 @@ class DDPOConfig:
         self._check_choices()
         self._check_sizes()
         self._check_objective()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name; entries of a dict get names such as "tracker_kwargs/group"."""
+        return flattened(vars(self))
 
     @property
     def samples_per_epoch(self) -> int:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, convert_to_fp32
 from torch import nn
 
+from trimtab_common.accelerate_trackers import trackers_of
 from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
@@ -234,7 +235,7 @@ def check_saves(config: DDPOConfig, accelerator: Accelerator, epochs: int) -> No
 
 def run_of(config: DDPOConfig, accelerator: Accelerator, model: nn.Module) -> Run:
     """The run that the config asks for. Collective."""
-    return Run(
+    run = Run(
         accelerator,
         model,
         RunRecord.new(result_settings(config, without=WITHOUT_EFFECT)),
@@ -251,3 +252,5 @@ def run_of(config: DDPOConfig, accelerator: Accelerator, model: nn.Module) -> Ru
         accepts_changes=config.resume_with_changes,
         held=HELD,
     )
+    accelerator.trackers = trackers_of(run, config.log_with)
+    return run

@@ -128,8 +128,7 @@ class PreTrainedModelWrapper(nn.Module):
                 model, for `compute_reward_score`. It is frozen, and `save_pretrained` leaves it out.
             reward_adapter_name: its name among the model's adapters.
             kwargs: options of the constructor and of PEFT's `prepare_model_for_kbit_training`; all others (dtype,
-                device_map, quantization_config, revision, token, gguf_file, ...) go to transformers, which refuses
-                unknown ones. Beside a model in memory they change nothing, with a warning.
+                token, ...) go to transformers. Beside a model in memory they change nothing, with a warning.
 
         Raises:
             TypeError: the class is not one of the two subclasses.
@@ -205,6 +204,8 @@ class PreTrainedModelWrapper(nn.Module):
     def device(self) -> torch.device:
         """The wrapped model's device."""
         return self.pretrained_model.device
+
+    current_device = device
 
     @property
     def is_peft_model(self) -> bool:

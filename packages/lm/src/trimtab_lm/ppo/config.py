@@ -14,6 +14,7 @@ from trimtab_common.config import (
     Seed,
     check_ranges,
     computed,
+    flattened,
     script_name,
     setting,
 )
@@ -207,6 +208,10 @@ class PPOConfig(_Taken):
             max_kl_coef=self.max_kl_coef,
             gain=self.kl_gain,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name; entries of a dict get names such as "tracker_kwargs/group"."""
+        return flattened(vars(self))
 
     def taken(self, **facts: Any) -> "PPOConfig":
         """A checked copy for a trainer, with what is known at run time filled in. Its fields cannot be assigned."""

@@ -15,6 +15,7 @@ from trimtab_common.ranks import phase
 from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
+from trimtab_lm.legacy.ppo_names import NamesOf2024
 
 from .checks import check_logged
 from .generation import Generation
@@ -27,7 +28,7 @@ model = {model}.from_pretrained("{repo_id}")  # transformers' own Auto classes l
 tokenizer = AutoTokenizer.from_pretrained("{repo_id}")"""
 
 
-class PolicyServices(Generation):
+class PolicyServices(NamesOf2024, Generation):
     """The methods of PPOTrainer that are no part of the algorithm. PPOTrainer's constructor sets the attributes."""
 
     optimizer: torch.optim.Optimizer
@@ -162,7 +163,11 @@ class PolicyServices(Generation):
             save_directory: the folder, which is created if need be.
             kwargs: of the model's `save_pretrained`.
         """
-        self._write_policy(str(save_directory), self._full_weights(), **kwargs)
+        self._save_pretrained(str(save_directory), **kwargs)
+
+    def _save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """What a subclass of 2024 replaces, of `save_pretrained`."""
+        self._write_policy(save_directory, self._full_weights(), **kwargs)
 
     @phase("saving")
     def _full_weights(self) -> dict[str, Tensor] | None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from trimtab_common.accelerate_trackers import trackers_of
 from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
@@ -211,7 +212,7 @@ def warmup_factor(steps: int, *, length: int) -> float:
 def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, dataset: object) -> Run:
     """The run that the config asks for, with a record of its settings and data under a new id. Collective."""
     data = rows_fingerprint(dataset) if isinstance(dataset, Dataset) else None
-    return Run(
+    run = Run(
         accelerator,
         model,
         RunRecord.new(result_settings(config, without=WITHOUT_EFFECT), data=data),
@@ -229,6 +230,8 @@ def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, datase
         accepts_changes=config.resume_with_changes,
         held=HELD,
     )
+    accelerator.trackers = trackers_of(run, config.log_with)
+    return run
 
 
 def rewards_of_run(

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.conditions import Vitals
+from trimtab_common.config import flattened
 from trimtab_common.health import check_rows
 from trimtab_common.kl import k3
 from trimtab_common.masking import explained_variance
@@ -261,15 +262,9 @@ def ended(responses: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
     return torch.isin(last, last.new_tensor(ends))
 
 
-def flattened(stats: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def named(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Nested statistics under joined names, `policy/ratio`; NumPy's arrays become tensors."""
-    flat: dict[str, Any] = {}
-    for name, value in stats.items():
-        if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{name}/")
-        else:
-            flat[prefix + name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    return flat
+    return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in flattened(stats).items()}
 
 
 def token_means(stats: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
@@ -279,7 +274,7 @@ def token_means(stats: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
     tensor, weigh as much as the minibatch has tokens.
     """
     weighed: dict[str, Any] = {}
-    for name, value in flattened(stats).items():
+    for name, value in named(stats).items():
         if isinstance(value, Mean | Variance):
             weighed[name] = value
         elif isinstance(value, Tensor) and value.shape == mask.shape:
@@ -309,7 +304,7 @@ def one_dimensional(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Statistics that `gather_stats` can merge: tensors of more axes are flattened."""
     return {
         name: value.flatten() if isinstance(value, Tensor) and value.dim() > 1 else value
-        for name, value in flattened(stats).items()
+        for name, value in named(stats).items()
     }
 
 

@@ -18,11 +18,12 @@ from trimtab_common.kl import SAMPLED_KL, full
 from trimtab_common.masking import rescale, whiten
 from trimtab_common.ranks import begin, phase
 from trimtab_common.sealing import save_or_warn
-from trimtab_common.stats import Mean, RunningMoments, total_over_ranks
+from trimtab_common.stats import Mean, total_over_ranks
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
 from trimtab_lm.legacy.arguments import refuses_arguments_of_2024
+from trimtab_lm.legacy.ppo_names import RunningMoments
 from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.asynchronous import Pending
@@ -99,8 +100,7 @@ class PPOTrainer(PolicyServices):
         padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
         self.scorer = Scorer(self.actor_critic, self.reference, self.ref_model, self.accelerator, padding)
         self.rounding = rounding_of(model.pretrained_model.dtype, is_mixed=self.accelerator.mixed_precision != "no")
-        self.kl_ctl = config.kl_controller()
-        self.running = RunningMoments()
+        self.kl_ctl, self.running = config.kl_controller(), RunningMoments()
         self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
         self.pending = Pending()
         self.rollout = None if rollout is None else self._ahead_if_asked(rollout)
