@@ -17,6 +17,7 @@ from trimtab_common.config import (
     check_ranges,
     computed,
     parse_config,
+    read_settings,
     setting,
     to_flat_dict,
 )
@@ -159,6 +160,44 @@ def test_mistakes_in_a_file_name_the_file(tmp_path, capsys, content, words):
     error = capsys.readouterr().err
     assert str(file) in error
     assert words in error
+
+
+def bomb(line: str) -> str:
+    """Nine lines, each of which holds the line before nine times."""
+    return "\n".join(["a0: &a0 {x: 1}", *(line.format(n=n, m=", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 10))])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (bomb("a{n}: &a{n} [{m}]"), "its aliases stand for more than 100,000 characters"),
+        (bomb("a{n}: &a{n}\n  <<: [{m}]"), "its aliases stand for more than 100,000 characters"),
+        (f"a: &a {'x' * 1000}\nb: [{', '.join(['*a'] * 1000)}]", "its aliases stand for more than 100,000 characters"),
+        ("a: &a [1, *a]", "line 1: a value holds an alias of itself"),
+        ("seed: 1\nsteps: 2\nseed: 3", "line 3 sets 'seed', and so does line 1"),
+        ("tracker_kwargs:\n  a: {b: 1,\n    'b': 2}", "line 3 sets 'b', and so does line 2"),
+        ("1: 2\n'1': 3", "line 2 sets '1', and so does line 1"),
+    ],
+    ids=range(7),
+)
+def test_aliases_without_measure_and_keys_that_come_twice_are_refused_at_once(tmp_path, capsys, content, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        ppo("--config", str(file))
+    assert f"{file}: not readable as YAML: {words}" in capsys.readouterr().err
+
+
+def test_anchors_aliases_and_merges_of_ordinary_size_are_read(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "x: {y: &base {a: 1, rates: [1e-5, .5e3, -.5, 2]}}\nmerged: &more {<<: *base, a: 2, c: 3}\n"
+        "twice: {<<: [*base, *more], a: 4}\nalias: *base\n"
+    )
+    base = {"a": 1, "rates": [1e-5, 500.0, -0.5, 2]}
+    merged = base | {"a": 2, "c": 3}
+    expected = {"x": {"y": base}, "merged": merged, "twice": merged | {"a": 4}, "alias": base}
+    assert read_settings(file) == expected
 
 
 def test_a_recipe_replaces_defaults_and_files_and_flags_replace_the_recipe(tmp_path):

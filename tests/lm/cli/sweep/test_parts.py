@@ -131,13 +131,18 @@ def test_every_distribution_of_the_schema_is_there():
         ({"parameters": {"lr": 3}}, "parameters.lr: got 3"),
         ({"parameters": {"1x": {"value": 3}}}, "parameters.1x: not a name"),
         ({"parameters": {"lr": {"min": 1}}}, "parameters.lr.max: missing"),
-        ({"parameters": {"lr": {"min": "1e-4", "max": 1}}}, "parameters.lr.min: got '1e-4'; a number.*1.0e-4"),
+        ({"parameters": {"lr": {"min": "1e-4", "max": 1}}}, "parameters.lr.min: got '1e-4'; a number.*without quotes"),
         ({"parameters": {"lr": {"min": 2, "max": 1}}}, "parameters.lr.min: got 2, which is not below max"),
         ({"parameters": {"lr": {"distribution": "unifrom", "min": 0, "max": 1}}}, "did you mean uniform"),
         ({"parameters": {"lr": {"distribution": "normal", "mean": 0}}}, "parameters.lr.mean: unknown key"),
         ({"parameters": {"lr": {"distribution": "log_uniform_values", "min": 0, "max": 1}}}, "lr.min: got 0"),
         ({"parameters": {"lr": {"distribution": "log_uniform", "min": 1, "max": 2048}}}, "lr.max.*exponent of e"),
         ({"parameters": {"lr": {"values": [1, 2], "probabilities": [0.5, 0.6]}}}, "lr.probabilities: got"),
+        (
+            {"parameters": {"lr": {"values": [3e-4, "1e-5", 2]}}},
+            "lr.values: got .* '1e-5' is text, and other values are",
+        ),
+        ({"parameters": {"lr": {"values": ["-.5", 2], "probabilities": [0.5, 0.5]}}}, "'-.5' is text, and other"),
         ({"parameters": {"lr": {"values": [1, 2], "probabilities": [1.0]}}}, "lr.probabilities: 1 for 2 values"),
         ({"parameters": {"a": {"parameters": {"b": {"values": []}}}}}, r"parameters.a.parameters.b.values: got \[\]"),
         ({"parameters": {"a": {"parameters": {"b": {"value": 1}}, "min": 1}}}, "parameters.a.min: unknown key"),
@@ -157,6 +162,40 @@ def test_every_distribution_of_the_schema_is_there():
 def test_what_is_wrong_with_a_file_is_named_by_its_key(change, words):
     with pytest.raises(SweepError, match=words):
         sweep_of({"lr": {"min": 0.0, "max": 1.0}} if "parameters" not in change else change.pop("parameters"), **change)
+
+
+FILE_OF_FLOATS = """
+method: random
+program: train.py
+parameters:
+  lr: {values: [1e-5, 3e-4, 2, -.5, 1E+3]}
+  one: {value: 1e-5}
+  ppo:
+    parameters:
+      lr: {min: 1e-5, max: 3e-4}
+      mixed: {values: [null, true, 2, none]}
+      kwargs: {values: [{eps: 1e-8}]}
+"""
+
+
+def test_floats_without_a_dot_are_numbers_in_every_key(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(FILE_OF_FLOATS.replace("base: &lr {values: [1e-5, 3e-4, 2, -.5, 1E+3]}\n", ""))
+    settings = {one.name: one.settings for one in read_sweep(file).parameters}
+    assert settings == {
+        "lr": {"values": [1e-5, 3e-4, 2, -0.5, 1000.0]},
+        "one": {"value": 1e-5},
+        "ppo.lr": {"min": 1e-5, "max": 3e-4},
+        "ppo.mixed": {"values": [None, True, 2, "none"]},
+        "ppo.kwargs": {"values": [{"eps": 1e-8}]},
+    }
+
+
+def test_keys_that_come_twice_are_named(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("method: grid\nprogram: train.py\nparameters:\n  lr: {value: 1}\n  lr: {value: 2}\n")
+    with pytest.raises(SweepError, match=r"sweep\.yaml: not readable as YAML: line 5 sets 'lr', and so does line 4"):
+        read_sweep(file)
 
 
 def test_a_program_is_needed_unless_the_command_does_without():

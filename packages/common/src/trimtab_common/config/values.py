@@ -6,8 +6,12 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+LONGEST_ALIASES = 100_000
+"""Characters that the aliases of a YAML file may stand for."""
 
 
 class ConfigError(ValueError):
@@ -26,22 +30,66 @@ def read_settings(file: str | Path) -> dict[str, object]:
     Raises:
         ConfigError: If the file cannot be read, or holds something else.
     """
-    try:
-        content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of bytes, dates and depth that cannot be
-        raise ConfigError(f"{file}: not readable as YAML: {error}") from error
+    content = read_yaml(file)
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: holds {type(content).__name__}; lines of `name: value` are needed.")
     return {str(key): value for key, value in content.items()}
 
 
+def read_yaml(file: str | Path) -> object:
+    """The content of a YAML file; ConfigError where it cannot be read, has a key twice, or aliases without measure."""
+    try:
+        return yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of bytes, dates and depth that cannot be
+        raise ConfigError(f"{file}: not readable as YAML: {error}") from error
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats: PyYAML takes 1e-4, without a dot, for text."""
+    """YAML 1.2's floats and unique keys, and aliases that stand for no more than `LONGEST_ALIASES` characters.
+
+    PyYAML takes 1e-4 and -.5 for text, keeps the last of equal keys, and lets aliases of aliases stand for gigabytes.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                name, line = key.value, key.start_mark.line + 1
+                if name in lines:
+                    raise yaml.YAMLError(f"line {line} sets {name!r}, and so does line {lines[name]}. Remove one.")
+                lines[name] = line
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _written_out(node, {}) > node.end_mark.index + LONGEST_ALIASES:
+            raise yaml.YAMLError(
+                f"its aliases stand for more than {LONGEST_ALIASES:,} characters. Write out what you need of them."
+            )
+        return node
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+\.?\d*[eE][-+]?\d+$"), [*"-+0123456789"])
+def _written_out(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """The characters of a node with its aliases written out; `known` has those of earlier nodes, by their ids."""
+    if id(node) not in known:
+        known[id(node)] = None
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        known[id(node)] = sum(_written_out(part, known) for part in parts) or len(node.value) + 1
+    if (length := known[id(node)]) is None:
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a value holds an alias of itself. Write it out.")
+    return length
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.\d+([eE][-+]?\d+)?|\d+\.?\d*[eE][-+]?\d+)$"),
+    [*"-+.0123456789"],
+)
 
 
 def read_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[object]]]:

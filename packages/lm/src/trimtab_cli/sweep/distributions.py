@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
+from trimtab_common.config.values import decode
+
 Check = Callable[[Any], str | None]
 Quantile = Callable[[Mapping[str, Any], float], Any]
 
@@ -21,7 +23,7 @@ class SweepError(ValueError):
 def number(value: Any) -> str | None:
     """What is missing for `value` to be a finite number, or None."""
     if isinstance(value, str):
-        return "a number is needed, not text. YAML reads 1e-4 as text: write 1.0e-4"
+        return "a number is needed, not text. Write it without quotes"
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "a finite number is needed"
     return None
@@ -54,6 +56,16 @@ def exponent(value: Any) -> str | None:
 def some(value: Any) -> str | None:
     """The same for a list with a value."""
     return None if isinstance(value, list) and value else "a list with at least one value is needed"
+
+
+def alike(value: Any) -> str | None:
+    """The same for a list in which every number is a number, not a text of one."""
+    if problem := some(value):
+        return problem
+    texts = [item for item in value if isinstance(item, str) and number(decode(item)) is None]
+    if texts and any(number(item) is None for item in value):
+        return f"{texts[0]!r} is text, and other values are numbers. Write it without quotes, or quote them all"
+    return None
 
 
 def anything(value: Any) -> str | None:
@@ -159,9 +171,9 @@ def _quantized(kind: Kind) -> Kind:
 
 KINDS: dict[str, Kind] = {
     "constant": _kind({"value": anything}, lambda s, u: s["value"]),
-    "categorical": _kind({"values": some}, lambda s, u: one_of(s["values"], u)),
+    "categorical": _kind({"values": alike}, lambda s, u: one_of(s["values"], u)),
     "categorical_w_probabilities": _kind(
-        {"values": some, "probabilities": probabilities}, lambda s, u: weighted(s["values"], s["probabilities"], u)
+        {"values": alike, "probabilities": probabilities}, lambda s, u: weighted(s["values"], s["probabilities"], u)
     ),
     "int_uniform": _kind(
         {"min": whole, "max": whole}, lambda s, u: min(s["min"] + int(u * (s["max"] - s["min"] + 1)), s["max"])

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from trimtab_cli.sweep.distributions import KINDS, Check, Parameter, SweepError, number, positive, whole
+from trimtab_common.config.values import ConfigError, read_yaml
 
 DEFAULT_COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
 TEXTS = ("name", "description", "project", "entity", "program")
@@ -82,11 +81,9 @@ class Sweep:
 def read_sweep(path: Path) -> Sweep:
     """The sweep in a YAML file; SweepError, with the file and the key, where it is no sweep that runs here."""
     try:
-        source = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SweepError(f"{path}: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise SweepError(f"{path}: not readable as YAML: {error}") from error
+        source = read_yaml(path)
+    except ConfigError as error:
+        raise SweepError(str(error)) from error
     try:
         return parse_sweep(source, default_name=path.resolve().parent.name)
     except SweepError as error:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 import torch
-import yaml
 from accelerate import PartialState
 from peft import LoraConfig
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from transformers import (
 )
 from transformers.training_args import TrainingArguments  # which `transformers4.restore` leaves as it is
 
-from trimtab_common.config import setting
+from trimtab_common.config import read_settings, setting
 from trimtab_lm.data.formats import preference_parts
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 
@@ -134,9 +133,9 @@ class TrlParser(HfArgumentParser):
         return parsed
 
     def _set_defaults(self, file: str) -> None:
-        with open(file, encoding="utf-8") as stream:
-            settings = yaml.safe_load(stream)
-        os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
+        settings = read_settings(file)
+        env = cast("dict[str, object]", settings.pop("env", {}))
+        os.environ.update({name: str(value) for name, value in env.items()})
         known = {action.dest: action for action in self._actions}
         unknown = sorted(settings.keys() - known)
         if unknown and not self.ignore_extra_args:
