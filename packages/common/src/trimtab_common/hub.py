@@ -1,5 +1,7 @@
 """A saved model's card, and its upload to the hub."""
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,8 @@ def write_model_card(
         name: title of the page.
         trainer: name of the trainer's class.
         paper: the algorithm's.
-        usage: Python that loads the model; {repo_id} in it becomes `repo_id`, or the folder's name.
+        usage: Python that loads the model; inside its double quotes {repo_id} becomes `repo_id`, or the folder's name,
+            and {base} the base model.
         library: the one that loads the model.
         base_model: named in the header unless it is a path, which the hub refuses.
         settings: rows of a table; empty ones are left out.
@@ -63,18 +66,34 @@ def write_model_card(
         header["base_model"] = base_model
     table = "\n".join(
         ["| setting | value |", "| --- | --- |"]
-        + [f"| {key} | {value} |" for key, value in settings.items() if value not in (None, {}, "")]
+        + [
+            f"| {_as_markdown(key)} | {_as_markdown(value)} |"
+            for key, value in settings.items()
+            if value not in (None, {}, "")
+        ]
     )
     page = PAGE.format(
-        name=name,
+        name=_as_markdown(name),
         trainer=trainer,
         paper=paper,
-        usage=usage.format(repo_id=repo_id or folder.resolve().name),
+        usage=usage.format(
+            repo_id=_in_quotes(repo_id or folder.resolve().name), base=_in_quotes(base_model or "<the base model>")
+        ),
         settings=table,
     )
     file = folder / "README.md"
     file.write_text(f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{page}", encoding="utf-8")
     return file
+
+
+def _as_markdown(value: object) -> str:
+    """A text on one line, in which no character formats, links or ends a cell; _ inside a word does nothing."""
+    return re.sub(r"([\\`*\[\]<>|~&#]|\b_|_\b)", r"\\\1", " ".join(str(value).split()))
+
+
+def _in_quotes(text: str) -> str:
+    """A text as it stands between double quotes in Python."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def push_folder(folder: Path, repo_id: str, *, private: bool | None = None, **options: Any) -> CommitInfo:

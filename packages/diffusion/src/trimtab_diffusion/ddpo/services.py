@@ -22,10 +22,10 @@ USAGE = {
     True: """from diffusers import DiffusionPipeline
 
 pipeline = DiffusionPipeline.from_pretrained("{base}")
-pipeline.load_lora_weights("{{repo_id}}")""",
+pipeline.load_lora_weights("{repo_id}")""",
     False: """from diffusers import DiffusionPipeline
 
-pipeline = DiffusionPipeline.from_pretrained("{{repo_id}}")""",
+pipeline = DiffusionPipeline.from_pretrained("{repo_id}")""",
 }
 
 
@@ -100,7 +100,7 @@ class PipelineServices:
             name=model_name or "Model",
             trainer=type(self).__name__,
             paper="Black et al. 2023, arXiv:2305.13301",
-            usage=USAGE[self.sd_pipeline.use_lora].format(base=base or "<the base pipeline>"),
+            usage=USAGE[self.sd_pipeline.use_lora],
             library="diffusers",
             base_model=base,
             settings=to_flat_dict(self.config),
