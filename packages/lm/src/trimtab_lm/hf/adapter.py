@@ -1,10 +1,10 @@
 """The one class between `transformers.Trainer` and our trainers: it knows no algorithm, and uses documented hooks."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, Unpack, cast
+from typing import Any, Generic, TypeVar, Unpack, cast
 
 import torch
 from accelerate.utils import send_to_device
@@ -26,29 +26,15 @@ from .checkpoints import WITHOUT_EFFECT, Checkpoints
 from .config import Config, for_own_collators
 from .interruption import EndsBySignal
 from .models import load_processing_class, prepare_sharding
+from .streams import NO_BATCH, Passes
 from .tracking import Recorder, Tables, prepare_trackers
-from .types import Batch, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
+from .types import Batch, BatchLoss, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
 
 Items = TypeVar("Items")
 """What the loss of a step divides by: a number of tokens or pairs."""
 
 REAL_ROWS = "real_rows"
 """In a batch of an evaluation: how many of its rows are real, see `TrainerAdapter.real_rows`."""
-
-
-class BatchLoss(NamedTuple):
-    """What a trainer computes of a micro-batch.
-
-    Attributes:
-        loss: scalar with gradient, the part that the micro-batch has in the loss of its optimizer step.
-        stats: statistics for the recorder, of real rows only.
-        outputs: returned by `compute_loss(return_outputs=True)`. For `compute_metrics`, `predictions` [B, ...] and
-            `labels` [B].
-    """
-
-    loss: Tensor
-    stats: Mapping[str, object]
-    outputs: Mapping[str, Tensor] = {}
 
 
 class TrainerAdapter(Trainer, Generic[Config, Items]):
@@ -122,6 +108,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         self.model_init = model_init
         self.checkpoints = Checkpoints(self)
         self.add_callback(self.checkpoints)
+        self.passes = Passes(self)
+        self.add_callback(self.passes)
         self.ending = EndsBySignal(self, saves=config.save_strategy != "no" or config.enable_jit_checkpoint)
         self.add_callback(self.ending)
         prepare_trackers(self.config)
@@ -193,6 +181,11 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         with self.args.main_process_first(desc="tokenizing"):
             return self.tokenize_dataset(dataset, use)
 
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Batches for training: of one pass over a stream, but inside `train` of all its passes."""
+        loader = super().get_train_dataloader()
+        return self.passes.over(loader) if self.is_in_train else loader
+
     def get_eval_dataloader(self, eval_dataset: DataSource | str | None = None) -> DataLoader[Batch]:
         """Batches for evaluation; a dataset that was not given to the constructor is prepared here."""
         known = [*self.eval_dataset.values()] if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
@@ -213,6 +206,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches and not self.state.global_step:
+            raise ValueError(f"The training data {NO_BATCH}")
         batches = self.micro_batches(batches)
         return batches, self.items_of(batches)
 
@@ -319,6 +314,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         """As in transformers, with statistics over all rows instead of means over batches, and tables of samples."""
         self.shard_model()
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if not output.num_samples:
+            raise ValueError("There is no row to evaluate: a filter, or a limit such as max_length, leaves none.")
         recorded = {f"{metric_key_prefix}_{name}": value for name, value in self.statistics(training=False).items()}
         mean_loss = {name: value for name, value in recorded.items() if name == f"{metric_key_prefix}_loss"}
         self.log_samples(dataloader, metric_key_prefix)

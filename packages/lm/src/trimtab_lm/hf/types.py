@@ -1,7 +1,7 @@
 """The types of what callers, `transformers.Trainer` and our trainers hand to each other."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -52,3 +52,18 @@ class TrainerOptions(TypedDict, total=False):
     preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None
     compute_loss_func: Callable[..., Tensor] | None
     optimizer_cls_and_kwargs: OptimizerChoice | None
+
+
+class BatchLoss(NamedTuple):
+    """What a trainer computes of a micro-batch.
+
+    Attributes:
+        loss: scalar with gradient, the part that the micro-batch has in the loss of its optimizer step.
+        stats: statistics for the recorder, of real rows only.
+        outputs: returned by `compute_loss(return_outputs=True)`. For `compute_metrics`, `predictions` [B, ...] and
+            `labels` [B].
+    """
+
+    loss: Tensor
+    stats: Mapping[str, object]
+    outputs: Mapping[str, Tensor] = {}
