@@ -38,8 +38,13 @@ KINDS = {
 }
 
 
+OPTIONS = ("processing_class", "peft_config", "data_collator", "eval_dataset")
+"""Arguments of a trainer; all others are settings of its config."""
+
+
 def make(kind: str, folder: Path, dataset: Any, model: Any = None, **settings: Any) -> Any:
     make, config, build = KINDS[kind]
+    options = {name: settings.pop(name) for name in OPTIONS if name in settings}
     args = config(
         output_dir=str(folder),
         use_cpu=True,
@@ -50,9 +55,10 @@ def make(kind: str, folder: Path, dataset: Any, model: Any = None, **settings: A
         per_device_train_batch_size=2,
         **settings,
     )
-    rewards = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)} if kind == "grpo" else {}
+    if kind == "grpo":
+        options |= {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
     model = build() if model is None else model
-    return make(model, args=args, train_dataset=dataset, processing_class=tiny.tokenizer(), **rewards)
+    return make(model, args=args, train_dataset=dataset, **{"processing_class": tiny.tokenizer(), **options})
 
 
 @pytest.mark.parametrize("kind", KINDS)

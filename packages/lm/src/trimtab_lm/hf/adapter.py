@@ -19,7 +19,7 @@ from trimtab_common.health import TrainingDivergedError
 from trimtab_common.ranks import begin, phase, watch_ranks
 from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
 from trimtab_common.sharding import full_state_dicts, reshard
-from trimtab_lm.models.interface import Model, Processor, tokenizer_of
+from trimtab_lm.models.interface import Model, Processor, check_generation_config, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints
@@ -100,9 +100,9 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         loaded = cast(Model, model)
         processing_class = self.load_processing_class(processing_class, loaded)
         self.tokenizer = tokenizer_of(processing_class)
-        super().__init__(
-            model=self.prepare_model(loaded), args=self.config, processing_class=processing_class, **data, **options
-        )
+        model = self.prepare_model(loaded)
+        check_generation_config(model, self.tokenizer)
+        super().__init__(model=model, args=self.config, processing_class=processing_class, **data, **options)
         watch_ranks(self.config.rank_failure_timeout)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init

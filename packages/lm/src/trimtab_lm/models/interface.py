@@ -1,6 +1,8 @@
 """The types of models, tokenizers and datasets that trainers take, and functions that look inside their wrappers."""
 
+import copy
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -64,6 +66,33 @@ def decoder_config(model: Model) -> PreTrainedConfig:
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     """Returns the tokenizer, out of a multimodal processor if `processor` is one."""
     return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+
+
+def check_generation_config(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Checks that the model can be saved with its generation config, which transformers validates when it saves.
+
+    Args:
+        model: to be trained. PEFT saves adapters without a generation config.
+        tokenizer: whose special tokens Trainer writes into the generation config; None: it stays as it is.
+
+    Raises:
+        ValueError: saving would refuse the generation config.
+    """
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        return
+    config: Any = copy.deepcopy(model.generation_config)
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        held, token = getattr(config, name, None), getattr(tokenizer, name, None)
+        if token is not None and token not in (held if isinstance(held, list) else [held]):
+            setattr(config, name, token)
+    try:
+        with TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be saved, because transformers refuses its generation config. Change "
+            f"model.generation_config before you pass the model: {error}"
+        ) from error
 
 
 def decoder_start_of(model: Model) -> int | None:

@@ -25,6 +25,7 @@ from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_lm.environments.rollout import EnvironmentRollout
+from trimtab_lm.models.interface import check_generation_config
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
@@ -78,6 +79,7 @@ def check_engine(config: PPOConfig, engine: DistributedType) -> None:
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
     """The model with a value head to train: the caller's, or that of `config.model_name`."""
     model = _loaded_or_checked(config, model)
+    check_generation_config(model.pretrained_model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
