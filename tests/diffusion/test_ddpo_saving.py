@@ -106,6 +106,31 @@ def test_training_goes_on_from_loaded_adapters(tmp_path):
     assert torch.equal(pictures(fresh), after)
 
 
+@pytest.mark.parametrize("kind", ["adapters alone", "pipeline and adapters"])
+def test_a_folder_of_adapters_is_a_pipeline_that_goes_on_from_them(tmp_path, kind):
+    base, folder = tmp_path / "base", tmp_path / "trained"
+    tiny.stable_diffusion().save_pretrained(base)
+    trainer = trained(DefaultDDPOStableDiffusionPipeline(str(base), lora_rank=3))
+    if kind == "pipeline and adapters":  # as TRL saved them
+        DiffusionPipeline.from_pretrained(base).save_pretrained(folder)
+    trainer.save_pretrained(folder)
+    again = DefaultDDPOStableDiffusionPipeline(str(folder), use_lora=False)
+    assert again.use_lora
+    assert again.pretrained_model == str(folder)
+    assert torch.equal(pictures(again.sd_pipeline), pictures(trainer.sd_pipeline.sd_pipeline))
+    trains = {name: weight for name, weight in again.unet.named_parameters() if weight.requires_grad}
+    assert {len(weight) for name, weight in trains.items() if "lora_A" in name} == {3}
+
+
+def test_adapters_without_a_known_base_are_refused(tmp_path):
+    adapters(tmp_path)  # of a pipeline that was built in code
+    with pytest.raises(ValueError, match="names no base model"):
+        DefaultDDPOStableDiffusionPipeline(str(tmp_path))
+    (tmp_path / "README.md").write_text(f"---\nbase_model: {tmp_path / 'base'}\n---\n")
+    tiny.stable_diffusion().save_pretrained(tmp_path / "base")
+    assert DefaultDDPOStableDiffusionPipeline(str(tmp_path)).use_lora
+
+
 def test_adapters_of_another_name_and_scale_are_gone_on_with(tmp_path):
     """As others train them: alpha is not the rank."""
     stock = tiny.stable_diffusion()

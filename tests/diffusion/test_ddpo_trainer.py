@@ -479,3 +479,27 @@ def test_the_hook_of_the_2024_example_logs_its_pictures(tmp_path: Path):
     assert summary["hook"]["count"] == 2
     assert (summary["hook"]["width"], summary["hook"]["height"]) == (2 * tiny.SIZE, 2 * tiny.SIZE)
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/hook*.png"))) == 2
+
+
+def test_attributes_of_2024_and_logs_through_the_accelerator(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ddpo: Any = trainer(str(tmp_path), use_lora=True, log_with="tensorboard", tracker_kwargs={"tensorboard": {}})
+    assert ddpo.num_train_timesteps == ddpo.config.trained_steps
+    assert {id(weight) for weight in ddpo.trainable_layers} == {
+        id(w) for w in ddpo.model.parameters() if w.requires_grad
+    }
+    assert ddpo.config.to_dict()["train_learning_rate"] == ddpo.config.train_learning_rate
+    drawn: list[str] = []
+    ddpo.prompt_fn = lambda: (drawn.append("a cat") or "a cat", {})
+    ddpo.reward_fn = lambda images, prompts, metadata: (torch.full((len(images),), 3.0), {})
+    ddpo.accelerator.log({"eval": 0.5}, step=5)
+    ddpo.step(0, 0)
+    assert drawn
+    assert ddpo.last_stats["reward_mean"] == ddpo.reward_fn(torch.zeros(1), None, None)[0].item()
+    ddpo.accelerator.end_training()
+    (file,) = tmp_path.rglob("events.*")
+    events = EventAccumulator(str(file.parent))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval")] == [(5, 0.5)]
+    assert events.Scalars("reward_mean")[0].value == 3

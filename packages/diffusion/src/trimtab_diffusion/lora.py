@@ -1,5 +1,6 @@
 """Low-rank adapters on a denoiser: trained in float32 whatever the denoiser's dtype, saved in diffusers' format."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,12 +9,16 @@ from typing import Any, Protocol, cast
 import torch
 from diffusers.training_utils import cast_training_params
 from diffusers.utils import convert_state_dict_to_diffusers
+from huggingface_hub import ModelCard, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from trimtab_diffusion.fused_lora import fuse_adapters
 from trimtab_diffusion.recorder import denoiser_name
 
+LORA_FILE = "pytorch_lora_weights.safetensors"
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 
 
@@ -88,8 +93,51 @@ def save_lora(pipeline: Any, folder: str | Path, denoiser_weights: Mapping[str, 
             full = denoiser_weights if name == denoiser_name(pipeline) else None
             weights = get_peft_model_state_dict(part, state_dict=full, adapter_name=adapter)
             layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights)
-            layers[f"{name}_lora_adapter_metadata"] = part.peft_config[adapter].to_dict()
+            base = {"base_model_name_or_path": base_name(pipeline)}
+            layers[f"{name}_lora_adapter_metadata"] = part.peft_config[adapter].to_dict() | base
     pipeline.save_lora_weights(folder, **layers)
+
+
+def base_name(pipeline: Any) -> str | None:
+    """Returns the hub id or folder that a pipeline was loaded from; None for one that was built in code."""
+    return getattr(pipeline.config, "_name_or_path", None) or None
+
+
+def stored_file(source: str, name: str, **hub: Any) -> Path | None:
+    """Returns a file of a folder or of a hub repository; None where it is not there.
+
+    Args:
+        source: the folder, or the hub id.
+        name: of the file.
+        hub: options of `hf_hub_download`.
+    """
+    if Path(source).is_dir():
+        return Path(source, name) if Path(source, name).is_file() else None
+    try:
+        return Path(hf_hub_download(source, name, **hub))
+    except (EntryNotFoundError, HFValidationError):  # an entry is not found either where there is no network
+        return None
+
+
+def base_of_lora(file: Path) -> str:
+    """Returns the pipeline that stored adapters were trained on: by their metadata, or by the model card beside them.
+
+    Raises:
+        ValueError: neither names it.
+    """
+    with safe_open(file, "pt") as weights:
+        metadata = json.loads((weights.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    named = [value for key, value in metadata.items() if key.endswith("base_model_name_or_path") and value]
+    card = file.with_name("README.md")
+    if not named and card.is_file():
+        named = [ModelCard.load(card).data.get("base_model")]
+    if not named or not isinstance(named[0], str):
+        raise ValueError(
+            f"{file.parent} holds adapters without a pipeline, and names no base model. Load the base with "
+            "DiffusionPipeline.from_pretrained, then pipeline.load_lora_weights(folder), and pass "
+            "DDPOStableDiffusionPipeline(pipeline, use_lora=True)."
+        )
+    return named[0]
 
 
 def _has_adapters(part: object) -> bool:

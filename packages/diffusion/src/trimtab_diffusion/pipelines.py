@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_diffusion.adapter_gradients import AdapterGradients
-from trimtab_diffusion.lora import add_lora, save_lora, without_lora
+from trimtab_diffusion.lora import LORA_FILE, add_lora, base_of_lora, save_lora, stored_file, without_lora
 from trimtab_diffusion.recorder import denoiser_name, record
 from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.steps import Scheduler, Steps, gaussian_sample
@@ -231,7 +231,10 @@ class DDPOStableDiffusionPipeline:
 
 
 class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
-    """A pipeline that is loaded from a folder or the hub.
+    """A pipeline that is loaded from a folder or the hub, with the adapters that are stored there.
+
+    A folder of adapters alone, such as `DDPOTrainer.save_pretrained` writes, is loaded with the pipeline that they were
+    trained on. Stored adapters are trained on, also with `use_lora=False`.
 
     Args:
         pretrained_model_name: folder or hub id.
@@ -252,9 +255,16 @@ class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
         load_kwargs: Mapping[str, Any] | None = None,
         call_kwargs: Mapping[str, Any] | None = None,
     ):
-        pipeline = DiffusionPipeline.from_pretrained(
-            pretrained_model_name, revision=pretrained_model_revision, **(load_kwargs or {})
-        )
+        self.pretrained_model, self.pretrained_revision = pretrained_model_name, pretrained_model_revision
+        kwargs, place = dict(load_kwargs or {}), {"revision": pretrained_model_revision}
+        hub = place | {name: kwargs[name] for name in ("cache_dir", "token", "local_files_only") if name in kwargs}
+        adapters, base = stored_file(pretrained_model_name, LORA_FILE, **hub), pretrained_model_name
+        if adapters is not None and stored_file(pretrained_model_name, "model_index.json", **hub) is None:
+            base, place = base_of_lora(adapters), {}
+        pipeline = DiffusionPipeline.from_pretrained(base, **place, **kwargs)
+        if adapters is not None:
+            pipeline.load_lora_weights(adapters.parent, weight_name=LORA_FILE)
+            use_lora = True
         super().__init__(pipeline, use_lora=use_lora, lora_rank=lora_rank, call_kwargs=call_kwargs)
 
 

@@ -14,9 +14,11 @@ from trimtab_common.ranks import phase
 from trimtab_common.run import Run
 from trimtab_common.sharding import divides_weights
 from trimtab_common.tracking import Tracker
+from trimtab_diffusion.lora import base_name
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import DDPOConfig
+from .names_of_2024 import NamesOf2024
 
 USAGE = {
     True: """from diffusers import DiffusionPipeline
@@ -29,7 +31,7 @@ pipeline = DiffusionPipeline.from_pretrained("{repo_id}")""",
 }
 
 
-class PipelineServices:
+class PipelineServices(NamesOf2024):
     """The methods of DDPOTrainer that are no part of the algorithm. DDPOTrainer's constructor sets the attributes."""
 
     config: DDPOConfig
@@ -94,7 +96,7 @@ class PipelineServices:
             model_name: the card's title.
             repo_id: what the model is loaded by; by default the folder's name.
         """
-        base = getattr(self.sd_pipeline.sd_pipeline.config, "_name_or_path", None) or None
+        base = base_name(self.sd_pipeline.sd_pipeline)
         write_model_card(
             path,
             name=model_name or "Model",
