@@ -8,13 +8,17 @@ import torch
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
+    DiffusionPipeline,
     DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     HeunDiscreteScheduler,
     KarrasVeScheduler,
+    LMSDiscreteScheduler,
     PNDMScheduler,
+    UniPCMultistepScheduler,
 )
 from tests.diffusion import tiny
 from torch import nn
@@ -89,6 +93,48 @@ def test_others_with_betas_become_ddim_with_their_settings(old, clips):
         assert new.config[name] == old.config[name], name
     assert new.config.clip_sample is clips
     torch.testing.assert_close(new.alphas_cumprod, old.alphas_cumprod, rtol=1e-5, atol=0)
+
+
+ENDS = {"final_sigmas_type": "sigma_min"}
+CLIPS = {"thresholding": True, "dynamic_thresholding_ratio": 0.9, "sample_max_value": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("old", "first", "ends_at_one"),
+    [  # the first of five timesteps, as each kind defines it: 4 * 200 and an offset, or the last one of the schedule
+        (PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1), 801, False),
+        (PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=True), 801, True),
+        (PNDMScheduler(**BETAS, timestep_spacing="trailing", skip_prk_steps=True), 999, False),
+        (EulerDiscreteScheduler(**BETAS), 999, True),
+        (EulerDiscreteScheduler(timestep_spacing="leading", prediction_type="v_prediction"), 801, True),
+        (EulerDiscreteScheduler(**ENDS), 999, False),
+        (EulerAncestralDiscreteScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True), 999, True),
+        (HeunDiscreteScheduler(), 999, True),
+        (LMSDiscreteScheduler(beta_schedule="scaled_linear", num_train_timesteps=500), 499, True),
+        (DDPMScheduler(timestep_spacing="trailing", clip_sample_range=3.0, **CLIPS), 999, True),
+        (DPMSolverMultistepScheduler(), 999, True),
+        (DPMSolverMultistepScheduler(timestep_spacing="trailing", **ENDS, **CLIPS), 999, False),
+        (UniPCMultistepScheduler(**BETAS), 999, True),
+    ],
+    ids=lambda value: type(value).__name__.removesuffix("Scheduler"),
+)
+def test_training_and_later_sampling_see_the_timesteps_of_the_replaced_scheduler(tmp_path, old, first, ends_at_one):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # diffusers sets the offset of a scheduler to 1, and its clip_sample to False
+        pipeline = DDPOStableDiffusionPipeline(tiny.stable_diffusion(scheduler=old))
+    new = pipeline.scheduler
+    for name in DDIMScheduler().config.keys() & old.config.keys() - {"_use_default_values", "_class_name"}:
+        assert new.config[name] == old.config[name], name
+    assert float(new.final_alpha_cumprod) == (1.0 if ends_at_one else float(new.alphas_cumprod[0]))
+    trained = pipeline("a cat", num_inference_steps=5, output_type="latent").trajectories.times
+    pipeline.save_pretrained(tmp_path)
+    for stock in (
+        DiffusionPipeline.from_pretrained(tmp_path).scheduler,
+        DDIMScheduler.from_config(type(old).from_config(new.config).config),
+    ):
+        stock.set_timesteps(5)
+        assert stock.timesteps.tolist() == trained.tolist()
+    assert trained[0] == first
 
 
 def test_settings_that_were_never_given_are_kept_too():

@@ -328,8 +328,21 @@ def test_no_noise_is_refused(kind: str):
 def test_two_calls_of_the_denoiser_in_a_step_are_refused():
     pipeline, call = built("stable_diffusion_3")
     call |= {"skip_guidance_layers": [0], "num_inference_steps": 10}  # the second step calls it again
-    with untouched(pipeline), pytest.raises(ValueError, match="called its transformer 2 times for one step"):
+    with untouched(pipeline), pytest.raises(ValueError, match="2 times for one step, on 2 and 1 copies of"):
         record(pipeline, eta=0.7, **call)
+
+
+def test_three_copies_in_one_call_are_refused_with_their_number(monkeypatch: pytest.MonkeyPatch):
+    pipeline, call = built("stable_diffusion")
+    original = type(pipeline.unet).__call__
+
+    def call_thrice(self: Any, sample: torch.Tensor, timestep: Any, **rest: Any) -> Any:
+        states = rest.pop("encoder_hidden_states")
+        return (original(self, torch.cat([sample] * 3), timestep, states.repeat(3, 1, 1), **rest)[0].chunk(3)[0],)
+
+    monkeypatch.setattr(type(pipeline.unet), "__call__", call_thrice)
+    with untouched(pipeline), pytest.raises(ValueError, match="called its unet 1 time for one step, on 3 copies of"):
+        record(pipeline, eta=1.0, **call, **FREE)
 
 
 @pytest.mark.parametrize("kind", ["stable_diffusion", "stable_diffusion_xl"])

@@ -19,10 +19,6 @@ from trimtab_diffusion.recorder import denoiser_name, record
 from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.steps import Scheduler, Steps, gaussian_sample
 
-BETAS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr")
-SCHEDULE = (*BETAS, "steps_offset", "prediction_type")
-"""Settings under which a denoiser was trained, which another scheduler must keep."""
-
 
 @dataclass
 class DDPOPipelineOutput:
@@ -285,19 +281,28 @@ def trainable_scheduler(scheduler: Any) -> Scheduler:
         return cast(Scheduler, scheduler)
     if is_a_flow:
         shift = config.get("shift", config.get("flow_shift", 1.0))
-        replacement = FlowMatchEulerDiscreteScheduler.from_config(config, shift=shift, stochastic_sampling=False)
+        replacement = _with_settings(FlowMatchEulerDiscreteScheduler, config, shift=shift, stochastic_sampling=False)
     elif "beta_schedule" in config:
-        # from_config drops settings that were never set, even where the defaults of the two kinds differ. By default
-        # DDIM would clip latents as if they were images.
-        schedule = {name: config[name] for name in SCHEDULE if name in config}
-        replacement = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False), **schedule)
+        clips = config.get("clip_sample", False)  # by default DDIM would clip latents as if they were images
+        ends = config.get("set_alpha_to_one", config.get("final_sigmas_type") != "sigma_min")
+        replacement = _with_settings(DDIMScheduler, config, clip_sample=clips, set_alpha_to_one=ends)
     else:
         raise ValueError(
             f"{kind} has no log-probabilities, and its settings have neither betas nor a flow for another scheduler. "
             "Set pipeline.scheduler to a DDIMScheduler or a FlowMatchEulerDiscreteScheduler."
         )
     warnings.warn(
-        f"The steps of {kind} have no log-probability: {type(replacement).__name__} with its settings takes its place.",
+        f"The steps of {kind} have no log-probability: {type(replacement).__name__} with its settings takes its place. "
+        "Sample with it after training too.",
         stacklevel=4,
     )
     return replacement
+
+
+def _with_settings(kind: Any, config: Mapping[str, Any], **settings: Any) -> Any:
+    """A scheduler with all settings of another's config that it knows.
+
+    `from_config` alone drops settings that were never set, even where the defaults of the two kinds differ.
+    """
+    known = {name: config[name] for name in inspect.signature(kind).parameters if name in config}
+    return kind.from_config(config, **known | settings)
