@@ -144,9 +144,9 @@ class _Recorder:
         """Records a step, and returns the latents from which the pipeline continues."""
         copies = [len(next(iter(arguments.values()))) // len(sample) for arguments, _ in self.calls]
         if copies not in ([1], [2], [1, 1]):
-            times = "1 time" if len(copies) == 1 else f"{len(copies)} times"
+            count = "1 time" if len(copies) == 1 else f"{len(copies)} times"
             raise ValueError(
-                f"{type(self.pipeline).__name__} called its {denoiser_name(self.pipeline)} {times} for one step, on "
+                f"{type(self.pipeline).__name__} called its {denoiser_name(self.pipeline)} {count} for one step, on "
                 f"{' and '.join(map(str, copies)) or 'no'} copies of the latents. DDPO can replay one copy, or one "
                 "with the prompt and one without. Switch off the other guidance."
             )
