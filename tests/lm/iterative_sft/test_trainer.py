@@ -1,10 +1,12 @@
 """Fine-tuning in steps: rows honoured as given, whole windows, statistics, saving and resuming."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tests.lm import tiny
 
 from trimtab_common.sealing import CheckpointError
@@ -294,6 +296,67 @@ def test_rows_that_cannot_be_learnt_are_refused(name: str):
     with pytest.raises(ValueError, match=message):
         sft.step(**rows)
     assert not tiny.moved(before, sft.model)
+
+
+ABC = tensors("abc")[0]
+LAST = len(tiny.VOCABULARY)
+BAD_IDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "floats": ({"input_ids": [ABC, ABC + 0.5]}, TypeError, r"input_ids\[1\] must be .* got a torch.float32 tensor"),
+    "truth values": ({"input_ids": [ABC > 0]}, TypeError, r"input_ids\[0\] must be .* got a torch.bool tensor"),
+    "a list": ({"input_ids": [[5, 6]]}, TypeError, r"input_ids\[0\] must be .* got list"),
+    "a text": ({"input_ids": ["abc"]}, TypeError, r"input_ids\[0\] is a text"),
+    "none": ({"input_ids": [ABC, ABC[:0].float()]}, ValueError, r"input_ids\[1\] is empty"),
+    "negative": ({"input_ids": [ABC, -ABC]}, ValueError, r"input_ids\[1\] holds token ids from -"),
+    "out of the vocabulary": ({"input_ids": [ABC * 0 + LAST]}, ValueError, f"vocabulary has 0 to {LAST - 1}"),
+    "labels out of it": ({"input_ids": [ABC], "labels": [ABC * 0 + LAST]}, ValueError, r"labels\[0\] holds token ids"),
+    "negative labels": (
+        {"input_ids": [ABC], "labels": [ABC * 0 - 1]},
+        ValueError,
+        r"labels\[0\] holds token ids from -1",
+    ),
+    "float labels": ({"input_ids": [ABC], "labels": [ABC / 1]}, TypeError, r"labels\[0\] must be"),
+    "other labels": ({"input_ids": [ABC], "labels": [ABC.flip(0)]}, ValueError, r"labels\[0\] has \d+ where input_ids"),
+    "a mask of weights": ({"input_ids": [ABC], "attention_mask": [ABC * 0 + 0.5]}, ValueError, "must hold 1"),
+    "a mask of zeros": (
+        {"input_ids": [ABC], "attention_mask": [ABC * 0]},
+        ValueError,
+        r"attention_mask\[0\] must hold",
+    ),
+    "a mask of two rows": ({"input_ids": [ABC], "attention_mask": [ABC[None] > 0]}, ValueError, r"shape \[1, 3\], its"),
+    "a mask as a list": (
+        {"input_ids": [ABC], "attention_mask": [[1, 1, 1]]},
+        TypeError,
+        r"attention_mask\[0\] must be",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_ids_are_checked_as_those_of_ppo(kind: str):
+    sft = trainer(getattr(tiny, kind)())
+    before = tiny.weights(sft.model)
+    for name, (rows, error, message) in BAD_IDS.items():
+        if kind == "t5" and name == "other labels":  # are the targets
+            continue
+        if kind == "t5":
+            rows = {"labels": [ABC] * len(rows["input_ids"])} | rows
+        with pytest.raises(error, match=message):
+            sft.step(**rows)
+    assert not tiny.moved(before, sft.model)
+    padded = {"attention_mask": [torch.tensor([0, 1, 1])], "labels": [torch.cat([torch.tensor([-100]), ABC[1:]])]}
+    assert sft.step([ABC.int()], **padded)["num_tokens"] == (1 if kind == "gpt2" else 2)
+
+
+def test_ids_reach_to_the_end_of_a_longer_embedding_and_texts_end_there():
+    longer, shorter = tiny.gpt2(), tiny.gpt2()
+    longer.resize_token_embeddings(LAST + 8)
+    shorter.resize_token_embeddings(LAST - 8)
+    trainer(longer).step([ABC * 0 + LAST + 7])
+    with pytest.raises(ValueError, match=rf"texts\[0\] holds token ids from .*0 to {LAST - 9}\."):
+        trainer(shorter).step(texts=["xyz"])
+    adapted = trainer(tiny.gpt2(), arguments={"peft_config": LoraConfig(target_modules=["wte", "c_attn"])})
+    with pytest.raises(ValueError, match=f"vocabulary has 0 to {LAST - 1}"):
+        adapted.step([ABC * 0 + LAST])
 
 
 @pytest.mark.parametrize("settings", [{"truncation_mode": "middle"}, {"max_length": 1}])

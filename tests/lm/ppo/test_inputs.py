@@ -51,6 +51,11 @@ BAD = {
         r"responses\[1\] must be a 1-D tensor of token ids, got a torch.int64 tensor of shape \[1, 3\].*squeeze",
     ),
     "response of floats": ({"responses": with_row(2, torch.ones(3))}, TypeError, r"responses\[2\] .*torch.float32"),
+    "response of truth values": (
+        {"responses": with_row(2, torch.ones(3) > 0)},
+        TypeError,
+        r"responses\[2\] .*torch.bool",
+    ),
     "query as a list": ({"queries": with_row(0, [5, 6])}, TypeError, r"queries\[0\] must be .* got list"),
     "empty response": ({"responses": with_row(3, EMPTY)}, ValueError, r"responses\[3\] is empty"),
     "empty query": ({"queries": with_row(2, EMPTY)}, ValueError, r"queries\[2\] is empty"),

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_lm.data.formats import RowFormat, columns_of, prepare_dataset, row_format
 from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
 from trimtab_lm.data.truncation import truncate_row
+from trimtab_lm.tokens.ids import check_ids, check_mask
 from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
@@ -26,6 +27,7 @@ def rows_of_tensors(
     config: IterativeSFTConfig,
     *,
     is_encoder_decoder: bool,
+    vocab_size: int,
     positions: Positions | None = None,
 ) -> Rows:
     """`input_ids` and `labels` of each row, less what the attention mask leaves out; see IterativeSFTTrainer.step."""
@@ -34,18 +36,27 @@ def rows_of_tensors(
     if is_encoder_decoder and labels is None:
         raise ValueError("An encoder-decoder model needs labels beside input_ids: what the decoder is to write.")
     _check_lists(input_ids, {"attention_mask": attention_mask, "labels": labels})
+    for i, ids in enumerate(input_ids):
+        if isinstance(ids, Tensor) and ids.dim() != 1:
+            raise ValueError(f"input_ids[{i}] has shape {list(ids.shape)}; a 1-D tensor of token ids is needed.")
+    check_ids("input_ids", input_ids, vocab_size)
+    if labels is not None:
+        check_ids("labels", labels, vocab_size, ignored=-100)
     rows = []
     for i, ids in enumerate(input_ids):
-        if ids.dim() != 1 or len(ids) == 0:
-            raise ValueError(f"input_ids[{i}] has shape {list(ids.shape)}; a 1-D tensor of token ids is needed.")
         row = {"input_ids": ids.tolist(), "labels": (ids if labels is None else labels[i]).tolist()}
-        if not is_encoder_decoder and len(row["labels"]) != len(ids):
+        if is_encoder_decoder:
+            row["labels"] = [label for label in row["labels"] if label != -100]
+        elif len(row["labels"]) != len(ids):
             raise ValueError(
                 f"labels[{i}] has {len(row['labels'])} tokens and input_ids[{i}] has {len(ids)}. A causal model's "
                 "labels stand on its tokens: give as many, -100 where a token does not count."
             )
         if attention_mask is not None:
-            row = _without_padding(row, attention_mask[i], i, is_encoder_decoder=is_encoder_decoder)
+            check_mask(f"attention_mask[{i}]", attention_mask[i], ids, of="row of input_ids")
+            row = _without_padding(row, attention_mask[i], is_encoder_decoder=is_encoder_decoder)
+        if not is_encoder_decoder:
+            _check_labels(row, i)
         rows.append(row)
     return _cut(rows, config, is_encoder_decoder=is_encoder_decoder, positions=positions)
 
@@ -57,6 +68,7 @@ def rows_of_texts(
     config: IterativeSFTConfig,
     *,
     is_encoder_decoder: bool,
+    vocab_size: int,
     positions: Positions | None = None,
 ) -> Rows:
     """`input_ids` and `labels` of each text; see IterativeSFTTrainer.step."""
@@ -75,6 +87,7 @@ def rows_of_texts(
             rows.append(encode_seq2seq(tokenizer, text, target))
         else:
             rows.append(_learning(tokenizer, text, target, i))
+    check_ids("texts", [torch.tensor(row["input_ids"]) for row in rows], vocab_size)
     return _cut(rows, config, is_encoder_decoder=is_encoder_decoder, positions=positions)
 
 
@@ -84,13 +97,15 @@ def tokenize_dataset(
     config: IterativeSFTConfig,
     *,
     is_encoder_decoder: bool,
+    vocab_size: int,
     positions: Positions | None = None,
 ) -> Any:
     """A data set as `input_ids` and `labels`; None stays None."""
     if dataset is None:
         return None
     kind = row_format(columns_of(dataset), FORMATS, needed_for="IterativeSFT")
-    options: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "positions": positions}
+    facts: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "positions": positions}
+    options = facts | {"vocab_size": vocab_size}
 
     def encode(row: Mapping[str, Any]) -> dict[str, list[int]]:
         if kind == RowFormat.TOKENIZED:
@@ -99,11 +114,11 @@ def tokenize_dataset(
         if kind == RowFormat.TEXT:
             return rows_of_texts([row["text"]], None, tokenizer, config, **options)[0]
         if is_encoder_decoder:
-            return _cut([encode_seq2seq(tokenizer, row["prompt"], row["completion"])], config, **options)[0]
+            return _cut([encode_seq2seq(tokenizer, row["prompt"], row["completion"])], config, **facts)[0]
         encoded = encode_prompt_completion(tokenizer, row["prompt"], row["completion"])
         pairs = zip(encoded["input_ids"], encoded["completion_mask"], strict=True)
         row = {"input_ids": encoded["input_ids"], "labels": [token if one else -100 for token, one in pairs]}
-        return _cut([row], config, **options)[0]
+        return _cut([row], config, **facts)[0]
 
     return prepare_dataset(dataset, encode, desc="tokenizing")
 
@@ -119,14 +134,17 @@ def _check_lists(rows: Sequence[Any], others: Mapping[str, Sequence[Any] | None]
             raise ValueError(f"step() got {len(rows)} rows and {len(other)} of {name}. Give one for each row.")
 
 
-def _without_padding(
-    row: dict[str, list[int]], mask: Tensor, i: int, *, is_encoder_decoder: bool
-) -> dict[str, list[int]]:
-    if len(mask) != len(row["input_ids"]) or not bool(mask.any()):
-        raise ValueError(
-            f"attention_mask[{i}] has {len(mask)} places, {int(mask.sum())} of them 1, for {len(row['input_ids'])} "
-            "tokens. Give one place for each token, and at least one of them 1."
-        )
+def _check_labels(row: dict[str, list[int]], i: int) -> None:
+    """Raise ValueError for a causal model's label that is neither -100 nor its token."""
+    for label, token in zip(row["labels"], row["input_ids"], strict=True):
+        if label not in (-100, token):
+            raise ValueError(
+                f"labels[{i}] has {label} where input_ids[{i}] has {token}. A causal model's labels are the tokens "
+                "themselves, in their places, and -100 where a token does not count."
+            )
+
+
+def _without_padding(row: dict[str, list[int]], mask: Tensor, *, is_encoder_decoder: bool) -> dict[str, list[int]]:
     kept = mask.bool().tolist()
     names = ("input_ids",) if is_encoder_decoder else ("input_ids", "labels")
     return row | {name: [token for token, one in zip(row[name], kept, strict=True) if one] for name in names}

@@ -23,6 +23,7 @@ from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.sft.loss import token_nll
+from trimtab_lm.tokens.ids import vocabulary_size
 from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
@@ -73,6 +74,7 @@ class IterativeSFTTrainer(StepServices):
         self.model_facts: dict[str, Any] = {
             "is_encoder_decoder": self.is_encoder_decoder,
             "positions": Positions.of(self.model),
+            "vocab_size": vocabulary_size(self.model),
         }
         if data_collator is None:
             pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
@@ -114,8 +116,9 @@ class IterativeSFTTrainer(StepServices):
             `global_step` and `num_tokens`, over all processes.
 
         Raises:
-            ValueError: rows do not fit together, hold nothing to learn or are longer than the model's positions, or
-                max_steps is reached.
+            TypeError: a row is no tensor of token ids.
+            ValueError: rows do not fit together, hold ids that the model does not know or nothing to learn, or are
+                longer than the model's positions, or max_steps is reached.
         """
         if texts is not None:
             rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, **self.model_facts)

@@ -11,6 +11,7 @@ from trimtab_common.stats import total_over_ranks
 from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.rollout import RolloutBackend
+from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
 from trimtab_lm.tokens.positions import Positions
 
 from .samples import Samples
@@ -68,14 +69,15 @@ def check_step(
                 f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
                 "batch, or make the config with the batch_size that you use."
             )
-    vocab_size = model.pretrained_model.get_input_embeddings().num_embeddings
+    vocab_size = vocabulary_size(model.pretrained_model)
     for name, column in {"queries": queries, "responses": responses}.items():
-        _check_ids(name, column, vocab_size)
+        check_ids(name, column, vocab_size)
     _check_room(queries, responses, model)
     if is_first and decoder_start is None and response_masks is None:
         _check_no_prompt(queries, responses)
     if response_masks is not None:
-        _check_masks(response_masks, responses)
+        for i, mask in enumerate(response_masks):
+            check_mask(f"response_masks[{i}]", mask, responses[i], of="response")
     if response_rewards is not None:
         _check_rewards(response_rewards, response_masks or [torch.ones_like(row) for row in responses])
     tokens = [mask.sum() for mask in response_masks] if response_masks else [len(row) for row in responses]
@@ -138,32 +140,6 @@ def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], col
         )
 
 
-def _check_ids(name: str, column: Sequence[Any], vocab_size: int) -> None:
-    for i, row in enumerate(column):
-        if isinstance(row, str):
-            raise TypeError(
-                f"{name}[{i}] is a text, and token ids are needed. Tokenize it: tokenizer(text, "
-                "return_tensors='pt').input_ids[0]; responses come from generate(..., return_prompt=False)."
-            )
-        if not isinstance(row, Tensor) or row.dim() != 1 or row.is_floating_point():
-            is_tensor = isinstance(row, Tensor)
-            came = f"a {row.dtype} tensor of shape {list(row.shape)}" if is_tensor else type(row).__name__
-            raise TypeError(
-                f"{name}[{i}] must be a 1-D tensor of token ids, got {came}. Use tensor.squeeze(0) for [1, T]."
-            )
-        if len(row) == 0:
-            raise ValueError(
-                f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token)."
-            )
-    ids = torch.cat(list(column))
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        i = next(i for i, row in enumerate(column) if int(row.min()) < 0 or int(row.max()) >= vocab_size)
-        raise ValueError(
-            f"{name}[{i}] holds token ids from {int(column[i].min())} to {int(column[i].max())}, the model's "
-            f"vocabulary has 0 to {vocab_size - 1}. Use the model's own tokenizer, and cut padding off."
-        )
-
-
 def _check_room(queries: Sequence[Tensor], responses: Sequence[Tensor], model: PreTrainedModelWrapper) -> None:
     positions = Positions.of(model.pretrained_model)
     remedy = "Shorten the query, or sample fewer tokens (max_new_tokens)."
@@ -191,27 +167,9 @@ def _check_no_prompt(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> 
         )
 
 
-def _check_tensor(name: str, row: object, of: str) -> None:
-    if not isinstance(row, Tensor) or row.is_complex():
-        came = "a complex tensor" if isinstance(row, Tensor) else type(row).__name__
-        raise TypeError(f"{name} must be a 1-D tensor of {of}, got {came}. Use torch.tensor(row).")
-
-
-def _check_masks(response_masks: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
-    for i, (mask, response) in enumerate(zip(response_masks, responses, strict=True)):
-        _check_tensor(f"response_masks[{i}]", mask, "ones and zeros")
-        if mask.shape != response.shape:
-            raise ValueError(
-                f"response_masks[{i}] has shape {list(mask.shape)}, its response has {list(response.shape)}: "
-                "give a 1 or 0 for each response token."
-            )
-        if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
-            raise ValueError(f"response_masks[{i}] must hold 1 (counts) and 0 (does not), and a 1 at least.")
-
-
 def _check_rewards(response_rewards: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     for i, (rewards, mask) in enumerate(zip(response_rewards, masks, strict=True)):
-        _check_tensor(f"response_rewards[{i}]", rewards, "numbers")
+        check_tensor(f"response_rewards[{i}]", rewards, "numbers")
         if rewards.shape != mask.shape:
             raise ValueError(
                 f"response_rewards[{i}] has shape {list(rewards.shape)}, its response has {list(mask.shape)}: give a "

@@ -1,0 +1,83 @@
+"""The checks of token ids and masks that callers pass to a step."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trimtab_lm.models.interface import Model
+
+
+def vocabulary_size(model: Model) -> int:
+    """The number of token ids that a model can read: the rows of its embedding, also beneath an adapter."""
+    table = cast(Any, model).get_input_embeddings()
+    return int(getattr(table, "base_layer", table).num_embeddings)
+
+
+def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int | None = None) -> None:
+    """Checks the rows of a list.
+
+    Args:
+        name: of the list, for the errors.
+        column: its rows.
+        vocab_size: ids are below it.
+        ignored: an id that is allowed too, such as -100 in labels.
+
+    Raises:
+        TypeError: a row is no 1-D tensor of integers.
+        ValueError: a row is empty, or holds an id that is out of the vocabulary.
+    """
+    for i, row in enumerate(column):
+        if isinstance(row, str):
+            raise TypeError(
+                f"{name}[{i}] is a text, and token ids are needed. Tokenize it: tokenizer(text, "
+                "return_tensors='pt').input_ids[0]; responses come from generate(..., return_prompt=False)."
+            )
+        if isinstance(row, Tensor) and row.shape == (0,):
+            raise ValueError(
+                f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token)."
+            )
+        if (
+            not isinstance(row, Tensor)
+            or row.dim() != 1
+            or row.is_floating_point()
+            or row.is_complex()
+            or row.dtype == torch.bool
+        ):
+            is_tensor = isinstance(row, Tensor)
+            came = f"a {row.dtype} tensor of shape {list(row.shape)}" if is_tensor else type(row).__name__
+            raise TypeError(
+                f"{name}[{i}] must be a 1-D tensor of token ids, got {came}. Use tensor.squeeze(0) for [1, T]."
+            )
+
+    def wrong(ids: Tensor) -> bool:
+        known = ids if ignored is None else ids[ids != ignored]
+        return len(known) > 0 and (int(known.min()) < 0 or int(known.max()) >= vocab_size)
+
+    if wrong(torch.cat(list(column))):
+        i = next(i for i, row in enumerate(column) if wrong(row))
+        raise ValueError(
+            f"{name}[{i}] holds token ids from {int(column[i].min())} to {int(column[i].max())}, the model's "
+            f"vocabulary has 0 to {vocab_size - 1}. Use the model's own tokenizer, and cut padding off."
+        )
+
+
+def check_tensor(name: str, row: object, of: str) -> Tensor:
+    """Returns `row`; TypeError unless it is a tensor of real numbers, which `of` names."""
+    if not isinstance(row, Tensor) or row.is_complex():
+        came = "a complex tensor" if isinstance(row, Tensor) else type(row).__name__
+        raise TypeError(f"{name} must be a 1-D tensor of {of}, got {came}. Use torch.tensor(row).")
+    return row
+
+
+def check_mask(name: str, mask: object, row: Tensor, *, of: str) -> None:
+    """TypeError or ValueError unless each token of `row`, whose name is `of`, has a 1 or 0, and one has a 1."""
+    mask = check_tensor(name, mask, "ones and zeros")
+    if mask.shape != row.shape:
+        raise ValueError(
+            f"{name} has shape {list(mask.shape)}, its {of} has {list(row.shape)}: give one place for each token, 1 or "
+            "0."
+        )
+    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
+        raise ValueError(f"{name} must hold 1 (counts) and 0 (does not), and a 1 at least.")
