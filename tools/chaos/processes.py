@@ -125,7 +125,7 @@ class _Saves:
         except FileNotFoundError:
             return ""
         for name in names:
-            if name.endswith(".partial") or (self.root / name / ".unfinished").exists():
+            if name.endswith(".partial"):
                 return name
         return ""
 

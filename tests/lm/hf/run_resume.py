@@ -18,9 +18,9 @@ import torch
 from datasets import Dataset
 from tests.lm import tiny
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 
 from trimtab_common import set_seed
-from trimtab_common.sealing import latest_checkpoint
 from trimtab_lm import (
     DPOConfig,
     DPOTrainer,
@@ -133,12 +133,12 @@ class Dies(TrainerCallback):
 def session(folder: Path, name: str, kill: int) -> None:
     trainer = make(name, folder)
     set_seed(os.getpid())  # a resumed session must not depend on how its process began
-    resumes = folder.exists() and latest_checkpoint(folder) is not None
-    if not resumes:
+    newest = get_last_checkpoint(str(folder)) if folder.exists() else None  # as most programs find it
+    if newest is None:
         set_seed(11)
     if kill:
         trainer.add_callback(Dies(kill))
-    run(trainer, resume=resumes)
+    run(trainer, resume=newest)
     torch.save(trainer.model.state_dict(), folder / "final.pt")
     history = [
         {name: value for name, value in line.items() if "time" not in name and "per_second" not in name}

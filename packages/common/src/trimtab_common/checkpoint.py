@@ -8,8 +8,7 @@
         rank-<index>.pt      what differs between processes, the state of every random generator included
         ...                  whatever `extra_files` writes, such as a model that other libraries load
 
-A checkpoint is written to a hidden sibling, flushed to the disk, and then renamed: a folder named
-checkpoint-<step> is complete. One run writes to one root, on a file system that all its processes share.
+One run writes to one root, on a file system that all its processes share.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from trimtab_common.sealing import (
     rotate,
     save_error,
     seal,
+    unfinished,
     verify_files,
 )
 from trimtab_common.seeding import load_rng_state, rng_state
@@ -137,7 +137,8 @@ def save_checkpoint(
     root = Path(root)
     if run is not None:
         run.claim(root)
-    final, partial = root / f"checkpoint-{step}", root / f".checkpoint-{step}.partial"
+    final = root / f"checkpoint-{step}"
+    partial = unfinished(final)
     rank_tree = {"rng": rng_state(), "state": dict(rank_state or {})}
     tied = _tied_parts(weights)
     distinct = {name: weight for name, weight in weights.items() if name not in tied}

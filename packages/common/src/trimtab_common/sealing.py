@@ -4,12 +4,14 @@
         manifest.json   written last: format, step, run, and size and SHA-256 of every other file
         ...             the files of the checkpoint
 
-A checkpoint with a manifest is sealed. `latest_checkpoint` returns sealed checkpoints only, and `verify` proves that a
-sealed checkpoint is the one that was written.
+A checkpoint with a manifest is sealed. It is written under another name (`unfinished`), sealed, and then renamed, so
+that a folder named checkpoint-<step> is complete. `latest_checkpoint` returns sealed checkpoints only, and `verify`
+proves that a sealed checkpoint is the one that was written. A checkpoint may be a link to a folder.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -20,6 +22,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -27,11 +30,11 @@ from safetensors import SafetensorError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-UNFINISHED = ".unfinished"
-"""The file that marks a folder as a save that has not ended, where the folder has its final name from the start."""
 
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
-_SET_ASIDE = re.compile(r"\.checkpoint-(\d+)\.replaced")
+_HIDDEN = "[._]checkpoint-*"
+"""A checkpoint that is written, replaced or removed: uploads of transformers.Trainer leave out what begins with _."""
+_SET_ASIDE = re.compile(r"[._]checkpoint-(\d+)\.replaced")
 
 
 class CheckpointError(RuntimeError):
@@ -72,11 +75,12 @@ def save_error(folder: Path, error: BaseException, *, needed: int) -> SaveError:
     with suppress(OSError):  # a folder that cannot be written to cannot be cleaned either
         clean(root)
     place = next(parent for parent in folder.resolve().parents if parent.is_dir())
-    newest = latest_checkpoint(root)
+    newest, free = latest_checkpoint(root), free_bytes(place)
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    room = "an unknown number of" if free is None else free
+    whole = f"The last complete checkpoint is {newest}" if newest else "No checkpoint is complete"
     return SaveError(
-        f"{folder} is not saved: {reason}. It needs about {needed} bytes; at {place} {shutil.disk_usage(place).free} "
-        f"bytes are free. {f'The last complete checkpoint is {newest}' if newest else 'No checkpoint is complete'}. "
+        f"{folder} is not saved: {reason}. It needs about {needed} bytes; at {place} {room} bytes are free. {whole}. "
         "Make room, or give back the folder and the right to write to it; then resume."
     )
 
@@ -102,9 +106,9 @@ def warn_unsaved(error: SaveError, on_save_error: OnSaveError) -> None:
 
 
 def checkpoints(root: str | Path) -> dict[int, Path]:
-    """The folders named checkpoint-<step> under `root` by their step, in ascending order, sealed or not."""
+    """The folders named checkpoint-<step> under `root`, and links, by their step in ascending order, sealed or not."""
     named = [(_COMPLETE.fullmatch(folder.name), folder) for folder in Path(root).glob("checkpoint-*")]
-    steps = {int(match[1]): folder for match, folder in named if match and folder.is_dir()}
+    steps = {int(match[1]): folder for match, folder in named if match and (folder.is_dir() or folder.is_symlink())}
     return dict(sorted(steps.items()))
 
 
@@ -115,7 +119,7 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     not read: `verify` does that.
     """
     candidates = checkpoints(root)
-    for folder in Path(root).glob(".checkpoint-*.replaced"):
+    for folder in Path(root).glob(f"{_HIDDEN}.replaced"):
         if match := _SET_ASIDE.fullmatch(folder.name):  # killed between the two renames of `publish`
             step = int(match[1])
             if step not in candidates or not is_complete(candidates[step]):
@@ -139,7 +143,7 @@ def seal(folder: Path, facts: Mapping[str, object], *, required: Collection[str]
     Raises:
         CheckpointError: a required file is missing.
     """
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in (MANIFEST, UNFINISHED))
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != MANIFEST)
     if missing := set(required) - {file.name for file in files}:
         raise CheckpointError(
             f"{folder}: {', '.join(sorted(missing))} did not arrive from the other processes. "
@@ -156,8 +160,12 @@ def seal(folder: Path, facts: Mapping[str, object], *, required: Collection[str]
     for entry in [*files, partial, *folders]:
         _fsync(entry)
     os.rename(partial, folder / MANIFEST)
-    (folder / UNFINISHED).unlink(missing_ok=True)
     _fsync(folder)
+
+
+def unfinished(final: Path) -> Path:
+    """Where a checkpoint is written until `publish` gives it its name."""
+    return final.with_name(f"_{final.name}.partial")
 
 
 def verify(path: str | Path, *, unread: Collection[str] = ()) -> dict[str, Any]:
@@ -196,27 +204,26 @@ def _damage(folder: Path) -> str | None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Gives a sealed folder its name; a folder that has the name is set aside until then."""
-    aside = set_aside(final)
+    """Gives a sealed folder its name. A checkpoint that has the name is removed then, any other folder renamed."""
+    aside = final.with_name(f"_{final.name}.replaced")
+    if (final / MANIFEST).exists():
+        os.rename(final, aside)
+    elif os.path.lexists(final):
+        keep_under_other_name(final)
     os.rename(partial, final)
-    _fsync(final.parent)
-    if aside is not None:
+    if error := _fsync(final.parent):
+        warn_once(
+            f"The file system of {final.parent} does not flush folders ({error.strerror}): a loss of power may "
+            "cost the newest checkpoint."
+        )
+    if os.path.lexists(aside):
         remove(aside)
-
-
-def set_aside(final: Path) -> Path | None:
-    """Renames a checkpoint that is about to be replaced, and returns its hidden name; None if there is none."""
-    if not final.exists():
-        return None
-    aside = final.with_name(f".{final.name}.replaced")
-    os.rename(final, aside)
-    return aside
 
 
 def keep_under_other_name(folder: Path) -> Path:
     """Renames checkpoint-<step> to replaced-<number>-checkpoint-<step>, the first free one, and returns that."""
     names = (folder.with_name(f"replaced-{number}-{folder.name}") for number in itertools.count(1))
-    return folder.rename(next(name for name in names if not name.exists()))
+    return folder.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 def rotate(root: Path, newest: Path, keep: int, protected: Collection[Path] = ()) -> None:
@@ -233,26 +240,30 @@ def rotate(root: Path, newest: Path, keep: int, protected: Collection[Path] = ()
 
 def remove(folder: Path) -> None:
     """Removes a checkpoint; a kill meanwhile leaves no folder that looks complete."""
-    doomed = folder.with_name(f".{folder.name.lstrip('.')}.removed")
+    doomed = folder.with_name(f"_{folder.name.lstrip('_.')}.removed")
     os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
 
 
 def clean(root: Path) -> None:
     """Finishes what a killed run left: removes unfinished folders, restores one whose replacement never came."""
-    for folder in checkpoints(root).values():
-        is_empty = next(folder.iterdir(), None) is None  # killed before the mark was set
-        if is_empty or ((folder / UNFINISHED).exists() and not (folder / MANIFEST).exists()):
-            shutil.rmtree(folder)
-    for folder in root.glob(".checkpoint-*"):
+    for folder in root.glob(_HIDDEN):
         if folder.name.endswith((".partial", ".removed")):
-            shutil.rmtree(folder)
+            _delete(folder)
         elif match := _SET_ASIDE.fullmatch(folder.name):
             final = root / f"checkpoint-{match[1]}"
-            if final.exists():
-                shutil.rmtree(folder)
+            if os.path.lexists(final):
+                _delete(folder)
             else:
                 os.rename(folder, final)
+
+
+def _delete(folder: Path) -> None:
+    """Deletes a folder, or a link, whose target stays."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -309,12 +320,34 @@ def _sha256_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _fsync(path: Path) -> OSError | None:
+    """Flushes a file or folder to the disk; returns the error where the file system does not flush folders, or any."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not (path.is_dir() or error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)):
+            raise
+        return error
+    return None
+
+
+def free_bytes(folder: Path) -> int | None:
+    """How many bytes are free on the disk of a folder; None where its file system does not tell."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    return usage.free if usage.total else None
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Warns, at the first call with this text."""
+    warnings.warn(text, stacklevel=3)
 
 
 def main(paths: Sequence[str]) -> None:

@@ -47,11 +47,8 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
     - statistics as means over all that was recorded, in the log and in the metrics,
     - an error before a loss that is not finite moves a weight,
     - dropout off until the end of backward, for trainers that ask for it,
-    - checkpoints that are sealed, belong to one run, and are verified before they are resumed.
-
-    A checkpoint counts once it is sealed. `resume_from_checkpoint=True` resumes the last one that counts, of a run with
-    the same settings, data and model (or `resume_with_changes=True`). A folder holds the checkpoints of one run.
-    `save_total_limit` removes an old one after the new one counts. A finished run that is resumed trains nothing.
+    - sealed checkpoints of one run in a folder: `resume_from_checkpoint=True` resumes the newest, with the same
+      settings, data and model (or `resume_with_changes=True`). A finished run that is resumed trains nothing.
     """
 
     model: Model
@@ -385,13 +382,15 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         return self.train_dataset
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self.checkpoints.refusable():
+        with self.checkpoints.saving():
             super()._save_checkpoint(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        super()._push_from_checkpoint(str(self.checkpoints.publish() or checkpoint_folder))
 
     @phase("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that `from_pretrained` loads it; for a checkpoint, open its folder first."""
-        if is_checkpoint := _internal_call and output_dir is not None:
-            self.checkpoints.begin_save(Path(str(output_dir)))
+        is_checkpoint = _internal_call and self.checkpoints.begin_save(output_dir)
         with nullcontext() if is_checkpoint else full_state_dicts(self.accelerator):
             super().save_model(output_dir, _internal_call)

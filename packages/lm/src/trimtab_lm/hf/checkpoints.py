@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,19 +16,19 @@ from trimtab_common.checkpoint import bytes_of
 from trimtab_common.locks import free, hold
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import (
-    MANIFEST,
-    UNFINISHED,
     CheckpointError,
     SaveError,
     clean,
+    free_bytes,
     is_of_files,
-    keep_under_other_name,
     latest_checkpoint,
+    publish,
     rotate,
     save_error,
     seal,
-    set_aside,
+    unfinished,
     verify,
+    warn_once,
     warn_unsaved,
 )
 from trimtab_common.shards import refuse_code
@@ -52,20 +51,23 @@ WITHOUT_EFFECT = (
 """Settings that a resumed run may change. A longer run (`max_steps`, `num_train_epochs`) is one of them."""
 
 
+STATE = "trainer_state.json"
+"""The file in which transformers.Trainer keeps how far a run has come."""
+
 HELD = ("learning_rate", "weight_decay", "adam_*")
 """Settings whose values the optimizer brings along from a checkpoint."""
 
 
 class Checkpoints(TrainerCallback):
-    """The checkpoints of a run: begun when the Trainer starts to save, sealed and rotated when it has saved."""
+    """The checkpoints of a run: what the Trainer saves under another name is sealed, renamed and rotated."""
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.accelerator = trainer, trainer.accelerator
         self.run: RunRecord | None = None
         self.keep: int | None = None
-        self._saving: Path | None = None
-        self._best_before: str | None = None
-        self._is_sealed = False
+        self._output_dir = Path()
+        self._staging: Path | None = None  # stands in for output_dir while a checkpoint is written
+        self._saving: Path | None = None  # its folder, by the name that it gets
         self._is_finished = False
 
     def begin_run(self, args: Any, record: RunRecord, *, is_trial: bool) -> None:
@@ -116,29 +118,65 @@ class Checkpoints(TrainerCallback):
         saved = RunRecord(**manifest["run"]) if "run" in manifest else None
         return record.continued(folder, saved, accepts_changes=args.resume_with_changes, held=HELD), str(folder)
 
-    def begin_save(self, folder: Path) -> None:
-        """Open the folder of a checkpoint, marked as unfinished; one of the same name is set aside. Collective.
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around what saves a checkpoint: Trainer writes it under another name, and `publish` gives it its own.
+
+        Explains where the file system refuses, or warns if the run is to go on. What begins a save fails in all
+        processes. What fails later, when the disk fills up while it is written, fails in one; with several processes
+        the run then ends, whatever `on_save_error` says.
+
+        Raises:
+            SaveError: in place of the error of the file system. What is unfinished of the checkpoint is removed.
+        """
+        args, state, best_before = self.trainer.args, self.trainer.state, self.trainer.state.best_model_checkpoint
+        self._output_dir = Path(str(args.output_dir))
+        self._staging = unfinished(self._output_dir / f"checkpoint-{state.global_step}")
+        args.output_dir = str(self._staging)  # from where Trainer takes the checkpoint's folder
+        try:
+            yield
+            self.publish()
+        except Exception as error:
+            folder = self._saving
+            if folder is None or not (isinstance(error, SaveError) or is_of_files(error)):
+                raise
+            refused = error if isinstance(error, SaveError) else save_error(folder, error, needed=self._needed_bytes())
+            is_alone = refused is not error and self.accelerator.num_processes > 1
+            warn_unsaved(refused, "raise" if is_alone else cast(TrainerConfig, args).on_save_error)
+            state.best_model_checkpoint = best_before
+        finally:
+            args.output_dir, self._staging, self._saving = str(self._output_dir), None, None
+
+    def begin_save(self, output_dir: str | None) -> bool:
+        """Open the folder in which `saving` has a checkpoint written. Collective.
+
+        Returns:
+            Whether a checkpoint is being written.
 
         Raises:
             SaveError: in every process, if the folder cannot be opened or its disk has too little room.
         """
+        if self._staging is None or output_dir is None:
+            return False
         assert self.run is not None
+        written, args, root = Path(output_dir), self.trainer.args, self._output_dir
+        args.output_dir = str(root)  # what the files and the uploads name
+        folder = self._saving = root / written.relative_to(self._staging)
         self.run.claim(folder.parent)
-        self._saving, self._best_before = folder, self.trainer.state.best_model_checkpoint
         needed = self._needed_bytes()
         self.accelerator.wait_for_everyone()  # no process reads the folder while another changes it
 
         def open_folder() -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             hold(folder.parent, self)
-            clean(folder.parent)
-            if (folder / MANIFEST).exists():
-                set_aside(folder)
-            elif folder.exists():  # somebody else's
-                keep_under_other_name(folder)
-            folder.mkdir()
-            (folder / UNFINISHED).touch()
-            if shutil.disk_usage(folder).free < needed:
+            for place in {root, folder.parent}:
+                clean(place)
+            written.mkdir(parents=True)
+            if (free := free_bytes(written)) is None:
+                warn_once(
+                    f"The file system of {root} does not tell how much room it has: nothing is checked before a save."
+                )
+            elif free < needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         def open_or_explain() -> None:
@@ -147,7 +185,37 @@ class Checkpoints(TrainerCallback):
             except OSError as error:
                 raise save_error(folder, error, needed=needed) from error
 
-        everywhere(open_or_explain if self.trainer.args.should_save else lambda: None)
+        everywhere(open_or_explain if args.should_save else lambda: None)
+        return True
+
+    def publish(self) -> Path | None:
+        """Seal the checkpoint, give it its name, then remove what save_total_limit leaves no room for. Collective.
+
+        Returns:
+            The checkpoint's folder; None if there is none that is being written.
+        """
+        folder, staging, args, state = self._saving, self._staging, self.trainer.args, self.trainer.state
+        if folder is None or staging is None:
+            return None
+        assert self.run is not None
+        self.accelerator.wait_for_everyone()  # all have written their files
+        best = folder.with_name(f"checkpoint-{state.best_global_step}")
+        if is_new := bool(state.best_global_step) and (best == folder or best.is_dir()):
+            is_new, state.best_model_checkpoint = state.best_model_checkpoint != str(best), str(best)
+        if args.should_save:
+            written = staging / folder.relative_to(self._output_dir)
+            if is_new:
+                state.save_to_json(str(written / STATE))
+            facts = {"resumable": not args.save_only_model, "run": self.run.as_dict()}
+            seal(written, {"step": state.global_step, **facts})
+            publish(written, folder)
+            clean(self._output_dir)
+            if self.keep is not None and self.keep > 0:
+                protected = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
+                rotate(folder.parent, folder, self.keep, protected=protected)
+        self.accelerator.wait_for_everyone()
+        self._staging = self._saving = None
+        return folder
 
     def _hold(self, args: TrainingArguments) -> None:
         """Keep other runs out of output_dir, if this process writes there; see `trimtab_common.locks`."""
@@ -161,59 +229,6 @@ class Checkpoints(TrainerCallback):
         weights = [weight for weight in model.parameters() if weight.requires_grad or not isinstance(model, PeftModel)]
         moments = {} if self.trainer.args.save_only_model or optimizer is None else optimizer.state
         return bytes_of(weights) + bytes_of(moments)
-
-    @contextmanager
-    def refusable(self) -> Iterator[None]:
-        """Around what saves a checkpoint: explains where the file system refuses, or warns if the run is to go on.
-
-        What begins a save fails in all processes. What fails later, when the disk fills up while it is written, fails
-        in one; with several processes the run then ends, whatever `on_save_error` says.
-
-        Raises:
-            SaveError: in place of the error of the file system. What is unfinished of the checkpoint is removed.
-        """
-        try:
-            yield
-        except Exception as error:
-            folder, self._saving, self._is_sealed = self._saving, None, False
-            if folder is None or not (isinstance(error, SaveError) or is_of_files(error)):
-                raise
-            refused = error if isinstance(error, SaveError) else save_error(folder, error, needed=self._needed_bytes())
-            is_alone = refused is not error and self.accelerator.num_processes > 1
-            warn_unsaved(refused, "raise" if is_alone else cast(TrainerConfig, self.trainer.args).on_save_error)
-            self.trainer.state.best_model_checkpoint = self._best_before
-
-    def on_push_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Seal the checkpoint that the main process uploads next. Collective: the others have come to `on_save`."""
-        if self._saving is not None:
-            self._seal(args, self._saving)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Seal the checkpoint, then remove what save_total_limit leaves no room for. Collective."""
-        if self._saving is None:  # the file system refused it
-            return
-        folder = self._saving
-        with self.refusable():
-            if not self._is_sealed:
-                self._seal(args, folder)
-            if args.should_save:
-                clean(folder.parent)
-                if self.keep is not None and self.keep > 0:
-                    best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
-                    rotate(folder.parent, folder, self.keep, protected=best)
-            self.accelerator.wait_for_everyone()
-        self._saving, self._is_sealed = None, False
-
-    def _seal(self, args: TrainingArguments, folder: Path) -> None:
-        """Seal a checkpoint once all processes have written their files. Collective."""
-        assert self.run is not None
-        self.accelerator.wait_for_everyone()
-        if args.should_save:
-            step = int(folder.name.rpartition("-")[2])
-            seal(folder, {"step": step, "resumable": not args.save_only_model, "run": self.run.as_dict()})
-        self._is_sealed = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

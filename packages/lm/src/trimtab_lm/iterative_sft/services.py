@@ -16,6 +16,7 @@ from transformers.integrations.deepspeed import deepspeed_init
 from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 
+from trimtab_lm.hf.checkpoints import STATE
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
 from trimtab_lm.hf.models import load_weights
@@ -23,7 +24,7 @@ from trimtab_lm.models.interface import Model, base_of
 
 from .config import IterativeSFTConfig
 
-PROGRESS, STATE, SCHEDULE = "iterative_sft.json", "trainer_state.json", "scheduler.pt"
+PROGRESS, SCHEDULE = "iterative_sft.json", "scheduler.pt"
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
 
 
@@ -119,8 +120,7 @@ class StepServices(LabelTrainer[IterativeSFTConfig]):
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_best
         if self.control.should_save:
-            with self.checkpoints.refusable():
-                self.save_checkpoint()
+            self.save_checkpoint()
 
     def _note_best(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is the best so far; a schedule that waits for a plateau hears of it too."""
@@ -141,11 +141,14 @@ class StepServices(LabelTrainer[IterativeSFTConfig]):
 
     def save_checkpoint(self) -> None:
         """Saves checkpoint-<updates> in output_dir: the model, the progress and all else that the next update needs."""
-        folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
+        with self.checkpoints.saving():
+            self._write_checkpoint(Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}"))
+        self._notify("on_save")
+        if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+            self.push_to_hub(f"Updates done: {self.state.global_step}", blocking=False)
+
+    def _write_checkpoint(self, folder: Path) -> None:
         self.save_model(str(folder), _internal_call=True)
-        best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
-        if self.state.best_global_step and best.is_dir():
-            self.state.best_model_checkpoint = str(best)
         if not self.args.save_only_model:
             without_weights = self.accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.clear())
             self.accelerator.save_state(str(folder))
@@ -155,9 +158,6 @@ class StepServices(LabelTrainer[IterativeSFTConfig]):
         if self.args.should_save:
             self.state.save_to_json(str(folder / STATE))
             (folder / PROGRESS).write_text(json.dumps(asdict(self.progress)))
-        self._notify("on_save")
-        if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
-            self.push_to_hub(f"Updates done: {self.state.global_step}", blocking=False)
 
     def load_state(self, folder: Path) -> None:
         """Puts the run where `save_checkpoint` left it."""
