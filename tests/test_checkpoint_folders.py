@@ -1,4 +1,4 @@
-"""What happens in a folder of checkpoints: links, file systems that lack something."""
+"""What happens in a folder of checkpoints: a run that goes back, links, file systems that lack something."""
 
 import errno
 import os
@@ -13,19 +13,27 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tools.chaos import works
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers.trainer_utils import get_last_checkpoint
 
 from trimtab_common import checkpoint as saved_by_us
+from trimtab_common import run as runs_of_ours
 from trimtab_common.checkpoint import load_checkpoint, save_checkpoint
 from trimtab_common.sealing import SaveError, checkpoints, free_bytes, is_complete, latest_checkpoint, warn_once
 from trimtab_lm.hf import checkpoints as runs_of_transformers
 
 LONG = ("ppo", "ddpo", "ddpo_step", "dpo", "reward", "grpo", "iterative_sft")
 ONE = ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo_step", *LONG))]
+EVERY = ["ppo_step", "sft", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_was_warned_of() -> None:
     warn_once.cache_clear()
+
+
+class Killed(Exception):
+    """Ends a run after an update."""
 
 
 def run_that_keeps_all(name: str, folder: Path) -> list[Path]:
@@ -35,6 +43,29 @@ def run_that_keeps_all(name: str, folder: Path) -> list[Path]:
             patch.setattr(module, "rotate", lambda *_, **__: None)
         works.WORKS[name](folder, "none")
     return list(checkpoints(folder / "checkpoints").values())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_run_that_went_back_and_is_killed_goes_on_from_where_it_was(name: str, tmp_path: Path, monkeypatch):
+    root, work = tmp_path / "checkpoints", works.WORKS[name]
+    first, *later = run_that_keeps_all(name, tmp_path)
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        for module in (works, runs_of_ours, runs_of_transformers):
+            patch.setattr(module, "latest_checkpoint", lambda root: first)
+        handle = register_optimizer_step_post_hook(kill)
+        with pytest.warns(UserWarning, match=f"{later[0].name} to replaced-1-{later[0].name}"), pytest.raises(Killed):
+            work(tmp_path, "none")
+        handle.remove()
+    assert latest_checkpoint(root) == first
+    assert get_last_checkpoint(str(root)) == str(first)
+    work(tmp_path, "none")  # keeps two
+    left = {folder.name for folder in root.iterdir() if folder.is_dir()}
+    assert left == {folder.name for folder in later[-2:]} | {f"replaced-1-{folder.name}" for folder in later}
+    assert all(is_complete(folder) for folder in root.iterdir() if folder.is_dir())
 
 
 def save(root: Path, step: int, **options: Any) -> Path:

@@ -86,6 +86,7 @@ class Run:
         self.interruption = Interruption(accelerator, close=self._close_tracker)
         self._kept: dict[str, object] = {"health": self}
         self._kept_per_rank: dict[str, Stateful] = {}
+        self._resumed: int | None = None  # the steps of the checkpoint, until training goes on
 
     def keep(self, owner: object, *names: str) -> None:
         """Puts attributes of `owner` into every checkpoint.
@@ -129,6 +130,7 @@ class Run:
         # Before the process ends the tracker starts, so that the run goes on under its id.
         tracker_id = self.tracker.run_id if self.interruption.number else self.tracker_id
         self._hold(root, is_saving=True)
+        self._leave_branch(root)
         return save_checkpoint(
             root,
             step,
@@ -170,7 +172,7 @@ class Run:
         for name, state in rank_state.items():
             self._kept_per_rank[name].load_state_dict(state)
         self.tracker_id = checkpoint.state[TRACKER_ID]
-        self.record = record
+        self.record, self._resumed = record, checkpoint.step
         checkpoint.restore_rng()
 
     def resume(self, where: str | Path, root: str | Path) -> Path | None:
@@ -203,6 +205,27 @@ class Run:
                 "folders, or 'latest'."
             )
         return newest
+
+    def begin_step(self, root: str | Path | None) -> None:
+        """Before a step, or what is sampled for it. Collective.
+
+        Ends the process if a signal came in the last step of a caller's loop; renames the checkpoints of the branch
+        that a run has left which went back to an earlier one.
+
+        Args:
+            root: the folder of checkpoints; None if there is none.
+        """
+        self.interruption.begin_step()
+        if root is not None and self._resumed is not None:
+            self._hold(root)
+            self._leave_branch(root)
+
+    def _leave_branch(self, root: str | Path) -> None:
+        if (step := self._resumed) is not None:
+            leaves = self.accelerator.is_main_process
+            with suppress(OSError):  # the save explains it
+                everywhere(lambda: self.record.leave_branch(Path(root), step) if leaves else None)
+                self._resumed = None
 
     def _parts_and_numbers(self) -> tuple[dict[str, Stateful], dict[str, object]]:
         """What the trainer named, as it is at this moment."""

@@ -18,7 +18,14 @@ import torch
 from torch import nn
 
 from trimtab_common.config import to_flat_dict
-from trimtab_common.sealing import CheckpointError, checkpoints, is_complete, read_manifest
+from trimtab_common.sealing import (
+    CheckpointError,
+    checkpoints,
+    clean,
+    is_complete,
+    keep_under_other_name,
+    read_manifest,
+)
 from trimtab_common.stats import gather_over_ranks
 
 if TYPE_CHECKING:
@@ -66,6 +73,22 @@ class RunRecord:
                 f"{root} holds {', '.join(folder.name for folder in others[:4])} of another run, whose checkpoints "
                 "would mix with those of this one. Resume that run, choose another folder for this one, or move the "
                 "old checkpoints away."
+            )
+
+    def leave_branch(self, root: Path, step: int) -> None:
+        """Renames the checkpoints with more steps than the one that the run goes on from, so that none is the newest.
+
+        Raises:
+            CheckpointError: the folder holds checkpoints of another run.
+        """
+        clean(root)
+        if later := [folder for at, folder in checkpoints(root).items() if at > step]:
+            self.claim(root)
+            names = [f"{folder.name} to {keep_under_other_name(folder).name}" for folder in reversed(later)]
+            warnings.warn(
+                f"{root}: the run goes on from step {step}. Renamed its later checkpoints: {', '.join(names)}. Remove "
+                "them once you do not need them.",
+                stacklevel=3,
             )
 
     def continued(

@@ -129,7 +129,7 @@ class DDPOTrainer(PipelineServices):
         Returns:
             Optimizer steps after it.
         """
-        self.run.interruption.begin_step()
+        self.run.begin_step(self.checkpoint_folder)
         begin(f"epoch {epoch}")
         started = time.perf_counter()
         self.global_step = global_step

@@ -4,7 +4,7 @@ import errno
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -68,6 +68,7 @@ class Checkpoints(TrainerCallback):
         self._output_dir = Path()
         self._staging: Path | None = None  # stands in for output_dir while a checkpoint is written
         self._saving: Path | None = None  # its folder, by the name that it gets
+        self._resumed: int | None = None  # the steps of the checkpoint, until training goes on
         self._is_finished = False
 
     def begin_run(self, args: Any, record: RunRecord, *, is_trial: bool) -> None:
@@ -110,6 +111,7 @@ class Checkpoints(TrainerCallback):
         folder = Path(where)
         manifest = verify(folder)
         refuse_code(folder)
+        self._resumed = manifest["step"]
         if not manifest.get("resumable", True):
             raise CheckpointError(
                 f"{folder} was saved with save_only_model=True: it holds the model, and neither optimizer nor random "
@@ -171,6 +173,7 @@ class Checkpoints(TrainerCallback):
             hold(folder.parent, self)
             for place in {root, folder.parent}:
                 clean(place)
+            self._leave_branch()
             written.mkdir(parents=True)
             if (free := free_bytes(written)) is None:
                 warn_once(
@@ -217,6 +220,13 @@ class Checkpoints(TrainerCallback):
         self._staging = self._saving = None
         return folder
 
+    def _leave_branch(self) -> None:
+        """Keep the later checkpoints of a run that went back to an earlier one from being the newest."""
+        if self._resumed is not None and self.run is not None:
+            with suppress(OSError):  # the save explains it
+                self.run.leave_branch(Path(str(self.trainer.args.output_dir)), self._resumed)
+                self._resumed = None
+
     def _hold(self, args: TrainingArguments) -> None:
         """Keep other runs out of output_dir, if this process writes there; see `trimtab_common.locks`."""
         folder = Path(str(args.output_dir))
@@ -243,6 +253,8 @@ class Checkpoints(TrainerCallback):
                 "Raise max_steps or num_train_epochs to train on.",
                 stacklevel=2,
             )
+        elif args.should_save and args.save_strategy != "no":
+            self._leave_branch()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

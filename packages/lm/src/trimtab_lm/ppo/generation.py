@@ -174,6 +174,7 @@ class Generation(ForwardPasses):
         return AsynchronousRollout(backend, self.pending) if self.config.asynchronous_rollouts else backend
 
     def _begin_step(self, *, is_last: bool) -> None:
+        self.run.begin_step(self.config.output_dir)
         begin(f"step {self.steps_done + 1}")
         if isinstance(self.rollout, AsynchronousRollout) and self.dataloader is not None:
             upcoming = None if is_last else upcoming_queries(self.dataloader)

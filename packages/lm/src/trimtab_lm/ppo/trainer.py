@@ -195,7 +195,7 @@ class PPOTrainer(PolicyServices):
         Returns:
             The statistics, equal on all processes.
         """
-        self.run.interruption.begin_step()
+        self.run.begin_step(self.config.output_dir)
         begin(f"step {self.steps_done + 1}")
         clock, config = Clock(), self.config
         columns = (queries, responses, scores, response_masks, response_rewards)
