@@ -18,6 +18,8 @@ from .loss import denoising_loss, rwr_weights, score_function_loss, sparse_weigh
 from .replay import Replay
 
 Stats = dict[str, Mean]
+Loss = Callable[[Tensor, float, Tensor], Tensor]
+"""A mean over steps, of their advantages [n], the clip range and the probability ratios [n]."""
 Reference = Callable[[], AbstractContextManager[nn.Module]]
 """A context that gives the denoiser as it was before training."""
 
@@ -60,6 +62,7 @@ def policy_loss(
     config: DDPOConfig,
     reference: Reference | None,
     kl_coef: float,
+    loss: Loss | None = None,
 ) -> tuple[Tensor, Stats]:
     """DDPO-SF or DDPO-IS (Black et al. 2023, arXiv:2305.13301, Eqs. 6 and 7), with a KL penalty.
 
@@ -70,20 +73,24 @@ def policy_loss(
         config: its estimator, "sf" or "is", and its clip range.
         reference: what the penalty is against; None for no penalty.
         kl_coef: the penalty's coefficient.
+        loss: takes the place of Eqs. 6 and 7; see `DDPOTrainer.loss`.
 
     Returns:
         The loss, a mean over the n steps, and its statistics.
     """
     mean, std = replay.gaussian(denoiser)
     logprobs = gaussian_logprob(replay.next_latents, mean, std)
-    loss, stats = surrogate(logprobs, replay.logprobs, advantages, config=config, dimensions=replay.dimensions)
+    total, stats = surrogate(logprobs, replay.logprobs, advantages, config=config, dimensions=replay.dimensions)
+    if loss is not None:
+        total = loss(advantages, config.clip_range(replay.dimensions), (logprobs - replay.logprobs).exp())
+        stats["loss"] = Mean.of(total.detach().expand(len(logprobs)))
     if reference is not None:
         with torch.no_grad(), reference() as frozen:
             ref_mean, _ = replay.gaussian(frozen)
         kl = gaussian_kl(mean, ref_mean, std)
-        loss = loss + kl_coef * kl.mean()
+        total = total + kl_coef * kl.mean()
         stats["objective/kl"] = Mean.of(kl * replay.dimensions * int(replay.steps.is_random.sum()))
-    return loss, stats
+    return total, stats
 
 
 def surrogate(

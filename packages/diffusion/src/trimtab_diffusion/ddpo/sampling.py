@@ -119,17 +119,28 @@ class Rewards:
 
         def score() -> Scored:
             rewards, facts = checked_rewards(self.function(images, prompts, metadata), prompts, "reward_function")
-            others = {
-                name: checked_rewards(function(images, prompts, metadata), prompts, name)[0]
-                for name, function in self.others.items()
-            }
-            return Scored(rewards, facts, others)
+            return Scored(rewards, facts, self._others(images, prompts, metadata))
 
         if self._pool is None:
             scored = score()
             return lambda: scored
         future: Future[Scored] = self._pool.submit(score)
         return phase(REWARDS)(future.result)
+
+    @phase(REWARDS)
+    def all_by(self, compute_rewards: Callable[..., Any], batches: Sequence[list[Any]]) -> list[Scored]:
+        """Scores all batches by a method that replaces `DDPOTrainer.compute_rewards`."""
+        rewards, metadata = compute_rewards(batches, is_async=self._pool is not None)
+        return [
+            Scored(checked_rewards(each, batch[1], "compute_rewards")[0], facts, self._others(*batch))
+            for batch, each, facts in zip(batches, rewards, metadata, strict=True)
+        ]
+
+    def _others(self, images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> dict[str, Tensor]:
+        named = self.others.items()
+        return {
+            name: checked_rewards(function(images, prompts, metadata), prompts, name)[0] for name, function in named
+        }
 
 
 def sample_and_score(
@@ -140,6 +151,7 @@ def sample_and_score(
     config: DDPOConfig,
     generator: torch.Generator,
     gradients: AdapterGradients | None = None,
+    compute_rewards: Callable[..., Any] | None = None,
 ) -> Samples:
     """Samples an image or a video for each prompt, records how, and scores it.
 
@@ -151,6 +163,7 @@ def sample_and_score(
         generator: of the noise, on the pipeline's device.
         gradients: gets those of the samples that the first update learns from, which are drawn first; None: none are
             computed.
+        compute_rewards: scores all batches once they are sampled, in the place of the reward function.
     """
     trajectories, pending, batches = [], [], []
     for start in range(0, len(drawn), config.sample_batch_size):
@@ -172,9 +185,10 @@ def sample_and_score(
         images = output.images.float()
         check_rows({"the pixels": images}, what="image")
         trajectories.append(output.trajectories)
-        pending.append(rewards.start(images, prompts, metadata))
         batches.append([images, prompts, metadata])
-    scored = [wait() for wait in pending]
+        if compute_rewards is None:
+            pending.append(rewards.start(*batches[-1]))
+    scored = [wait() for wait in pending] if compute_rewards is None else rewards.all_by(compute_rewards, batches)
     return Samples(
         Trajectories.joined(trajectories),
         [prompt for prompt, _ in drawn],

@@ -1,7 +1,7 @@
 """DDPO: policy gradients for diffusion pipelines (Black et al. 2023, arXiv:2305.13301)."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.kl import kl_controller
+from trimtab_common.overrides import is_replaced
 from trimtab_common.ranks import begin, phase
 from trimtab_common.run import Stateful
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
+from trimtab_common.surrogate import clipped_surrogate
 from trimtab_common.tracking import progress
 from trimtab_diffusion.adapter_gradients import AdapterGradients
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
@@ -159,7 +161,7 @@ class DDPOTrainer(PipelineServices):
     @property
     def trains_while_sampling(self) -> bool:
         """Whether the next epoch's first update takes its gradients from the passes that sample."""
-        has_known_loss = type(self).calculate_loss is DDPOTrainer.calculate_loss
+        has_known_loss = not is_replaced(self, DDPOTrainer, "calculate_loss", "loss")
         return has_known_loss and setup.trains_while_sampling(self.config, self.sd_pipeline, self.accelerator)
 
     @phase("sampling")
@@ -172,7 +174,13 @@ class DDPOTrainer(PipelineServices):
             setup.gradients_of(config, self.sd_pipeline, self.accelerator) if self.trains_while_sampling else None
         )
         samples = sample_and_score(
-            self.sd_pipeline, drawn, self.rewards, config=config, generator=generator, gradients=gradients
+            self.sd_pipeline,
+            drawn,
+            self.rewards,
+            config=config,
+            generator=generator,
+            gradients=gradients,
+            compute_rewards=self.compute_rewards if is_replaced(self, DDPOTrainer, "compute_rewards") else None,
         )
         self.queries += len(drawn) * self.accelerator.num_processes
         return samples
@@ -254,7 +262,7 @@ class DDPOTrainer(PipelineServices):
         if self.config.is_regression:
             return regression_loss(self.model, trajectories, rows, steps, weights, generator)
         replay = Replay.of(trajectories, rows, steps, weights.device)
-        if type(self).calculate_loss is DDPOTrainer.calculate_loss:
+        if not is_replaced(self, DDPOTrainer, "calculate_loss"):
             return self._policy_loss(replay, weights)
         loss, approx_kl, clipped = self.calculate_loss(
             replay.latents, replay.timesteps, replay.next_latents, replay.logprobs, weights, replay.conditions
@@ -262,8 +270,41 @@ class DDPOTrainer(PipelineServices):
         return loss, {"loss": Mean.of(loss), "approx_kl": Mean.of(approx_kl), "clipfrac": Mean.of(clipped)}
 
     def _policy_loss(self, replay: Replay, advantages: Tensor) -> tuple[Tensor, Stats]:
-        reference, kl_coef = self.reference, self.kl_ctl.value
-        return policy_loss(self.model, replay, advantages, config=self.config, reference=reference, kl_coef=kl_coef)
+        return policy_loss(
+            self.model,
+            replay,
+            advantages,
+            config=self.config,
+            reference=self.reference,
+            kl_coef=self.kl_ctl.value,
+            loss=self.loss if is_replaced(self, DDPOTrainer, "loss") else None,
+        )
+
+    def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
+        """The clipped loss of B steps, a mean; `calculate_loss` calls a method that replaces this one.
+
+        Args:
+            advantages: [B].
+            clip_range: how far from 1 the ratio is clipped.
+            ratio: [B], of the steps' probability densities now and when they were sampled.
+        """
+        return clipped_surrogate(ratio.log(), advantages, clip_low=clip_range, clip_high=clip_range).mean()
+
+    def compute_rewards(
+        self, prompt_image_pairs: Sequence[Sequence[Any]], is_async: bool = False
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Rewards [b] of each batch, and the reward function's metadata.
+
+        The trainer calls a method that replaces this one; its own rewards come while the next batch is sampled.
+
+        Args:
+            prompt_image_pairs: batches [images, prompts, metadata].
+            is_async: whether the batches are scored side by side, by `config.max_workers` threads.
+        """
+        workers = self.config.max_workers if is_async else None
+        rewards = Rewards(self.rewards.function, {}, workers=workers)
+        scored = [wait() for wait in [rewards.start(*batch[:3]) for batch in prompt_image_pairs]]
+        return [each.rewards for each in scored], [each.metadata for each in scored]
 
     def calculate_loss(
         self,

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.health import rounding_of
 from trimtab_common.kl import SAMPLED_KL, full
 from trimtab_common.masking import rescale, whiten
+from trimtab_common.overrides import is_replaced
 from trimtab_common.ranks import begin, phase
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.stats import Mean, total_over_ranks
@@ -320,7 +321,7 @@ class PPOTrainer(PolicyServices):
 
         What only a replaced method reads, such as logits, is computed for one alone.
         """
-        return any(name in vars(self) or getattr(type(self), name) is not getattr(PPOTrainer, name) for name in names)
+        return is_replaced(self, PPOTrainer, *names)
 
     def _moves(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Mean]:
         """How far the policy has moved since the rollout, on the tokens of a minibatch; all [b, R]."""

@@ -1,0 +1,27 @@
+"""Which methods of a trainer its user replaces, and calls of such methods."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def is_replaced(trainer: object, base: type, *names: str) -> bool:
+    """Whether a subclass of `base`, or an assignment to the trainer, replaces one of these methods of `base`."""
+    kind = type(trainer)
+    return any(name in vars(trainer) or getattr(kind, name) is not getattr(base, name) for name in names)
+
+
+def source_of(trainer: object, base: type, *names: str) -> str | None:
+    """The source of those of these methods that are replaced, "" without any; None where Python does not know it."""
+    replaced = [getattr(trainer, name) for name in names if is_replaced(trainer, base, name)]
+    try:
+        return "".join(map(inspect.getsource, replaced))
+    except (OSError, TypeError):
+        return None
+
+
+def call_with_known(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls a method with those of the options that it has parameters for."""
+    parameters = inspect.signature(method).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return method(*args, **{name: value for name, value in options.items() if takes_all or name in parameters})
