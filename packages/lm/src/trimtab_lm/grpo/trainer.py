@@ -236,6 +236,10 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         sequences, tokens = (int(self.total([count])) for count in (local.sequences, local.tokens))
         return Window(sequences, tokens, rank_tokens=local.tokens, ranks=self.num_averaged)
 
+    def share_of_step(self, batch: Batch, items: Window) -> float:
+        """The share that a micro-batch has in the completions of its optimizer step."""
+        return window_of(batch["groups"]).sequences / items.sequences * self.num_averaged
+
     def batch_loss(self, model: nn.Module, batch: Batch, items: Window) -> BatchLoss:
         """The clipped surrogate and the KL, as this micro-batch's part of the loss of the step."""
         args, groups = self.config, batch["groups"]

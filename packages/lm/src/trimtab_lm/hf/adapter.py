@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, set_seed
+from transformers import set_seed
 from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
@@ -24,6 +24,7 @@ from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints
 from .config import Config, for_own_collators
+from .hooks import HooksOf2024
 from .interruption import EndsBySignal
 from .models import load_processing_class, prepare_sharding
 from .streams import NO_BATCH, Passes
@@ -37,7 +38,7 @@ REAL_ROWS = "real_rows"
 """In a batch of an evaluation: how many of its rows are real, see `TrainerAdapter.real_rows`."""
 
 
-class TrainerAdapter(Trainer, Generic[Config, Items]):
+class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     """`transformers.Trainer` for losses that are means over the items of an optimizer step, such as tokens or pairs.
 
     A subclass supplies `prepare_model`, `tokenize_dataset`, `count_items` and `batch_loss`. The adapter gives it
@@ -225,6 +226,10 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
             total = self.accelerator.reduce(total, reduction="sum")
         return total
 
+    def share_of_step(self, batch: Batch, items: Any) -> Any:
+        """The share that a micro-batch has in the items of its optimizer step."""
+        return self.count_items(batch) / items * self.num_averaged
+
     @property
     def num_averaged(self) -> int:
         """How many processes' gradients are averaged although the loss was divided by the items of all of them."""
@@ -265,8 +270,9 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
         Raises:
             TrainingDivergedError: the loss is not finite; the optimizer has not seen its gradient.
         """
+        items = self.items_of_step if num_items_in_batch is None else num_items_in_batch
         with self.dropout_off(model):
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, items)
         if not bool(torch.isfinite(loss)):
             raise TrainingDivergedError(
                 f"The loss is {float(loss)} in step {self.state.global_step + 1}; no weight has moved since the step "
@@ -297,7 +303,7 @@ class TrainerAdapter(Trainer, Generic[Config, Items]):
             if prediction_loss_only:
                 return self.compute_loss(model, batch).detach(), None, None
             loss, outputs = self.compute_loss(model, batch, return_outputs=True)
-        return loss.detach(), outputs["predictions"], outputs["labels"]
+        return loss.detach(), *self.predictions_of(outputs)
 
     @phase("evaluation")
     def evaluation_loop(

@@ -1,6 +1,8 @@
 """Training a reward model on pairs of answers."""
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -8,16 +10,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from trimtab_common.overrides import is_replaced
 from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
 from trimtab_lm.hf.models import with_adapters
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, Optimizers, Prediction, Use
 from trimtab_lm.legacy.arguments import REWARD, takes_constructor_of_2024
 from trimtab_lm.models.interface import Model, Processor, base_of
+from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_sequences_in_forward
 from trimtab_lm.tokens.layout import token_columns
 from trimtab_lm.tokens.positions import Positions
 
-from .collator import PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
+from .collator import SIDES, PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
 from .config import RewardConfig
 from .data import prepare_pairs
 from .loss import accuracy, calibration, centering, pair_loss
@@ -76,6 +80,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
     ):
         assert args is not None  # takes_constructor_of_2024 fills it in
         self._samples: list[list[object]] = []  # rows of the table of the evaluation that runs
+        self._table, self._most = "eval", args.num_eval_samples  # the table's prefix, and how many rows it gets
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
@@ -112,9 +117,25 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
             dataset, self.tokenizer, self.config, keeps_columns=self.keeps_columns, positions=positions
         )
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether a replaced method reads the columns of a batch that 2024 documents."""
+        return is_replaced(self, RewardTrainer, "compute_loss", "training_step", "prediction_step")
+
+    @property
+    def data_collator(self) -> Any:
+        """The caller's collator, or else the one whose batches the loss reads."""
+        if isinstance(self._collator, PairCollator) and self.has_own_loss:
+            return RewardDataCollatorWithPadding(self.tokenizer)
+        return self._collator
+
+    @data_collator.setter
+    def data_collator(self, collator: Callable[..., Batch]) -> None:
+        self._collator = collator
+
     def micro_batches(self, batches: list[Batch]) -> list[Batch]:
-        """The batches with their sequences in rows, whatever collator made them."""
-        return [self._rows(batch) for batch in batches]
+        """The batches with their sequences in rows, whatever collator made them; as they are for a replaced method."""
+        return batches if self.has_own_loss else [self._rows(batch) for batch in batches]
 
     def count_items(self, batch: Batch) -> int:
         """The pairs."""
@@ -131,7 +152,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         else:
             logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
         # [labels, 2, B]. Almost every model has one label: each label is a score of its own.
-        labels = logits.reshape(-1, 2, base_of(self.model).config.num_labels).permute(2, 1, 0)
+        labels = logits.reshape(-1, 2, self.num_labels).permute(2, 1, 0)
         losses = torch.stack([self._losses(*label, margin=rows.get("margin")) for label in labels]).mean(0)
         chosen, rejected = scores = labels.mean(0)
         real = batch.get(REAL_ROWS)
@@ -139,7 +160,13 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         stats = {name: column[:real].detach() for name, column in columns.items()}
         better = torch.zeros(len(losses), dtype=torch.long, device=losses.device)
         outputs = {"scores": scores.T, "losses": losses, "predictions": scores.T, "labels": better}
+        outputs |= {"rewards_chosen": labels[:, 0].T, "rewards_rejected": labels[:, 1].T}  # [B, labels], of 2024
         return BatchLoss(losses.sum() / items, stats, outputs)
+
+    @property
+    def num_labels(self) -> int:
+        """How many scores the model gives a text."""
+        return int(base_of(self.model).config.num_labels or 1)
 
     def _losses(self, chosen: Tensor, rejected: Tensor, *, margin: Tensor | None) -> Tensor:
         """The losses [B] of pairs, from the scores [B] of their two answers."""
@@ -157,7 +184,8 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
     ) -> Prediction:
         """The mean loss, the scores [B, 2] and the better column [B]; the first pairs are kept for the table."""
         loss, scores, better = super().prediction_step(model, inputs, False, ignore_keys)
-        self._keep_samples(self._rows(inputs), scores)
+        if scores is not None:
+            self._keep_samples(self._rows(inputs), scores)
         return (loss, None, None) if prediction_loss_only else (loss, scores, better)
 
     def statistics(self, *, training: bool) -> dict[str, float]:
@@ -176,15 +204,50 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         statistics = {name: float(values.double().mean()) for name, values in means.items()}
         return statistics | {"calibration_error": float(calibration(chosen, rejected))}
 
+    def predictions_of(self, outputs: Any) -> tuple[Any, Any]:
+        """The scores [B, 2] and the better column; also of the outputs of a `compute_loss` of 2024."""
+        if "predictions" not in outputs and {"rewards_chosen", "rewards_rejected"} <= set(outputs):
+            sides = [outputs[f"rewards_{side}"].detach().reshape(-1, self.num_labels) for side in SIDES]
+            scores = torch.stack([side.mean(1) for side in sides], dim=1)
+            return scores, torch.zeros(len(scores), dtype=torch.long, device=scores.device)
+        return super().predictions_of(outputs)
+
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
-        """A table of pairs with their scores."""
+        """A table of pairs with their scores, by `visualize_samples`."""
+        self._table = prefix
         if self._samples:
-            columns = ("chosen", "rejected", "score of chosen", "score of rejected")
-            self.tables.add(self, f"{prefix}_pairs", columns, self._samples)
+            self.visualize_samples(self.config.num_eval_samples)
         self._samples = []
 
+    def visualize_samples(self, num_print_samples: int) -> None:
+        """Puts pairs of the evaluation set with their scores into a table of the trackers; every evaluation calls it.
+
+        Args:
+            num_print_samples: rows of the table; -1: all pairs.
+        """
+        most = sys.maxsize if num_print_samples < 0 else num_print_samples
+        if is_direct := not self._samples:
+            self._score_samples(most)
+        columns = ("chosen", "rejected", "score of chosen", "score of rejected")
+        self.tables.add(self, f"{self._table}_pairs", columns, self._samples[:most])
+        if is_direct:
+            self._samples = []
+
+    def _score_samples(self, most: int) -> None:
+        self._most, pairs = most, 0
+        try:
+            with without_dropout(self.model):
+                for batch in self.get_eval_dataloader():
+                    if pairs >= most:
+                        break
+                    self.prediction_step(self.model, batch, False)
+                    pairs += self.count_items(batch)
+        finally:
+            self._most = self.config.num_eval_samples
+            self.recorder.flush(training=False)
+
     def _keep_samples(self, rows: dict[str, Tensor], scores: Tensor) -> None:
-        missing = self.config.num_eval_samples - len(self._samples)
+        missing = self._most - len(self._samples)
         if missing <= 0 or not self.is_world_process_zero():
             return
         texts = [self.tokenizer.decode(ids) for ids in sequences(rows, 2 * missing)]

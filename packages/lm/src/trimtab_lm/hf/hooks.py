@@ -1,0 +1,108 @@
+"""Replaced methods of transformers.Trainer with the parameters that they had in 2024."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer
+
+Method = Callable[..., Any]
+
+
+def _log(trainer: Any, method: Method, logs: dict[str, float], start_time: float | None = None) -> None:
+    method(logs)
+
+
+def _training_step(trainer: Any, method: Method, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    trainer.items_of_step = num_items_in_batch
+    return method(model, inputs)
+
+
+def _compute_loss(
+    trainer: Any,
+    method: Method,
+    model: nn.Module,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """The method returns a mean over the micro-batch; training takes its share of the optimizer step."""
+    if num_items_in_batch is None or not model.training:
+        return method(model, inputs, return_outputs)
+    share: Tensor = trainer.share_of_step(inputs, num_items_in_batch)  # first: the method may take columns out
+    result = method(model, inputs, return_outputs)
+    return (result[0] * share, *result[1:]) if return_outputs else result * share
+
+
+def _get_batch_samples(trainer: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
+    """The method samples from a model; Trainer has a hook of that name, for the batches of an optimizer step."""
+    if kwargs or isinstance(args[0], nn.Module):
+        return method(*args, **kwargs)
+    inherited = (vars(kind).get("get_batch_samples") for kind in type(trainer).__mro__)
+    return next(hook for hook in inherited if hook is not None and not hasattr(hook, "of_2024"))(trainer, *args)
+
+
+FITTED: dict[str, tuple[int, Callable[..., Any]]] = {
+    "compute_loss": (3, _compute_loss),
+    "log": (1, _log),
+    "training_step": (2, _training_step),
+    "get_batch_samples": (2, _get_batch_samples),
+}
+"""The hooks that have more parameters now: how many they had in 2024, and how a method with so few is called."""
+
+
+class HooksOf2024(Trainer):
+    """Calls a hook that a subclass or an assignment replaces with the arguments that it has parameters for."""
+
+    items_of_step: Any = None
+    """What the loss of the optimizer step divides by, where a replaced `training_step` does not hand it on."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in FITTED.keys() & vars(cls).keys():
+            setattr(cls, name, _fitted(name, vars(cls)[name], parameters=FITTED[name][0] + 1))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FITTED and callable(value):
+            fitted = _fitted(name, lambda trainer, *args: value(*args), parameters=FITTED[name][0], shown=value)
+            value = value if fitted is value else MethodType(fitted, self)
+        super().__setattr__(name, value)
+
+    def predictions_of(self, outputs: Any) -> tuple[Any, Any]:
+        """What `compute_metrics` gets of a batch: the `predictions` and `labels` among the outputs of `compute_loss`.
+
+        Raises:
+            ValueError: a replaced method returns none, and there is a compute_metrics.
+        """
+        known = outputs if isinstance(outputs, Mapping) else {}
+        if self.compute_metrics is not None and known.get("predictions") is None:
+            raise ValueError(
+                "compute_metrics needs the predictions and labels of each batch, and a replaced method gives none. Let "
+                "compute_loss return them with return_outputs=True, or replace prediction_step as well."
+            )
+        return known.get("predictions"), known.get("labels")
+
+
+def _fitted(name: str, method: Method, *, parameters: int, shown: Method | None = None) -> Method:
+    """A method of a class that takes today's arguments, or `shown` or else the method itself, if that does already.
+
+    Args:
+        name: of the hook.
+        method: takes the trainer first.
+        parameters: how many `shown` had in 2024.
+        shown: whose parameters are counted; None: the method's.
+    """
+    original = method if shown is None else shown
+    listed = inspect.signature(original).parameters.values()
+    if len(listed) > parameters or any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in listed):
+        return original
+
+    @wraps(original)
+    def fitted(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        return FITTED[name][1](trainer, MethodType(method, trainer), *args, **kwargs)
+
+    vars(fitted)["of_2024"] = original
+    return fitted
