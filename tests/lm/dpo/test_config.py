@@ -17,7 +17,6 @@ def config(**settings):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"loss_type": "dpo"}, r"Unknown losses \['dpo'\]"),
         ({"loss_type": ["sigmoid", "nothing"]}, r"Unknown losses \['nothing'\]"),
         ({"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0]}, "one weight each"),
         ({"loss_weights": [1.0, 2.0]}, "one weight each"),

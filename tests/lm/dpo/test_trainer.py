@@ -224,8 +224,10 @@ class SignFlipped(DPOTrainer):
 class ShiftForgotten(DPOTrainer):
     """Scores the token that a position reads, not the one behind it. (The prompt counted too would cancel out.)"""
 
-    def concatenated_forward(self, model, batch):
-        return super().concatenated_forward(model, {**batch, "targets": batch["input_ids"].flatten()[batch["source"]]})
+    def concatenated_inputs(self, batch, **kwargs):
+        joined = super().concatenated_inputs(batch, **kwargs)
+        labels, read = joined["concatenated_labels"], joined["concatenated_input_ids"].roll(1, 1)
+        return joined | {"concatenated_labels": labels.where(labels == -100, read)}
 
 
 @pytest.mark.parametrize(("kind", "learns"), [(DPOTrainer, True), (SignFlipped, False), (ShiftForgotten, False)])

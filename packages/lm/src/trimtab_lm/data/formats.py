@@ -155,6 +155,7 @@ def prepare_dataset(
     num_proc: int | None = None,
     batch_size: int = 1000,
     desc: str | None = None,
+    **options: Any,
 ) -> Data:
     """Maps a function over the rows of a dataset. The rows of a stream are encoded when they are read.
 
@@ -165,6 +166,7 @@ def prepare_dataset(
         num_proc: processes that encode; ignored for a stream.
         batch_size: rows that are encoded and written together.
         desc: the label of the progress bar; ignored for a stream.
+        options: more arguments of `Dataset.map`; ignored for a stream.
 
     Raises:
         ValueError: `encode` raised it. The message begins with the number of the row, from 0.
@@ -176,11 +178,11 @@ def prepare_dataset(
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
     dropped = [name for name in columns_of(dataset) if name not in keep]
-    options = {"batched": True, "batch_size": batch_size, "with_indices": True, "remove_columns": dropped}
+    batches = {"batched": True, "batch_size": batch_size, "with_indices": True, "remove_columns": dropped}
     if isinstance(dataset, IterableDataset):
-        return dataset.map(encode_batch, **options)
+        return dataset.map(encode_batch, **batches)
     with _bars_for_terminals():
-        return dataset.map(encode_batch, num_proc=num_proc, desc=desc, **options)
+        return dataset.map(encode_batch, num_proc=num_proc, desc=desc, **batches, **options)
 
 
 @contextmanager

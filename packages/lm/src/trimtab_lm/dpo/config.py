@@ -1,15 +1,16 @@
 """Configuration of DPO and its relatives."""
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab_common.config import Count, CountFromZero, setting
+from trimtab_common.config import Count, CountFromZero, check_ranges, setting
 from trimtab_lm.data.truncation import check_mode
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import DPO_ARGUMENTS
 
-from .variants import check_losses, mixed
+from .variants import LOSSES, check_losses, mixed
 
 
 @dataclass
@@ -30,7 +31,8 @@ class DPOConfig(TrainerConfig):
     )
     loss_type: str | list[str] = setting(
         "sigmoid, hinge, ipo, kto_pair (or kto), robust, exo_pair, nca_pair, apo_zero, apo_down, sppo_hard, aot, "
-        "aot_pair, discopop, sft (of the chosen answer); or several, whose weighted sum is the loss.",
+        "aot_pair, discopop, sft (of the chosen answer); or several, whose weighted sum is the loss. A subclass of "
+        "DPOTrainer with its own dpo_loss takes any name.",
         default="sigmoid",
     )
     loss_weights: list[float] | None = setting(
@@ -103,13 +105,30 @@ class DPOConfig(TrainerConfig):
         if isinstance(self.loss_type, list) and len(self.loss_type) == 1 and self.loss_weights is None:
             self.loss_type = self.loss_type[0]
         self.loss_type = self.loss_type or "sigmoid"
-        check_losses(self.loss_type, beta=self.beta, label_smoothing=self.label_smoothing)
-        mixed(self.loss_type, self.loss_weights)
-        check_mode(self.truncation_mode)
         self.refuse_label_smoothing("DPO")
-        self._check_numbers()
+        self._check_settings()
         self._check_reference()
         self._check_evaluation()
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether loss_type is a name that only a replaced method of DPOTrainer can know."""
+        return isinstance(self.loss_type, str) and self.loss_type not in LOSSES
+
+    def with_setting(self, name: str, value: object) -> "DPOConfig":
+        """A copy with another value of one of the losses' or the tokenization's settings, which is checked."""
+        changed = copy.copy(self)
+        setattr(changed, name, value)
+        changed._check_settings()
+        return changed
+
+    def _check_settings(self) -> None:
+        check_ranges(self)
+        if not self.has_own_loss:
+            check_losses(self.loss_type, beta=self.beta, label_smoothing=self.label_smoothing)
+            mixed(self.loss_type, self.loss_weights)
+        check_mode(self.truncation_mode)
+        self._check_numbers()
 
     @property
     def cache_folder(self) -> Path:

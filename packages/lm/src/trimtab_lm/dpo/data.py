@@ -5,16 +5,28 @@ prompt and the answer) and `{chosen,rejected}_labels` (label_pad_token_id on the
 `prompt_input_ids` and `{chosen,rejected}_labels`, the answers. Beside each `*_input_ids` an `*_attention_mask`.
 """
 
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.data.formats import Row, RowFormat, Text, columns_of, numbered, prepare_dataset, row_format
+from trimtab_lm.data.formats import (
+    Row,
+    RowFormat,
+    Text,
+    columns_of,
+    numbered,
+    preference_parts,
+    prepare_dataset,
+    row_format,
+)
 from trimtab_lm.data.tokenization import (
+    Columns,
     encode_preference,
     encode_preference_seq2seq,
     encode_prompt_completion,
@@ -52,6 +64,8 @@ class PairTokenizer:
     label_pad_token_id: int = -100
     positions: Positions | None = None
     """Of the model; ValueError for a pair that is longer after the cut."""
+    build: Callable[[Text, Text], Columns] | None = None
+    """Takes the place of `split`."""
 
     @classmethod
     def of(
@@ -61,12 +75,13 @@ class PairTokenizer:
         *,
         is_encoder_decoder: bool,
         positions: Positions | None = None,
+        build: Callable[[Text, Text], Columns] | None = None,
     ) -> "PairTokenizer":
         """The one that a config asks for; ValueError for a tokenizer without EOS."""
         require_eos(tokenizer)
         mode = cast(Mode, config.truncation_mode)
         limits = (config.max_length, config.max_prompt_length, config.max_target_length)
-        return cls(tokenizer, is_encoder_decoder, *limits, mode, config.label_pad_token_id, positions)
+        return cls(tokenizer, is_encoder_decoder, *limits, mode, config.label_pad_token_id, positions, build)
 
     @property
     def limits(self) -> str:
@@ -79,7 +94,7 @@ class PairTokenizer:
         settings = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
         if self.is_encoder_decoder:
             return self._seq2seq(encode_preference_seq2seq(self.tokenizer, row, **settings))
-        encoded, cut = self._shorter_answers(encode_preference(self.tokenizer, row, **settings))
+        encoded, cut = self._shorter_answers(encode_preference(self.tokenizer, row, build=self.build, **settings))
         pair = truncate_pair(
             encoded,
             max_length=self.max_length,
@@ -181,11 +196,17 @@ def tokenized_columns(*, is_encoder_decoder: bool) -> set[str]:
 
 
 def tokenize_pairs(
-    dataset: Dataset | IterableDataset, tokenize: PairTokenizer, *, keep_columns: bool = False, num_proc: int | None
+    dataset: Dataset | IterableDataset,
+    tokenize: PairTokenizer,
+    *,
+    keep_columns: bool = False,
+    num_proc: int | None,
+    tokenize_row: Callable[[Row], Mapping[str, object]] | None = None,
 ) -> Dataset | IterableDataset:
     """The dataset's pairs as token columns; one that has them already is returned as it is.
 
-    keep_columns: keep the columns that were there, for a collator that reads them.
+    keep_columns: keep the columns that were there, for a collator that reads them. tokenize_row: takes the place of
+    `tokenize`; it gets the columns of a row, its prompt among them.
 
     Raises TypeError for what is no dataset of `datasets`, ValueError for columns that are missing, for a row that
     cannot be used (it says which), and where truncation leaves no pair.
@@ -202,7 +223,17 @@ def tokenize_pairs(
             for number, row in enumerate(dataset.select_columns(sorted(names)).with_format(None)):
                 numbered(tokenize.check_length, row, number)
         return dataset
-    row_format(columns, (RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE), needed_for="DPO")
     keep = columns if keep_columns else [name for name in REFERENCE_COLUMNS if name in columns]
-    tokenized = prepare_dataset(dataset, tokenize, keep=keep, num_proc=num_proc, desc="tokenizing")
-    return report_truncation(tokenized, limit=tokenize.limits)
+    options: dict[str, Any] = {"keep": keep, "num_proc": num_proc, "desc": "tokenizing"}
+    if tokenize_row is not None or tokenize.build is not None:  # methods of a trainer, which has no hash and no copy
+        options |= {"num_proc": None, "new_fingerprint": uuid.uuid4().hex}
+    if tokenize_row is not None:
+        return prepare_dataset(dataset, partial(_with_prompt, tokenize_row), **options)
+    row_format(columns, (RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE), needed_for="DPO")
+    return report_truncation(prepare_dataset(dataset, tokenize, **options), limit=tokenize.limits)
+
+
+def _with_prompt(tokenize_row: Callable[[Row], Mapping[str, object]], row: Row) -> Mapping[str, object]:
+    """What a replaced method makes of a row, with the prompt that both answers may hold in their beginnings."""
+    parts = preference_parts(row) if {"chosen", "rejected"} <= row.keys() else ()
+    return tokenize_row({**row, **dict(zip(("prompt", "chosen", "rejected"), parts, strict=False))})

@@ -1,6 +1,6 @@
 """Batches of preference pairs: as tokens to score, their scores, and the statistics of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -31,6 +31,15 @@ class PairScores(NamedTuple):
         lengths = tokens["lengths"]
         sums = (sum_per_sequence(x, tokens["sequence"], len(lengths)) for x in scores)
         return cls(*(side for x in (*sums, lengths) for side in x.view(-1, 2).unbind(1)))
+
+
+class PairLogits(NamedTuple):
+    """Of the answers of B pairs: log-probabilities [B], and logits [B, T, V] of their rows."""
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_logits: Tensor
+    rejected_logits: Tensor
 
 
 def is_laid_out(batch: Mapping[str, Tensor]) -> bool:
@@ -89,20 +98,32 @@ def tokens_to_score(
     labels = joined["concatenated_labels"]
     labels = labels.masked_fill(labels == label_pad_token_id, -100)
     tokens = from_labels(labels, is_encoder_decoder=is_encoder_decoder)
-    if not bool(tokens["lengths"].all()):
-        raise ValueError(
-            f"Answers of this batch have {tokens['lengths'].tolist()} labels that count (all chosen, then all "
-            "rejected), and each needs one. Drop such pairs, or fix data_collator."
-        )
+    check_lengths(tokens["lengths"])
     count = len(labels) // 2
     tokens["sequence"] = tokens["sequence"] % count * 2 + tokens["sequence"] // count
     tokens["lengths"] = tokens["lengths"].view(2, count).T.flatten()
     tokens |= {name: joined[f"concatenated_{name}"] for name in ("input_ids", "attention_mask")}
     if is_encoder_decoder:
-        read = F.pad(labels, (1, 0), value=cast(int, decoder_start_token_id))[:, :-1]
-        tokens["decoder_input_ids"] = read.masked_fill(read == -100, padding_value)
-        tokens["decoder_attention_mask"] = F.pad((labels != -100).long(), (1, 0), value=1)[:, :-1]
+        tokens |= decoder_inputs(labels, start=cast(int, decoder_start_token_id), padding_value=padding_value)
     return tokens
+
+
+def check_lengths(lengths: Tensor) -> None:
+    """Raise ValueError for an answer without a token that counts; lengths: all chosen answers', then all rejected."""
+    if not bool(lengths.all()):
+        raise ValueError(
+            f"Answers of this batch have {lengths.tolist()} labels that count (all chosen, then all "
+            "rejected), and each needs one. Drop such pairs, or fix data_collator."
+        )
+
+
+def decoder_inputs(labels: Tensor, *, start: int, padding_value: int) -> dict[str, Tensor]:
+    """What a decoder reads for labels [B, T], -100 where there is none: the token before each."""
+    read = F.pad(labels, (1, 0), value=start)[:, :-1]
+    return {
+        "decoder_input_ids": read.masked_fill(read == -100, padding_value),
+        "decoder_attention_mask": F.pad((labels != -100).long(), (1, 0), value=1)[:, :-1],
+    }
 
 
 def get_batch_logps(
@@ -126,11 +147,17 @@ def get_batch_logps(
 
 
 def pair_statistics(
-    scores: PairScores, losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor, *, count: int | None = None
+    scores: Sequence[Tensor],
+    losses: Tensor,
+    chosen_rewards: Tensor,
+    rejected_rewards: Tensor,
+    *,
+    count: int | None = None,
 ) -> dict[str, Mean]:
     """The documented statistics of the first `count` of B pairs, by default of all, and their loss.
 
-    Losses and rewards are [B]. A tie of rewards is no success. `entropy/*` are per token.
+    Losses and rewards are [B]. A tie of rewards is no success. scores: `PairScores`, whose `entropy/*` are per token;
+    or log-probabilities and logits, which give `logits/*`, the means of all logits, as in 2024.
     """
     per_pair = {
         "loss": losses,
@@ -138,14 +165,17 @@ def pair_statistics(
         "rewards/rejected": rejected_rewards,
         "rewards/accuracies": (chosen_rewards > rejected_rewards).to(losses.dtype),
         "rewards/margins": chosen_rewards - rejected_rewards,
-        "logps/chosen": scores.chosen_logps,
-        "logps/rejected": scores.rejected_logps,
+        "logps/chosen": scores[0],
+        "logps/rejected": scores[1],
     }
+    means = {name: Mean.of(values[:count]) for name, values in per_pair.items()}
+    if not isinstance(scores, PairScores):
+        named = zip(SIDES, scores[2:4], strict=False)  # a replaced method may return nothing else
+        return means | {f"logits/{side}": Mean.of(x[:count]) for side, x in named if isinstance(x, Tensor)}
     per_token = {
         "entropy/chosen": (scores.chosen_entropy, scores.chosen_length),
         "entropy/rejected": (scores.rejected_entropy, scores.rejected_length),
     }
-    means = {name: Mean.of(values[:count]) for name, values in per_pair.items()}
     return means | {
         name: Mean(sums[:count].detach().sum(), counts[:count].sum()) for name, (sums, counts) in per_token.items()
     }

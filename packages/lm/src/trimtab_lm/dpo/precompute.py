@@ -53,9 +53,13 @@ class ReferenceCache:
         self.reference, self.folder, self.precision = reference, folder, str(precision)
         self.fingerprint = fingerprint(reference)
 
-    def with_columns(self, dataset: Data, score: Score, collate: Collate, *, batch_size: int, rank: int) -> Dataset:
+    def with_columns(
+        self, dataset: Data, score: Score, collate: Collate, *, batch_size: int, rank: int, code: str | None = ""
+    ) -> Dataset:
         """A tokenized dataset with the columns `REFERENCE_COLUMNS`, from disk or computed. Collective.
 
+        code: the source of what replaces our methods in `score`, a part of the key; None: it is not known, so that no
+            file is read or written.
         score, collate, batch_size, rank: see `score_dataset`. Raises ValueError for a stream, and where the numbers
         are not on disk and the reference has changed since.
         """
@@ -64,13 +68,13 @@ class ReferenceCache:
                 "precompute_ref_log_probs=True needs a data set of which all rows are there; this one is a stream. Set "
                 "it to False, or load the data set without streaming."
             )
-        file = self.folder / f"{self._key(dataset)}.safetensors"
-        if all(gather_over_ranks(file.is_file())):
+        file = self.folder / f"{self._key(dataset, code or '')}.safetensors"
+        if code is not None and all(gather_over_ranks(file.is_file())):
             columns = _read(file)
         else:
             self._require_unchanged(len(dataset))
             columns = score_dataset(dataset, score, collate, batch_size=batch_size, rank=rank)
-            if rank == 0:
+            if rank == 0 and code is not None:
                 _write(file, columns)
         for name, column in zip(REFERENCE_COLUMNS, columns, strict=True):
             dataset = dataset.add_column(name, column)
@@ -85,9 +89,9 @@ class ReferenceCache:
                 "or pass a ref_model."
             )
 
-    def _key(self, dataset: Dataset) -> str:
+    def _key(self, dataset: Dataset, code: str) -> str:
         names = sorted(name for name in dataset.column_names if name.endswith(("_input_ids", "_labels")))
-        digest = hashlib.sha256(f"{FORMAT} {self.fingerprint} {self.precision} {names}".encode())
+        digest = hashlib.sha256(f"{FORMAT} {self.fingerprint} {self.precision} {names}{code}".encode())
         for row in dataset.with_format(None):
             for name in names:
                 ids = np.asarray(row[name], dtype=np.int64)

@@ -205,5 +205,8 @@ def _known(names: str | Sequence[str]) -> list[str]:
     names = [names] if isinstance(names, str) else list(names)
     unknown = [name for name in names if name not in LOSSES]
     if unknown or not names:
-        raise ValueError(f"Unknown losses {unknown or names}: choose from {', '.join(LOSSES)}.")
+        raise ValueError(
+            f"Unknown losses {unknown or names}: choose from {', '.join(LOSSES)}. A loss of your own takes a subclass "
+            "of DPOTrainer that replaces dpo_loss."
+        )
     return names
