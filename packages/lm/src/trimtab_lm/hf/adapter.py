@@ -226,10 +226,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
             total = self.accelerator.reduce(total, reduction="sum")
         return total
 
-    def share_of_step(self, batch: Batch, items: Any) -> Any:
-        """The share that a micro-batch has in the items of its optimizer step."""
-        return self.count_items(batch) / items * self.num_averaged
-
     @property
     def num_averaged(self) -> int:
         """How many processes' gradients are averaged although the loss was divided by the items of all of them."""

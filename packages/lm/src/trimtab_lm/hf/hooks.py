@@ -71,6 +71,10 @@ class HooksOf2024(Trainer):
             value = value if fitted is value else MethodType(fitted, self)
         super().__setattr__(name, value)
 
+    def share_of_step(self: Any, batch: Any, items: Any) -> Any:
+        """The share that a micro-batch has in the items of its optimizer step."""
+        return self.count_items(batch) / items * self.num_averaged
+
     def predictions_of(self, outputs: Any) -> tuple[Any, Any]:
         """What `compute_metrics` gets of a batch: the `predictions` and `labels` among the outputs of `compute_loss`.
 

@@ -317,10 +317,7 @@ class PPOTrainer(PolicyServices):
         return self.update.has_moved_too_far(divergence)
 
     def _replaces(self, *names: str) -> bool:
-        """Whether a subclass, or an assignment to this trainer, replaces one of these methods.
-
-        What only a replaced method reads, such as logits, is computed for one alone.
-        """
+        """Whether a method is replaced; what only a replaced one reads, such as logits, is computed for it alone."""
         return is_replaced(self, PPOTrainer, *names)
 
     def _moves(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Mean]:
