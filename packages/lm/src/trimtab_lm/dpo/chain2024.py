@@ -221,6 +221,7 @@ class DocumentedMethods(TrainerAdapter[DPOConfig, Tensor]):
             inputs |= decoder_inputs(marked, start=start, padding_value=self.padding_value)
         with self.dropout_off(model):
             logits = model(**positioned(base_of(self.model).forward, inputs), use_cache=False).logits
+        logits = logits[:, -labels.shape[1] :]  # without those of learned prompts, which PEFT puts before the tokens
         logps = call_with_known(self.get_batch_logps, logits, labels, **kind)
         logps = logps[0] if isinstance(logps, tuple) else logps  # TRL 0.9 returns the lengths as well
         half = len(labels) // 2

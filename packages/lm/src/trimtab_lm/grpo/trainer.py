@@ -46,7 +46,7 @@ from .saving import Progress
 from .selfcheck import check_completions, check_start
 from .setup import layout_of, reference_of, rewards_of
 from .statistics import SURPRISE, SampleTable, numbers_of, policy_stats, rollout_stats, steps_behind, vitals
-from .weights import Window, token_weights
+from .weights import NORMALIZATIONS, Window, token_weights
 
 EVALUATION = 2**31  # draws of evaluation begin here: steps of training, which number its draws, never get so far
 IS_START = "is_start"
@@ -236,9 +236,11 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         sequences, tokens = (int(self.total([count])) for count in (local.sequences, local.tokens))
         return Window(sequences, tokens, rank_tokens=local.tokens, ranks=self.num_averaged)
 
-    def share_of_step(self, batch: Batch, items: Window) -> float:
-        """The share that a micro-batch has in the completions of its optimizer step."""
-        return window_of(batch["groups"]).sequences / items.sequences * self.num_averaged
+    def part_of_step(self, batch: Batch, items: Window) -> tuple[float, float]:
+        """What of the loss of the optimizer step a micro-batch's own loss is: a part of a whole."""
+        one, normalize, limit = torch.ones(1), NORMALIZATIONS[self.config.loss_type], self.config.max_completion_length
+        whole, part = (float(normalize(one, window, limit)) for window in (items, window_of(batch["groups"])))
+        return whole * self.num_averaged, part
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Window) -> BatchLoss:
         """The clipped surrogate and the KL, as this micro-batch's part of the loss of the step."""

@@ -2,11 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer
 
 Method = Callable[..., Any]
@@ -18,7 +18,10 @@ def _log(trainer: Any, method: Method, logs: dict[str, float], start_time: float
 
 def _training_step(trainer: Any, method: Method, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
     trainer.items_of_step = num_items_in_batch
-    return method(model, inputs)
+    try:
+        return method(model, inputs)
+    finally:
+        trainer.items_of_step = None
 
 
 def _compute_loss(
@@ -32,9 +35,9 @@ def _compute_loss(
     """The method returns a mean over the micro-batch; training takes its share of the optimizer step."""
     if num_items_in_batch is None or not model.training:
         return method(model, inputs, return_outputs)
-    share: Tensor = trainer.share_of_step(inputs, num_items_in_batch)  # first: the method may take columns out
+    part, whole = trainer.part_of_step(inputs, num_items_in_batch)  # first: the method may take columns out
     result = method(model, inputs, return_outputs)
-    return (result[0] * share, *result[1:]) if return_outputs else result * share
+    return (result[0] * part / whole, *result[1:]) if return_outputs else result * part / whole
 
 
 def _get_batch_samples(trainer: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
@@ -62,18 +65,21 @@ class HooksOf2024(Trainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in FITTED.keys() & vars(cls).keys():
-            setattr(cls, name, _fitted(name, vars(cls)[name], parameters=FITTED[name][0] + 1))
+        for name, (count, _) in FITTED.items():
+            method = getattr(cls, name)  # its own, or that of a class beside the trainer
+            if (fitted := _fitted(name, method, parameters=count + 1)) is not method:
+                setattr(cls, name, fitted)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FITTED and callable(value):
-            fitted = _fitted(name, lambda trainer, *args: value(*args), parameters=FITTED[name][0], shown=value)
+            unbound = partial(_without_trainer, value)
+            fitted = _fitted(name, unbound, parameters=FITTED[name][0], shown=value)
             value = value if fitted is value else MethodType(fitted, self)
         super().__setattr__(name, value)
 
-    def share_of_step(self: Any, batch: Any, items: Any) -> Any:
-        """The share that a micro-batch has in the items of its optimizer step."""
-        return self.count_items(batch) / items * self.num_averaged
+    def part_of_step(self: Any, batch: Any, items: Any) -> tuple[Any, Any]:
+        """How many items a micro-batch has, and how many its optimizer step has."""
+        return self.count_items(batch) * self.num_averaged, items
 
     def predictions_of(self, outputs: Any) -> tuple[Any, Any]:
         """What `compute_metrics` gets of a batch: the `predictions` and `labels` among the outputs of `compute_loss`.
@@ -90,6 +96,10 @@ class HooksOf2024(Trainer):
         return known.get("predictions"), known.get("labels")
 
 
+def _without_trainer(method: Method, trainer: object, *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)
+
+
 def _fitted(name: str, method: Method, *, parameters: int, shown: Method | None = None) -> Method:
     """A method of a class that takes today's arguments, or `shown` or else the method itself, if that does already.
 
@@ -100,8 +110,9 @@ def _fitted(name: str, method: Method, *, parameters: int, shown: Method | None 
         shown: whose parameters are counted; None: the method's.
     """
     original = method if shown is None else shown
-    listed = inspect.signature(original).parameters.values()
-    if len(listed) > parameters or any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in listed):
+    kinds = [parameter.kind for parameter in inspect.signature(original).parameters.values()]
+    takes_all = inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds
+    if takes_all or len(kinds) > parameters or hasattr(original, "of_2024"):
         return original
 
     @wraps(original)
