@@ -15,8 +15,9 @@ Masks are 1 where a token counts. All functions take the two settings of the cha
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -112,7 +113,7 @@ def encode_prompt_completion(
     if ids[-1] == tokenizer.eos_token_id:
         mask[-1] = 1  # one that the tokenizer adds has no characters
     if add_eos:
-        ids, mask = _closed(tokenizer, ids, mask, is_templated=joined.is_templated)
+        ids, mask = closed(tokenizer, ids, mask, is_templated=joined.is_templated)
     return {"input_ids": ids, "completion_mask": mask}
 
 
@@ -159,7 +160,7 @@ def encode_messages(
             "template marks as generated, or messages of role 'assistant'. Drop such rows, rename the roles, or move "
             "the template's generation marks."
         )
-    ids, mask = _closed(tokenizer, ids, mask, is_templated=True)
+    ids, mask = closed(tokenizer, ids, mask, is_templated=True)
     return {"input_ids": ids, "assistant_masks": mask}
 
 
@@ -167,7 +168,7 @@ def encode_preference(
     tokenizer: PreTrainedTokenizerBase,
     row: Row,
     *,
-    build: Callable[[Text, Text], Columns] | None = None,
+    encode: Callable[[Text, Text], Columns] | None = None,
     tools: Tools | None = None,
     chat_template_kwargs: TemplateSettings | None = None,
 ) -> Columns:
@@ -179,23 +180,16 @@ def encode_preference(
     Args:
         tokenizer: of the model.
         row: in a preference format, see `preference_parts`.
-        build: tokenizes a prompt and an answer to it, as `DPOTrainer.build_tokenized_answer` does; None: this module.
+        encode: tokenizes a prompt and an answer; None: `encode_prompt_completion`.
         tools, chat_template_kwargs: see the module.
 
     Raises:
         ValueError: the prompt has no token, or see `encode_prompt_completion`.
     """
     prompt, *answers = preference_parts(row)
-    if build is None:
-        settings: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        chosen, rejected = (encode_prompt_completion(tokenizer, prompt, answer, **settings) for answer in answers)
-    elif tools or chat_template_kwargs:
-        raise ValueError(
-            "A replaced build_tokenized_answer gets a prompt and an answer, and no tools and no chat_template_kwargs. "
-            "Drop these columns, or replace tokenize_row."
-        )
-    else:
-        chosen, rejected = (_built(tokenizer, build(prompt, answer), prompt) for answer in answers)
+    if encode is None:
+        encode = partial(encode_prompt_completion, tokenizer, tools=tools, chat_template_kwargs=chat_template_kwargs)
+    chosen, rejected = (encode(prompt, answer) for answer in answers)
     heads = [side["input_ids"][: side["completion_mask"].index(1)] for side in (chosen, rejected)]
     shared = common_length(*heads)
     if shared == 0:
@@ -208,14 +202,6 @@ def encode_preference(
         encoded[f"{name}_input_ids"] = side["input_ids"]
         encoded[f"{name}_mask"] = [0] * shared + [1] * (len(side["input_ids"]) - shared)
     return encoded
-
-
-def _built(tokenizer: PreTrainedTokenizerBase, parts: Columns, prompt: Text) -> Columns:
-    """Returns what `encode_prompt_completion` does, of the two parts that a replaced method returns."""
-    head, answer = list(parts["prompt_input_ids"]), list(parts["input_ids"])
-    mask = [0] * len(head) + [1] * len(answer)
-    ids, mask = _closed(tokenizer, head + answer, mask, is_templated=not isinstance(prompt, str))
-    return {"input_ids": ids, "completion_mask": mask}
 
 
 def encode_seq2seq(
@@ -396,7 +382,7 @@ def _count_stops(ids: list[int], mask: list[int], stops: Collection[int]) -> Non
             mask[i] = 1
 
 
-def _closed(
+def closed(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[int], *, is_templated: bool
 ) -> tuple[list[int], list[int]]:
     """Returns the row with a stop token at its end, which counts if the token before it does."""

@@ -27,6 +27,7 @@ from trimtab_lm.data.formats import (
 )
 from trimtab_lm.data.tokenization import (
     Columns,
+    closed,
     encode_preference,
     encode_preference_seq2seq,
     encode_prompt_completion,
@@ -94,7 +95,7 @@ class PairTokenizer:
         settings = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
         if self.is_encoder_decoder:
             return self._seq2seq(encode_preference_seq2seq(self.tokenizer, row, **settings))
-        encoded, cut = self._shorter_answers(encode_preference(self.tokenizer, row, build=self.build, **settings))
+        encoded, cut = self._shorter_answers(self._encoded(row, settings))
         pair = truncate_pair(
             encoded,
             max_length=self.max_length,
@@ -110,6 +111,23 @@ class PairTokenizer:
             ]
         self.check_length(pair)
         return _with_masks(pair | {TOKENS_CUT: pair[TOKENS_CUT] + cut})
+
+    def _encoded(self, row: Row, settings: dict[str, Any]) -> Columns:
+        if self.build is None:
+            return encode_preference(self.tokenizer, row, **settings)
+        if settings:
+            raise ValueError(
+                f"A replaced build_tokenized_answer gets a prompt and an answer, and no {' or '.join(settings)}. Drop "
+                "the columns, or replace tokenize_row."
+            )
+        return encode_preference(self.tokenizer, row, encode=self._built)
+
+    def _built(self, prompt: Text, answer: Text) -> Columns:
+        parts = cast(Callable[[Text, Text], Columns], self.build)(prompt, answer)
+        head, ids = list(parts["prompt_input_ids"]), list(parts["input_ids"])
+        is_templated, mask = not isinstance(prompt, str), [0] * len(head) + [1] * len(ids)
+        ids, mask = closed(self.tokenizer, head + ids, mask, is_templated=is_templated)
+        return {"input_ids": ids, "completion_mask": mask}
 
     def check_length(self, pair: Mapping[str, Sequence[int]]) -> None:
         """Raise ValueError for a tokenized pair of which a text is longer than the model's positions."""
