@@ -109,9 +109,8 @@ def test_a_link_to_nothing_is_passed_over_by_name_and_keeps_nothing_from_being_s
 
 @pytest.mark.parametrize("name", ONE)
 def test_a_run_goes_on_from_a_link_and_removes_old_ones(name: str, tmp_path: Path):
-    (tmp_path / "disk").mkdir()
     root = tmp_path / "checkpoints"
-    root.symlink_to(tmp_path / "disk")
+    root.symlink_to(tmp_path / "disk" / "run")  # which the run makes
     *_, old, newest, last = run_that_keeps_all(name, tmp_path)
     targets = [moved_and_linked(old), moved_and_linked(newest)]
     shutil.rmtree(last)

@@ -146,7 +146,7 @@ def save_checkpoint(
 
     def open_folder() -> None:
         if accelerator.is_main_process:
-            root.mkdir(parents=True, exist_ok=True)
+            root.resolve().mkdir(parents=True, exist_ok=True)  # of a link the target
             clean(root)
             partial.mkdir()
 

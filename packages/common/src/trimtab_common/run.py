@@ -290,7 +290,7 @@ class Run:
         def hold_here() -> None:
             if is_saving:
                 with suppress(OSError):  # save_checkpoint explains it
-                    Path(root).mkdir(parents=True, exist_ok=True)
+                    Path(root).resolve().mkdir(parents=True, exist_ok=True)
             if Path(root).is_dir():
                 hold(Path(root), self)
 

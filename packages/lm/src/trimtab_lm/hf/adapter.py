@@ -100,6 +100,8 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         self.tokenizer = tokenizer_of(processing_class)
         model = self.prepare_model(loaded)
         check_generation_config(model, self.tokenizer)
+        if config.should_save:  # Trainer makes no folder where a link waits for its target
+            Path(str(config.output_dir)).resolve().mkdir(parents=True, exist_ok=True)
         super().__init__(model=model, args=self.config, processing_class=processing_class, **data, **options)
         watch_ranks(self.config.rank_failure_timeout)
         prepare_sharding(self.model, self.accelerator)

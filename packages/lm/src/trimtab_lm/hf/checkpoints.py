@@ -169,7 +169,7 @@ class Checkpoints(TrainerCallback):
         self.accelerator.wait_for_everyone()  # no process reads the folder while another changes it
 
         def open_folder() -> None:
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.parent.resolve().mkdir(parents=True, exist_ok=True)
             hold(folder.parent, self)
             for place in {root, folder.parent}:
                 clean(place)
