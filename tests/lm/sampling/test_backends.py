@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from tests.lm import tiny
 from transformers import FalconH1Config, FalconH1ForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -30,6 +30,16 @@ def lora(model: Any = None, **settings: Any) -> Any:
 def prompt_tuned() -> Any:
     config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
     return get_peft_model(tiny.llama(), config).eval()
+
+
+def prefix_tuned(model: Any = None) -> Any:
+    model = model or tiny.llama()
+    task = TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM
+    return get_peft_model(model, PrefixTuningConfig(task_type=task, num_virtual_tokens=3)).eval()
+
+
+def prefix_tuned_t5() -> Any:
+    return prefix_tuned(tiny.t5())
 
 
 def sliding() -> Any:
@@ -78,7 +88,10 @@ def greedy_alone(model: Any, prompt: torch.Tensor, limit: int) -> list[int]:
     return answer[1:] if model.config.is_encoder_decoder else answer
 
 
-@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama, tiny.t5, lora, prompt_tuned, sliding, hybrid])
+@pytest.mark.parametrize(
+    "build",
+    [tiny.gpt2, tiny.llama, tiny.t5, lora, prompt_tuned, prefix_tuned, prefix_tuned_t5, sliding, hybrid],
+)
 @pytest.mark.parametrize("batch_size", [64, 4, 2])
 @torch.no_grad()
 def test_completions_are_the_models_own_and_in_the_order_of_their_prompts(build: Callable, batch_size: int):

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from trimtab_lm.compat.generation import CACHE
 from trimtab_lm.models.interface import base_of
 from trimtab_lm.sampling.cache import PASS, ROOM, RoomyLayer
 from trimtab_lm.sampling.decoding import LARGE_VOCABULARY, draw, draw_by_inversion
@@ -208,7 +209,7 @@ class NeverEnds(LogitsProcessor):
         ({"use_cache": False}, {}),
         ({"max_time": 100.0}, {}),
         ({}, {"logits_processor": [NeverEnds()]}),
-        ({}, {"past_key_values": None, "prefix_allowed_tokens_fn": lambda row, ids: [5, 6, 7]}),
+        ({}, {"prefix_allowed_tokens_fn": lambda row, ids: [5, 6, 7]}),
     ],
 )
 def test_what_our_loop_does_not_know_is_done_by_that_of_transformers(
@@ -236,7 +237,7 @@ def test_the_cache_of_generate_is_one_whose_layers_have_room():
     model, seen = tiny.llama().eval(), set[type]()
 
     def note(_: object, __: object, arguments: dict[str, Any]) -> None:
-        cache = arguments["past_key_values"]
+        cache = arguments[CACHE]
         assert isinstance(cache, DynamicCache)
         seen.update(map(type, cache.layers))
 

@@ -11,6 +11,7 @@ from tests.lm.sampling.test_backends import hybrid, lora, prompt_tuned, sliding
 from tests.lm.sampling.test_decoding import LIMIT, RAGGED, SEVERAL_ENDS, config_of, sampled, tokens_read
 from torch import Tensor
 
+from trimtab_lm.compat.generation import CACHE
 from trimtab_lm.sampling.cache import PASS
 from trimtab_lm.sampling.generate import sample_groups
 from trimtab_lm.sampling.waiting import Waiting, can_wait
@@ -74,7 +75,7 @@ def test_a_batch_whose_long_prompts_are_done_is_no_longer_as_wide(monkeypatch: p
     prompts = [*tiny.rows(4, 50, 50), *tiny.rows(60, 3, 3)]
 
     def note(_: object, __: object, arguments: dict[str, Any]) -> None:
-        widths.append(arguments["past_key_values"].get_seq_length())
+        widths.append(arguments[CACHE].get_seq_length())
 
     model.register_forward_pre_hook(note, with_kwargs=True)
     sampled(model, prompts, 1, ENDS_EARLY, batch_size=4)

@@ -58,6 +58,11 @@ def base_of(model: Model) -> PreTrainedModel:
     return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
 
 
+def learns_prompt(model: object) -> bool:
+    """Whether a PEFT method puts virtual tokens before the text."""
+    return isinstance(model, PeftModel) and bool(model.active_peft_config.is_prompt_learning)
+
+
 def decoder_config(model: Model) -> PreTrainedConfig:
     """Returns the configuration of the text decoder, which is the model's own unless the model is multimodal."""
     return base_of(model).config.get_text_config(decoder=True)

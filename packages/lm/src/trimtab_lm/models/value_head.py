@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from trimtab_common.hub import push_folder
+from trimtab_lm.compat.generation import CACHE, cache_argument, cache_found
 from trimtab_lm.models.adapters import adapter_on
 from trimtab_lm.models.head import (
     VALUE_HEAD_FILE,
@@ -252,7 +253,7 @@ class PreTrainedModelWrapper(nn.Module):
             RuntimeError: the model returned no logits or no hidden states.
         """
         if past_key_values is not None:
-            kwargs["past_key_values"] = past_key_values
+            kwargs[cache_argument(base_of(self.pretrained_model).forward) or CACHE] = past_key_values
         kwargs.setdefault("use_cache", return_past_key_values)
         kwargs["return_dict"] = True
         kwargs["output_hidden_states"] = True
@@ -265,7 +266,7 @@ class PreTrainedModelWrapper(nn.Module):
         values = self.v_head(last_hidden_state(self.pretrained_model, output))
         logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
         result = (logits, output.loss, values.to(logits.device))
-        return (*result, output.past_key_values) if return_past_key_values else result
+        return (*result, output.get(CACHE)) if return_past_key_values else result
 
     def compute_reward_score(
         self,
@@ -307,7 +308,8 @@ class PreTrainedModelWrapper(nn.Module):
 
     def generate(self, *args: object, **kwargs: object) -> Any:
         """Samples with the wrapped model: see transformers.GenerationMixin."""
-        return self.pretrained_model.generate(*args, **kwargs)
+        with cache_found(self.pretrained_model):
+            return self.pretrained_model.generate(*args, **kwargs)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
         """Makes backward recompute activations, in training mode.

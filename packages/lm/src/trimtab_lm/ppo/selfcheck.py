@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from trimtab_common.conditions import OTHER_REFERENCE, OTHER_SAMPLER, OTHER_START
 from trimtab_common.health import warn_at_start
+from trimtab_lm.compat.generation import cache_found
 from trimtab_lm.sampling.generate import SAMPLING_ALONE, pad
 
 from .samples import Samples
@@ -48,9 +49,10 @@ def check_sampler(
     order = sorted(queries, key=len)
     chosen = [order[0], order[-1]] if len(order) > 1 else order
     input_ids, mask = pad(chosen, config.pad_token_id, side="left")
-    output = model.generate(
-        input_ids=input_ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config
-    )
+    with cache_found(model):
+        output = model.generate(
+            input_ids=input_ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config
+        )
     prompt = 1 if model.config.is_encoder_decoder else input_ids.shape[1]
     responses = list(output.sequences[:, prompt:])
     sampled = (

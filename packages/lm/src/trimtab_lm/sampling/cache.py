@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from trimtab_lm.compat.generation import CACHE, cache_argument
 from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.tokens.positions import positioned
 
@@ -79,8 +80,8 @@ def empty_cache(model: Model) -> DynamicCache | None:
     Layers of linear attention keep such a state.
     """
     base = base_of(model)
-    arguments = inspect.signature(base.forward).parameters
-    if base.config.is_encoder_decoder or not {"past_key_values", "logits_to_keep"} <= arguments.keys():
+    has_arguments = cache_argument(base.forward) and "logits_to_keep" in inspect.signature(base.forward).parameters
+    if base.config.is_encoder_decoder or not has_arguments:
         return None
     cache = DynamicCache(config=base.config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
@@ -119,12 +120,13 @@ def prompt_cache(
     starts = [0] if any(cache.is_sliding) else _starts_of_runs([length for length in lengths if length > 1])
     if repeats == 1 and len(starts) == 1 and not reads_all:
         return cache
-    runs: list[list[RoomyLayer]] = []
+    runs, forward = list[list[RoomyLayer]](), base_of(model).forward
     for start, end in pairwise([*starts, len(lengths)]):
         part = slice(start, end), slice(-lengths[start], -1)
         inputs = {"input_ids": input_ids[part], "attention_mask": attention_mask[part]}
         run = cache if len(starts) == 1 else copy.deepcopy(cache)
-        model(**positioned(base_of(model).forward, inputs), past_key_values=run, use_cache=True, logits_to_keep=1)
+        options = {cache_argument(forward) or CACHE: run, "use_cache": True, "logits_to_keep": 1}
+        model(**positioned(forward, inputs), **options)
         runs.append(cast(list[RoomyLayer], run.layers))
     if len(runs) > 1:
         for number in range(len(cache.layers)):

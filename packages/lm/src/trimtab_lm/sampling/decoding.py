@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, GenerationConfig
 
+from trimtab_lm.compat.generation import CACHE, decoding, next_inputs
+
 from .cache import can_select
 from .head import head_by_columns
 from .ragged import Ragged
@@ -70,20 +72,19 @@ def decode(
     Returns:
         The completions of the rows and then of the waiting prompts. What follows an end token means nothing.
     """
-    (size, width), cache = input_ids.shape, inputs.get("past_key_values")
+    (size, width), cache = input_ids.shape, inputs.get(CACHE)
     selectable = cache if isinstance(cache, DynamicCache) and can_select(cache) else None
     held = 0 if cache is None else cache.get_seq_length()
     unread = width - held if held else None  # None: all
     ends, limit = _end_tokens(generation_config).to(input_ids.device), generation_config.max_length - width
     rows, steps = Rows.of(input_ids), list[tuple[Tensor, Tensor, Tensor]]()
     goes_on, ragged = torch.ones_like(rows.numbers, dtype=torch.bool), Ragged(model, selectable)
-    with model._optimize_model_for_decode(), head_by_columns(model, limit):
+    with decoding(model), head_by_columns(model, limit):
         while True:
             step = {"next_sequence_length": unread, "is_first_iteration": not steps}
             prepared = model.prepare_inputs_for_generation(rows.ids, **step, **inputs)
             outputs = model(**ragged.masked(prepared), return_dict=True)
-            is_encoder_decoder = model.config.is_encoder_decoder
-            inputs = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=is_encoder_decoder)
+            inputs = next_inputs(model, outputs, inputs)
             unread = 1
             scores = logits_processor(rows.ids, outputs.logits[:, -1].to(input_ids.device, torch.float32))
             probs = scores.softmax(-1)

@@ -1,23 +1,25 @@
 """Sampling responses: a list of 1-D queries in, a list of 1-D responses out."""
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.compat.generation import CACHE, cache_found
+from trimtab_lm.models.interface import Model, base_of, learns_prompt
 from trimtab_lm.tokens.positions import Positions
 
 from .batches import AS_MANY_AS_FIT, Automatic, batches_of, completions_at_a_time, new_tokens
-from .cache import prompt_cache
+from .cache import empty_cache, prompt_cache
 from .decoding import Completion, decode
 from .waiting import Waiting, can_wait
 
@@ -235,7 +237,7 @@ def sample_groups(
 
     transformers' `generate` prepares everything and `decode` is its loop, except where a setting or an argument is
     asked for that `decode` does not know, such as `stop_strings` or any `cache_implementation`: then the loop is that
-    of transformers.
+    of transformers, and a warning says why.
 
     Args:
         model: a transformers model, in eval mode.
@@ -259,7 +261,12 @@ def sample_groups(
     completions: list[list[Completion]] = [[] for _ in prompts]
     if isinstance(batch_size, Automatic):
         batch_size = completions_at_a_time(model, longest + new)
-    is_split, is_known = learns_prompt(model), _is_known(model, config, kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    is_split, unknown = learns_prompt(model), _unknown(model, config, kwargs)
+    is_known = not unknown
+    if not (unknown or is_split or is_encoder_decoder) and empty_cache(model) is None:
+        unknown.append(f"{type(base_of(model)).__name__} takes no cache whose rows can be selected")
+    _say_once(model, unknown)
     waits = not is_split and is_known and can_wait(model, config)
     batches = batches_of(prompts, batch_size, num_generations, is_split=is_split, waits=waits)
     with whole_weights(model):  # once, and not for each token
@@ -287,25 +294,42 @@ def ends_without_eos(config: GenerationConfig, kwargs: Mapping[str, object]) -> 
     return bool(config.stop_strings) or "stopping_criteria" in kwargs
 
 
-def learns_prompt(model: object) -> bool:
-    """Whether a PEFT method puts virtual tokens before the text."""
-    return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-
-
 KNOWN = {
     *("do_sample", "use_cache", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_return_sequences"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "bad_words_ids", "renormalize_logits"),
-    *("transformers_version", "_from_model_config", *SAMPLING_ALONE, "min_p"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "suppress_tokens", "bad_words_ids"),
+    *("renormalize_logits", "transformers_version", "_from_model_config", *SAMPLING_ALONE, "min_p"),
+    # Without beams and without an assistant these have no effect.
+    *("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "num_assistant_tokens"),
+    *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
 }
 """Settings that `decode` follows: each works on a row by itself."""
 
+_said = WeakKeyDictionary[nn.Module, set[str]]()
 
-def _is_known(model: Model, config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
-    """Whether `decode` can do all that is asked for, of a model of text; otherwise the loop of transformers does."""
-    settings = {name: value for name, value in config.to_diff_dict().items() if value is not None}
-    asked = {name for name, value in settings.items() if value not in (False, PLAIN_SAMPLING.get(name))}
-    is_text = not base_of(model).config.sub_configs  # a model of images has positions and types of tokens of its own
-    return is_text and not kwargs and settings.get("use_cache", True) and asked <= KNOWN
+
+def _unknown(model: Model, config: GenerationConfig, kwargs: Mapping[str, object]) -> list[str]:
+    """Why `decode` cannot do all that is asked for, so that the loop of transformers does it; empty if it can."""
+    base, settings = base_of(model), {name: value for name, value in config.to_diff_dict().items() if value is not None}
+    reasons = [] if settings.get("use_cache", True) else ["use_cache=False"]
+    for name, value in settings.items():
+        if name not in KNOWN and value is not False and value != PLAIN_SAMPLING.get(name):
+            reasons.append(f"{name}={value!r}")
+    reasons += [f"generate was given {name}" for name in kwargs]
+    if base.config.sub_configs:  # a model of images has positions and types of tokens of its own
+        reasons.append(f"{type(base).__name__} has more parts than its text model")
+    return reasons
+
+
+def _say_once(model: Model, reasons: Sequence[str]) -> None:
+    """Warns that sampling is slower than by `decode` with a cache, once for each model and its reasons."""
+    line, said = ", ".join(reasons), _said.setdefault(model, set())
+    if line and line not in said:
+        said.add(line)
+        warnings.warn(
+            f"Sampling takes longer, because completions that have ended stay in the batch, as in transformers' own "
+            f"loop. The reason: {line}.",
+            stacklevel=4,
+        )
 
 
 def _sample(
@@ -333,11 +357,12 @@ def _sample(
     if takes_cache and (is_known or repeats > 1):
         cache = prompt_cache(model, inputs["input_ids"], inputs["attention_mask"], repeats=repeats)
         if cache is not None:
-            kwargs["past_key_values"] = cache
+            kwargs[CACHE] = cache
     if is_known:
         kwargs["custom_generate"] = partial(decode, waiting=Waiting(**later, repeats=repeats))
     # The weights are whole, so that no process needs to go on until the others have ended.
-    output = model.generate(**inputs, generation_config=config, synced_gpus=False, **kwargs)
+    with cache_found(model):
+        output = model.generate(**inputs, generation_config=config, synced_gpus=False, **kwargs)
     if is_known:
         return cast(list[Completion], output)
     return [Completion(row) for row in output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]]

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, GenerationConfig
 
+from trimtab_lm.compat.generation import CACHE
 from trimtab_lm.models.interface import Model
 from trimtab_lm.tokens.positions import positions_of
 
@@ -98,7 +99,7 @@ class Rows(NamedTuple):
 
         Args:
             model: the transformers model.
-            inputs: of the next step, `past_key_values` among them.
+            inputs: of the next step, the cache among them.
             waiting: has a prompt whose completions have room.
             kept: the numbers in the batch of the rows that go on.
             size: places.
@@ -108,7 +109,7 @@ class Rows(NamedTuple):
         Returns:
             The rows, and their inputs. The cache of `inputs` is changed.
         """
-        cache: DynamicCache = inputs["past_key_values"]
+        cache: DynamicCache = inputs[CACHE]
         first = size + waiting.taken * waiting.repeats
         prompts, prompt_mask = waiting.take(size - len(kept))
         read = prompt_cache(model, prompts, prompt_mask, repeats=waiting.repeats, reads_all=True)

@@ -1,0 +1,94 @@
+"""Generation of transformers 5.17 to 5.24, and of PEFT 0.18 to 0.21 on top of it."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, cast
+
+from transformers import GenerationMixin
+
+from trimtab_lm.models.interface import Model, base_of, learns_prompt
+
+OLD = "past_key_values"
+"""The name of the cache before transformers 5.24, and still in PEFT 0.21 and in remote code."""
+
+
+def cache_argument(function: Callable[..., Any]) -> str | None:
+    """Returns the name of the argument by which a function takes the cache of keys and values; None without one.
+
+    Args:
+        function: the forward of a model, or `prepare_inputs_for_generation`. If a release chooses another name, the
+            annotation, transformers' `Cache`, still tells the argument.
+    """
+    parameters = inspect.signature(function).parameters
+    annotated = [name for name, parameter in parameters.items() if "Cache" in str(parameter.annotation)]
+    return next((name for name in ("cache", OLD, *annotated) if name in parameters), None)
+
+
+CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation) or OLD
+"""The name of the cache among the arguments of `generate` and its steps, and in the output of a model."""
+
+
+def decoding(model: Any) -> AbstractContextManager[None]:
+    """Around decoding steps: transformers chooses what suits forward passes of few tokens."""
+    return cast(AbstractContextManager[None], model._optimize_model_for_decode())
+
+
+def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `prepare_inputs_for_generation` for the next step: cache, longer masks and positions."""
+    is_encoder_decoder = model.config.is_encoder_decoder
+    updated = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=is_encoder_decoder)
+    return cast(dict[str, Any], updated)
+
+
+@contextmanager
+def cache_found(model: Model) -> Iterator[None]:
+    """Makes every generation step inside the block find its cache, under whatever name it looks for it.
+
+    `generate` of transformers 5.24 calls the cache `cache`; remote code and PEFT's learned prompts know
+    `past_key_values` alone. Without its cache a step would read the last token only, and sample wrong tokens.
+    """
+    base: Any = base_of(model)
+    takes, reads = (cache_argument(step) or CACHE for step in (base.prepare_inputs_for_generation, base.forward))
+    is_peft = learns_prompt(model)
+    if {takes, reads} == {CACHE} and (CACHE == OLD or not is_peft):
+        yield
+        return
+    owner: Any = model if is_peft else base
+    prepare: Any = owner.prepare_inputs_for_generation
+    prepare_base: Any = getattr(model, PEFT_BASE, None)
+
+    def prepare_for_peft(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**prepare_base(*args, **kwargs), OLD: kwargs.get(takes)}
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` asks the signature what it may pass
+    def prepare_for_forward(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        cache = kwargs.pop(CACHE, None)
+        with _replaced(model, PEFT_BASE, prepare_for_peft) if is_peft else nullcontext():
+            inputs = prepare(*args, **kwargs, **({} if cache is None else {takes: cache}))
+        held = [inputs.pop(name) for name in {CACHE, OLD, takes, reads} if name in inputs]
+        # In the first step of prefix tuning, PEFT puts a cache with the prefix in the place of the empty one.
+        if held:
+            inputs[reads] = next((found for found in held if found is not cache), cache)
+        return inputs
+
+    with _replaced(owner, "prepare_inputs_for_generation", prepare_for_forward):
+        yield
+
+
+PEFT_BASE = "base_model_prepare_inputs_for_generation"
+"""The attribute by which a PeftModel calls the method of the model inside."""
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Gives an object another attribute inside the block."""
+    held = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if held is not None:
+            setattr(owner, name, held)
