@@ -19,6 +19,15 @@ class Config:
     extra: dict[str, object] = field(default_factory=dict)
 
 
+@dataclass
+class Settings:
+    flag: bool | None = False
+    auto: bool | None = True
+    count: int | None = None
+    factor: float = 1.0
+    options: dict[str, object] | None = None
+
+
 def checkpoint(root: Path, step: int, record: RunRecord | None) -> None:
     folder = root / f"checkpoint-{step}"
     folder.mkdir()
@@ -58,6 +67,45 @@ def test_every_difference_is_listed_with_both_values(tmp_path):
     with pytest.warns(UserWarning, match=r"with changes: lr was 0\.1, is 0\.2.* state holds lr: its values stay"):
         record = current.continued(tmp_path, saved, accepts_changes=True, held=("l*",))
     assert (record.id, record.settings) == ("1", current.settings)
+
+
+@pytest.mark.parametrize(
+    ("saved", "unset", "config"),
+    [
+        ({}, (), {}),  # every setting is new, `factor` with a default that is not empty
+        ({"flag": None, "factor": 1.0}, (), {}),  # the default was None and is False
+        ({"flag": False, "options": []}, (), {"flag": None, "options": {}}),
+        ({"count": 0}, ("count",), {}),  # the default was 0 and is None
+        ({"removed": False, "table.a": None}, (), {}),
+        ({"removed": "auto"}, ("removed",), {}),
+        ({"free_of_effect": True}, (), {}),
+    ],
+)
+def test_what_a_release_adds_removes_or_leaves_unset_is_no_difference(saved, unset, config, tmp_path):
+    record = RunRecord("1", {"factor": 1.0, **saved}, unset=unset)
+    current = RunRecord.of(Settings(**config), without=("free_*",))
+    assert current.continued(tmp_path, record, accepts_changes=False).id == "1"
+    again = RunRecord(**current.as_dict())
+    assert current.continued(tmp_path, again, accepts_changes=False).id == again.id
+
+
+@pytest.mark.parametrize(
+    ("saved", "unset", "config", "line"),
+    [
+        ({}, (), {"flag": True}, "flag was None, is True"),
+        ({"flag": True}, (), {}, "flag was True, is False"),
+        ({"auto": None}, (), {"auto": False}, "auto was None, is False"),
+        ({"count": 0}, (), {}, "count was 0, is None"),
+        ({"count": None}, (), {"count": 0}, "count was None, is 0"),
+        ({"factor": 2.0}, ("factor",), {}, r"factor was 2.0, is 1.0"),
+        ({"removed": "auto"}, (), {}, "removed was 'auto', is None"),
+        ({}, (), {"options": {"a": 1}}, "options.a was None, is 1"),
+    ],
+)
+def test_what_somebody_chose_is_a_difference(saved, unset, config, line, tmp_path):
+    record = RunRecord("1", {"factor": 1.0, "auto": True, **saved}, unset=unset)
+    with pytest.raises(CheckpointError, match=f"differs: {line}. Resume"):
+        RunRecord.of(Settings(**config), without=()).continued(tmp_path, record, accepts_changes=False)
 
 
 def test_settings_without_effect_are_left_out_and_addresses_are_not_compared(tmp_path):

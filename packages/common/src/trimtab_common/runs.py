@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -48,21 +49,39 @@ class RunRecord:
         settings: what the result depends on, by name; values that JSON can hold.
         data: fingerprint of the dataset; None where it is not known, as for a stream.
         model: fingerprint of the model's layout; None where the checkpoint's own weights tell.
+        unset: names of the settings that have their default.
+        without: of a record that is compared with a saved one: patterns of settings that change no result.
     """
 
     id: str
     settings: Mapping[str, object]
     data: str | None = None
     model: str | None = None
+    unset: Collection[str] = ()
+    without: Collection[str] = ()
 
     @classmethod
     def new(cls, settings: Mapping[str, object], *, data: str | None = None, model: str | None = None) -> RunRecord:
         """A record under a new id, the same on every process. Collective."""
         return cls(gather_over_ranks(secrets.token_hex(4))[0], settings, data, model)
 
+    @classmethod
+    def of(
+        cls,
+        config: DataclassInstance,
+        *,
+        without: Collection[str],
+        data: str | None = None,
+        model: str | None = None,
+        **facts: object,
+    ) -> RunRecord:
+        """A record of the `result_settings` of a configuration under a new id. Collective."""
+        record = cls.new(result_settings(config, without=without, **facts), data=data, model=model)
+        return dataclasses.replace(record, unset=_unset(config), without=without)
+
     def as_dict(self) -> dict[str, object]:
         """The record as a manifest holds it."""
-        return dataclasses.asdict(self)
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "without"}
 
     def claim(self, root: str | Path) -> None:
         """Raises CheckpointError if the folder holds checkpoints of another run, with which this run's would mix."""
@@ -123,18 +142,14 @@ class RunRecord:
 
 
 def result_settings(config: DataclassInstance, *, without: Collection[str], **facts: object) -> dict[str, object]:
-    """The settings of a configuration that a result depends on, as JSON has them.
+    """The settings of a configuration on which a result depends, as JSON has them.
 
     Args:
         config: a dataclass.
         without: names of fields that change no result (where files go, what is logged), and prefixes that end in `*`.
         facts: more settings, such as the number of processes.
     """
-    settings = {
-        name: value
-        for name, value in to_flat_dict(config).items()
-        if not any(fnmatchcase(name.partition(".")[0], pattern) for pattern in without)
-    }
+    settings = {name: value for name, value in to_flat_dict(config).items() if not _matches(name, without)}
     return json.loads(json.dumps(settings | facts, default=str))
 
 
@@ -163,10 +178,49 @@ def _run_id(folder: Path) -> str:
 
 
 def _differences(saved: RunRecord, current: RunRecord) -> list[tuple[str, object, object]]:
-    names = sorted({*saved.settings, *current.settings})
-    pairs = [(name, saved.settings.get(name), current.settings.get(name)) for name in names]
+    names = [name for name in sorted({*saved.settings, *current.settings}) if not _matches(name, current.without)]
+    pairs = [
+        (name, saved.settings.get(name), current.settings.get(name))
+        for name in names
+        if not _is_unset_in_both(name, saved, current)
+    ]
     pairs += [("training data", saved.data, current.data), ("model", saved.model, current.model)]
     return [pair for pair in pairs if pair[1] != pair[2] and not (_is_address(pair[1]) or _is_address(pair[2]))]
+
+
+def _is_unset_in_both(name: str, saved: RunRecord, current: RunRecord) -> bool:
+    """Whether nobody chose a setting that a release added, removed or gave another default that means nothing."""
+    before, now = saved.settings.get(name), current.settings.get(name)
+    if name not in saved.settings:
+        return name in current.unset or _is_nothing(now)
+    if name not in current.settings:
+        return name in saved.unset or _is_nothing(before)
+    is_unset_before = name in saved.unset or _is_nothing(before)
+    return name in current.unset and is_unset_before and not before and not now
+
+
+def _unset(config: DataclassInstance) -> list[str]:
+    """The names of the settings that have the defaults of their fields; None, False and what is empty are alike."""
+    default = copy.copy(config)
+    for field in dataclasses.fields(config):
+        if field.default is not dataclasses.MISSING:
+            vars(default)[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            vars(default)[field.name] = field.default_factory()
+    values, defaults = to_flat_dict(config), to_flat_dict(default)
+    return [
+        name
+        for name in values.keys() & defaults.keys()
+        if values[name] == defaults[name] or (_is_nothing(values[name]) and _is_nothing(defaults[name]))
+    ]
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name.partition(".")[0], pattern) for pattern in patterns)
 
 
 def _is_address(value: object) -> bool:

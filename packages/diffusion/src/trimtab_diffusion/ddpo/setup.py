@@ -20,7 +20,7 @@ from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.ranks import watch_ranks
 from trimtab_common.run import Run
-from trimtab_common.runs import RunRecord, result_settings
+from trimtab_common.runs import RunRecord
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_diffusion.adapter_gradients import AdapterGradients, has_only_adapters
@@ -238,7 +238,7 @@ def run_of(config: DDPOConfig, accelerator: Accelerator, model: nn.Module) -> Ru
     run = Run(
         accelerator,
         model,
-        RunRecord.new(result_settings(config, without=WITHOUT_EFFECT)),
+        RunRecord.of(config, without=WITHOUT_EFFECT),
         health=HealthMonitor(kl_target=config.target if config.adap_kl_ctrl else None),
         start_tracker=partial(
             start_tracking,

@@ -17,7 +17,7 @@ from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.ranks import begin, phase, watch_ranks
-from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
+from trimtab_common.runs import RunRecord, layout_fingerprint, rows_fingerprint
 from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.models.interface import Model, Processor, check_generation_config, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
@@ -371,10 +371,12 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
         """Begin a run, or take one up: the folder of its verified checkpoint. Collective; raises as `train` does."""
         data, model = self.data_of_run(), self.model  # a trial makes its model later
-        record = RunRecord.new(
-            result_settings(self.config, without=WITHOUT_EFFECT, processes=self.config.world_size),
+        record = RunRecord.of(
+            self.config,
+            without=WITHOUT_EFFECT,
             data=rows_fingerprint(data) if isinstance(data, Dataset) else None,
             model=layout_fingerprint(model) if isinstance(model, nn.Module) else None,
+            processes=self.config.world_size,
         )
         if resume_from_checkpoint:
             return self.checkpoints.resume(self.config, record, resume_from_checkpoint)

@@ -21,7 +21,7 @@ from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.ranks import watch_ranks
 from trimtab_common.run import Run
-from trimtab_common.runs import RunRecord, result_settings, rows_fingerprint
+from trimtab_common.runs import RunRecord, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_lm.environments.rollout import EnvironmentRollout
@@ -217,7 +217,7 @@ def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, datase
     run = Run(
         accelerator,
         model,
-        RunRecord.new(result_settings(config, without=WITHOUT_EFFECT), data=data),
+        RunRecord.of(config, without=WITHOUT_EFFECT, data=data),
         health=HealthMonitor(kl_target=config.kl_target),
         start_tracker=partial(
             start_tracking,
