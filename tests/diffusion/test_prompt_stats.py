@@ -3,9 +3,11 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from trimtab_diffusion.ddpo.names_of_2024 import PerPromptStatTracker as NumpyTracker
 from trimtab_diffusion.prompt_stats import LEAST_DEVIATION, PerPromptStatTracker
 
 
@@ -129,3 +131,11 @@ def test_rewards_that_do_not_fit_change_nothing(prompts, rewards, words):
     with pytest.raises(ValueError, match="cat=nan came"):
         tracker.load_state_dict({"keeper": [1.0], "cat": [2.0, math.nan]})
     assert tracker.state_dict() == {"cat": [3.0]}
+
+
+def test_the_tracker_of_2024_takes_and_returns_arrays():
+    tracker = NumpyTracker(buffer_size=4, min_count=2)
+    advantages = tracker.update(np.array(["a", "a", "b"]), np.array([1, 3, 5]))
+    assert isinstance(advantages, np.ndarray)
+    np.testing.assert_allclose(advantages, [-1, 1, 2 / np.std([1, 3, 5])])
+    assert tracker.get_stats() == {"a": {"mean": 2, "std": 1, "count": 2}, "b": {"mean": 5, "std": 0, "count": 1}}

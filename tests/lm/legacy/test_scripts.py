@@ -7,6 +7,7 @@ import torch
 from tests.lm import tiny
 
 from trimtab_lm import SFTConfig
+from trimtab_lm.legacy.core import respond_to_batch
 from trimtab_lm.legacy.scripts import (
     SIMPLE_CHAT_TEMPLATE,
     ModelConfig,
@@ -17,7 +18,6 @@ from trimtab_lm.legacy.scripts import (
     get_quantization_config,
     maybe_apply_chat_template,
     maybe_extract_prompt,
-    respond_to_batch,
     setup_chat_format,
     strtobool,
 )

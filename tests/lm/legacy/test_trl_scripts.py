@@ -115,6 +115,9 @@ for module, names in MODULES.items():
         assert name not in ADVICE, name
 import trimtab_lm
 assert trl.PPOTrainer is trimtab_lm.PPOTrainer
+from trl.core import logprobs_from_logits
+from trl.environment import TextEnvironment
+from trl.trainer import compute_accuracy
 assert trl.trainer.utils.ConstantLengthDataset is trimtab_lm.ConstantLengthDataset
 assert not hasattr(trl, "KTOTrainer")
 
@@ -129,7 +132,7 @@ def says(statement, kind, *parts):
 
 
 says("from trl import KTOTrainer", ImportError, "trl.KTOTrainer", "loss_type='kto_pair'")
-says("trl.TextEnvironment", AttributeError, "use trimtab_lm.environments")
+says("trl.RichProgressCallback", AttributeError, "transformers shows the progress")
 says("from trl.core import PPOTrainer", ImportError, "import it from trl")
 says("from trl import Whatever", ImportError, "page on migration")
 says("import trl.trainer.kto_trainer", ImportError, "trl.trainer.kto_trainer")

@@ -1,12 +1,15 @@
 """What scripts of 2024 read and set on a DDPOTrainer beside its documented arguments and methods."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from trimtab_common.accelerators import WeighingAccelerator
-from trimtab_diffusion.prompt_stats import PerPromptStatTracker
+from trimtab_diffusion import prompt_stats as by_prompt
 
 from .config import DDPOConfig
 from .sampling import PromptFunction, RewardFunction, Rewards
@@ -19,7 +22,7 @@ class NamesOf2024:
     config: DDPOConfig
     model: nn.Module
     prompt_function: PromptFunction
-    prompt_stats: PerPromptStatTracker | None
+    prompt_stats: by_prompt.PerPromptStatTracker | None
     rewards: Rewards
 
     @property
@@ -41,7 +44,7 @@ class NamesOf2024:
         self.rewards.function = function
 
     @property
-    def stat_tracker(self) -> PerPromptStatTracker | None:
+    def stat_tracker(self) -> by_prompt.PerPromptStatTracker | None:
         """The statistics per prompt, if there are any."""
         return self.prompt_stats
 
@@ -59,3 +62,18 @@ class NamesOf2024:
     def autocast(self) -> Callable[[], AbstractContextManager[None]]:
         """A context for forward passes in the run's precision."""
         return self.accelerator.autocast
+
+
+class PerPromptStatTracker(by_prompt.PerPromptStatTracker):
+    """Statistics per prompt of NumPy's arrays; see `trimtab_diffusion.prompt_stats`."""
+
+    def update(self, prompts: Sequence[str], rewards: Any) -> np.ndarray:  # type: ignore[override]
+        """Adds rewards [B], and returns their advantages [B]."""
+        return super().update([*map(str, prompts)], torch.as_tensor(np.asarray(rewards))).numpy()
+
+    def get_stats(self) -> dict[str, dict[str, float]]:
+        """Mean, population deviation and count of the latest rewards of each prompt."""
+        return {
+            prompt: {"mean": float(np.mean(seen)), "std": float(np.std(seen)), "count": len(seen)}
+            for prompt, seen in self.seen.items()
+        }

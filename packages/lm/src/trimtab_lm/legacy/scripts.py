@@ -17,15 +17,11 @@ from typing import Any, Literal, cast
 import torch
 from accelerate import PartialState
 from peft import LoraConfig
-from torch import Tensor, nn
 from transformers import (
     BitsAndBytesConfig,
     HfArgumentParser,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.training_args import TrainingArguments  # which `transformers4.restore` leaves as it is
 
@@ -45,6 +41,7 @@ SIMPLE_QUERY_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ ' ' }}{% endif %}"
 )
+SIMPLE_SFT_CHAT_TEMPLATE = "{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}{{ eos_token }}"
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -284,34 +281,6 @@ def conversations_formatting_function(
         return cast(str, tokenizer.apply_chat_template(messages, tokenize=False))
 
     return write
-
-
-@torch.no_grad()
-def respond_to_batch(
-    model: nn.Module, queries: Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0
-) -> Tensor:
-    """Samples exactly `txt_len` tokens after each query; an end token does not end a response.
-
-    Args:
-        model: returns logits [B, T, V] first.
-        queries: token ids [B, Q], without padding.
-        txt_len: R, the tokens of a response.
-        top_k: sample from so many of the likeliest tokens. 0: from all.
-        top_p: sample from the likeliest tokens of this total probability. 1: from all.
-
-    Returns:
-        The responses [B, R].
-    """
-    warpers: Any = LogitsProcessorList()  # transformers declares a LongTensor
-    if top_k > 0:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p))
-    tokens = queries
-    for _ in range(txt_len):
-        logits = warpers(tokens, model(tokens)[0][:, -1].float())
-        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], dim=1)
-    return tokens[:, queries.shape[1] :]
 
 
 def init_zero_verbose() -> None:

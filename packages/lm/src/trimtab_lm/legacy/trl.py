@@ -65,7 +65,7 @@ def _look_up(module: str, name: str) -> object:
     try:
         return getattr(importlib.import_module(home), attribute)
     except ModuleNotFoundError as error:
-        if error.name != "trimtab_diffusion":
+        if error.name not in ("trimtab_diffusion", "diffusers"):
             raise
         raise ImportError(f"{module}.{name} is part of trimtab-diffusion: pip install trimtab-diffusion.") from error
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 _LM, _DIFFUSION, _SCRIPTS = "trimtab_lm", "trimtab_diffusion", "trimtab_lm.legacy.scripts"
+_CORE_FUNCTIONS, _UTIL_FUNCTIONS = "trimtab_lm.legacy.core", "trimtab_lm.legacy.utils"
 
 
 def _of(module: str, names: str) -> dict[str, str]:
@@ -17,6 +18,9 @@ _MODELS = {
         "create_reference_model",
     ),
     **_of(_SCRIPTS, "SUPPORTED_ARCHITECTURES setup_chat_format"),
+    **_of(_UTIL_FUNCTIONS, "ChatMlSpecialTokens unwrap_model_for_generation"),
+    **_of("trimtab_lm.models.reference", "LAYER_PATTERNS"),
+    "FORMAT_MAPPING": f"{_UTIL_FUNCTIONS}:CHAT_FORMATS",
     **_of(
         _DIFFUSION,
         "DDPOPipelineOutput DDPOSchedulerOutput DDPOStableDiffusionPipeline DefaultDDPOStableDiffusionPipeline",
@@ -29,8 +33,16 @@ _UTILS = {
         "RewardDataCollatorWithPadding",
     ),
     **_of("trimtab_common.kl", "AdaptiveKLController FixedKLController"),
+    **_of("trimtab_lm.legacy.ppo_names", "RunningMoments"),
+    **_of("trimtab_diffusion.ddpo.names_of_2024", "PerPromptStatTracker"),
+    **_of(
+        _UTIL_FUNCTIONS,
+        "compute_accuracy decode_and_strip_padding disable_dropout_in_model exact_div get_global_statistics "
+        "neftune_post_forward_hook pad pad_to_length peft_module_casting_to_bf16",
+    ),
+    "empty_cache": "accelerate.utils.memory:clear_device_cache",
     **_of(_SCRIPTS, "ModelConfig get_peft_config get_quantization_config get_kbit_device_map"),
-    **_of(_SCRIPTS, "SIMPLE_CHAT_TEMPLATE SIMPLE_QUERY_CHAT_TEMPLATE"),
+    **_of(_SCRIPTS, "SIMPLE_CHAT_TEMPLATE SIMPLE_QUERY_CHAT_TEMPLATE SIMPLE_SFT_CHAT_TEMPLATE"),
 }
 _TRAINERS = {
     f"{folder}_{part}": _of(package, f"{kind}Config {kind}Trainer")
@@ -47,15 +59,36 @@ _CLI = _of(_SCRIPTS, "ScriptArguments TrlParser init_zero_verbose") | {
 }
 _AVAILABLE = {
     **_of("transformers.utils", "is_bitsandbytes_available is_liger_kernel_available is_peft_available"),
-    **_of("transformers.utils", "is_rich_available is_torchvision_available"),
+    **_of("transformers.utils", "is_rich_available is_sklearn_available is_torchvision_available"),
+    "is_pil_available": "transformers.utils:is_vision_available",
     **_of("accelerate.utils", "is_npu_available is_xpu_available"),
     **_of("transformers.integrations", "is_wandb_available"),
     **_of(_SCRIPTS, "is_diffusers_available"),
+    **_of(_UTIL_FUNCTIONS, "is_llmblender_available is_transformers_greater_than is_unsloth_available"),
+    **dict.fromkeys(("is_accelerate_greater_20_0", "is_torch_greater_2_0"), f"{_UTIL_FUNCTIONS}:is_current"),
 }
-_CORE = {**_of(_LM, "LengthSampler set_seed"), **_of(_SCRIPTS, "respond_to_batch")}
+_CORE = {
+    **_of(_LM, "LengthSampler set_seed"),
+    **_of("diffusers.utils.torch_utils", "randn_tensor"),
+    **_of(
+        _CORE_FUNCTIONS,
+        "PPODecorators WANDB_PADDING add_suffix average_torch_dicts build_bert_batch_from_txt clip_by_value "
+        "convert_to_scalar entropy_from_logits flatten_dict listify_batch logprobs_from_logits masked_mean masked_var "
+        "masked_whiten pad_to_size respond_to_batch stack_dicts stats_to_np top_k_top_p_filtering whiten",
+    ),
+}
+_ENVIRONMENT = _of("trimtab_lm.legacy.environment", "TextEnvironment TextHistory")
 _EXTRAS = _of(_LM, "BestOfNSampler")
-_ROWS = _of(_SCRIPTS, "maybe_apply_chat_template maybe_extract_prompt")
-_FORMATTING = _of(_SCRIPTS, "conversations_formatting_function")
+_ROWS = {
+    **_of(_SCRIPTS, "maybe_apply_chat_template maybe_extract_prompt"),
+    **_of(_UTIL_FUNCTIONS, "is_conversational"),
+    "apply_chat_template": f"{_SCRIPTS}:maybe_apply_chat_template",
+    "extract_prompt": f"{_SCRIPTS}:maybe_extract_prompt",
+}
+_FORMATTING = {
+    **_of(_SCRIPTS, "conversations_formatting_function"),
+    **_of(_UTIL_FUNCTIONS, "get_formatting_func_from_dataset instructions_formatting_function"),
+}
 _TRAINER = {name: place for names in _TRAINERS.values() for name, place in names.items()}
 
 MODULES: Mapping[str, Mapping[str, str]] = {
@@ -68,6 +101,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         **_CLI,
         **_AVAILABLE,
         **_EXTRAS,
+        **_ENVIRONMENT,
         **_of(_LM, "set_seed"),
     },
     "trl.core": _CORE,
@@ -80,6 +114,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "trl.trainer.utils": _UTILS,
     "trl.trainer.model_config": _UTILS,
     **{f"trl.trainer.{module}": names for module, names in _TRAINERS.items()},
+    "trl.environment": _ENVIRONMENT,
+    "trl.environment.base_environment": _ENVIRONMENT,
     "trl.extras": _EXTRAS,
     "trl.extras.best_of_n_sampler": _EXTRAS,
     "trl.extras.dataset_formatting": _FORMATTING,
@@ -106,25 +142,11 @@ _TRAIN_WITH = {
     "GKD": "use SFTTrainer on the teacher's samples",
     "AlignProp": "use DDPOTrainer, which needs no gradient of the reward",
 }
-_STATISTICS = "use trimtab_common.masking, whose functions take (x, mask)"
-_MESSAGES = "leave it out; the trainers take messages, and write them with the tokenizer's chat template"
 _JUDGE = "write a reward function"
 
 ADVICE: Mapping[str, str] = {
     **{f"{kind}{part}": advice for kind, advice in _TRAIN_WITH.items() for part in ("Trainer", "Config")},
-    "TextEnvironment": "use trimtab_lm.environments",
-    "TextHistory": "use trimtab_lm.environments",
-    "environment": "use trimtab_lm.environments",
-    **dict.fromkeys(("masked_mean", "masked_var", "masked_whiten", "whiten"), _STATISTICS),
-    "logprobs_from_logits": "use trimtab_lm.tokens.logprobs",
-    "entropy_from_logits": "use trimtab_lm.tokens.logprobs",
-    "disable_dropout_in_model": "leave it out; trainers switch dropout off by themselves, see disable_dropout",
-    "peft_module_casting_to_bf16": "leave it out; load the model with dtype=torch.bfloat16",
     "ValueHead": "use trimtab_lm.models.head.ValueHead, which takes the width of the hidden state",
-    "PerPromptStatTracker": "use trimtab_diffusion.prompt_stats.PerPromptStatTracker, which takes tensors",
-    "RunningMoments": "use trimtab_common.stats.RunningMoments(), which needs no accelerator",
-    "compute_accuracy": "leave it out; RewardTrainer logs the accuracy",
-    "neftune_post_forward_hook": "set neftune_noise_alpha in the config",
     "FDivergenceType": "leave it out; DPOTrainer has the reverse KL alone",
     "FDivergenceConstants": "leave it out; DPOTrainer has the reverse KL alone",
     "SyncRefModelCallback": "leave it out; the reference does not move",
@@ -133,9 +155,6 @@ ADVICE: Mapping[str, str] = {
     "WinRateCallback": "score samples with a reward function",
     **dict.fromkeys(("BaseJudge", "BaseRankJudge", "BasePairwiseJudge", "PairRMJudge", "HfPairwiseJudge"), _JUDGE),
     **dict.fromkeys(("OpenAIPairwiseJudge", "RandomRankJudge", "RandomPairwiseJudge"), _JUDGE),
-    **dict.fromkeys(("extract_prompt", "is_conversational", "apply_chat_template"), _MESSAGES),
-    "instructions_formatting_function": "leave it out; SFTTrainer takes rows of prompt and completion",
-    "get_formatting_func_from_dataset": "leave it out; SFTTrainer finds the format of its rows",
     "auxiliary_modules": "use trimtab_diffusion.rewards",
     "aesthetic_scorer": "use trimtab_diffusion.rewards",
 }
