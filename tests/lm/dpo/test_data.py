@@ -138,9 +138,9 @@ def test_rows_that_cannot_be_used_are_named(rows, says, tmp_path):
         dpo.trainer(tiny.gpt2(), tmp_path, arguments={"train_dataset": Dataset.from_dict(rows)})
 
 
-def test_a_list_of_rows_is_no_data_set(tmp_path):
+def test_a_generator_of_rows_is_no_dataset(tmp_path):
     with pytest.raises(TypeError, match=r"datasets\.Dataset\.from_list"):
-        dpo.trainer(tiny.gpt2(), tmp_path, arguments={"train_dataset": [ROW]})
+        dpo.trainer(tiny.gpt2(), tmp_path, arguments={"train_dataset": (row for row in [ROW])})
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """The documented formats of dataset rows, the parts of a row, and the mapping of a function over rows."""
 
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -8,9 +9,11 @@ from itertools import takewhile
 from typing import Any, TypeAlias, TypeVar
 
 import datasets
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from trimtab_lm.data.kinds import check_texts
+from trimtab_lm.data.media import check_row
+from trimtab_lm.data.nulls import NULL_ARGUMENTS, has_null_arguments, without_nulls
 from trimtab_lm.models.interface import Data
 
 Row: TypeAlias = Mapping[str, Any]
@@ -159,6 +162,8 @@ def prepare_dataset(
 ) -> Data:
     """Maps a function over the rows of a dataset. The rows of a stream are encoded when they are read.
 
+    The function gets each row `without_nulls`.
+
     Args:
         dataset: with at least one row.
         encode: from a row to its new columns.
@@ -169,17 +174,27 @@ def prepare_dataset(
         options: more arguments of `Dataset.map`; ignored for a stream.
 
     Raises:
-        ValueError: `encode` raised it. The message begins with the number of the row, from 0.
+        ValueError: `encode` raised it, or a row holds an image, a video or a sound. The message begins with the number
+            of the row, from 0.
     """
+    has_warned = False
+
+    def encode_row(row: dict[str, Any]) -> Mapping[str, object]:
+        nonlocal has_warned
+        check_row(row)
+        if not has_warned and has_null_arguments(row):
+            has_warned = True
+            warnings.warn(NULL_ARGUMENTS, stacklevel=2)
+        return encode(without_nulls(row))
 
     def encode_batch(columns: dict[str, list[object]], numbers: list[int]) -> dict[str, list[object]]:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        encoded = [numbered(encode, row, number) for row, number in zip(rows, numbers, strict=True)]
+        encoded = [numbered(encode_row, row, number) for row, number in zip(rows, numbers, strict=True)]
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
     dropped = [name for name in columns_of(dataset) if name not in keep]
     batches = {"batched": True, "batch_size": batch_size, "with_indices": True, "remove_columns": dropped}
-    if isinstance(dataset, IterableDataset):
+    if not isinstance(dataset, Dataset):
         return dataset.map(encode_batch, **batches)
     with _bars_for_terminals():
         return dataset.map(encode_batch, num_proc=num_proc, desc=desc, **batches, **options)

@@ -2,12 +2,15 @@
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from typing import cast
+
+from trimtab_lm.data.media import check_messages
 
 NEEDED = {"text": "a text", "messages": "a list of messages such as {'role': 'user', 'content': 'Hello'}"}
 
 
 def check_texts(*kinds: str, **values: object) -> None:
-    """Raises ValueError unless each value is a text, or a conversation, whose messages have a role.
+    """Raises ValueError unless each value is a text, or a conversation, whose messages have a role and hold text.
 
     Args:
         kinds: "text" or "messages", where only one of them will do, and messages must be there.
@@ -21,6 +24,8 @@ def check_texts(*kinds: str, **values: object) -> None:
                 f"{', or '.join(NEEDED[kind] for kind in kinds or fits)} is needed. Convert it with dataset.map, or "
                 "drop the row."
             )
+        if not isinstance(value, str):
+            check_messages(cast(Sequence[object], value))
 
 
 def _is_conversation(value: object) -> bool:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset, load_from_disk
+from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, default_collate
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row, RowFormat, T, TemplateSettings, columns_of, prepare_dataset, row_format
+from trimtab_lm.data.media import check_features
+from trimtab_lm.data.nulls import without_nulls
+from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.data.truncation import report_truncation, truncate_columns
 from trimtab_lm.models.interface import Data
@@ -197,7 +200,7 @@ def tokenize_prompts(
         num_proc: processes that tokenize.
 
     Raises:
-        TypeError: for what is no datasets.Dataset.
+        TypeError: for a stream, or for what is no dataset.
         ValueError: without the column, with an empty prompt, or with one that leaves no room for its completion.
     """
     options: dict[str, Any] = {"max_length": max_length, "max_completion_length": max_completion_length}
@@ -208,16 +211,17 @@ def tokenize_prompts(
         return {name: tokenize_prompts(one, tokenizer, **options) for name, one in dataset.items()}
     if dataset is None or (isinstance(dataset, Dataset) and into in dataset.column_names):
         return dataset
-    if not isinstance(dataset, Dataset):
+    if isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset):
         raise TypeError(
             f"{needed_for} takes its prompts from a datasets.Dataset, not from a {type(dataset).__name__}: one call of "
             "generation serves several steps and processes, whose prompts are chosen by number, shuffled, and found "
             "again when training resumes. Read a stream's rows into one: Dataset.from_list(list(stream.take(n)))."
         )
+    data = as_data(dataset)
     if column == "prompt":
-        row_format(columns_of(dataset), [RowFormat.PROMPT], needed_for=needed_for)
+        row_format(columns_of(data), [RowFormat.PROMPT], needed_for=needed_for)
     encode = partial(_encode, tokenizer=tokenizer, **options)
-    rows = prepare_dataset(dataset, encode, keep=dataset.column_names, num_proc=num_proc, desc="tokenizing prompts")
+    rows = prepare_dataset(data, encode, keep=columns_of(data), num_proc=num_proc, desc="tokenizing prompts")
     return report_truncation(rows, limit=f"max_prompt_length={max_length}")
 
 
@@ -272,7 +276,8 @@ def as_queries(
     def add_text(row: Row) -> dict[str, object]:
         if isinstance(row[column], str):
             return {"query": row[column]}
-        return {"query": tokenizer.apply_chat_template(row[column], tokenize=False, add_generation_prompt=True)}
+        messages = without_nulls(row)[column]
+        return {"query": tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)}
 
     return rows.map(add_text, remove_columns=[column], num_proc=num_proc, desc="writing queries")
 
@@ -292,6 +297,7 @@ def open_prompts(
     """
     if dataset is None and name:
         dataset = open_dataset(name)
+    check_features(dataset)
     if isinstance(dataset, Dataset) and not is_collated and "input_ids" not in dataset.column_names:
         return as_queries(dataset, tokenizer, is_encoder_decoder=is_encoder_decoder, num_proc=num_proc)
     return dataset

@@ -144,6 +144,7 @@ def encode_messages(
         ids = list(tokenizer(render(messages), add_special_tokens=False)["input_ids"])
         mask = [1] * len(ids)
     elif GENERATION_MARK.search(tokenizer.get_chat_template(settings.get("chat_template"), tools)):
+        check_texts("messages", conversation=messages)
         write = cast(Callable[..., Columns], tokenizer.apply_chat_template)
         encoded = write(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True, **settings)
         ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
@@ -154,11 +155,10 @@ def encode_messages(
         spans = [_answer_span(render, messages, i, text, stops) for i in answers]
         ids, mask = _encode_spans(tokenizer, text, spans, add_special_tokens=False)
     if not any(mask):
-        roles = [message["role"] for message in messages]
         raise ValueError(
-            f"No token of this conversation would count: its roles are {roles}, and training covers only what the chat "
-            "template marks as generated, or messages of role 'assistant'. Drop such rows, rename the roles, or move "
-            "the template's generation marks."
+            f"No token of this conversation would count: its roles are {[message['role'] for message in messages]}, and "
+            "training covers only what the chat template marks as generated, or messages of role 'assistant'. Drop "
+            "such rows, rename the roles, or move the template's generation marks."
         )
     ids, mask = closed(tokenizer, ids, mask, is_templated=True)
     return {"input_ids": ids, "assistant_masks": mask}

@@ -196,7 +196,7 @@ def report_truncation(dataset: Data, *, limit: str) -> Data:
     Raises:
         ValueError: no row is left.
     """
-    if isinstance(dataset, IterableDataset):
+    if not isinstance(dataset, Dataset):
         return _drop_emptied_of_stream(dataset, limit)
     report = TruncationReport.of(dataset)
     if report.rows and report.rows_emptied == report.rows:

@@ -25,6 +25,7 @@ from trimtab_lm.data.formats import (
     prepare_dataset,
     row_format,
 )
+from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import (
     Columns,
     closed,
@@ -229,11 +230,7 @@ def tokenize_pairs(
     Raises TypeError for what is no dataset of `datasets`, ValueError for columns that are missing, for a row that
     cannot be used (it says which), and where truncation leaves no pair.
     """
-    if not isinstance(dataset, Dataset | IterableDataset):
-        raise TypeError(
-            f"The data set is a {type(dataset).__name__}; datasets.Dataset or IterableDataset is needed. Make one: "
-            "datasets.Dataset.from_list(rows)."
-        )
+    dataset = as_data(dataset)
     columns = columns_of(dataset)
     names = tokenized_columns(is_encoder_decoder=tokenize.is_encoder_decoder)
     if names <= set(columns):

@@ -19,6 +19,7 @@ from trimtab_common.health import TrainingDivergedError
 from trimtab_common.ranks import begin, phase, watch_ranks
 from trimtab_common.runs import RunRecord, layout_fingerprint, rows_fingerprint
 from trimtab_common.sharding import full_state_dicts, reshard
+from trimtab_lm.data.media import check_features
 from trimtab_lm.models.interface import Model, Processor, check_generation_config, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 
@@ -27,7 +28,7 @@ from .config import Config, for_own_collators
 from .hooks import HooksOf2024
 from .interruption import EndsBySignal
 from .models import load_processing_class, prepare_sharding
-from .streams import NO_BATCH, Passes
+from .streams import Passes, check_batches
 from .tracking import Recorder, Tables, prepare_trackers
 from .types import Batch, BatchLoss, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
 
@@ -106,12 +107,10 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         watch_ranks(self.config.rank_failure_timeout)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
-        self.checkpoints = Checkpoints(self)
-        self.add_callback(self.checkpoints)
-        self.passes = Passes(self)
-        self.add_callback(self.passes)
+        self.checkpoints, self.passes = Checkpoints(self), Passes(self)
         self.ending = EndsBySignal(self, saves=config.save_strategy != "no" or config.enable_jit_checkpoint)
-        self.add_callback(self.ending)
+        for callback in (self.checkpoints, self.passes, self.ending):
+            self.add_callback(callback)
         prepare_trackers(self.config)
 
     # What a trainer supplies ------------------------------------------------------------------------------------------
@@ -178,6 +177,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         """A dataset as the data collator reads it; None stays None. Collective."""
         if dataset is None:
             return None
+        check_features(dataset)
         with self.args.main_process_first(desc="tokenizing"):
             return self.tokenize_dataset(dataset, use)
 
@@ -206,8 +206,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if not batches and not self.state.global_step:
-            raise ValueError(f"The training data {NO_BATCH}")
+        check_batches(batches, is_first=not self.state.global_step)
         batches = self.micro_batches(batches)
         return batches, self.items_of(batches)
 

@@ -1,7 +1,7 @@
 """Training on a stream: its passes one after the other, so that a resumed run finds its place in any of them."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import has_length
 
 from trimtab_common.seeding import private_rngs, sampling_seed
+from trimtab_lm.data.media import check_row
 
 from .types import Batch
 
@@ -77,6 +78,15 @@ class Passes(torch.utils.data.IterableDataset[Batch], TrainerCallback):
             handler = self.trainer.callback_handler
             handler.on_epoch_end(args, state, control)
             handler.on_epoch_begin(args, state, control)
+
+
+def check_batches(batches: Sequence[object], *, is_first: bool) -> None:
+    """Raises ValueError if the first step gets no batch, or if a collator of the caller's gives images or sounds."""
+    if is_first and not batches:
+        raise ValueError(f"The training data {NO_BATCH}")
+    for batch in batches:
+        if isinstance(batch, dict):
+            check_row(batch)
 
 
 def _as_it_is(batch: Any) -> Any:

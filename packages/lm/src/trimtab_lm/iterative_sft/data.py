@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import RowFormat, columns_of, prepare_dataset, row_format
+from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
 from trimtab_lm.data.truncation import truncate_row
 from trimtab_lm.tokens.ids import check_ids, check_mask
@@ -103,6 +104,7 @@ def tokenize_dataset(
     """A data set as `input_ids` and `labels`; None stays None."""
     if dataset is None:
         return None
+    dataset = as_data(dataset)
     kind = row_format(columns_of(dataset), FORMATS, needed_for="IterativeSFT")
     facts: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "positions": positions}
     options = facts | {"vocab_size": vocab_size}

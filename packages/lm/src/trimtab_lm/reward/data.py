@@ -16,6 +16,7 @@ from trimtab_lm.data.formats import (
     prepare_dataset,
     row_format,
 )
+from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt_completion, stop_token_ids
 from trimtab_lm.data.truncation import IS_EMPTIED, report_truncation, truncate_pair
 from trimtab_lm.hf.types import DataSource
@@ -40,17 +41,10 @@ def prepare_pairs(
 ) -> DataSource:
     """The dataset with the columns that `reward_collator` reads, and pairs longer than max_length dropped or cut.
 
-    A dataset that is not of `datasets` must give such rows itself. Other columns stay if keeps_columns. A
-    `length_column_name`, of both texts together, is made where the sampling goes by it. positions: of the model;
-    ValueError for a text that is longer and was neither dropped nor cut.
+    Other columns stay if keeps_columns. A `length_column_name`, of both texts together, is made where the sampling goes
+    by it. positions: of the model; ValueError for a text that is longer and was neither dropped nor cut.
     """
-    if not isinstance(dataset, (Dataset, IterableDataset)):
-        if args.max_length is not None:
-            raise ValueError(
-                f"max_length={args.max_length} cannot be applied to a {type(dataset).__name__}. Pass a "
-                "datasets.Dataset, or leave max_length out and shorten the rows yourself."
-            )
-        return dataset
+    dataset = as_data(dataset)
     columns = columns_of(dataset)
     encode = partial(
         _encode,
@@ -136,7 +130,7 @@ def _pair(chosen: list[int], rejected: list[int], shared: int) -> dict[str, list
 
 def _without_long(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | IterableDataset:
     remedy = "Raise max_length, or cut them with truncation_mode='keep_start' or 'keep_end'."
-    if isinstance(dataset, IterableDataset):
+    if not isinstance(dataset, Dataset):
         seen = {"is_long": False}
 
         def fits(row: Row) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -54,7 +55,8 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
             which reads the prompt of a pair once.
         train_dataset: rows of `prompt`, `chosen` and `rejected`, or of the last two with the prompt in both, texts or
             conversations; or pre-tokenized, `input_ids_chosen`, `attention_mask_chosen` and the same of rejected.
-            `margin`: by how much the scores of a pair have to differ. Streams too.
+            `margin`: by how much the scores of a pair have to differ. Streams too, and both of torch, whose rows a
+            data_collator gets as they are.
         eval_dataset: such rows too, or a dict of several datasets.
         processing_class: the tokenizer; None loads the one beside the model.
         compute_metrics: gets the scores of chosen and rejected as predictions [N, 2], and as label_ids [N] which column
@@ -87,6 +89,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         scorer = load_scorer(model, args.model_init_kwargs)
         super().__init__(scorer, args, processing_class, model_init, peft_config, data=data, **hooks)
+        self.has_own_collator = data_collator is not None
         if data_collator is None and self.scores_in_forward:
             layout = best_layout(self.model, share_prefix=True, is_noisy=self.is_noisy)
             self.data_collator = PairCollator(self.tokenizer.pad_token_id, layout)
@@ -111,7 +114,9 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         return model
 
     def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
-        """The dataset as pairs of token ids."""
+        """The dataset as pairs of token ids; rows of a torch dataset for a collator of the caller's as they are."""
+        if self.has_own_collator and not isinstance(dataset, Dataset | IterableDataset):
+            return dataset
         positions = Positions.of(self.model)
         return prepare_pairs(
             dataset, self.tokenizer, self.config, keeps_columns=self.keeps_columns, positions=positions

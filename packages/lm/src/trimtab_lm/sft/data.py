@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row, RowFormat, as_messages, columns_of, prepare_dataset, row_format
+from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import (
     Columns,
     encode_messages,
@@ -32,7 +33,7 @@ Formatting = Callable[[Row], str | list[str]]
 
 
 def tokenize_rows(
-    dataset: Data,
+    dataset: DataSource,
     tokenizer: PreTrainedTokenizerBase,
     config: SFTConfig,
     *,
@@ -48,6 +49,7 @@ def tokenize_rows(
     is_cut: cut rows to max_length, and warn with the number of tokens removed. positions: of the model; ValueError for
     a row that is longer after the cut.
     """
+    dataset = as_data(dataset)
     columns = columns_of(dataset)
     kind = format_of(columns, config, formatting_func)
     read = text_of(dataset, config, formatting_func)
@@ -232,9 +234,10 @@ def pack(dataset: Data, config: SFTConfig) -> DataSource:
 
 
 def rows_of_constant_length(
-    dataset: Data, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, *, formatting_func: Formatting | None
+    dataset: DataSource, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, *, formatting_func: Formatting | None
 ) -> DataSource:
     """Documents one after the other, cut where a row of max_length tokens is full; a stream if the data are one."""
+    dataset = as_data(dataset)
     options = {name: value for name, value in (config.dataset_kwargs or {}).items() if name != "skip_prepare_dataset"}
     if format_of(columns_of(dataset), config, formatting_func) is RowFormat.TEXT:
         options["formatting_func"] = text_of(dataset, config, formatting_func)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -33,7 +34,8 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         args: the config; None for the defaults.
         data_collator: instead of the padding-free one, such as DataCollatorForCompletionOnlyLM.
         train_dataset: rows of texts, of `messages`, of `prompt` and `completion`, or of `input_ids` with or without
-            `labels`; streams too. `SFTConfig` says what of them counts.
+            `labels`; streams too, and both of torch, whose rows a data_collator gets as they are. `SFTConfig` says
+            what of them counts.
         eval_dataset: such rows too, or a dict of several datasets.
         processing_class: the tokenizer; None loads the one beside the model.
         peft_config: adapters to add.
@@ -83,7 +85,8 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         """The dataset as `input_ids` and `labels`, packed where the config asks for it; never packed for `predict`."""
         config = self.config
         options = config.dataset_kwargs or {}
-        if options.get("skip_prepare_dataset") or isinstance(dataset, ConstantLengthDataset):
+        is_callers = self.has_own_collator and not isinstance(dataset, Dataset | IterableDataset)
+        if options.get("skip_prepare_dataset") or isinstance(dataset, ConstantLengthDataset) or is_callers:
             return dataset
         packing = {"train": config.packing, "eval": config.eval_packing, "test": False}[use]
         if packing and self.is_encoder_decoder:
