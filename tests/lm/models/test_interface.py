@@ -2,6 +2,7 @@
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from tests.lm import tiny
 from tests.lm.tiny import gpt2, t5, tokenizer
 from transformers import ProcessorMixin
 
@@ -56,3 +57,19 @@ def test_the_tokenizer_of_a_processor_is_the_one_inside():
     inner = tokenizer()
     assert tokenizer_of(Pair(inner)) is inner
     assert tokenizer_of(inner) is inner
+    with pytest.raises(TypeError, match="Pictures is none and holds none"):
+        tokenizer_of(Pictures())
+
+
+class Pictures(ProcessorMixin):
+    """A processor without a tokenizer."""
+
+    attributes = []
+
+    def __init__(self):
+        super().__init__()
+
+
+def test_ppo_takes_the_tokenizer_of_a_processor():
+    inner = tiny.tokenizer()
+    assert tiny.ppo(arguments={"tokenizer": Pair(inner)}).tokenizer is inner

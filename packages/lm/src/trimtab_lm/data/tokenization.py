@@ -156,8 +156,8 @@ def encode_messages(
         ids, mask = _encode_spans(tokenizer, text, spans, add_special_tokens=False)
     if not any(mask):
         raise ValueError(
-            f"No token of this conversation would count: its roles are {[message['role'] for message in messages]}, and "
-            "training covers only what the chat template marks as generated, or messages of role 'assistant'. Drop "
+            f"No token of this conversation would count: its roles are {[message['role'] for message in messages]}, "
+            "and training covers only what the chat template marks as generated, or messages of role 'assistant'. Drop "
             "such rows, rename the roles, or move the template's generation marks."
         )
     ids, mask = closed(tokenizer, ids, mask, is_templated=True)

@@ -69,8 +69,18 @@ def decoder_config(model: Model) -> PreTrainedConfig:
 
 
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer, out of a multimodal processor if `processor` is one."""
-    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+    """Returns the tokenizer, out of a multimodal processor if `processor` is one.
+
+    Raises:
+        TypeError: it is no tokenizer, and holds none.
+    """
+    tokenizer = getattr(processor, "tokenizer", None) if isinstance(processor, ProcessorMixin) else processor
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"A tokenizer is needed, and {type(processor).__name__} is none and holds none. The trainers learn from "
+            "text alone: pass AutoTokenizer.from_pretrained(name)."
+        )
+    return tokenizer
 
 
 def check_generation_config(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> None:

@@ -25,7 +25,7 @@ from trimtab_common.runs import RunRecord, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_lm.environments.rollout import EnvironmentRollout
-from trimtab_lm.models.interface import check_generation_config
+from trimtab_lm.models import interface
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
@@ -79,7 +79,7 @@ def check_engine(config: PPOConfig, engine: DistributedType) -> None:
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
     """The model with a value head to train: the caller's, or that of `config.model_name`."""
     model = _loaded_or_checked(config, model)
-    check_generation_config(model.pretrained_model)
+    interface.check_generation_config(model.pretrained_model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
@@ -127,10 +127,10 @@ def reference_of(
 
 
 def tokenizer_of(config: PPOConfig, tokenizer: Any) -> PreTrainedTokenizerBase:
-    """The caller's tokenizer, or that of `config.model_name`; it must have a pad token."""
+    """The caller's tokenizer, or that of a processor, or of `config.model_name`; it must have a pad token."""
     if tokenizer is None and config.model_name is None:
         raise ValueError("PPOTrainer needs a tokenizer: give it one, or PPOConfig a model_name.")
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model_name)
+    tokenizer = interface.tokenizer_of(tokenizer or AutoTokenizer.from_pretrained(config.model_name))
     if tokenizer.pad_token_id is None:
         raise ValueError(
             "The tokenizer has no pad token. Set tokenizer.pad_token = tokenizer.eos_token: that is harmless here, "
