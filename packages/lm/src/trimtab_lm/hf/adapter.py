@@ -28,7 +28,7 @@ from .config import Config, for_own_collators
 from .hooks import HooksOf2024
 from .interruption import EndsBySignal
 from .models import load_processing_class, prepare_sharding
-from .streams import Passes, check_batches
+from .streams import Passes, check_batches, check_evaluated
 from .tracking import Recorder, Tables, prepare_trackers
 from .types import Batch, BatchLoss, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
 
@@ -314,8 +314,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         """As in transformers, with statistics over all rows instead of means over batches, and tables of samples."""
         self.shard_model()
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if not output.num_samples:
-            raise ValueError("There is no row to evaluate: a filter, or a limit such as max_length, leaves none.")
+        check_evaluated(output.num_samples)
         recorded = {f"{metric_key_prefix}_{name}": value for name, value in self.statistics(training=False).items()}
         mean_loss = {name: value for name, value in recorded.items() if name == f"{metric_key_prefix}_loss"}
         self.log_samples(dataloader, metric_key_prefix)

@@ -89,5 +89,11 @@ def check_batches(batches: Sequence[object], *, is_first: bool) -> None:
             check_row(batch)
 
 
+def check_evaluated(num_rows: int | None) -> None:
+    """Raises ValueError if an evaluation had no row."""
+    if not num_rows:
+        raise ValueError("There is no row to evaluate: a filter, or a limit such as max_length, leaves none.")
+
+
 def _as_it_is(batch: Any) -> Any:
     return batch
