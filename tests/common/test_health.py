@@ -77,6 +77,27 @@ def test_a_value_function_is_bad_only_if_it_does_not_learn():
     assert found([8.0, 8.0, 6.0]) == []
 
 
+def test_a_value_function_that_its_updates_improve_is_not_bad():
+    def found(gains):
+        monitor = HealthMonitor(patience=2)  # so that the critic has four checks, one of which is a quarter
+        steps = [Vitals(explained_variance=-2.0, value_error=8.0, value_gain=gain) for gain in gains]
+        return [alert for step in steps for alert in monitor.check(step)]
+
+    assert not found([0.001] * 4)
+    (alert,) = found([0.02, -0.01, 0.02, 0.02])
+    assert names([alert]) == ["bad_value_function"]
+    assert "error that updates remove is -0.01, below 0 at 1 of the last 4 checks" in str(alert)
+    assert names(found([None] * 4)) == ["bad_value_function"]  # one update a step tells nothing
+
+
+def test_scores_that_follow_the_length_are_named_before_responses_triple():
+    monitor = HealthMonitor(patience=3)
+    steps = [Vitals(response_length=10.0, length_correlation=value) for value in (0.9, 0.6, 0.9, 0.8, 1.0, 1.0)]
+    alerts = [monitor.check(step) for step in steps]
+    assert [names(found) for found in alerts] == [[], [], [], [], ["growing_responses"], []]
+    assert "correlation of 0.8, above 0.7 at each of the last 3 checks: the reward favours length" in str(alerts[4][0])
+
+
 def test_a_condition_with_two_signs_says_both():
     monitor = HealthMonitor(kl_target=6.0)
     assert monitor.check(Vitals(kl=3.0, kl_coef=0.1)) == []
@@ -92,7 +113,7 @@ def test_every_condition_has_its_limit_words_cause_and_remedy():
     every = [*CONDITIONS, *AT_THE_START]
     assert len({condition.name for condition in every}) == len(every)
     for condition in every:
-        for sign in condition.signs:
+        for sign in (*condition.signs, *condition.or_signs):
             assert (sign.above is None) != (sign.below is None)
             assert "{}" in Vitals.__dataclass_fields__[sign.statistic].metadata["words"]
         assert not condition.cause.endswith(".")

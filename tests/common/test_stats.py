@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance, gather_stats, merge_stats
+from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance, correlation, gather_stats, merge_stats
 
 
 def test_means_and_variances_of_parts_are_those_of_the_whole():
@@ -84,6 +84,14 @@ def test_a_statistic_of_two_kinds_is_named(values, kinds):
     for order in (values, values[::-1]):
         with pytest.raises(TypeError, match=f"statistic 'loss' is {kinds}: in every part it must be of one kind"):
             merge_stats([{"loss": value, "other": 1.0} for value in order])
+
+
+def test_correlation_by_hand_and_of_what_does_not_vary():
+    x, y = torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert correlation(x, 5 - 2 * x).value == pytest.approx(-1)
+    assert correlation(x, y).value == pytest.approx(2 / 5**0.5)  # 2 over sqrt(5 * 1)
+    assert correlation(x, y).weight == 4
+    assert correlation(x, torch.full((4,), 0.7)) is correlation(x[:3], y[:3]) is correlation(x[:0], y[:0]) is None
 
 
 def test_numbers_of_any_type_are_averaged():

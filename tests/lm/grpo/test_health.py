@@ -128,6 +128,14 @@ def test_completions_that_grow_for_the_reward(make):
     assert "the reward favours length" in texts["growing_responses"]
 
 
+def test_a_reward_for_length_where_completions_begin_near_their_limit(make):
+    def length(completion_ids, **_):
+        return [0.1 * len(ids) for ids in completion_ids]
+
+    texts = said(make(reward=length, max_steps=10, learning_rate=1e-3, max_completion_length=12))
+    assert "the reward favours length" in texts["growing_responses"]
+
+
 def test_a_reference_that_is_not_the_policy_at_the_start(make):
     grpo = make(beta=0.1, max_steps=1)
     grpo.model.transformer.wte.weight.data *= 1.2

@@ -115,6 +115,12 @@ def test_responses_that_grow_for_the_reward():
     assert re.search(r"responses have .* \(3 times the first\): the reward favours length", texts["growing_responses"])
 
 
+def test_a_reward_for_length_where_responses_begin_near_their_limit():
+    texts = said(ppo(learning_rate=1e-3), steps=10, reward=lambda row: 0.1 * length(row))
+    assert texts.keys() == {"growing_responses"}
+    assert re.search(r"correlation of 1, above 0.7 .*: the reward favours length", texts["growing_responses"])
+
+
 def test_a_collapsing_entropy():
     trainer = ppo(learning_rate=2e-2, ppo_epochs=2, init_kl_coef=0.0)
     texts = said(trainer, steps=40, until="entropy_collapse")

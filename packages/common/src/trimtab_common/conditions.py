@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, NamedTuple
@@ -26,10 +27,13 @@ class Vitals:
         clip_fraction: share of the ratios that are clipped, in [0, 1].
         explained_variance: of the value function, at most 1.
         value_error: variance of returns - values, of the tokens.
+        value_gain: share of the values' squared error that the updates of a step remove, on average over the updates;
+            None with one update a step.
         value_spread: standard deviation of the values over that of the returns.
         reward_std: standard deviation of the scores, in the unit of the reward.
         scale: of what the policy or the value function learns from, where nothing brings it to 1.
         response_length: mean tokens per response.
+        length_correlation: of the scores and the lengths of the responses, in [-1, 1].
         ended: share of the responses that end by themselves; None where nothing says that they should.
         doubled_bos: share of the queries that begin with two BOS tokens.
         reference_gap: largest difference of policy and reference before the first update, nats.
@@ -45,10 +49,12 @@ class Vitals:
     clip_fraction: float | None = _number("the share of clipped ratios is {}")
     explained_variance: float | None = _number("explained variance of the value function is {}")
     value_error: float | None = _number("the variance of its error is {}")
+    value_gain: float | None = _number("the share of the value function's error that updates remove is {}")
     value_spread: float | None = _number("the value function's standard deviation is {} times that of the returns")
     reward_std: float | None = _number("the standard deviation of the scores is {}")
     scale: float | None = _number("what is learnt from has the scale {}")
     response_length: float | None = _number("responses have {} tokens")
+    length_correlation: float | None = _number("scores and response lengths have a correlation of {}")
     ended: float | None = _number("the share of responses with an end token is {}")
     doubled_bos: float | None = _number("the share of queries that begin with two BOS tokens is {}")
     reference_gap: float | None = _number("before the first update, policy and reference differ by up to {} nats")
@@ -85,7 +91,9 @@ class Sign:
         above, below: the limit, one of them, and the side of it that is wrong.
         of: what the limit is a multiple of: the statistic's `first` value, the KL's `target`, or what `rounding`
             explains; None: nothing.
-        slow: 0: one check tells. n: each of the last n * patience checks must be on the wrong side.
+        slow: 0: one check tells. n: the last n * patience checks must be on the wrong side.
+        share: how many of them must be there, at least.
+        may_lack: whether the condition can do without the statistic.
     """
 
     statistic: str
@@ -94,26 +102,29 @@ class Sign:
     below: float | None = None
     of: Literal["first", "target", "rounding"] | None = None
     slow: int = 0
+    share: float = 1.0
+    may_lack: bool = False
 
     def reading(self, values: Sequence[float], unit: float = 1.0) -> Reading | None:
         """The latest values, of which the last comes last, in words; None where one is on the right side.
 
         Args:
-            values: as many as must be on the wrong side.
+            values: those of the checks that tell.
             unit: what the limit is a multiple of.
         """
+        count = math.ceil(self.share * len(values))
+        nearest = sorted(values, reverse=self.above is not None)[count - 1]
         if self.above is not None:
-            side, limit, nearest = "above", self.above, min(values)
-            is_wrong = nearest > limit * unit
+            side, limit, is_wrong = "above", self.above, nearest > self.above * unit
         else:
             assert self.below is not None, self.statistic
-            side, limit, nearest = "below", self.below, max(values)
-            is_wrong = nearest < limit * unit
+            side, limit, is_wrong = "below", self.below, nearest < self.below * unit
         if not is_wrong:
             return None
         words = Vitals.__dataclass_fields__[self.statistic].metadata["words"].format(f"{nearest:.4g}")
         multiple = f" ({limit:g} times the {self.of})" if self.of in ("first", "target") else ""
-        lasting = f" at each of the last {len(values)} checks" if len(values) > 1 else ""
+        often = "each" if count == len(values) else count
+        lasting = f" at {often} of the last {len(values)} checks" if len(values) > 1 else ""
         return Reading(nearest, limit * unit, f"{words}, {side} {limit * unit:.4g}{multiple}{lasting}")
 
 
@@ -132,19 +143,21 @@ class Condition:
     Args:
         name: what goes wrong.
         signs: all of them must be there; the first is the one that is logged.
+        or_signs: other signs by which it shows too.
         cause: what the numbers say.
         remedy: sentences.
     """
 
     name: str
     signs: tuple[Sign, ...]
+    or_signs: tuple[Sign, ...] = ()
     cause: str
     remedy: str
 
     def alert(self, readings: Sequence[Reading | None]) -> Alert | None:
-        """What is to be said of the readings of the signs, one for each; nothing where one of them is missing."""
+        """What is to be said of the readings of signs, one for each; nothing where one of them is missing."""
         seen = [reading for reading in readings if reading is not None]
-        if len(seen) < len(self.signs):
+        if not seen or len(seen) < len(readings):
             return None
         words = ", and ".join(reading.words for reading in seen)
         message = f"{words}: {self.cause}. {self.remedy}"
@@ -211,6 +224,7 @@ CONDITIONS = (
         signs=(
             Sign("explained_variance", below=-0.5, slow=2),
             Sign("value_error", above=0.75, of="first", slow=2),
+            Sign("value_gain", below=0.0, slow=2, share=0.25, may_lack=True),
         ),
         cause="the value function does worse than a constant and does not learn, and its noise is in the advantages",
         remedy="Does the value head train (requires_grad, the optimizer)? Raise vf_coef or the learning rate, start "
@@ -239,6 +253,7 @@ CONDITIONS = (
     Condition(
         name="growing_responses",
         signs=(Sign("response_length", above=3.0, of="first"),),
+        or_signs=(Sign("length_correlation", above=0.7, slow=1),),
         cause="the reward favours length, or EOS is not learnt",
         remedy="Read samples; penalize length or a missing EOS in the reward; check that EOS is scored and not masked.",
     ),

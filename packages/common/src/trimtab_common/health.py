@@ -97,7 +97,9 @@ class HealthMonitor:
     ) -> None:
         self.conditions, self.kl_target = tuple(conditions), kl_target
         self.patience, self.repeat_after = patience, repeat_after
-        self._longest = max(patience, 1) * max(sign.slow or 1 for condition in conditions for sign in condition.signs)
+        self._longest = max(patience, 1) * max(
+            sign.slow or 1 for condition in conditions for sign in (*condition.signs, *condition.or_signs)
+        )
         self._checks = 0
         self._first: dict[str, float] = {}
         self._recent: dict[str, deque[float]] = {}
@@ -124,8 +126,10 @@ class HealthMonitor:
         for name, value in values.items():
             self._first.setdefault(name, value)
             self._recent.setdefault(name, deque(maxlen=self._longest)).append(value)
-        alerts = [condition.alert([self._read(sign) for sign in condition.signs]) for condition in self.conditions]
-        return [alert for alert in alerts if alert is not None and self._is_due(alert.name)]
+        alerts = [self._alert(condition, condition.signs) for condition in self.conditions]
+        others = [self._alert(condition, condition.or_signs) for condition in self.conditions]
+        found = [one or other for one, other in zip(alerts, others, strict=True)]
+        return [alert for alert in found if alert is not None and self._is_due(alert.name)]
 
     def report(self, vitals: Vitals, stats: Mapping[str, float] = {}, *, when: str, warns: bool) -> dict[str, float]:
         """Warns of what `check` finds.
@@ -166,6 +170,9 @@ class HealthMonitor:
         self._checks, self._first = state["checks"], dict(state["first"])
         self._recent = {name: deque(values, maxlen=self._longest) for name, values in state["recent"].items()}
         self._last_alert = dict(state["last_alert"])
+
+    def _alert(self, condition: Condition, signs: Sequence[Sign]) -> Alert | None:
+        return condition.alert([self._read(one) for one in signs if one.statistic in self._recent or not one.may_lack])
 
     def _read(self, sign: Sign) -> Reading | None:
         recent = list(self._recent.get(sign.statistic, ()))[-max(sign.slow * self.patience, 1) :]

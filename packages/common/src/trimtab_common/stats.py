@@ -136,6 +136,15 @@ class Deviation(Variance):
         return super().value ** 0.5
 
 
+def correlation(x: Tensor, y: Tensor) -> Mean | None:
+    """Pearson's correlation of `x` and `y`, [B], with the weight B; None if B is below 4 or one of them is constant."""
+    x, y = x.detach().cpu().double(), y.detach().cpu().double()
+    if len(x) < 4 or x.min() == x.max() or y.min() == y.max():
+        return None
+    x, y = x - x.mean(), y - y.mean()
+    return Mean(len(x) * float((x @ y) / (x.square().sum() * y.square().sum()).sqrt()), len(x))
+
+
 def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merges the statistics of several parts to those of the whole.
 

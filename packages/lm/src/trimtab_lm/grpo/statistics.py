@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from trimtab_common.conditions import Vitals
-from trimtab_common.stats import Mean
+from trimtab_common.stats import Mean, correlation
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
@@ -22,6 +22,7 @@ from .config import GRPOConfig
 from .rollout import SampledGroups
 
 LENGTHS, SURPRISE = "completions/lengths", "sampling/surprise"
+LENGTH_CORRELATION = "completions/length_reward_correlation"
 
 
 def rollout_stats(
@@ -30,6 +31,7 @@ def rollout_stats(
     """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of some groups.
 
     `completions/clipped_ratio` is the share that was cut at the length limit. Lengths count what the policy wrote.
+    `completions/length_reward_correlation` is that of lengths and rewards within groups, where both vary.
 
     Args:
         groups: the first ones of the rollout.
@@ -43,7 +45,10 @@ def rollout_stats(
     size, ended = len(groups[0].completions), torch.tensor(sampled.ended[: len(lengths)])
     scored = Scored(*(column[: len(lengths)] for column in sampled.scored))
     environment = {} if sampled.episodes is None else sampled.episodes.stats(len(lengths))
+    by_group = (column.double().reshape(-1, size) for column in (lengths, scored.rewards))
+    found = correlation(*((column - column.mean(1, keepdim=True)).flatten() for column in by_group))
     return reward_stats(names, scored, num_generations=size) | {
+        **({LENGTH_CORRELATION: found} if found else {}),
         **environment,
         "completions/mean_length": Mean.of(lengths),
         "completions/mean_terminated_length": Mean.of(lengths, ended),
@@ -128,6 +133,7 @@ def vitals(numbers: Mapping[str, float], config: GRPOConfig, *, pads_with_eos: b
         reward_std=numbers.get("reward_std"),
         scale=None if is_scaled else numbers.get("reward_std"),
         response_length=numbers.get("completions/mean_length"),
+        length_correlation=numbers.get(LENGTH_CORRELATION),
         ended=ended if pads_with_eos else None,
         doubled_bos=numbers.get("prompts/doubled_bos"),
     )

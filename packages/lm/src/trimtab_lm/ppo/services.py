@@ -59,7 +59,7 @@ class PolicyServices(NamesOf2024, Generation):
         stats = self.record_step_stats(kl_coef=self.kl_ctl.value, **rollout.step_data(), train_stats=train_stats)
         clock.lap("calc_stats")
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        stats |= token_stats(rollout.samples, self.tokenizer, ends=self.sampler.ends(self.model))
+        stats |= token_stats(rollout.samples, rollout.scores, self.tokenizer, ends=self.sampler.ends(self.model))
         stats = one_dimensional({**stats, "ppo/learning_rate": learning_rate, **clock.stats()})
         return as_numbers(self.gather_stats(stats))
 

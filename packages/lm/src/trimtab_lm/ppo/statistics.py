@@ -17,7 +17,7 @@ from trimtab_common.config import flattened
 from trimtab_common.health import check_rows
 from trimtab_common.kl import k3
 from trimtab_common.masking import explained_variance
-from trimtab_common.stats import Deviation, Mean, Variance, gather_stats, merge_stats
+from trimtab_common.stats import Deviation, Mean, Variance, correlation, gather_stats, merge_stats
 from trimtab_lm.rewards.functions import Scored, function_stats
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
@@ -217,6 +217,7 @@ def vitals(stats: Mapping[str, float], config: PPOConfig) -> Vitals:
     kl, length = stats["objective/kl"], stats.get("tokens/responses_len_mean")
     mean, variance = stats.get("ppo/returns/mean"), stats.get("ppo/returns/var")
     explained, spread = stats.get("ppo/val/var_explained"), stats.get("ppo/val/var")
+    has_updates = config.ppo_epochs * config.batch_size > config.mini_batch_size * config.gradient_accumulation_steps
     return Vitals(
         kl=kl,
         kl_per_token=None if length is None else kl / length,
@@ -226,23 +227,40 @@ def vitals(stats: Mapping[str, float], config: PPOConfig) -> Vitals:
         clip_fraction=stats.get("ppo/policy/clipfrac"),
         explained_variance=explained,
         value_error=None if explained is None or variance is None else (1 - explained) * variance,
+        value_gain=_value_gain(stats) if has_updates else None,
         value_spread=(spread / variance) ** 0.5 if spread is not None and variance else None,
         reward_std=stats["ppo/std_scores"],
         scale=None if mean is None or variance is None else math.hypot(mean, variance**0.5),
         response_length=length,
+        length_correlation=stats.get("tokens/responses_len_score_correlation"),
         ended=stats.get("tokens/ended"),
         doubled_bos=stats.get("tokens/doubled_bos"),
     )
 
 
-def token_stats(samples: Samples, tokenizer: PreTrainedTokenizerBase, *, ends: Sequence[int]) -> dict[str, Mean]:
-    """`tokens/doubled_bos`, the share of queries that begin with two BOS tokens, and `tokens/ended`.
+def _value_gain(stats: Mapping[str, float]) -> float | None:
+    """See `Vitals.value_gain`. The squared error before the updates is variance plus squared bias."""
+    names = ("val/var_explained", "returns/var", "val/mean", "returns/mean", "val/error")
+    if any(f"ppo/{name}" not in stats for name in names):
+        return None
+    explained, variance, value, target, during = (stats[f"ppo/{name}"] for name in names)
+    before = (1 - explained) * variance + (value - target) ** 2
+    return 1 - during / before if before > 0 else None
 
-    The latter is the share of responses that end with an end token, where padding is one: a model that was fine-tuned
-    with such padding may not have learnt to stop.
+
+def token_stats(
+    samples: Samples, scores: Tensor, tokenizer: PreTrainedTokenizerBase, *, ends: Sequence[int]
+) -> dict[str, Mean]:
+    """The share of queries that begin with two BOS tokens, `tokens/doubled_bos`, and `tokens/ended`.
+
+    `tokens/responses_len_score_correlation` is that of lengths and scores, where both vary.
+
+    `tokens/ended` is the share of responses that end with an end token, where padding is one: a model that was
+    fine-tuned with such padding may not have learnt to stop.
 
     Args:
         samples: of a step.
+        scores: [B], of the responses.
         tokenizer: of the policy.
         ends: the tokens that end a response.
     """
@@ -253,6 +271,9 @@ def token_stats(samples: Samples, tokenizer: PreTrainedTokenizerBase, *, ends: S
         stats["tokens/doubled_bos"] = Mean(twice.sum(), len(samples.queries))
     if tokenizer.pad_token_id in ends:
         stats["tokens/ended"] = Mean.of(ended(samples.responses, ends).float())
+    lengths = torch.tensor([len(response) for response in samples.responses])
+    if found := correlation(lengths, scores):
+        stats["tokens/responses_len_score_correlation"] = found
     return stats
 
 
