@@ -45,8 +45,8 @@ PPO: dict[str, tuple[Any, int, Any, dict[str, Any]]] = {
     "gpt2, four passes": (tiny.gpt2, 4, share_of("nrst"), {"ppo_epochs": 4, "learning_rate": 5e-4, "vf_coef": 0.5}),
 }
 # Their critics learn, and stay worse than a constant for all of the run.
-PPO |= {f"llama, brevity, {seed}": (tiny.llama, seed, likes_short, {"adap_kl_ctrl": False}) for seed in range(20, 26)}
-PPO |= {f"gpt2, slow, {seed}": (tiny.gpt2, seed, share_of("aeiou"), {"learning_rate": 1e-4}) for seed in range(26, 31)}
+PPO |= {f"llama, brevity, {seed}": (tiny.llama, seed, likes_short, {"adap_kl_ctrl": False}) for seed in (20, 21)}
+PPO |= {f"gpt2, slow, {seed}": (tiny.gpt2, seed, share_of("aeiou"), {"learning_rate": 1e-4}) for seed in (26, 30)}
 
 
 @pytest.mark.parametrize("name", PPO)
