@@ -50,7 +50,7 @@ test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions 
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/test_every_trainer.py
 
 test-vllm: $(VLLM)/.installed ## sample with vLLM's engine, in the process and as a server on the CPU, in .venv-vllm
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(ARGS) tests/lm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(ARGS) $$(grep -rl --include='*.py' 'mark\.vllm' tests)
 
 test-distributed: $(STAMP) ## run two processes over gloo, each with the whole model (DDP): they train as one
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m distributed --durations=10 $(ARGS) tests
