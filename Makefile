@@ -67,7 +67,7 @@ test-scripts: $(STAMP) ## run scripts that import trl, as they are, on our train
 signals: $(STAMP) ## SIGTERM, SIGINT, full disks and second writers in every trainer (five minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or distributed or not slow" --durations=10 $(SIGNALS) $(ARGS)
 
-health: $(STAMP) ## provoke every fault that the health report names, and ten healthy runs without an alarm (three minutes)
+health: $(STAMP) ## provoke every fault that the health report names, and healthy runs without an alarm (ten minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or not slow" --durations=10 $(HEALTH) $(ARGS)
 
 fuzz: $(STAMP) ## 10,000 generated inputs for formulas, data, settings and rewards (a minute; the tests run a short form)
