@@ -63,6 +63,17 @@ def learns_prompt(model: object) -> bool:
     return isinstance(model, PeftModel) and bool(model.active_peft_config.is_prompt_learning)
 
 
+def trunk_of(base: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model without its heads; a model that has none is its own trunk.
+
+    It is `base.base_model`. Some causal classes (Llama 4, Mllama) name a prefix for it that is no attribute of theirs;
+    their trunk is the one part of them that is a transformers model.
+    """
+    parts = [part for part in base.children() if isinstance(part, PreTrainedModel)]
+    has_lost_trunk = base.base_model is base and base.get_output_embeddings() is not None and len(parts) == 1
+    return parts[0] if has_lost_trunk else cast(PreTrainedModel, base.base_model)
+
+
 def decoder_config(model: Model) -> PreTrainedConfig:
     """Returns the configuration of the text decoder, which is the model's own unless the model is multimodal."""
     return base_of(model).config.get_text_config(decoder=True)

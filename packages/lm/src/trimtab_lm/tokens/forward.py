@@ -20,8 +20,15 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from trimtab_common.sharding import whole_weights
-from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config
-from trimtab_lm.tokens.attention import GroupMask, OwnMask, attention_mask, has_local_attention, runs_by_group
+from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config, trunk_of
+from trimtab_lm.tokens.attention import (
+    GroupMask,
+    OwnMask,
+    attends_fully,
+    attention_mask,
+    is_verified,
+    runs_by_group,
+)
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import LanguageHead
 from trimtab_lm.tokens.positions import positioned
@@ -78,8 +85,9 @@ def score_sequences_in_forward(model: Model) -> bool:
         return True
 
     def score(tokens: Batch) -> Tensor:
-        inputs = positioned(base.base_model.forward, model_inputs(base, tokens))
-        hidden = base.base_model(**inputs, use_cache=False, return_dict=True).last_hidden_state
+        trunk = trunk_of(base)
+        inputs = positioned(trunk.forward, model_inputs(base, tokens))
+        hidden = trunk(**inputs, use_cache=False, return_dict=True).last_hidden_state
         logits: Tensor = base.get_submodule("score")(hidden.flatten(0, 1).index_select(0, tokens["ends"]))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -150,7 +158,8 @@ def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
 def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> Layout:
     """Returns the layout with the fewest positions in which the model computes what it computes on padded rows.
 
-    Each candidate is run on a few tokens and compared. Warns where only padded rows agree.
+    Each candidate that the model's type allows (`attention.VERIFIED`) is run on a few tokens and compared. Warns where
+    only padded rows are left.
 
     Args:
         model: the model that will read the batches.
@@ -163,22 +172,25 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
         return "encoder-decoder"
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         return "padded"  # PEFT puts what it learned before each row, and drops position ids
-    if "position_ids" in inspect.signature(base.forward).parameters:
+    attention = base.config._attn_implementation
+    reason = f"{attention} attention mixes sequences that share a row"
+    if not is_verified(base):
+        reason = f"the model type {base.config.model_type!r} is not verified to keep sequences in one row apart"
+    elif "position_ids" in inspect.signature(base.forward).parameters:
         candidates: list[Layout] = ["packed"]
-        if not has_local_attention(base):
+        if attends_fully(base):
             if share_prefix:
                 candidates.insert(0, "tree")
-            is_sdpa = base.config._attn_implementation == "sdpa"
-            if is_sdpa and not is_noisy and not torch.accelerator.is_available():  # to which the model may yet move
+            if attention == "sdpa" and not is_noisy and not torch.accelerator.is_available():  # where it may yet move
                 candidates.insert(0, "row")
         with whole_weights(base):  # DeepSpeed divides weights as they are loaded
             for layout in candidates:
                 if _agrees(base, layout):
                     return layout
     warnings.warn(
-        f"{type(base).__name__} with {base.config._attn_implementation} attention mixes sequences that share a row, so "
-        "each sequence gets a padded row of its own. The results are right, but training is slower. Load the model "
-        "with attn_implementation='sdpa' or 'eager', which usually keep sequences apart.",
+        f"{type(base).__name__}: {reason}, so each sequence gets a padded row of its own. The results are right, but "
+        "training is slower. Common decoders (Llama, Qwen, Mistral, Gemma) share rows with attn_implementation='sdpa' "
+        "or 'eager'.",
         stacklevel=3,
     )
     return "padded"
@@ -190,7 +202,7 @@ def leaves_masks_to_sdpa(model: PreTrainedModel) -> bool:
     Each model is tried once.
     """
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if model.config.is_encoder_decoder or not takes_positions or has_local_attention(model):
+    if model.config.is_encoder_decoder or not takes_positions or not attends_fully(model):
         return False
     if model.config._attn_implementation != "sdpa":
         return False
@@ -231,8 +243,9 @@ def _hidden(model: PreTrainedModel, tokens: Batch) -> Tensor:
         NotImplementedError: the mask of a row is not left to SDPA.
     """
     tokens = {name: value.to(model.device) for name, value in tokens.items()}
-    inputs = positioned(model.base_model.forward, model_inputs(model, tokens))
-    hidden = model.base_model(**inputs, use_cache=False, return_dict=True).last_hidden_state
+    trunk = trunk_of(model)
+    inputs = positioned(trunk.forward, model_inputs(model, tokens))
+    hidden = trunk(**inputs, use_cache=False, return_dict=True).last_hidden_state
     mask = inputs.get("attention_mask")
     if isinstance(mask, OwnMask) and mask.was_read:
         raise NotImplementedError(f"{type(model).__name__} reads the attention mask outside of SDPA.")
