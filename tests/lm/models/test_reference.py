@@ -1,10 +1,13 @@
 """References: they are the model the policy started from, stay so while it trains, and share what they should."""
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from tests.lm import tiny
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -16,9 +19,15 @@ from transformers import (
     T5Config,
 )
 
+from trimtab_lm import DPOConfig
+from trimtab_lm.dpo.setup import make_reference
 from trimtab_lm.models.adapters import adapters_off
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead
+from trimtab_lm.ppo.policy import ActorCritic, Scorer
+from trimtab_lm.ppo.samples import Padding
+from trimtab_lm.tokens import forward
+from trimtab_lm.tokens.logprobs import LanguageHead
 
 TOKENS = {"vocab_size": 23, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -328,3 +337,31 @@ def test_trainable_base_weights_are_warned_of_once():
     del reference
     with pytest.warns(UserWarning, match="no effect: the adapters are switched off"):
         Reference.of(with_lora(), num_shared_layers=1)
+
+
+@pytest.mark.parametrize("trainer", ["ppo", "dpo"])
+def test_a_reference_is_first_run_where_all_its_layers_lie(trainer: str, monkeypatch):
+    """The shared layers are on the device when the policy is; `meta` stands for that device here."""
+    devices: list[set[str]] = []
+
+    def probe(head: LanguageHead) -> bool:
+        devices.append({weight.device.type for weight in head.model.parameters()})
+        return True
+
+    base = tiny.gpt2()
+    policy = tiny.with_value_head(base) if trainer == "ppo" else base
+    bare = ActorCritic(policy) if trainer == "ppo" else base
+    reference = create_reference_model(policy, num_shared_layers=1)
+    monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+    base.to("meta")
+    assert {weight.device.type for weight in reference.parameters()} == {"cpu", "meta"}
+    monkeypatch.setattr(LanguageHead, "_logits_agree", probe)
+    monkeypatch.setattr(forward, "_agrees", lambda *_: True)
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("meta"), is_fsdp2=False, distributed_type="NO", unwrap_model=lambda model: model
+    )
+    if trainer == "ppo":
+        Scorer(bare, Reference.of(policy, reference), reference, accelerator, Padding(0, None))
+    else:
+        make_reference(policy, reference, DPOConfig(report_to="none", use_cpu=True), accelerator)
+    assert devices == [{"meta"}]

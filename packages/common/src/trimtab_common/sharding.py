@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -153,6 +154,15 @@ def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return _prepared_by_deepspeed(model, accelerator.deepspeed_plugin.deepspeed_config)
     return placed(model, accelerator.device)
+
+
+def on_one_device(model: Module, device: torch.device | str) -> Module:
+    """Moves a model to a device if its tensors lie on several, so that it can run before it is prepared.
+
+    A reference that shares layers with a policy is divided in this way once the policy has moved.
+    """
+    devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    return placed(model, device) if len(devices) > 1 else model
 
 
 def _prepared_by_deepspeed(model: Module, training: Mapping[str, Any]) -> Module:

@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_common.sharding import on_one_device
 from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.models.reference import Reference
@@ -96,7 +97,7 @@ def make_reference(
         return Reference(model, is_adapter_off=False)
     reference = Reference.of(model, ref_model)
     if not reference.is_policy:
-        score_tokens_in_forward(reference.model)
+        score_tokens_in_forward(on_one_device(reference.model, accelerator.device))
         reference.prepare(accelerator)
     return reference
 

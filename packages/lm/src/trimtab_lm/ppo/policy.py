@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from trimtab_common.sharding import prepared_for_inference, whole_weights
+from trimtab_common.sharding import on_one_device, prepared_for_inference, whole_weights
 from trimtab_common.stats import Mean
-from trimtab_lm.models.interface import base_of
+from trimtab_lm.models.interface import base_of, trunk_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import model_inputs
@@ -131,10 +131,10 @@ class Critic(nn.Module):
             score.requires_grad_(False)
             score = score.modules_to_save[score.active_adapters[0]]
         if isinstance(model, PreTrainedModelWrapper):
-            self.trunk = cast(PreTrainedModel, base_of(model.pretrained_model).base_model)
+            self.trunk = trunk_of(base_of(model.pretrained_model))
             self.v_head = model.v_head
         else:
-            self.trunk = cast(PreTrainedModel, base_of(model).base_model)  # adapters are inside its layers
+            self.trunk = trunk_of(base_of(model))  # adapters are inside its layers
             is_scorer = isinstance(score, nn.Linear) and score.out_features == 1
             width = score.in_features if is_scorer else state_width(model)
             weight = next(self.trunk.parameters())
@@ -296,7 +296,10 @@ class Scorer:
         self.bare: ActorCritic = accelerator.unwrap_model(actor_critic)
         self.padding = padding
         keep_value_dtype(self.bare)
-        self.ref_actor = self.bare if ref_model is None else prepared_for_inference(ActorCritic(ref_model), accelerator)
+        self.ref_actor = self.bare
+        if ref_model is not None:
+            ref_actor = ActorCritic(on_one_device(ref_model, accelerator.device))
+            self.ref_actor = prepared_for_inference(ref_actor, accelerator)
 
     def policy(self, samples: Samples, *, temperature: float, **returned: bool) -> PolicyOutputs:
         """[B, R] of the policy; every process takes part. returned: `return_logits`, `return_head_inputs`."""
