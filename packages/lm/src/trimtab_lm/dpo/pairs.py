@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimtab_common.stats import Mean
 from trimtab_lm.tokens.layout import from_labels, sum_per_sequence, token_columns
-from trimtab_lm.tokens.scores import TokenScores, score_logits
+from trimtab_lm.tokens.scores import Scores, score_logits
 
 from .collator import SIDES
 
@@ -24,13 +24,15 @@ class PairScores(NamedTuple):
     rejected_entropy: Tensor
     chosen_length: Tensor
     rejected_length: Tensor
+    router_loss: Tensor | float = 0.0
 
     @classmethod
-    def of(cls, scores: TokenScores, tokens: Mapping[str, Tensor]) -> "PairScores":
+    def of(cls, scores: Scores, tokens: Mapping[str, Tensor]) -> "PairScores":
         """From the scores of the tokens of `tokens_to_score`."""
         lengths = tokens["lengths"]
-        sums = (sum_per_sequence(x, tokens["sequence"], len(lengths)) for x in scores)
-        return cls(*(side for x in (*sums, lengths) for side in x.view(-1, 2).unbind(1)))
+        sums = (sum_per_sequence(x, tokens["sequence"], len(lengths)) for x in scores[:2])
+        sides = (side for x in (*sums, lengths) for side in x.view(-1, 2).unbind(1))
+        return cls(*sides)._replace(router_loss=scores.router_loss)
 
 
 class PairLogits(NamedTuple):

@@ -243,6 +243,7 @@ class DPOTrainer(DocumentedMethods):
             chosen_length=policy.chosen_length,
             rejected_length=policy.rejected_length,
         )
+        losses = losses + policy.router_loss
         stats = pair_statistics(policy, losses, chosen, rejected, count=batch.get(REAL_ROWS))
         predictions = torch.stack([chosen, rejected, policy.chosen_logps, policy.rejected_logps], dim=1).detach()
         labels = torch.zeros(len(losses), dtype=torch.long, device=losses.device)

@@ -263,7 +263,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
             losses = losses + args.beta * kl
         limit = args.max_completion_length
         weights = token_weights(args.loss_type, sequence, lengths, window=items, max_completion_length=limit)
-        loss = (weights * losses).sum()
+        loss = (weights * losses).sum() + scores.router_loss * len(lengths) / items.sequences
 
         stats = policy_stats(log_ratio, advantages, **args.clip, kl=kl) | mismatch
         stats["entropy"] = Mean.of(scores.entropy)

@@ -16,7 +16,8 @@ from trimtab_lm.models.interface import Model, base_of, decoder_start_of
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import from_labels, token_columns
 from trimtab_lm.tokens.positions import Positions
-from trimtab_lm.tokens.scores import TokenScores, score_logits
+from trimtab_lm.tokens.router import refuse_router_loss
+from trimtab_lm.tokens.scores import Scores, score_logits
 
 from .adapter import TrainerAdapter
 from .config import Config
@@ -35,6 +36,8 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
         """The model with its adapters, and with a forward that scores tokens."""
         model = with_adapters(model, self.peft_config, self.config)
         score_tokens_in_forward(model)
+        if self.config.label_smoothing_factor:
+            refuse_router_loss(model, "label_smoothing_factor", ", or leave label_smoothing_factor out")
         return model
 
     @property
@@ -117,7 +120,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
             self.data_collator = collator
 
 
-def score_labels(model: nn.Module, batch: Batch, *, policy: Model) -> TokenScores:
+def score_labels(model: nn.Module, batch: Batch, *, policy: Model) -> Scores:
     """Scores [N] of the labels that count, for a loss that is their sum or mean.
 
     Args:
@@ -134,9 +137,9 @@ def score_labels(model: nn.Module, batch: Batch, *, policy: Model) -> TokenScore
     return model(tokens=token_columns(batch) | labels, is_summed=True)
 
 
-def label_stats(scores: TokenScores) -> dict[str, Mean]:
-    """Loss and entropy per token, in nats."""
-    return {"entropy": Mean.of(scores.entropy), "loss": Mean.of(-scores.logprobs)}
+def label_stats(scores: Scores) -> dict[str, Mean]:
+    """Loss, with that of a router, and entropy per token, in nats."""
+    return {"entropy": Mean.of(scores.entropy), "loss": Mean.of(scores.router_loss - scores.logprobs)}
 
 
 def stats_of_logits(

@@ -207,7 +207,7 @@ class IterativeSFTTrainer(StepServices):
         stats = label_stats(scores)
         if model.training:
             self.call_stats.add({"loss": stats["loss"]}, training=True)
-        return BatchLoss(token_nll(scores.logprobs, count=items), stats)
+        return BatchLoss(token_nll(scores.logprobs - scores.router_loss, count=items), stats)
 
     # Training and resuming --------------------------------------------------------------------------------------------
 

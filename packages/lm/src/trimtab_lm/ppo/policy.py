@@ -21,6 +21,7 @@ from trimtab_lm.tokens.forward import model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl
 from trimtab_lm.tokens.positions import positioned
+from trimtab_lm.tokens.router import refuse_router_loss
 
 from .samples import Layouts, Padding, Samples
 
@@ -126,12 +127,14 @@ class Critic(nn.Module):
             raise TypeError(
                 f"value_model must be a transformers model, with or without value head, got {type(model).__name__}."
             )
+        inner = model.pretrained_model if isinstance(model, PreTrainedModelWrapper) else model
+        refuse_router_loss(inner, "PPOTrainer", " in value_model")
         score: Any = getattr(model, "score", None)
         if isinstance(score, ModulesToSaveWrapper):  # PEFT's trained copy of the head
             score.requires_grad_(False)
             score = score.modules_to_save[score.active_adapters[0]]
         if isinstance(model, PreTrainedModelWrapper):
-            self.trunk = trunk_of(base_of(model.pretrained_model))
+            self.trunk = trunk_of(base_of(inner))
             self.v_head = model.v_head
         else:
             self.trunk = trunk_of(base_of(model))  # adapters are inside its layers
@@ -252,7 +255,7 @@ class ActorCritic(nn.Module):
             values = self.policy.v_head(heads.state) if self.critic is None else self.critic(critic_tokens)
         logits = self.head.logits(heads) if return_logits else None
         read = self.head.packed(heads) if return_head_inputs else None
-        return TokenOutputs(*scores, values=values, logits=logits, head_inputs=read)
+        return TokenOutputs(scores.logprobs, scores.entropy, values=values, logits=logits, head_inputs=read)
 
     def _logits_and_values(self, **inputs: Any) -> tuple[Any, ...]:
         logits, loss, values, *cache = self.policy(**inputs)

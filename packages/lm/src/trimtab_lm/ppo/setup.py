@@ -34,6 +34,7 @@ from trimtab_lm.models.value_head import (
 )
 from trimtab_lm.rewards.functions import RewardSet, rewards_of
 from trimtab_lm.sampling.rollout import RolloutBackend
+from trimtab_lm.tokens.router import refuse_router_loss
 
 from .config import PPOConfig
 from .policy import ActorCritic
@@ -97,6 +98,7 @@ def _loaded_or_checked(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
             f"PPOTrainer trains a model with a value head, got {type(model).__name__}. Wrap it: "
             "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
         )
+    refuse_router_loss(model.pretrained_model, "PPOTrainer", ", or train with GRPOTrainer, which adds it")
     peft = model.pretrained_model.active_peft_config if model.is_peft_model else None
     if peft is not None and peft.is_prompt_learning and peft.peft_type != PeftType.PREFIX_TUNING:
         raise ValueError(

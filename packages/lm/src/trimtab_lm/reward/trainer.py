@@ -21,6 +21,7 @@ from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_sequences_in_forward
 from trimtab_lm.tokens.layout import token_columns
 from trimtab_lm.tokens.positions import Positions
+from trimtab_lm.tokens.router import has_router_loss
 
 from .collator import SIDES, PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
 from .config import RewardConfig
@@ -152,13 +153,17 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         The outputs are `scores` [B, 2], of chosen and rejected, also as `predictions`; `losses` [B]; and `labels` [B].
         """
         rows = self._rows(batch)
-        if self.scores_in_forward:
+        router_loss = 0.0
+        if self.scores_in_forward and has_router_loss(self.model):
+            logits, router_loss = model(tokens=token_columns(rows), with_router_loss=True)
+        elif self.scores_in_forward:
             logits = model(tokens=token_columns(rows))
         else:
             logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
         # [labels, 2, B]. Almost every model has one label: each label is a score of its own.
         labels = logits.reshape(-1, 2, self.num_labels).permute(2, 1, 0)
-        losses = torch.stack([self._losses(*label, margin=rows.get("margin")) for label in labels]).mean(0)
+        losses = torch.stack([self._losses(*label, margin=rows.get("margin")) for label in labels])
+        losses = losses.mean(0) + router_loss
         chosen, rejected = scores = labels.mean(0)
         real = batch.get(REAL_ROWS)
         columns = {"chosen": chosen, "rejected": rejected, "loss": losses}

@@ -17,6 +17,7 @@ from trimtab_common.tracking import progress
 from trimtab_lm.compat.generation import CACHE, cache_found
 from trimtab_lm.models.interface import Model, base_of, learns_prompt
 from trimtab_lm.tokens.positions import Positions
+from trimtab_lm.tokens.router import has_router_loss
 
 from .batches import AS_MANY_AS_FIT, Automatic, batches_of, completions_at_a_time, new_tokens
 from .cache import empty_cache, prompt_cache
@@ -358,6 +359,8 @@ def _sample(
         cache = prompt_cache(model, inputs["input_ids"], inputs["attention_mask"], repeats=repeats)
         if cache is not None:
             kwargs[CACHE] = cache
+    if has_router_loss(model):  # which has no place for the cached tokens of the mask
+        kwargs["output_router_logits"] = False
     if is_known:
         kwargs["custom_generate"] = partial(decode, waiting=Waiting(**later, repeats=repeats))
     # The weights are whole, so that no process needs to go on until the others have ended.

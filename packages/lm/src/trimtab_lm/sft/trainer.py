@@ -77,9 +77,9 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         self.prepare_datasets()
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:
-        """-sum of log p over the tokens that count, divided by their number in the whole step."""
+        """-sum of log p over the tokens that count, each with a router's loss, over their number in the whole step."""
         scores = score_labels(model, batch, policy=self.model)
-        return BatchLoss(token_nll(scores.logprobs, count=items), label_stats(scores))
+        return BatchLoss(token_nll(scores.logprobs - scores.router_loss, count=items), label_stats(scores))
 
     def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
         """The dataset as `input_ids` and `labels`, packed where the config asks for it; never packed for `predict`."""

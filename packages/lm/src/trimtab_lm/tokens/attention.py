@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _NAMES = """
 apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm dbrx
 deepseek_v2 deepseek_v3 diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint
-fuyu gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2
-gpt_bigcode gpt_neox gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
-hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna llama llama4_text megatron-
-bert mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama_text_model modernbert-decoder nanochat
-nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe rembert roc_bert
-seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu
+gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
+gpt_neox gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
+hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna llama llama4_text megatron-bert mellum
+minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama_text_model modernbert-decoder nanochat nemotron olmo
+olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe rembert roc_bert seed_oss smollm3
+solar_open stablelm starcoder2 vaultgemma xglm youtu
 """
 VERIFIED = frozenset(_NAMES.split())
 """Types of models in which positions meet in attention alone, by masks that transformers makes or takes.

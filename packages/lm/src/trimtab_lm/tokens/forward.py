@@ -32,7 +32,8 @@ from trimtab_lm.tokens.attention import (
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import LanguageHead
 from trimtab_lm.tokens.positions import positioned
-from trimtab_lm.tokens.scores import TokenScores
+from trimtab_lm.tokens.router import classifier_router_loss, has_router_loss
+from trimtab_lm.tokens.scores import Scores
 
 EXACT = (torch.float32, torch.float64)
 """Types in which another order of the same sums changes results by far less than text that leaks."""
@@ -41,7 +42,7 @@ _LEAVES_MASKS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def score_tokens_in_forward(model: Model) -> LanguageHead:
-    """Adds `model(tokens=batch, temperature=1.0)`, which returns the TokenScores [N] of the batch's counted tokens.
+    """Adds `model(tokens=batch, temperature=1.0)`, which returns the Scores [N] of the batch's counted tokens.
 
     With `is_summed=True` it computes the gradient of their sum or mean on the way; see `score_linear`. Calls without
     `tokens` run the model's own forward. A second call with the same model changes nothing.
@@ -57,7 +58,7 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
     run = model.forward
     head = LanguageHead(model, run)
 
-    def score(tokens: Batch, temperature: float = 1.0, is_summed: bool = False) -> TokenScores:
+    def score(tokens: Batch, temperature: float = 1.0, is_summed: bool = False) -> Scores:
         inputs, places = model_inputs(model, tokens), (tokens["source"], tokens["targets"])
         return head.score(*places, temperature=temperature, is_summed=is_summed, **inputs)[0]
 
@@ -67,6 +68,8 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
 
 def score_sequences_in_forward(model: Model) -> bool:
     """Adds `model(tokens=batch)` to a sequence classifier: the logits [S, labels] at the last token of each branch.
+
+    With `with_router_loss=True`, for padded rows, it returns them and the router's loss; see `tokens.router`.
 
     The classifier's own forward takes the last token whose id is not the padding id. Where padding is the end token it
     would read before the end of a text.
@@ -84,12 +87,16 @@ def score_sequences_in_forward(model: Model) -> bool:
     if getattr(_own_forward(model), "scores_sequences", False):
         return True
 
-    def score(tokens: Batch) -> Tensor:
+    def score(tokens: Batch, with_router_loss: bool = False) -> Tensor | tuple[Tensor, Tensor | float]:
         trunk = trunk_of(base)
         inputs = positioned(trunk.forward, model_inputs(base, tokens))
-        hidden = trunk(**inputs, use_cache=False, return_dict=True).last_hidden_state
-        logits: Tensor = base.get_submodule("score")(hidden.flatten(0, 1).index_select(0, tokens["ends"]))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        output = trunk(**inputs, use_cache=False, return_dict=True)
+        states = output.last_hidden_state.flatten(0, 1).index_select(0, tokens["ends"])
+        logits: Tensor = base.get_submodule("score")(states)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if not with_router_loss:
+            return logits
+        return logits, classifier_router_loss(base, output.get("router_logits"), inputs.get("attention_mask"))
 
     _extend_forward(model, model.forward, score, score_sequences_in_forward, scores_sequences=True)
     return True
@@ -141,7 +148,12 @@ def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
     base = base_of(model)
     if "branch" in tokens:
         inputs["attention_mask"] = attention_mask(base, tokens["document"], tokens["branch"])
-    elif "position_ids" in tokens and "attention_mask" not in tokens and runs_by_group(base, tokens["position_ids"]):
+    elif (
+        "position_ids" in tokens
+        and "attention_mask" not in tokens
+        and runs_by_group(base, tokens["position_ids"])
+        and not has_router_loss(base)  # which reads the mask as one of tokens
+    ):
         document = find_packed_sequence_indices(tokens["position_ids"])  # None: a single one
         if document is not None:
             inputs["attention_mask"] = GroupMask.of(document, torch.zeros_like(document))
@@ -174,7 +186,9 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
         return "padded"  # PEFT puts what it learned before each row, and drops position ids
     attention = base.config._attn_implementation
     reason = f"{attention} attention mixes sequences that share a row"
-    if not is_verified(base):
+    if has_router_loss(base):
+        reason = "its router's loss (output_router_logits=True) is computed over padded rows"
+    elif not is_verified(base):
         reason = f"the model type {base.config.model_type!r} is not verified to keep sequences in one row apart"
     elif "position_ids" in inspect.signature(base.forward).parameters:
         candidates: list[Layout] = ["packed"]

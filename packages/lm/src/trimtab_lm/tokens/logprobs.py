@@ -17,7 +17,8 @@ from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
 from trimtab_lm.tokens.heads import forward_replaced, is_linear, last_hidden_state, lm_head_of
 from trimtab_lm.tokens.positions import positioned
-from trimtab_lm.tokens.scores import TokenScores, chunks_of, score_linear, score_logits, upcast
+from trimtab_lm.tokens.router import has_router_loss, router_coefficient
+from trimtab_lm.tokens.scores import RoutedScores, Scores, TokenScores, chunks_of, score_linear, score_logits, upcast
 
 LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 """Settings that change the logits after the head: a factor (Cohere), a divisor (Granite), a soft cap (Gemma)."""
@@ -30,11 +31,13 @@ class HeadInputs(NamedTuple):
         hidden: [N, H], the input of the LM head.
         logits: [N, V], where the LM head cannot be split off; else None.
         state: [N, hidden], the decoder's last hidden state, where it was asked for; else None.
+        router_loss: see `RoutedScores`; None for a model without it.
     """
 
     hidden: Tensor
     logits: Tensor | None = None
     state: Tensor | None = None
+    router_loss: Tensor | None = None
 
 
 class LanguageHead:
@@ -58,6 +61,7 @@ class LanguageHead:
         self._forward_of, self.is_encoder_decoder = base.forward, bool(base.config.is_encoder_decoder)
         self.separable = True
         with whole_weights(model):  # DeepSpeed divides weights as they are loaded
+            self._router_coefficient = router_coefficient(model)
             self.separable = self._logits_agree()
         if not self.separable:
             warnings.warn(
@@ -80,7 +84,7 @@ class LanguageHead:
         needs_state: bool = False,
         is_summed: bool = False,
         **inputs: Tensor,
-    ) -> tuple[TokenScores, HeadInputs]:
+    ) -> tuple[Scores, HeadInputs]:
         """Runs the model and scores targets at N positions; the LM head scores them inside its own call.
 
         FSDP and DeepSpeed gather a module's weights when it is called, and reduce its gradients when backward passes
@@ -118,8 +122,10 @@ class LanguageHead:
 
         read, scores = self._run(where, inputs, needs_state=needs_state, at_head=score_at_head)
         if read.logits is not None:
-            return score_logits(read.logits, targets, temperature=temperature), read
-        return TokenScores(*scores), read
+            scores = score_logits(read.logits, targets, temperature=temperature)
+        if read.router_loss is None:
+            return TokenScores(*scores), read
+        return RoutedScores(scores[0], scores[1], read.router_loss), read
 
     def read(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
         """Runs the trunk and keeps what the LM head reads at N positions; arguments as of `score`."""
@@ -156,6 +162,9 @@ class LanguageHead:
             read.append(_chosen(states, where))
             return (run_head(states[:, :0]), *at_head(read[0])) if self.separable else (run_head(states),)
 
+        mask = inputs.get("attention_mask")
+        if has_router_loss(self.model):  # the mask of a tree has no place for the tokens that count
+            inputs = {**inputs, "output_router_logits": mask is None or len(mask.shape) == 2}
         with forward_replaced(self.head, forward) as results:
             output = self.run(
                 **positioned(self._forward_of, inputs),
@@ -167,6 +176,7 @@ class LanguageHead:
             read[0],
             None if self.separable else _chosen(output.logits, where),
             _chosen(last_hidden_state(self.model, output), where) if needs_state else None,
+            None if output.get("aux_loss") is None else self._router_coefficient * output.aux_loss,
         )
         return heads, results
 

@@ -1,7 +1,7 @@
 """Log-probability and entropy of chosen tokens from logits, or from what a linear LM head reads."""
 
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,27 @@ class TokenScores(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
+
+    @property
+    def router_loss(self) -> float:
+        """No loss of a router; see `RoutedScores`."""
+        return 0.0
+
+
+class RoutedScores(NamedTuple):
+    """Scores by a mixture of experts that adds its router's loss to its own; see `trimtab_lm.tokens.router`.
+
+    Args:
+        logprobs, entropy: as of `TokenScores`.
+        router_loss: scalar, times its coefficient.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    router_loss: Tensor
+
+
+Scores: TypeAlias = TokenScores | RoutedScores
 
 
 class _Chunk(NamedTuple):

@@ -1,0 +1,97 @@
+"""The auxiliary loss of a mixture of experts, which models with `output_router_logits=True` add to their own loss."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab_lm.models.interface import Model, base_of, decoder_config
+
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+def has_router_loss(model: Model) -> bool:
+    """Whether the model's configuration asks for its router's loss, by `output_router_logits=True`."""
+    return bool(getattr(decoder_config(model), "output_router_logits", False))
+
+
+def refuse_router_loss(model: Model, user: str, remedy: str) -> None:
+    """Checks that a model asks for no router's loss, where `user` does not add one.
+
+    Raises:
+        ValueError: it asks for one.
+    """
+    if has_router_loss(model):
+        raise ValueError(
+            f"{type(base_of(model)).__name__} has output_router_logits=True, and {user} does not add its router's "
+            f"auxiliary loss. Set model.config.output_router_logits = False{remedy}."
+        )
+
+
+@torch.no_grad()
+def router_coefficient(model: Model) -> float:
+    """Returns what a causal model multiplies its router's loss by: its own loss over that, where no label counts.
+
+    Returns:
+        0.0 for a model that does not ask for a router's loss, or has none.
+
+    Raises:
+        ValueError: the model is an encoder-decoder, which returns no such loss without labels.
+    """
+    if not has_router_loss(model):
+        return 0.0
+    base: Any = base_of(model)
+    if base.config.is_encoder_decoder:
+        refuse_router_loss(model, "a trainer of an encoder-decoder", "")
+    ids = torch.arange(1, 4, device=base.device)[None] % decoder_config(model).vocab_size
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
+    output = base(**inputs, num_items_in_batch=1, output_router_logits=True, use_cache=False, return_dict=True)
+    aux_loss = output.get("aux_loss")
+    return 0.0 if aux_loss is None else float(output.loss / aux_loss)
+
+
+def classifier_router_loss(model: Model, router_logits: Sequence[Tensor] | None, mask: Tensor | None) -> Tensor | float:
+    """Returns the router's loss of a sequence classifier, times its coefficient; 0.0 if the model does not ask for it.
+
+    In transformers only causal models return it.
+
+    Args:
+        model: the classifier.
+        router_logits: of each layer, [B * T, experts]; None for a model without them.
+        mask: [B, T], 1 where a token counts; None: everywhere.
+
+    Raises:
+        ValueError: the model's configuration names no coefficient, or its routers choose experts in an unknown way.
+    """
+    if not has_router_loss(model):
+        return 0.0
+    config = decoder_config(model)
+    coefficients = [getattr(config, name) for name in COEFFICIENTS if hasattr(config, name)]
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if not router_logits or not coefficients or top_k is None or config.model_type == "doge":
+        refuse_router_loss(model, "a trainer of a sequence classifier", "")
+        return 0.0
+    mask = torch.ones_like(router_logits[0][..., 0]) if mask is None else mask
+    return coefficients[0] * load_balancing_loss(router_logits, mask, top_k=top_k)
+
+
+def load_balancing_loss(router_logits: Sequence[Tensor], mask: Tensor, *, top_k: int) -> Tensor:
+    """E * sum over experts of f * P (Fedus et al. 2022, arXiv:2101.03961, Eq. 4), over all layers together.
+
+    f is the share of tokens that an expert gets, P its mean probability. The loss is top_k where both are uniform.
+
+    Args:
+        router_logits: of each layer, [B * T, E].
+        mask: [B, T], 1 where a token counts.
+        top_k: experts of a token.
+
+    Returns:
+        Scalar.
+    """
+    logits = torch.cat([layer.flatten(0, -2) for layer in router_logits])
+    probabilities = logits.softmax(-1, dtype=torch.float32)
+    weights = mask.flatten().to(probabilities).repeat(len(router_logits))
+    chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(top_k).indices, 1.0)
+    shares, means = (weights @ numbers / weights.sum() for numbers in (chosen, probabilities))
+    return logits.shape[-1] * (shares * means).sum()
