@@ -178,6 +178,19 @@ def test_the_balanced_loss_is_the_number_of_experts_of_a_token():
     assert float(load_balancing_loss([logits], mask, top_k=1)) == pytest.approx(2 * 0.7310586)
 
 
+def test_checkpoints_that_cut_its_gradient_off_are_refused():
+    model = mixtral().train()
+    score_tokens_in_forward(model)
+    ids = torch.randint(4, 30, (2, 7))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **from_labels(ids)}
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert model(tokens=batch).router_loss.requires_grad
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=True gives the router's loss"):
+        model(tokens=batch)
+
+
 def test_rows_are_not_shared_and_the_reason_is_said():
     with pytest.warns(UserWarning, match="router's loss .* padded rows"):
         assert best_layout(mixtral(), share_prefix=True) == "padded"

@@ -27,6 +27,7 @@ from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.positions import Positions, positioned
+from trimtab_lm.tokens.router import refuse_router_loss
 
 from .collator import REFERENCE_COLUMNS, DPODataCollatorWithPadding
 from .config import DPOConfig
@@ -207,6 +208,7 @@ class DocumentedMethods(TrainerAdapter[DPOConfig, Tensor]):
             scores = self.score_pairs(model, batch)
             self._lengths = scores.chosen_length, scores.rejected_length
             return scores
+        refuse_router_loss(self.model, "DPOTrainer with a replaced method", "")
         kind: dict[str, Any] = {"is_encoder_decoder": self.is_encoder_decoder}
         kind["label_pad_token_id"] = self.label_pad_token_id
         sizes = {"padding_value": self.padding_value, "device": self.accelerator.device}

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from trimtab_common.stats import Mean
 from trimtab_lm.tokens.layout import from_labels, sum_per_sequence, token_columns
-from trimtab_lm.tokens.scores import Scores, score_logits
+from trimtab_lm.tokens.scores import Scores, TokenScores, score_logits
 
 from .collator import SIDES
 
 
 class PairScores(NamedTuple):
     """Of the answers of B pairs, all [B]: log-probabilities and entropies in nats, summed over the tokens that count,
-    and the number of those."""
+    and the number of those; and the loss of a mixture of experts' router, a scalar."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -24,7 +24,7 @@ class PairScores(NamedTuple):
     rejected_entropy: Tensor
     chosen_length: Tensor
     rejected_length: Tensor
-    router_loss: Tensor | float = 0.0
+    router_loss: Tensor = torch.zeros(())
 
     @classmethod
     def of(cls, scores: Scores, tokens: Mapping[str, Tensor]) -> "PairScores":
@@ -32,7 +32,8 @@ class PairScores(NamedTuple):
         lengths = tokens["lengths"]
         sums = (sum_per_sequence(x, tokens["sequence"], len(lengths)) for x in scores[:2])
         sides = (side for x in (*sums, lengths) for side in x.view(-1, 2).unbind(1))
-        return cls(*sides)._replace(router_loss=scores.router_loss)
+        pairs = cls(*sides)
+        return pairs if isinstance(scores, TokenScores) else pairs._replace(router_loss=scores.router_loss)
 
 
 class PairLogits(NamedTuple):

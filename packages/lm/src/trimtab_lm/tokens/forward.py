@@ -96,7 +96,7 @@ def score_sequences_in_forward(model: Model) -> bool:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if not with_router_loss:
             return logits
-        return logits, classifier_router_loss(base, output.get("router_logits"), inputs.get("attention_mask"))
+        return logits, classifier_router_loss(base, output.get("router_logits"), inputs.get("attention_mask"), states)
 
     _extend_forward(model, model.forward, score, score_sequences_in_forward, scores_sequences=True)
     return True

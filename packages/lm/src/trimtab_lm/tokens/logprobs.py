@@ -17,7 +17,7 @@ from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
 from trimtab_lm.tokens.heads import forward_replaced, is_linear, last_hidden_state, lm_head_of
 from trimtab_lm.tokens.positions import positioned
-from trimtab_lm.tokens.router import has_router_loss, router_coefficient
+from trimtab_lm.tokens.router import check_reaches, has_router_loss, router_coefficient
 from trimtab_lm.tokens.scores import RoutedScores, Scores, TokenScores, chunks_of, score_linear, score_logits, upcast
 
 LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -172,11 +172,14 @@ class LanguageHead:
                 return_dict=True,
                 output_hidden_states=needs_state,
             )
+        aux_loss = output.get("aux_loss")
+        if aux_loss is not None:
+            check_reaches(aux_loss, read[0], self.model)
         heads = HeadInputs(
             read[0],
             None if self.separable else _chosen(output.logits, where),
             _chosen(last_hidden_state(self.model, output), where) if needs_state else None,
-            None if output.get("aux_loss") is None else self._router_coefficient * output.aux_loss,
+            None if aux_loss is None else self._router_coefficient * aux_loss,
         )
         return heads, results
 

@@ -51,7 +51,9 @@ def router_coefficient(model: Model) -> float:
     return 0.0 if aux_loss is None else float(output.loss / aux_loss)
 
 
-def classifier_router_loss(model: Model, router_logits: Sequence[Tensor] | None, mask: Tensor | None) -> Tensor | float:
+def classifier_router_loss(
+    model: Model, router_logits: Sequence[Tensor] | None, mask: Tensor | None, states: Tensor
+) -> Tensor | float:
     """Returns the router's loss of a sequence classifier, times its coefficient; 0.0 if the model does not ask for it.
 
     In transformers only causal models return it.
@@ -60,6 +62,7 @@ def classifier_router_loss(model: Model, router_logits: Sequence[Tensor] | None,
         model: the classifier.
         router_logits: of each layer, [B * T, experts]; None for a model without them.
         mask: [B, T], 1 where a token counts; None: everywhere.
+        states: that the same forward pass gave to the head.
 
     Raises:
         ValueError: the model's configuration names no coefficient, or its routers choose experts in an unknown way.
@@ -73,7 +76,28 @@ def classifier_router_loss(model: Model, router_logits: Sequence[Tensor] | None,
         refuse_router_loss(model, "a trainer of a sequence classifier", "")
         return 0.0
     mask = torch.ones_like(router_logits[0][..., 0]) if mask is None else mask
-    return coefficients[0] * load_balancing_loss(router_logits, mask, top_k=top_k)
+    loss = load_balancing_loss(router_logits, mask, top_k=top_k)
+    check_reaches(loss, states, model)
+    return coefficients[0] * loss
+
+
+def check_reaches(loss: Tensor, states: Tensor, model: Model) -> None:
+    """Checks that a router's loss has a gradient, which reentrant checkpoints of layers cut off.
+
+    Args:
+        loss: of the router.
+        states: that the same forward pass gave to the head.
+        model: that gave them.
+
+    Raises:
+        ValueError: it has none, although the states do.
+    """
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if recomputes and states.requires_grad and not loss.requires_grad:
+        raise ValueError(
+            "Activation checkpointing with use_reentrant=True gives the router's loss (output_router_logits=True) no "
+            "gradient. Set gradient_checkpointing_kwargs={'use_reentrant': False}."
+        )
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], mask: Tensor, *, top_k: int) -> Tensor:
