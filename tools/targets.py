@@ -36,7 +36,7 @@ def run_by_ci(script: str) -> list[str]:
 def shortcomings(makefile: str, script: str, record: dict[str, dict[str, str]]) -> list[str]:
     """Returns a line for each target that neither CI nor the record covers, and for each entry of the record at fault.
 
-    An entry has the command, and either the date on which it last passed on a fresh clone or the reason why it cannot.
+    An entry has the command, and either the date on which it last passed on a fresh clone or the reason why none is known.
     """
     targets, ci = documented(makefile), run_by_ci(script)
     lines = [f"{name}: CI does not run it; record it by `python -m tools.targets {name}`" for name in targets]
@@ -46,8 +46,8 @@ def shortcomings(makefile: str, script: str, record: dict[str, dict[str, str]]) 
             lines.append(f"{name}: remove its record, {'CI runs it' if name in ci else 'make help does not list it'}")
         elif not re.search(rf"\bmake (.* )?{name}\b", entry.get("command", "")):
             lines.append(f"{name}: its command is {entry.get('command')!r}, which does not make it")
-        elif not (_is_past(entry.get("passed", "")) or entry.get("never")):
-            lines.append(f"{name}: it needs the date of its last pass, or the reason why it never ran")
+        elif not (_is_past(entry.get("passed", "")) or entry.get("reason")):
+            lines.append(f"{name}: it needs the date of its last pass, or the reason why none is known")
     return lines
 
 
@@ -58,8 +58,8 @@ def _is_past(text: str) -> bool:
 def main() -> None:
     record = json.loads(RECORD.read_text())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: every recorded target that can run here")
-    names = parser.parse_args().targets or [name for name, entry in record.items() if "never" not in entry]
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: every recorded target that has a date")
+    names = parser.parse_args().targets or [name for name, entry in record.items() if "reason" not in entry]
     failed = []
     with tempfile.TemporaryDirectory(prefix="trimtab-targets-") as folder:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), folder], check=True)
@@ -74,7 +74,7 @@ def main() -> None:
                 failed.append(name)
                 continue
             entry |= {"passed": f"{date.today()}", "commit": commit, "minutes": f"{minutes:.1f}"}
-            entry.pop("never", None)
+            entry.pop("reason", None)
             RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=2) + "\n")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -28,7 +28,7 @@ def test_a_target_that_nothing_runs_is_named():
     [
         {"command": "make long-runs", "passed": "2026-11-20"},
         {"command": "make demo long-runs ARGS='--short'", "passed": "2026-11-20"},
-        {"command": "make long-runs", "never": "needs a GPU"},
+        {"command": "make long-runs", "reason": "needs a GPU"},
     ],
 )
 def test_a_command_with_its_date_or_its_reason_is_enough(entry: dict[str, str]):
