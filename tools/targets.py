@@ -36,7 +36,7 @@ def run_by_ci(script: str) -> list[str]:
 def shortcomings(makefile: str, script: str, record: dict[str, dict[str, str]]) -> list[str]:
     """Returns a line for each target that neither CI nor the record covers, and for each entry of the record at fault.
 
-    An entry has the command, and either the date on which it last passed on a fresh clone or the reason why none is known.
+    An entry has the command, and the date of its last pass on a fresh clone or the reason why none is known.
     """
     targets, ci = documented(makefile), run_by_ci(script)
     lines = [f"{name}: CI does not run it; record it by `python -m tools.targets {name}`" for name in targets]
