@@ -263,7 +263,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
             losses = losses + args.beta * kl
         limit = args.max_completion_length
         weights = token_weights(args.loss_type, sequence, lengths, window=items, max_completion_length=limit)
-        loss = (weights * losses).sum() + scores.router_loss * len(lengths) / items.sequences
+        share = window_of(groups).sequences / max(items.sequences, 1)
+        loss = (weights * losses).sum() + scores.router_loss * share
 
         stats = policy_stats(log_ratio, advantages, **args.clip, kl=kl) | mismatch
         stats["entropy"] = Mean.of(scores.entropy)
