@@ -8,7 +8,7 @@ import torch
 from tests.lm import tiny
 from tests.lm.sampling.test_backends import hybrid, lora, prompt_tuned
 from tests.lm.sampling.test_decoding import NeverEnds, config_of, reader_of_images, sampled, tokens_read
-from transformers import Cache, LlamaForCausalLM
+from transformers import Cache, LlamaForCausalLM, XLMWithLMHeadModel
 
 from trimtab_lm.compat.generation import CACHE, cache_argument
 from trimtab_lm.models.interface import base_of
@@ -67,6 +67,7 @@ def test_the_name_of_the_cache_is_read_from_the_signature():
     kinds = [KnowsCache, KnowsPastKeyValues, KnowsAnotherName]
     assert [cache_argument(kind.forward) for kind in kinds] == ["cache", "past_key_values", "kv_states"]
     assert cache_argument(torch.nn.Linear(1, 1).forward) is None
+    assert cache_argument(XLMWithLMHeadModel.forward) is None
 
 
 def without_cache() -> Any:

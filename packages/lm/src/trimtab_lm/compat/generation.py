@@ -19,11 +19,11 @@ def cache_argument(function: Callable[..., Any]) -> str | None:
 
     Args:
         function: the forward of a model, or `prepare_inputs_for_generation`. If a release chooses another name, the
-            annotation, transformers' `Cache`, still tells the argument.
+            annotation, transformers' `Cache`, still tells the argument. XLM's `cache` is a dict of its own.
     """
-    parameters = inspect.signature(function).parameters
-    annotated = [name for name, parameter in parameters.items() if "Cache" in str(parameter.annotation)]
-    return next((name for name in ("cache", OLD, *annotated) if name in parameters), None)
+    types = {name: str(parameter.annotation) for name, parameter in inspect.signature(function).parameters.items()}
+    names = ("cache", OLD, *(name for name in types if "Cache" in types[name]))
+    return next((name for name in names if name in types and "dict" not in types[name]), None)
 
 
 CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation) or OLD
