@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-from trimtab_common.config.values import decode
-
 Check = Callable[[Any], str | None]
 Quantile = Callable[[Mapping[str, Any], float], Any]
 
@@ -60,6 +58,8 @@ def some(value: Any) -> str | None:
 
 def alike(value: Any) -> str | None:
     """The same for a list in which every number is a number, not a text of one."""
+    from trimtab_common.config.values import decode  # imports torch, which the help does without
+
     if problem := some(value):
         return problem
     texts = [item for item in value if isinstance(item, str) and number(decode(item)) is None]

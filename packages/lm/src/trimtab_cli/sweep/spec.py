@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimtab_cli.sweep.distributions import KINDS, Check, Parameter, SweepError, number, positive, whole
-from trimtab_common.config.values import ConfigError, read_yaml
 
 DEFAULT_COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
 TEXTS = ("name", "description", "project", "entity", "program")
@@ -80,6 +79,8 @@ class Sweep:
 
 def read_sweep(path: Path) -> Sweep:
     """The sweep in a YAML file; SweepError, with the file and the key, where it is no sweep that runs here."""
+    from trimtab_common.config.values import ConfigError, read_yaml  # imports torch, which the help does without
+
     try:
         source = read_yaml(path)
     except ConfigError as error:
