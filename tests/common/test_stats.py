@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance, correlation, gather_stats, merge_stats
+from trimtab_common.stats import Correlation, Deviation, Mean, RunningMoments, Variance, gather_stats, merge_stats
 
 
 def test_means_and_variances_of_parts_are_those_of_the_whole():
@@ -88,10 +88,22 @@ def test_a_statistic_of_two_kinds_is_named(values, kinds):
 
 def test_correlation_by_hand_and_of_what_does_not_vary():
     x, y = torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([0.0, 0.0, 1.0, 1.0])
-    assert correlation(x, 5 - 2 * x).value == pytest.approx(-1)
-    assert correlation(x, y).value == pytest.approx(2 / 5**0.5)  # 2 over sqrt(5 * 1)
-    assert correlation(x, y).weight == 4
-    assert correlation(x, torch.full((4,), 0.7)) is correlation(x[:3], y[:3]) is correlation(x[:0], y[:0]) is None
+    assert Correlation.of(x, 5 - 2 * x).value == pytest.approx(-1)
+    assert Correlation.of(x, y).value == pytest.approx(2 / 5**0.5)  # 2 over sqrt(5 * 1)
+    for nothing in (
+        Correlation.of(x, torch.full((4,), 0.7)),
+        Correlation.of(x[:3], y[:3]),
+        Correlation.of(x[:0], y[:0]),
+    ):
+        assert math.isnan(nothing.value)
+
+
+def test_correlations_of_unequal_parts_add_up_to_that_of_the_whole():
+    x, y = torch.randn(2, 12)
+    parts = [
+        {"r": Correlation.of(x[part], y[part])} for part in (slice(0, 0), slice(0, 2), slice(2, 11), slice(11, 12))
+    ]
+    assert merge_stats(parts)["r"].value == pytest.approx(torch.corrcoef(torch.stack([x, y]).double())[0, 1].item())
 
 
 def test_numbers_of_any_type_are_averaged():

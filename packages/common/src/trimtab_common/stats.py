@@ -136,20 +136,54 @@ class Deviation(Variance):
         return super().value ** 0.5
 
 
-def correlation(x: Tensor, y: Tensor) -> Mean | None:
-    """Pearson's correlation of `x` and `y`, [B], with the weight B; None if B is below 4 or one of them is constant."""
-    x, y = x.detach().cpu().double(), y.detach().cpu().double()
-    if len(x) < 4 or x.min() == x.max() or y.min() == y.max():
-        return None
-    x, y = x - x.mean(), y - y.mean()
-    return Mean(len(x) * float((x @ y) / (x.square().sum() * y.square().sum()).sqrt()), len(x))
+@dataclass(frozen=True)
+class Correlation:
+    """Pearson's correlation of two quantities that remembers their moments, so that parts add up (Chan et al. 1979).
+
+    Args:
+        x: the variance of one quantity.
+        y: that of the other, with the same count.
+        products: sum of the products of their deviations from their means.
+    """
+
+    x: Variance
+    y: Variance
+    products: float
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor) -> "Correlation":
+        """The correlation of `x` and `y`, both [B]."""
+        of_x, of_y = Variance.of(x), Variance.of(y)
+        x, y = (part.detach().cpu().double() for part in (x, y))
+        return cls(of_x, of_y, float((x - of_x.mean) @ (y - of_y.mean)))
+
+    def __add__(self, other: "Correlation") -> "Correlation":
+        x, y = self.x + other.x, self.y + other.y
+        deltas = (other.x.mean - self.x.mean) * (other.y.mean - self.y.mean)
+        share = self.x.count * other.x.count / x.count if x.count else 0.0
+        return Correlation(x, y, self.products + other.products + deltas * share)
+
+    def cpu(self) -> "Correlation":
+        """The same: it holds plain numbers."""
+        return self
+
+    @property
+    def value(self) -> float:
+        """In [-1, 1]; NaN of fewer than four pairs, and where one quantity does not vary but for rounding."""
+        varies = all(v.squares > 1e-20 * v.count * v.mean**2 for v in (self.x, self.y))
+        if self.x.count < 4 or not varies:
+            return float("nan")
+        return self.products / (self.x.squares * self.y.squares) ** 0.5
+
+
+Summary = Mean | Variance | Correlation
 
 
 def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merges the statistics of several parts to those of the whole.
 
     Args:
-        parts: `Mean`, `Variance` and `Deviation` are added up by their weights, 1-D tensors of any length are
+        parts: `Mean`, `Variance`, `Deviation` and `Correlation` are added up, 1-D tensors of any length are
             concatenated on the CPU, and plain numbers are averaged over the parts that have them.
 
     Raises:
@@ -162,12 +196,13 @@ def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for key, values in columns.items():
         kinds = {_kind(value) for value in values}
-        if len(kinds) > 1 or not (isinstance(values[0], Mean | Variance) or kinds <= {"a number", "a 1-D tensor"}):
+        if len(kinds) > 1 or not (isinstance(values[0], Summary) or kinds <= {"a number", "a 1-D tensor"}):
             raise TypeError(
                 f"The statistic {key!r} is {' and '.join(sorted(kinds))}: in every part it must be of one kind: a "
-                "number, a 1-D tensor, Mean, Variance or Deviation. Give Mean.of(tensor), or float(x), in each part."
+                "number, a 1-D tensor, Mean, Variance, Deviation or Correlation. Give Mean.of(tensor), or float(x), in "
+                "each part."
             )
-        if isinstance(values[0], Mean | Variance):
+        if isinstance(values[0], Summary):
             merged[key] = sum(values[1:], start=values[0])
         elif isinstance(values[0], Tensor) and values[0].dim() == 1:
             merged[key] = torch.cat([value.detach().cpu() for value in values])
@@ -193,13 +228,13 @@ def gather_stats(stats: Mapping[str, object]) -> dict[str, Any]:
         Numbers and 1-D tensors, equal on all processes.
     """
     parts = gather_over_ranks({key: _on_cpu(value) for key, value in stats.items()})
-    return {k: v.value if isinstance(v, Mean | Variance) else v for k, v in merge_stats(parts).items()}
+    return {k: v.value if isinstance(v, Summary) else v for k, v in merge_stats(parts).items()}
 
 
 def _on_cpu(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().cpu()
-    return value.cpu() if isinstance(value, Mean | Variance) else value
+    return value.cpu() if isinstance(value, Summary) else value
 
 
 class RunningMoments:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from trimtab_common.conditions import Vitals
-from trimtab_common.stats import Mean, correlation
+from trimtab_common.stats import Correlation, Mean
 from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
@@ -46,9 +46,9 @@ def rollout_stats(
     scored = Scored(*(column[: len(lengths)] for column in sampled.scored))
     environment = {} if sampled.episodes is None else sampled.episodes.stats(len(lengths))
     by_group = (column.double().reshape(-1, size) for column in (lengths, scored.rewards))
-    found = correlation(*((column - column.mean(1, keepdim=True)).flatten() for column in by_group))
+    within = ((column - column.mean(1, keepdim=True)).flatten() for column in by_group)
     return reward_stats(names, scored, num_generations=size) | {
-        **({LENGTH_CORRELATION: found} if found else {}),
+        LENGTH_CORRELATION: Correlation.of(*within),
         **environment,
         "completions/mean_length": Mean.of(lengths),
         "completions/mean_terminated_length": Mean.of(lengths, ended),

@@ -28,7 +28,7 @@ class Recorder:
         """Record statistics.
 
         Args:
-            stats: Mean, Variance, Deviation or 1-D tensors; plain numbers are averaged over the calls.
+            stats: Mean, Variance, Deviation, Correlation or 1-D tensors; plain numbers are averaged over the calls.
             training: whether they belong to training, or to evaluation.
         """
         parts = self._parts[training]

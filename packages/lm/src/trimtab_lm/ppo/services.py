@@ -1,5 +1,6 @@
 """What PPOTrainer offers besides the algorithm and its samples: statistics and files."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ from trimtab_lm.legacy.ppo_names import NamesOf2024
 
 from .checks import check_logged
 from .generation import Generation
-from .statistics import Clock, Rollout, as_numbers, ended, one_dimensional, rollout_stats, token_stats
+from .statistics import (
+    LENGTH_CORRELATION,
+    Clock,
+    Rollout,
+    as_numbers,
+    ended,
+    one_dimensional,
+    rollout_stats,
+    token_stats,
+)
 
 USAGE = """from transformers import AutoTokenizer
 from trimtab_lm import {model}
@@ -61,7 +71,10 @@ class PolicyServices(NamesOf2024, Generation):
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         stats |= token_stats(rollout.samples, rollout.scores, self.tokenizer, ends=self.sampler.ends(self.model))
         stats = one_dimensional({**stats, "ppo/learning_rate": learning_rate, **clock.stats()})
-        return as_numbers(self.gather_stats(stats))
+        numbers = as_numbers(self.gather_stats(stats))
+        if math.isnan(numbers.get(LENGTH_CORRELATION, 0.0)):  # lengths or scores do not vary
+            del numbers[LENGTH_CORRELATION]
+        return numbers
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
         """This process's statistics of a step, under their documented names.

@@ -17,7 +17,7 @@ from trimtab_common.config import flattened
 from trimtab_common.health import check_rows
 from trimtab_common.kl import k3
 from trimtab_common.masking import explained_variance
-from trimtab_common.stats import Deviation, Mean, Variance, correlation, gather_stats, merge_stats
+from trimtab_common.stats import Correlation, Deviation, Mean, Summary, Variance, gather_stats, merge_stats
 from trimtab_lm.rewards.functions import Scored, function_stats
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
@@ -27,6 +27,8 @@ from .checks import check_fits
 from .config import PPOConfig
 from .policy import Compared
 from .samples import Samples, carry, check_same_tokens
+
+LENGTH_CORRELATION = "tokens/responses_len_score_correlation"
 
 
 def as_sampled(sampler_logprobs: Sequence[Tensor] | None, samples: Samples, old: Compared) -> Tensor | None:
@@ -232,7 +234,7 @@ def vitals(stats: Mapping[str, float], config: PPOConfig) -> Vitals:
         reward_std=stats["ppo/std_scores"],
         scale=None if mean is None or variance is None else math.hypot(mean, variance**0.5),
         response_length=length,
-        length_correlation=stats.get("tokens/responses_len_score_correlation"),
+        length_correlation=stats.get(LENGTH_CORRELATION),
         ended=stats.get("tokens/ended"),
         doubled_bos=stats.get("tokens/doubled_bos"),
     )
@@ -250,10 +252,10 @@ def _value_gain(stats: Mapping[str, float]) -> float | None:
 
 def token_stats(
     samples: Samples, scores: Tensor, tokenizer: PreTrainedTokenizerBase, *, ends: Sequence[int]
-) -> dict[str, Mean]:
+) -> dict[str, Summary]:
     """The share of queries that begin with two BOS tokens, `tokens/doubled_bos`, and `tokens/ended`.
 
-    `tokens/responses_len_score_correlation` is that of lengths and scores, where both vary.
+    `tokens/responses_len_score_correlation` is that of lengths and scores, NaN where one of them does not vary.
 
     `tokens/ended` is the share of responses that end with an end token, where padding is one: a model that was
     fine-tuned with such padding may not have learnt to stop.
@@ -264,7 +266,7 @@ def token_stats(
         tokenizer: of the policy.
         ends: the tokens that end a response.
     """
-    stats = {}
+    stats: dict[str, Summary] = {}
     if tokenizer.bos_token_id is not None:
         first = [query[:2] for query in samples.queries if len(query) > 1]
         twice = (torch.stack(first) == tokenizer.bos_token_id).all(1) if first else torch.zeros(1)
@@ -272,8 +274,7 @@ def token_stats(
     if tokenizer.pad_token_id in ends:
         stats["tokens/ended"] = Mean.of(ended(samples.responses, ends).float())
     lengths = torch.tensor([len(response) for response in samples.responses])
-    if found := correlation(lengths, scores):
-        stats["tokens/responses_len_score_correlation"] = found
+    stats[LENGTH_CORRELATION] = Correlation.of(lengths, scores)
     return stats
 
 
@@ -296,7 +297,7 @@ def token_means(stats: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
     """
     weighed: dict[str, Any] = {}
     for name, value in named(stats).items():
-        if isinstance(value, Mean | Variance):
+        if isinstance(value, Summary):
             weighed[name] = value
         elif isinstance(value, Tensor) and value.shape == mask.shape:
             weighed[name] = Mean.of(value, mask)
@@ -306,7 +307,7 @@ def token_means(stats: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
     return weighed
 
 
-def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, step: int) -> dict[str, Mean | Variance]:
+def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, step: int) -> dict[str, Summary]:
     """What a step of `train` logs of its responses, for `gather_stats`: most runs have nothing.
 
     Args:
@@ -315,7 +316,7 @@ def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, st
         scored: the scores of the responses.
         step: PPO steps of the policy before this one.
     """
-    stats: dict[str, Mean | Variance] = {} if sampled.episodes is None else {**sampled.episodes.stats()}
+    stats: dict[str, Summary] = {} if sampled.episodes is None else {**sampled.episodes.stats()}
     if sampled.policy_step is not None:
         stats["ppo/sampling/steps_behind"] = Mean(float(step - sampled.policy_step), 1.0)
     return stats | function_stats(names, scored) if len(names) > 1 else stats
@@ -331,7 +332,7 @@ def one_dimensional(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Statistics with means, variances and tensors without axes as floats."""
-    numbers = {name: value.value if isinstance(value, Mean | Variance) else value for name, value in stats.items()}
+    numbers = {name: value.value if isinstance(value, Summary) else value for name, value in stats.items()}
     return {
         name: float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
         for name, value in numbers.items()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_common.ranks import REWARDS, phase
 from trimtab_common.scores import checked_scores
-from trimtab_common.stats import Deviation, Mean, Variance
+from trimtab_common.stats import Deviation, Mean, Summary
 from trimtab_lm.data.formats import Text
 from trimtab_lm.models.interface import Model
 from trimtab_lm.rewards.calls import EventLoop, accepted, blaming, is_async
@@ -332,7 +332,7 @@ def as_completions(prompts: Sequence[Text], texts: Sequence[str]) -> list[Text]:
     return list(texts)
 
 
-def function_stats(names: Sequence[str], scored: Scored) -> dict[str, Mean | Variance]:
+def function_stats(names: Sequence[str], scored: Scored) -> dict[str, Summary]:
     """Mean and deviation of the scores of each function, over the completions that it applies to.
 
     Args:
@@ -342,7 +342,7 @@ def function_stats(names: Sequence[str], scored: Scored) -> dict[str, Mean | Var
     Returns:
         `rewards/{name}/mean` and `rewards/{name}/std` (of the population) of each function.
     """
-    stats: dict[str, Mean | Variance] = {}
+    stats: dict[str, Summary] = {}
     for name, column in zip(names, scored.scores.T, strict=True):
         applies = ~column.isnan()
         stats[f"rewards/{name}/mean"] = Mean.of(column, applies)
@@ -350,7 +350,7 @@ def function_stats(names: Sequence[str], scored: Scored) -> dict[str, Mean | Var
     return stats
 
 
-def reward_stats(names: Sequence[str], scored: Scored, *, num_generations: int) -> dict[str, Mean | Variance]:
+def reward_stats(names: Sequence[str], scored: Scored, *, num_generations: int) -> dict[str, Summary]:
     """Statistics of scored completions, for `gather_stats`.
 
     Args:
