@@ -227,7 +227,7 @@ def test_a_wrong_direction_is_seen(package: str, source: str):
         ("from . import loss", 0),
         ("from trimtab_lm.tokens.logprobs import x", 0),
         ("from trimtab_lm.tokens import logprobs", 0),
-        ("from trimtab_common.kl import x", 0),
+        ("from trimtab_common.formulas.kl import x", 0),
         ("from trimtab_lm.dpo.loss import x", 0),
         ("from trimtab_lm.dpo import loss", 0),
         ("from trimtab_lm.dpo.trainer import x", 1),

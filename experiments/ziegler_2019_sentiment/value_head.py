@@ -17,7 +17,7 @@ from experiments.assets import openings
 from experiments.evaluation import continued
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import load
-from trimtab_common.masking import explained_variance
+from trimtab_common.formulas.masking import explained_variance
 from trimtab_lm import PPOConfig
 from trimtab_lm.ppo.loss import clipped_value_loss
 from trimtab_lm.ppo.returns import gae, per_token_rewards

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from trimtab_common import hub
+from trimtab_common.formulas.kl import AdaptiveKLController
 from trimtab_common.health import HealthMonitor, Vitals
-from trimtab_common.kl import AdaptiveKLController
 from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import CheckpointError

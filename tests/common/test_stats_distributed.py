@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab_common.masking import explained_variance, global_mean, global_var, rescale, whiten
+from trimtab_common.formulas.masking import explained_variance, global_mean, global_var, rescale, whiten
 from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance, gather_over_ranks, gather_stats
 
 SHARE = """
 import sys, torch
 import torch.distributed as dist
-from trimtab_common.masking import explained_variance, global_mean, global_var, rescale, whiten
+from trimtab_common.formulas.masking import explained_variance, global_mean, global_var, rescale, whiten
 from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance
 from trimtab_common.stats import gather_over_ranks, gather_stats, sum_over_ranks
 dist.init_process_group("gloo")

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab_common.advantages import batch_scaled, group_centred, group_whitened
-from trimtab_common.kl import AdaptiveKLController, absolute, full, k1, k2, k3
-from trimtab_common.masking import explained_variance, masked_mean, masked_var, rescale, whiten
+from trimtab_common.formulas.advantages import batch_scaled, group_centred, group_whitened
+from trimtab_common.formulas.kl import AdaptiveKLController, absolute, full, k1, k2, k3
+from trimtab_common.formulas.masking import explained_variance, masked_mean, masked_var, rescale, whiten
+from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance, merge_stats
-from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_diffusion.ddpo.loss import rwr_weights, sparse_weights
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_lm.dpo.loss import PairLogprobs

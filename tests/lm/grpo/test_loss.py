@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trimtab_common.kl import k3
+from trimtab_common.formulas.kl import k3
 from trimtab_lm.grpo.loss import (
     LOG_RATIOS,
     advantages,

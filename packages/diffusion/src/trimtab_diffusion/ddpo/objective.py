@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from trimtab_common.advantages import group_whitened
+from trimtab_common.formulas.advantages import group_whitened
+from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_common.stats import Mean
-from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob

@@ -9,15 +9,15 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
+from trimtab_common.formulas.kl import kl_controller
+from trimtab_common.formulas.surrogate import clipped_surrogate
 from trimtab_common.health import TrainingDivergedError
-from trimtab_common.kl import kl_controller
 from trimtab_common.overrides import is_replaced
 from trimtab_common.ranks import begin, phase
 from trimtab_common.run import Stateful
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
-from trimtab_common.surrogate import clipped_surrogate
 from trimtab_common.tracking import progress
 from trimtab_diffusion.adapter_gradients import AdapterGradients
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline

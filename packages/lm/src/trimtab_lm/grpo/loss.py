@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trimtab_common.advantages import batch_scaled, group_centred, group_whitened
-from trimtab_common.kl import LOG_RATIO_CLAMP, k3
-from trimtab_common.surrogate import clipped_surrogate
+from trimtab_common.formulas.advantages import batch_scaled, group_centred, group_whitened
+from trimtab_common.formulas.kl import LOG_RATIO_CLAMP, k3
+from trimtab_common.formulas.surrogate import clipped_surrogate
 
 SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group": group_whitened,

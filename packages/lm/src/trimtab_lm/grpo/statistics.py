@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Trainer
 
 from trimtab_common.conditions import Vitals
+from trimtab_common.formulas.surrogate import surrogate_stats
 from trimtab_common.stats import Correlation, Mean
-from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.rewards.functions import Scored, reward_stats

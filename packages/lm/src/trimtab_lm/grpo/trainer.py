@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from trimtab_common.formulas.kl import k3
 from trimtab_common.health import TrainingDivergedError, rounding_of
-from trimtab_common.kl import k3
 from trimtab_common.ranks import phase, watch_ranks
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.sharding import divides_weights

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, TopKLogitsWarper, TopPLogitsWarper
 
-from trimtab_common import masking
 from trimtab_common.config import flattened
+from trimtab_common.formulas import masking
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.tokens.scores import TokenScores, score_logits
 

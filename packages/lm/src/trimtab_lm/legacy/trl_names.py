@@ -32,7 +32,7 @@ _UTILS = {
         "ConstantLengthDataset DataCollatorForCompletionOnlyLM DPODataCollatorWithPadding "
         "RewardDataCollatorWithPadding",
     ),
-    **_of("trimtab_common.kl", "AdaptiveKLController FixedKLController"),
+    **_of("trimtab_common.formulas.kl", "AdaptiveKLController FixedKLController"),
     **_of("trimtab_lm.legacy.ppo_names", "RunningMoments"),
     **_of("trimtab_diffusion.ddpo.names_of_2024", "PerPromptStatTracker"),
     **_of(

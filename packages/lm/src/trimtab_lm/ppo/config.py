@@ -18,7 +18,7 @@ from trimtab_common.config import (
     script_name,
     setting,
 )
-from trimtab_common.kl import SAMPLED_KL, FixedKLController, kl_controller
+from trimtab_common.formulas.kl import SAMPLED_KL, FixedKLController, kl_controller
 from trimtab_common.ranks import FAILURE_TIMEOUT, REWARD_TIMEOUT
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
 from trimtab_common.tracking import check_tracker_name

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from trimtab_common.kl import LOG_RATIO_CLAMP
-from trimtab_common.masking import masked_mean
+from trimtab_common.formulas.kl import LOG_RATIO_CLAMP
+from trimtab_common.formulas.masking import masked_mean
+from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_common.stats import Mean
-from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
 
 
 def clipped_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, *, clip: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from trimtab_common.kl import full
+from trimtab_common.formulas.kl import full
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.tokens.dropout import without_dropout
 

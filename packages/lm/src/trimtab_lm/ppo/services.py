@@ -10,8 +10,8 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
 from trimtab_common.config import to_flat_dict
+from trimtab_common.formulas.kl import FixedKLController
 from trimtab_common.hub import write_model_card
-from trimtab_common.kl import FixedKLController
 from trimtab_common.ranks import phase
 from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.config import flattened
+from trimtab_common.formulas.kl import k3
+from trimtab_common.formulas.masking import explained_variance
 from trimtab_common.health import check_rows
-from trimtab_common.kl import k3
-from trimtab_common.masking import explained_variance
 from trimtab_common.stats import Correlation, Deviation, Mean, Summary, Variance, gather_stats, merge_stats
 from trimtab_lm.rewards.functions import Scored, function_stats
 from trimtab_lm.sampling.generate import pad

@@ -13,14 +13,14 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_common.formulas.kl import SAMPLED_KL, full
+from trimtab_common.formulas.masking import rescale, whiten
+from trimtab_common.formulas.surrogate import surrogate_stats
 from trimtab_common.health import rounding_of
-from trimtab_common.kl import SAMPLED_KL, full
-from trimtab_common.masking import rescale, whiten
 from trimtab_common.overrides import is_replaced
 from trimtab_common.ranks import begin, phase
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.stats import Mean, total_over_ranks
-from trimtab_common.surrogate import surrogate_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
 from trimtab_lm.legacy.arguments import refuses_arguments_of_2024

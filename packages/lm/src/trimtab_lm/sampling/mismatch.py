@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab_common.kl import LOG_RATIO_CLAMP
+from trimtab_common.formulas.kl import LOG_RATIO_CLAMP
 from trimtab_common.stats import Mean
 
 LARGEST = "sampling/token_ratio/max"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trimtab_common.kl import full
+from trimtab_common.formulas.kl import full
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
 from trimtab_lm.tokens.heads import forward_replaced, is_linear, last_hidden_state, lm_head_of
@@ -222,7 +222,7 @@ def exact_kl(
     vocab_size: int,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Returns KL(policy, ref) over the whole vocabulary, computed in chunks of positions; see `trimtab_common.kl.full`.
+    """Returns KL(policy, ref) over the whole vocabulary, in chunks of positions; see `trimtab_common.formulas.kl.full`.
 
     It is infinite where the reference forbids (logit -inf) a token that the policy allows.
 

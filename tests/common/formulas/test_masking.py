@@ -1,6 +1,6 @@
 import torch
 
-from trimtab_common.masking import explained_variance, masked_mean, masked_var, rescale, whiten
+from trimtab_common.formulas.masking import explained_variance, masked_mean, masked_var, rescale, whiten
 
 X = torch.tensor([[1.0, 2.0, 300.0], [6.0, float("nan"), float("inf")]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])

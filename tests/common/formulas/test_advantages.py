@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trimtab_common.advantages import batch_scaled, group_centred, group_whitened
+from trimtab_common.formulas.advantages import batch_scaled, group_centred, group_whitened
 
 SCORES = torch.tensor([1.0, 5.0, 0.1, 3.0, 7.0, 0.1, 0.1])
 GROUPS = torch.tensor([7, 7, 2, 7, 40, 2, 2])

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trimtab_common.surrogate import clipped_surrogate, surrogate_stats
+from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 

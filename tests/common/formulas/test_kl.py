@@ -3,7 +3,15 @@ import math
 import pytest
 import torch
 
-from trimtab_common.kl import SAMPLED_KL, AdaptiveKLController, DampedKLController, FixedKLController, full, k1, k3
+from trimtab_common.formulas.kl import (
+    SAMPLED_KL,
+    AdaptiveKLController,
+    DampedKLController,
+    FixedKLController,
+    full,
+    k1,
+    k3,
+)
 
 
 def bernoulli(p: float) -> torch.Tensor:
