@@ -325,6 +325,7 @@ def test_the_help_of_an_experiment_shows_its_recipe_as_defaults(paper: str, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_experiment_is_run_as_a_module(tmp_path: Path):
     shown = help_of(["-m", "experiments.ziegler_2019_sentiment"], tmp_path)
     assert shown.startswith("usage: python -m experiments.ziegler_2019_sentiment [--config FILE.yaml]")

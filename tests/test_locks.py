@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.marks import slow_but
 from tests.processes import environment
 from tools.chaos import works
 
@@ -16,7 +17,7 @@ from trimtab_common.locks import free, hold
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
 
 LONG = ("iterative_sft", "ddpo", "dpo", "reward", "grpo")
-EVERY = ["ppo", "sft", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+EVERY = slow_but(["ppo", "sft", *LONG], "ppo", "sft")
 WRITER = """
 import sys
 from pathlib import Path

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.common.test_tracking import read_wandb
+from tests.marks import slow_but
 from tests.processes import ROOT, ends_of_two, environment
 from tools.chaos.trees import tree_difference
 
@@ -19,7 +20,7 @@ from trimtab_common.sealing import checkpoints, is_complete
 Session = Callable[..., int]
 QUICK = ("ppo_step", "sft")
 LONG = ("ppo", "iterative_sft", "ddpo", "ddpo_step", "dpo", "reward", "grpo")
-EVERY = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+EVERY = slow_but([*QUICK, *LONG], *QUICK)
 PLACES = [
     ("update", 5),
     pytest.param("save", 1, marks=pytest.mark.slow),

@@ -248,6 +248,7 @@ for count in itertools.count():  # steps repeat, so that kills fall into replace
 """
 
 
+@pytest.mark.slow
 def test_sigkill_in_the_middle_of_saving_always_leaves_one_that_loads(tmp_path, accelerator):
     for delay in (0.0, 0.011, 0.023, 0.037):
         process = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE)

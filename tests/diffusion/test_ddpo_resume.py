@@ -68,6 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_run_has_something_to_lose(runs):
     lora, full = (epochs(runs / f"straight-{kind}") for kind in ("lora", "full"))
     assert len({json.dumps(line["prompts"]) for line in lora}) > 2
@@ -80,15 +81,18 @@ def test_the_run_has_something_to_lose(runs):
     assert {line["updates"] for line in lora} == {4 * (epoch + 1) for epoch in range(EPOCHS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_killed_in_the_reward_in_an_update_in_the_hook_and_after_an_epoch(runs, kind):
     assert_same_run(runs / f"killed-{kind}", runs / f"straight-{kind}")
 
 
+@pytest.mark.slow
 def test_killed_within_saves(runs):
     assert_same_run(runs / "saves", runs / "straight-lora")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["saves", "straight-lora", "straight-full"])
 def test_one_checkpoint_stays(runs, folder):
     assert [path.name for path in (runs / folder / "checkpoints").glob("checkpoint-*")] == [f"checkpoint-{EPOCHS - 1}"]

@@ -262,6 +262,7 @@ def test_the_clip_range_in_nats_is_the_one_per_dimension(tmp_path: Path):
     assert nats.last_stats["clip_range_nats"] == narrow.last_stats["clip_range_nats"] == DIMENSIONS * 2.0**-9
 
 
+@pytest.mark.slow
 def test_updates_are_counted(tmp_path: Path):
     """Eight pictures, two in each update, twice."""
     ddpo = trainer(
@@ -370,6 +371,7 @@ def test_a_precision_of_the_launcher_that_ddpo_does_not_have_is_refused(tmp_path
 # ------------------------------------------------------------ does it learn?
 
 
+@pytest.mark.slow
 def test_the_reward_rises_and_falls_with_its_sign_turned(tmp_path: Path):
     """Same prompts and noise in all: pictures differ by what was learnt alone. Their brightness deviates by 0.005."""
 
@@ -397,6 +399,7 @@ def test_the_reward_rises_and_falls_with_its_sign_turned(tmp_path: Path):
     assert last(-1, 1e-2) < untrained - 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_lora", [False, True])
 def test_the_penalty_keeps_the_policy_near(tmp_path: Path, use_lora: bool):
     """Adapters have the frozen weights as their reference, other policies a copy; both begin at a KL of 0."""

@@ -350,6 +350,7 @@ def test_adapters_are_the_default_as_documented(folder):
     assert not DDPOStableDiffusionPipeline(tiny.stable_diffusion()).use_lora
 
 
+@pytest.mark.slow
 def test_what_loads_a_pipeline_is_passed_on(monkeypatch):
     calls = []
 

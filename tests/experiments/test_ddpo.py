@@ -179,6 +179,7 @@ def test_the_same_seed_pretrains_the_same_pipeline(cache: Path, monkeypatch: pyt
     assert [kept.tokenizer(prompt)["input_ids"] for prompt in CAPTIONS] == captions
 
 
+@pytest.mark.slow
 def test_pretraining_lowers_the_loss_on_unseen_pictures(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pretrain, "BATCH", 16)
 
@@ -219,6 +220,7 @@ def test_each_caption_word_is_one_token():
 # The experiment --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_epochs_leave_history_pictures_pipeline_and_figure(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

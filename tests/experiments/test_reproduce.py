@@ -88,6 +88,7 @@ def rows_of(readme: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")] for line in lines]
 
 
+@pytest.mark.slow
 def test_the_table_has_every_paper_with_its_verdicts(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -134,6 +135,7 @@ def test_what_was_run_is_not_run_again(tree: Path, monkeypatch: pytest.MonkeyPat
     assert f"{minutes:.1f} minutes of runs, 1 at" in (tree / "experiments" / "b_2020" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_that_fails_is_a_failure_and_an_old_verdict_is_not_taken_for_it(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -143,6 +145,7 @@ def test_a_report_that_fails_is_a_failure_and_an_old_verdict_is_not_taken_for_it
     assert len(rows_of(tree / "experiments" / "b_2020" / "README.md")) == 3  # the committed page stays
 
 
+@pytest.mark.slow
 def test_another_tier_runs_its_sweeps_and_leaves_the_committed_pages(tree: Path, monkeypatch: pytest.MonkeyPatch):
     home = tree / "experiments" / "b_2020"
     (home / "smoke.yaml").write_text(SWEEP.format(paper="b_2020"))

@@ -175,6 +175,7 @@ def test_two_steps_of_each_stage_leave_numbers_samples_and_a_report(
     assert "PPO (coefficient 0.05) beats fine-tuning" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_stages_that_are_done_are_not_done_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def killed(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("killed")
@@ -197,6 +198,7 @@ def test_stages_that_are_done_are_not_done_again(model: str, tmp_path: Path, mon
     assert (folder / "ppo_0" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_from_its_checkpoint(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     expected = json.loads((run_of(tmp_path, model, {"save_steps": 1}) / "summary.json").read_text())
     save = stages.PPOTrainer.save_checkpoint
@@ -214,6 +216,7 @@ def test_ppo_goes_on_from_its_checkpoint(model: str, tmp_path: Path, monkeypatch
     assert [row["ppo/step"] for row in read_history(folder) if "ppo/step" in row] == [1, 2, 1, 2]
 
 
+@pytest.mark.slow
 def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_human_answers(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -247,6 +250,7 @@ def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_hum
     assert 0 < max(gaps) < 0.05  # the reward model went on from the fine-tuned one
 
 
+@pytest.mark.slow
 def test_posts_and_preferences_of_files_are_taken(model: str, tmp_path: Path):
     letters = "abcdefghijklmnopqrstuvwxyz"
     posts = [{"prompt": f"post {a}", "completion": f" says {a}."} for a in letters]
@@ -300,6 +304,7 @@ def tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None
     wandb.finish()
 
 
+@pytest.mark.slow
 def test_the_pipeline_is_one_run_of_wandb(model: str, tmp_path: Path, tracked: None):
     run_of(tmp_path, model, {"log_with": "wandb"})
     wandb.teardown()

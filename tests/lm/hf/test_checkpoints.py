@@ -85,6 +85,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(saved, part):
             run(make(name, folder), resume=resume)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", [errno.ENOSPC, errno.EDQUOT])
 def test_a_save_that_failed_is_passed_over_and_its_remnant_removed(cause, tmp_path, monkeypatch):
     def full_disk(state: TrainerState, path: str, save: Callable[..., None] = TrainerState.save_to_json) -> None:
@@ -114,6 +115,7 @@ def test_resuming_without_a_complete_checkpoint_and_from_a_model_alone_is_refuse
         run(make("sft", tmp_path), resume=True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_owner_vouches_for_it_can_be_sealed(tmp_path):
     run(make("sft", tmp_path), resume=None)
     folder = tmp_path / f"checkpoint-{STEPS}"
@@ -168,6 +170,7 @@ def test_settings_that_change_no_result_may_differ(saved):
     assert_weights(trainer, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
 def test_another_dataset_is_refused(tmp_path, name):
     run(make(name, tmp_path), resume=None)
@@ -220,6 +223,7 @@ def test_a_finished_run_that_is_resumed_trains_nothing(finished, tmp_path):
         assert_weights(trainer, weights)
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_neither_evaluates_nor_saves_again(tmp_path):
     more: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "eval_texts": TEXTS}
     trainer = make("sft", tmp_path, **more)
@@ -303,6 +307,7 @@ def test_enable_jit_checkpoint_saves_when_a_signal_comes_and_at_no_other_time(tm
     assert latest_checkpoint(tmp_path) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "step"), [("steps", 3), ("epoch", 4)])
 def test_a_signal_in_the_last_step_of_an_epoch_leaves_the_epochs_evaluation_in_place(tmp_path, strategy, step):
     """An epoch is three steps: its evaluation comes before the process ends, or after the resume."""
@@ -318,6 +323,7 @@ def test_a_signal_in_the_last_step_of_an_epoch_leaves_the_epochs_evaluation_in_p
     assert evaluated == [3, 6, 9]
 
 
+@pytest.mark.slow
 def test_after_a_keyboard_interrupt_a_notebook_trains_on(tmp_path):
     trainer = make("sft", tmp_path, save_total_limit=None)
     trainer.add_callback(Terminate(at=1, number=signal.SIGINT))

@@ -135,6 +135,7 @@ def test_old_checkpoints_are_deleted(tmp_path):
     assert sorted(folder.name for folder in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_training_stops_early_with_the_best_weights(tmp_path):
     """At a rate that is far too high only the first step helps, if any."""
     arguments = {
@@ -290,6 +291,7 @@ def test_tokens_that_were_read_are_counted(tmp_path):
 # Forward passes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_the_same_steps(tmp_path):
     """One batch, over and over: a compiled program that holds on to what it saw first would differ from the second."""
     config = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
@@ -304,6 +306,7 @@ def test_a_compiled_model_takes_the_same_steps(tmp_path):
     torch.testing.assert_close(logits(again), logits(plain.model), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_activations_computed_again_change_no_number(tmp_path):
     calls = {}
 
@@ -323,6 +326,7 @@ def test_activations_computed_again_change_no_number(tmp_path):
 # Data ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 def test_rows_of_like_length_share_a_batch(packing: bool, tmp_path):
     """Of 32 rows the lengths in a batch of two differ far less than of two at random; packed rows have a length too."""
@@ -343,6 +347,7 @@ def test_rows_of_like_length_share_a_batch(packing: bool, tmp_path):
         assert spread("group_by_length") < 0.6 * spread("random")
 
 
+@pytest.mark.slow
 def test_a_collator_of_the_users_makes_the_batches(tmp_path):
     """Padded on the left; and with the labels of an encoder-decoder model alone, from which it makes its inputs."""
 
@@ -386,6 +391,7 @@ def test_predictions_are_those_of_each_row(tmp_path):
     assert measured.evaluate()["eval_loss"] == pytest.approx(output.metrics["test_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_searched(tmp_path):
     optuna = pytest.importorskip("optuna", reason="the search is optuna's")
     arguments = {"model_init": still, "eval_dataset": Dataset.from_dict({"text": TEXTS})}

@@ -30,6 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_run_killed_inside_its_saves_ends_like_the_run_that_was_left_alone(runs, name):
     killed, straight = runs / f"killed-{name}", runs / f"straight-{name}"
@@ -39,6 +40,7 @@ def test_a_run_killed_inside_its_saves_ends_like_the_run_that_was_left_alone(run
     assert (killed / "history.json").read_text() == (straight / "history.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_one_sealed_checkpoint_and_no_remnant_stay(runs, name):
     folders = [path for path in (runs / f"killed-{name}").iterdir() if path.is_dir() and "checkpoint" in path.name]

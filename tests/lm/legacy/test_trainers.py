@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tests.lm import tiny
+from tests.marks import slow_but
 from transformers import HfArgumentParser, TrainerCallback, TrainingArguments
 
 from trimtab_common.config import parse_config
@@ -173,7 +174,7 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize("name", SFT)
+@pytest.mark.parametrize("name", slow_but(SFT, *(name for name in SFT if name != "infinite")))
 def test_sft(name: str, tmp_path):
     model = saved(tmp_path, tiny.gpt2()) if name == "model_init_kwargs" else tiny.gpt2()
     arguments = {"tokenizer": tiny.tokenizer(), **({} if name == "tokenizer" else {name: SFT[name]})}

@@ -57,6 +57,7 @@ def trains(folder: Path, script: str, *words: str) -> str:
     return written
 
 
+@pytest.mark.slow
 def test_a_script_of_ppo_with_a_sentiment_pipeline(world):
     sizes = ["--batch_size", "4", "--mini_batch_size", "2", "--learning_rate", "1e-3"]
     names = ["--model_name", "model", "--query_dataset", "texts", "--classifier", "classifier"]

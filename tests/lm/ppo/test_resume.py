@@ -65,6 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_run_has_something_to_lose(runs):
     lines = steps(runs / "straight-train")
     assert len({line["kl_coef"] for line in lines}) == STEPS
@@ -73,11 +74,13 @@ def test_the_run_has_something_to_lose(runs):
     assert len({length for line in lines for length in line["stats"]["tokens/responses_dist"]}) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["train", "own"])
 def test_killed_in_the_reward_in_an_update_and_after_a_step(runs, loop):
     assert_same_run(runs / f"killed-{loop}", runs / f"straight-{loop}")
 
 
+@pytest.mark.slow
 def test_killed_at_every_file_operation_of_a_save(runs):
     assert_same_run(runs / "saves", runs / "straight-train")
     assert [path.name for path in (runs / "saves").glob("checkpoint-*")] == [f"checkpoint-{STEPS - 1}"]

@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig
 from tests.lm import tiny
 from tests.lm.reward.run_distributed import pairs, scorer, trainer
+from tests.marks import slow_but
 
 DROPOUT = {"gpt2": {"resid_pdrop": 0.3}, "bert": {"hidden_dropout_prob": 0.3}, "llama": {"attention_dropout": 0.3}}
 
@@ -34,7 +35,7 @@ def run(kind: str, folder: Path, *, resume: str | None = None, **settings: Any) 
     return reward_trainer
 
 
-@pytest.mark.parametrize("kind", DROPOUT)
+@pytest.mark.parametrize("kind", slow_but(DROPOUT, "gpt2"))
 def test_resuming_in_mid_epoch_changes_no_bit(kind: str, tmp_path):
     whole = run(kind, tmp_path / "whole")
     for step in (2, 4):

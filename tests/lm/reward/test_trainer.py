@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from tests.lm import tiny
 from tests.lm.reward.run_distributed import SETTINGS, D, config, good_and_bad, pairs, scorer, trainer
+from tests.marks import slow_but
 from torch import Tensor
 
 from trimtab_lm.hf.config import checkpointing_of
@@ -229,7 +230,7 @@ def test_heads_of_classifiers_lose_their_bias(kind: str, tmp_path):
     assert 0.5 < float(head.weight.std()) * math.sqrt(tiny.WIDTH + 1) < 2
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", slow_but(SETTINGS, "gpt2"))
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_dropout_is_off_where_it_is_asked_for(kind: str, checkpointing: bool, tmp_path):
     rates = {

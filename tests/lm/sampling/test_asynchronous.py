@@ -95,6 +95,7 @@ def test_ppo_learns_from_the_policy_before_the_last_update():
     assert [entry["ppo/sampling/steps_behind"] for entry in history] == [0, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_the_prompts_are_those_of_rollouts_in_turn(tmp_path: Path):
     """Nine prompts for calls of two: epochs end in the middle, and leave a prompt out."""
     for name, trainers in {

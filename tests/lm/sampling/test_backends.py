@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from tests.lm import tiny
+from tests.marks import slow_but
 from transformers import FalconH1Config, FalconH1ForCausalLM, MistralConfig, MistralForCausalLM
 
 from trimtab_lm.sampling.backends import (
@@ -219,7 +220,9 @@ def test_settings_of_the_models_own_generation_config_do_not_bend_the_distributi
     assert [row.tolist() for row in bent.completions] == [row.tolist() for row in straight.completions]
 
 
-@pytest.mark.parametrize("build", [tiny.llama, lora, lambda: tiny.llama(attn_implementation="eager")])
+@pytest.mark.parametrize(
+    "build", slow_but([tiny.llama, lora, lambda: tiny.llama(attn_implementation="eager")], tiny.llama)
+)
 @torch.no_grad()
 def test_continuous_batching_gives_the_models_tokens_and_probabilities(build: Callable):
     model = build().eval()

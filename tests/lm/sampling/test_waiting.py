@@ -45,6 +45,7 @@ def test_the_batch_stays_full_as_long_as_prompts_wait(repeats: int):
     assert [(len(group), min(map(len, group)) > 0) for group in completions] == [(repeats, True)] * 60
 
 
+@pytest.mark.slow
 def test_waiting_rows_are_drawn_from_the_softmax():
     model, prompt = tiny.llama().eval(), tiny.rows(1, 4, 4)[0]
     count, settings = 4000, {"do_sample": True, "temperature": 1.5, "eos_token_id": list(range(1, 16))}

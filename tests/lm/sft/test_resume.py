@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from tests.lm import tiny
+from tests.marks import slow_but
 
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
@@ -93,7 +94,7 @@ def assert_resumes(name: str, folder: Path, steps: tuple[int, ...], **more: Any)
             assert torch.equal(weight, resumed.model.state_dict()[key]), (step, key)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, "packed"))
 def test_resuming_changes_no_bit(name: str, tmp_path):
     """In mid-epoch after two steps and at an epoch's end after three; packed, the other way round."""
     assert_resumes(name, tmp_path, (2, 3))
@@ -132,6 +133,7 @@ def test_fetching_batches_draws_no_random_number(name: str, tmp_path):
     assert moved[-1]
 
 
+@pytest.mark.slow
 def test_dropout_and_the_order_of_the_rows_matter(tmp_path):
     """What the tests above rest on."""
 

@@ -5,6 +5,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from tests.lm import tiny
+from tests.marks import slow_but
 from transformers import DataCollatorForLanguageModeling, TrainerCallback
 
 from trimtab_common.health import TrainingDivergedError
@@ -48,7 +49,7 @@ def exact(build):
     return tiny.exact(build(**rates))
 
 
-@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama])
+@pytest.mark.parametrize("build", slow_but([tiny.gpt2, tiny.llama], tiny.gpt2))
 def test_rows_packed_or_padded_or_accumulated_are_one_update(build, tmp_path):
     _, expected = trained(exact(build), tmp_path, arguments={"data_collator": DocumentCollator(0, layout="padded")})
     _, padding_free = trained(exact(build), tmp_path)
@@ -86,6 +87,7 @@ def loss_of(model, text: str) -> float:
         return float(model.eval()(input_ids=ids, labels=ids).loss)
 
 
+@pytest.mark.slow
 def test_it_learns_and_a_flipped_or_unmasked_loss_does_not(tmp_path):
     columns = {"prompt": ["ab"] * 8, "completion": ["cab"] * 8}
     config = {"max_steps": 60, "optim": "adamw_torch", "learning_rate": 3e-3}
@@ -295,6 +297,7 @@ def test_gradient_checkpointing_changes_no_number(with_adapters: bool, tmp_path)
     assert_equal_weights(run(), run(gradient_checkpointing=True))
 
 
+@pytest.mark.slow
 def test_neftune_adds_noise_in_training_alone(tmp_path):
     plain, _ = trained(exact(tiny.gpt2), tmp_path)
     noisy, _ = trained(exact(tiny.gpt2), tmp_path, neftune_noise_alpha=5.0)
