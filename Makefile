@@ -15,7 +15,7 @@ AUDIT := .venv-audit
 RELEASE := .venv-release
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
-PACKAGES := common lm diffusion
+PACKAGES := common lm diffusion cli
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
 NEWEST_PARTS := pytest pytest-timeout pytest-xdist $(PACKAGES:%=-e packages/%)
 SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py \
@@ -40,7 +40,7 @@ help: ## list the targets
 	@echo
 	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce, test, bench and chaos), JOBS=$(JOBS) (for test)"
 
-setup: $(STAMP) ## make .venv and install the three packages, the experiments and the tools
+setup: $(STAMP) ## make .venv and install the four packages, the experiments and the tools
 	@echo "ready: $$($(PY) --version) in $(VENV)"
 
 demo: $(STAMP) ## teach a small model to write positive text (PPO, one CPU, W&B offline)
@@ -188,7 +188,7 @@ $(LOWEST)/.installed: $(REQUIREMENTS) | $(PY)
 	grep '^pytest' constraints.txt > $(LOWEST)/pytest.txt
 	$(LOWEST)/bin/python -m pip install --quiet -c constraints.txt uv torch
 	$(LOWEST)/bin/uv pip compile --quiet --resolution lowest-direct --only-binary :all: --no-header --no-annotate \
-	  --python $(LOWEST)/bin/python --no-emit-package trimtab-common -c $(LOWEST)/torch.txt \
+	  --python $(LOWEST)/bin/python --no-emit-package trimtab-common --no-emit-package trimtab-lm -c $(LOWEST)/torch.txt \
 	  -o $(LOWEST)/lowest.txt packages/*/pyproject.toml
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python \
 	  -c $(LOWEST)/lowest.txt -r $(LOWEST)/pytest.txt $(PACKAGES:%=-e packages/%)

@@ -44,7 +44,7 @@ class Part:
     Attributes:
         what: one line for the record.
         run: trains, and returns the figures for the record; its steps are timed by the caller.
-        packages: what must be installed beside the three packages.
+        packages: what must be installed beside our packages.
         needs_gpu: whether the part cannot run on a CPU.
     """
 

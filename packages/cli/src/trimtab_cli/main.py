@@ -38,7 +38,6 @@ OTHERS = {
     "sweep": Command("trimtab_cli.sweep.command", "main", "run a W&B sweep file, without a server"),
     "chat": Command("trimtab_cli.chat", "main", "talk to a model, beside its reference"),
     "memory": Command("trimtab_lm.memory", "main", "what each GPU would hold in a training, per engine"),
-    "doctor": Command("trimtab_cli.doctor", "main", "what is installed, what is missing, what is wrong"),
 }
 COMMANDS = TRAINING | OTHERS
 HELP = {"-h", "--help", "--help-all"}
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     if name == "--version":
-        print(f"trimtab {metadata.version('trimtab-lm')}")
+        print(f"trimtab {metadata.version('trimtab-cli')}")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -1,5 +1,6 @@
 """The command itself: its subcommands, their help, what it imports, and what it says of mistakes."""
 
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,7 +14,7 @@ from trimtab_cli.main import COMMANDS, TRAINING, main
 from trimtab_common.config import Computed
 from trimtab_lm import DPOConfig, PPOConfig
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def help_of(capsys, *words):
@@ -97,3 +98,9 @@ def test_help_comes_without_torch(words):
 def test_the_version_is_that_of_the_distribution(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("trimtab 0.")
+
+
+def test_the_launchers_module_says_what_to_install_where_the_command_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trimtab_cli", None)
+    with pytest.raises(SystemExit, match="pip install trimtab-cli"):
+        runpy.run_module("trimtab_lm", run_name="__main__")

@@ -55,7 +55,7 @@ def draw(sweep: Sweep, store: Store) -> Path | None:
     try:
         import matplotlib
     except ImportError:
-        raise SweepError('--report needs matplotlib. Install it: pip install "trimtab-lm[sweeps]"') from None
+        raise SweepError('--report needs matplotlib. Install it: pip install "trimtab-cli[sweeps]"') from None
     matplotlib.use("Agg")  # files only: the machine may have no display
     from matplotlib import pyplot as plt
 

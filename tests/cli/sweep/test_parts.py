@@ -15,7 +15,7 @@ from trimtab_cli.sweep.search import imputed, suggest
 from trimtab_cli.sweep.spec import Hyperband, Metric, parse_sweep, read_sweep
 from trimtab_cli.sweep.store import FAILED, FINISHED, RUNNING, Trial
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 EDGES = [0.0, 1e-9, 0.2, 0.5, 0.8, 1 - 1e-9, 1.0]
 
 

@@ -77,7 +77,7 @@ def _bayes(sweep: Sweep, number: int, seed: int, trials: Sequence[Trial], histor
     try:
         import optuna
     except ImportError:
-        raise SweepError('method: bayes needs Optuna. Install it: pip install "trimtab-lm[sweeps]"') from None
+        raise SweepError('method: bayes needs Optuna. Install it: pip install "trimtab-cli[sweeps]"') from None
     assert sweep.metric is not None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space: dict[str, optuna.distributions.BaseDistribution] = {}

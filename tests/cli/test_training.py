@@ -6,9 +6,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tests.cli.conftest import write_rows
 from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
-from tests.lm.cli.conftest import write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from trimtab_cli.main import main

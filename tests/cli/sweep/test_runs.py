@@ -17,7 +17,7 @@ from trimtab_cli.sweep.search import suggest
 from trimtab_cli.sweep.spec import read_sweep
 from trimtab_cli.sweep.store import Trial
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """\
 import ast, os, signal, sys, time
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
