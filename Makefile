@@ -125,8 +125,9 @@ format: $(STAMP) ## rewrite the sources as check wants them
 	$(PY) -m ruff check --fix-only $(SOURCES)
 	$(PY) -m ruff format $(SOURCES)
 
-sizes: | $(PY) ## lines per package, long files, long functions
+sizes: $(STAMP) ## lines per package, long files and functions, what one step of each trainer runs
 	@$(PY) tools/sizes.py
+	@$(PY) -m tools.steps 2> /dev/null
 
 bench: $(STAMP) ## time every trainer beside its peer, and write tools/bench/README.md (an hour; ARGS='--only sft', '--smoke')
 	$(PY) -m tools.bench $(ARGS)

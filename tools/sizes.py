@@ -22,6 +22,8 @@ ALGORITHMS = (
 STORY = ("config.py", "loss.py", "trainer.py")
 LOOKUPS, ANY = r"\b(?:getattr|hasattr)\(", r"\bAny\b"
 FORMATTER_OFF = "# fmt" + ": skip"
+PUBLIC = {"_replace", "_fields", "_asdict", "_exit", "_typeshed"}
+"""Documented names that begin with an underscore: those of named tuples, os._exit, the types of typeshed."""
 
 
 def sources(folder: Path) -> list[Path]:
@@ -133,6 +135,44 @@ def duplicate_runs(paths: list[Path], root: Path) -> list[str]:
     return [f"{name(copy)} repeats {name(first)}" for copy, first in sorted(first_of.items())]
 
 
+def private_names(paths: list[Path], root: Path) -> list[str]:
+    """Returns the uses of other libraries' private names outside `compat` folders: attributes, imports and getattr.
+
+    A name that the packages define themselves is not told apart from another library's.
+    """
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    own = {name for tree in trees.values() for node in ast.walk(tree) for name in defined(node)} | PUBLIC
+    found = []
+    for path, tree in trees.items():
+        if "compat" not in path.parts:
+            for node in ast.walk(tree):
+                used = {name for name in mentioned(node) if name.startswith("_") and not name.endswith("__")}
+                found += [
+                    f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)} {name}" for name in sorted(used - own)
+                ]
+    return found
+
+
+def defined(node: ast.AST) -> Iterator[str]:
+    """Yields the names that a statement or an assignment to an attribute of `self` defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        yield node.attr
+
+
+def mentioned(node: ast.AST) -> Iterator[str]:
+    """Yields the names of attributes, of `getattr` and its like, and of imports from other packages."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+        yield from (word.value for word in node.args if isinstance(word, ast.Constant) and isinstance(word.value, str))
+    elif isinstance(node, ast.ImportFrom) and not node.level and not (node.module or "").startswith("trimtab"):
+        yield from [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+
+
 def figures(root: Path) -> list[tuple[str, str]]:
     """Returns the figures of the packages by name."""
     paths = sources(root / "packages")
@@ -141,11 +181,12 @@ def figures(root: Path) -> list[tuple[str, str]]:
     for name in ALGORITHMS:
         files = (root / "packages" / name / file for file in STORY)
         story[name.rpartition("/")[2]] = sum(lines(path) for path in files if path.is_file())
-    pairs, repeats = circles(paths, root), duplicate_runs(paths, root)
+    pairs, repeats, private = circles(paths, root), duplicate_runs(paths, root), private_names(paths, root)
     return [
         ("longest file in packages", f"{lines(longest)} ({longest.relative_to(root)})"),
         ("config + loss + trainer", ", ".join(f"{name} {count}" for name, count in story.items())),
         (f"duplicate runs of {RUN} lines", "".join([str(len(repeats)), *(f"\n    {repeat}" for repeat in repeats)])),
+        ("private names outside compat", "".join([str(len(private)), *(f"\n    {name}" for name in private)])),
         ("import circles", ", ".join(pairs) or "none"),
         ("getattr + hasattr per 1000 lines", f"{per_thousand(paths, LOOKUPS):.1f}"),
         ("Any per 1000 lines", f"{per_thousand(paths, ANY):.0f}"),
@@ -163,9 +204,12 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     groups |= {name: sources(root / name) for name in ("experiments", "tools", "tests")}
     totals = {name: sum(map(lines, paths)) for name, paths in groups.items()}
     code, tests = sum(n for name, n in totals.items() if name.startswith("packages/")), totals["tests"]
+    without = code - totals.get("packages/cli", 0)
     for name, paths in groups.items():
         print(f"{totals[name]:6d} lines in {len(paths):3d} files  {name}")
     print(f"tests to packages: {tests} to {code}" + (f", {tests / code:.2f} to 1" if code else ""))
+
+    print(f"lines of packages: {code}, without cli {without}")
 
     print("\nfigures of packages:")
     for name, value in figures(root):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tools.sizes import duplicate_runs, sources
+from tools.sizes import duplicate_runs, private_names, sources
 
 STEPS = [f"total = total + weights[{i}]" for i in range(7)]
 
@@ -47,3 +47,19 @@ def test_a_folder_with_the_name_of_a_program_is_no_source(tmp_path):
     (tmp_path / "site" / "ppo.py").mkdir(parents=True)
     write(tmp_path, a="")
     assert sources(tmp_path) == [tmp_path / "a.py"]
+
+
+def test_private_names_of_other_libraries_are_found_outside_compat(tmp_path):
+    source = """
+from torch._dynamo import config
+from torch.nn import _reduction
+from trimtab_common import _ours
+class A:
+    def _mine(self, module):
+        self._kept = module._forward_hooks, getattr(module, "_is_hf", None), module.__class__
+        return self._kept, self._mine, module._replace()
+"""
+    (tmp_path / "compat").mkdir()
+    write(tmp_path / "compat", b=source)
+    found = private_names([*write(tmp_path, a=source), tmp_path / "compat" / "b.py"], tmp_path)
+    assert found == ["a.py:2 _dynamo", "a.py:3 _reduction", "a.py:7 _forward_hooks", "a.py:7 _is_hf"]
