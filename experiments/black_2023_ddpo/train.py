@@ -30,7 +30,6 @@ from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.rewards import (
     AestheticScore,
     ClipAlignment,
-    ImageReward,
     jpeg_compressibility,
     jpeg_incompressibility,
 )
@@ -39,7 +38,7 @@ PAPER = "black_2023_ddpo"
 RECIPE = Path(__file__).with_name("recipe.yaml")
 OF_SHAPES = {"rgb_alignment": rgb_alignment, "colour_match": colour_match, "shape_match": shape_match}
 OF_FILES = {"jpeg_incompressibility": jpeg_incompressibility, "jpeg_compressibility": jpeg_compressibility}
-OF_MODELS = ("aesthetic", "clip_alignment", "image_reward")
+OF_MODELS = ("aesthetic", "clip_alignment")
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class RunConfig:
         default_factory=lambda: ["rgb_alignment", "jpeg_incompressibility"],
         metadata={
             "help": "One training for each: rgb_alignment, colour_match or shape_match (of shapes only), "
-            "jpeg_incompressibility, jpeg_compressibility, aesthetic, clip_alignment, image_reward; random, the "
+            "jpeg_incompressibility, jpeg_compressibility, aesthetic, clip_alignment; random, the "
             "control, which says nothing about the image."
         },
     )
@@ -94,8 +93,8 @@ def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
     known = {**OF_FILES, **(OF_SHAPES if is_shapes else {})}
     if reward == "aesthetic":
         chosen: Any = AestheticScore(run.aesthetic_head or _no_head())
-    elif reward in OF_MODELS:
-        chosen = ClipAlignment() if reward == "clip_alignment" else ImageReward()
+    elif reward == "clip_alignment":
+        chosen = ClipAlignment()
     elif reward in known:
         chosen = known[reward]
     elif reward == CONTROL:

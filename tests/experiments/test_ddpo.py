@@ -24,7 +24,7 @@ from experiments.black_2023_ddpo.shapes import (
 from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
 from experiments.claims import judge
 from experiments.runs import Run, finished_runs
-from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, ImageReward, jpeg_incompressibility
+from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_incompressibility
 
 ROOT = Path(train.__file__).parents[2]
 
@@ -395,7 +395,7 @@ def test_contact_sheet_has_four_in_a_row():
 
 def test_rewards_of_models_are_chosen_by_name():
     run = train.RunConfig(aesthetic_head="head.pth")
-    kinds = {"aesthetic": AestheticScore, "clip_alignment": ClipAlignment, "image_reward": ImageReward}
+    kinds = {"aesthetic": AestheticScore, "clip_alignment": ClipAlignment}
     assert {name: type(train.measures(name, run)[0]) for name in train.OF_MODELS} == kinds
 
 

@@ -60,8 +60,7 @@ def imagenet_animals() -> Prompts:
     """Returns the 398 animals of ImageNet, on which the paper trains for file size: "tench", ...
 
     The names are spelled as in torchvision. The metadata has `noun`, the animal, and `class_index`, its class of ILSVRC
-    2012 (0 to 397). `ClassifierReward(..., label_key="class_index")` uses the index, so that the spelling of an
-    ImageNet classifier's labels does not matter.
+    2012 (0 to 397), by which a classifier's labels are known however they are spelled.
     """
     names = _shipped("imagenet_animals")
     return Prompts(names, tuple({"noun": name, "class_index": index} for index, name in enumerate(names)))

@@ -15,22 +15,16 @@ are not a tensor, where the model is.
 
 from .aesthetic import AestheticHead, AestheticScore
 from .batches import Images, Metadata, Reward
-from .classifier import ClassifierReward
 from .clip import CLIP, ClipAlignment, ClipScore, PickScore
 from .combined import WeightedSum, mean_over_frames
-from .human_preference import HumanPreferenceScore
-from .image_reward import ImageReward
 from .jpeg import jpeg_compressibility, jpeg_incompressibility
 
 __all__ = [
     "CLIP",
     "AestheticHead",
     "AestheticScore",
-    "ClassifierReward",
     "ClipAlignment",
     "ClipScore",
-    "HumanPreferenceScore",
-    "ImageReward",
     "Images",
     "Metadata",
     "PickScore",

@@ -12,9 +12,11 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from .batches import to_tensor
-from .clip import CLIP_OF_PREFERENCES, ClipAlignment, ClipEmbedder, normalize
-from .loading import read_weights, translate, weights_file
+from trimtab_diffusion.rewards.batches import to_tensor
+from trimtab_diffusion.rewards.clip import CLIP_OF_PREFERENCES, ClipAlignment, ClipEmbedder, normalize
+from trimtab_diffusion.rewards.loading import read_weights, weights_file
+
+from .names import translate
 
 if TYPE_CHECKING:
     from transformers import CLIPConfig
@@ -50,7 +52,7 @@ class HumanPreferenceScore(ClipAlignment):
         version: v2 or v2.1: chooses the file `HPS_v2_compressed` or `HPS_v2.1_compressed` of a folder or hub id.
         clip: folder or hub id of the CLIP from which it was trained: its shape, and its tokenizer.
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see the package).
+        device: of the model. None: that of the images (see `trimtab_diffusion.rewards`).
         dtype: of the model.
     """
 

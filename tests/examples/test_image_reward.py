@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from examples.rewards.image_reward import TEXT, VISION, BlipScorer, ImageReward
 from PIL import Image
 from tests.diffusion import tiny
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import BertTokenizer, BlipConfig
 
-from trimtab_diffusion.rewards import ImageReward, WeightedSum, jpeg_compressibility
-from trimtab_diffusion.rewards.image_reward import TEXT, VISION, BlipScorer
+from trimtab_diffusion.rewards import WeightedSum, jpeg_compressibility
 
 SIZE, PATCH = 12, 4
 VISION_WIDTH, VISION_HEADS, TEXT_WIDTH, TEXT_HEADS = 24, 3, 16, 2

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .batches import Images, Metadata, check_count, chunks
-from .loading import image_processor, pixels, settle
+from trimtab_diffusion.rewards.batches import Images, Metadata, check_count, chunks
+from trimtab_diffusion.rewards.loading import image_processor, pixels, settle
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedModel
@@ -24,13 +24,13 @@ class ClassifierReward:
 
     Args:
         model: a folder or hub id for `AutoModelForImageClassification`, or such a model, which is put into eval mode
-            and moved (see the package).
+            and moved (see `trimtab_diffusion.rewards`).
         label: the class of all images: a name in the model's `config.label2id`, or an index.
         label_key: instead of label, the key of an image's metadata that has its class, as a name or an index.
         processor: the image processor of a model in memory. Default: that of the checkpoint.
         log_probability: False for the probability itself, in [0, 1].
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see the package).
+        device: of the model. None: that of the images (see `trimtab_diffusion.rewards`).
         dtype: of a model that is loaded here.
 
     Raises:

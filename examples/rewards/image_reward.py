@@ -11,10 +11,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from .aesthetic import AestheticHead
-from .batches import Images, Metadata, check_count, chunks, to_tensor
-from .clip import normalize
-from .loading import read_weights, settle, translate, weights_file
+from trimtab_diffusion.rewards.aesthetic import AestheticHead
+from trimtab_diffusion.rewards.batches import Images, Metadata, check_count, chunks, to_tensor
+from trimtab_diffusion.rewards.clip import normalize
+from trimtab_diffusion.rewards.loading import read_weights, settle, weights_file
+
+from .names import translate
 
 if TYPE_CHECKING:
     from transformers import BlipConfig, PreTrainedTokenizerBase
@@ -83,7 +85,7 @@ class ImageReward:
         tokenizer: folder or hub id of BERT's tokenizer.
         config: the model's shape. None: that of the published weights.
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see the package).
+        device: of the model. None: that of the images (see `trimtab_diffusion.rewards`).
         dtype: of BLIP; the perceptron after it computes in float32.
 
     Raises:
