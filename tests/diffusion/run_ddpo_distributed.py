@@ -173,13 +173,10 @@ def run(name: str, *, processes: int = 1) -> dict[str, Any]:
     }
 
 
-WHILE_SAMPLING = {"use_lora": True, "train_batch_size": 4, "train_gradient_accumulation_steps": 1}
 ORDINARY: dict[str, dict[str, Any]] = {
     "lora": {"use_lora": True, "init_kl_coef": 0.1},
     "sdxl_rwr": {"kind": "sdxl", "estimator": "rwr", "rwr_beta": 100.0},
     "sd3": {"kind": "sd3", "init_kl_coef": 0.1},
-    "while_sampling": WHILE_SAMPLING,
-    "after_sampling": WHILE_SAMPLING | {"train_while_sampling": False},
 }
 
 
@@ -195,8 +192,6 @@ def ordinary(name: str) -> dict[str, Any]:
             "before": before,
             "weights": weights(ddpo),
             "noise": samples[0].trajectories.first,
-            "gradients of": 0 if samples[0].gradients is None else len(samples[0].gradients),
-            "grad_norm": ddpo.last_stats["grad_norm"],
         }
 
 

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from tests.diffusion.test_ddpo_inputs import redness, trainer
+from tests.loss_scale import with_loss_scale
 
 from trimtab_common.health import TrainingDivergedError
 
@@ -70,3 +71,20 @@ def test_an_image_that_is_not_finite(monkeypatch):
         ddpo.step(0, 0)
     assert calls
     assert torch.equal(torch.cat([weight.flatten() for weight in ddpo.model.parameters()]), before)
+
+
+def test_gradients_that_overflow_skip_the_update_and_lower_the_scale(monkeypatch):
+    ddpo = trainer(train_gradient_accumulation_steps=1)
+    scaler = with_loss_scale(ddpo, 1024.0, monkeypatch)
+    broken = next(weight for weight in ddpo.model.parameters() if weight.requires_grad)
+    handle = broken.register_hook(lambda gradient: gradient * torch.inf)
+    before = torch.cat([weight.flatten() for weight in ddpo.model.parameters()]).detach().clone()
+    ddpo.step(0, 0)
+    assert torch.equal(torch.cat([weight.flatten() for weight in ddpo.model.parameters()]), before)
+    assert scaler.get_scale() < 1024
+    assert ddpo.last_stats["policy/overflowed"] == 1
+    assert "grad_norm" not in ddpo.last_stats
+    handle.remove()
+    ddpo.step(1, ddpo.global_step)
+    assert not torch.equal(torch.cat([weight.flatten() for weight in ddpo.model.parameters()]), before)
+    assert ddpo.last_stats["policy/overflowed"] == 0

@@ -296,7 +296,7 @@ def test_gradient_checkpointing_makes_the_same_update(tmp_path: Path, use_lora: 
     calls: list[int] = []
 
     def run(checkpointing: bool) -> DDPOTrainer:
-        settings = {"train_gradient_checkpointing": checkpointing, "train_while_sampling": False}
+        settings = {"train_gradient_checkpointing": checkpointing}
         ddpo = trainer(str(tmp_path), use_lora=use_lora, **settings, **ONE_UPDATE)
         count: list[int] = []
         ddpo.sd_pipeline.unet.up_blocks[1].resnets[1].register_forward_pre_hook(lambda *_: count.append(1))

@@ -63,7 +63,7 @@ LOSS = {"first loss": 1e-4}
 DOCUMENTS = {"first loss": 1e-4, "tokens read": 0}
 SAMPLED = {"sampled": 0}
 PIPELINE = {"text encoder's norm": 1e-5}
-EPOCH = {**PIPELINE, "updates": 0, "rows to sample": 0}  # ours also trains while it samples
+EPOCH = {**PIPELINE, "updates": 0, **dict.fromkeys(("rows to sample", "rows to train"), 0)}
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 CONTINUOUS = {"rollout_backend": "continuous_batching"}
 # Room for the work at hand, as ours takes it by itself. By default TRL pages half of the main memory.
@@ -72,7 +72,7 @@ CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
 MAY_END = {"generation_kwargs": None}
 # Of the ten steps of a sample one trains, in each of three passes.
 FEW_STEPS = {"train_timestep_fraction": 0.1, "train_num_inner_epochs": 3}
-ONE_UPDATE, AFTER_SAMPLING = {"train_gradient_accumulation_steps": 2}, {"train_while_sampling": False}
+ONE_UPDATE = {"train_gradient_accumulation_steps": 2}
 AT_ONCE, FOUR = {"call": {"batch_size": 32}}, {"call": {"batch_size": 4}}
 # One token in sixteen ends a response.
 ENDS = {"batch_size": 8, "min_new_tokens": 0, "eos_token_id": list(range(2, 2002))}
@@ -180,20 +180,6 @@ ABLATIONS = [
         settings=GENERATE,
         equal={"sampled": 0.5},
     ),
-    Work("ddpo: trained while sampling", "ddpo", Side(OURS, AFTER_SAMPLING), equal=EPOCH),
-    Work(
-        "ddpo: one update, trained while sampling",
-        "ddpo",
-        Side(OURS, ONE_UPDATE | AFTER_SAMPLING),
-        Side(OURS, ONE_UPDATE),
-        equal=EPOCH,
-    ),
     Work("ddpo: channels last", "ddpo", Side(OURS), Side(OURS, {"train_channels_last": True}), equal=EPOCH),
-    Work(
-        "ddpo: compiled",
-        "ddpo",
-        Side(OURS, AFTER_SAMPLING),
-        Side(OURS, AFTER_SAMPLING | {"train_compile": "inductor"}),
-        equal=EPOCH,
-    ),
+    Work("ddpo: compiled", "ddpo", Side(OURS), Side(OURS, {"train_compile": "inductor"}), equal=EPOCH),
 ]

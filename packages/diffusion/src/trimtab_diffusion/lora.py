@@ -15,7 +15,6 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trimtab_diffusion.fused_lora import fuse_adapters
 from trimtab_diffusion.recorder import denoiser_name
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -64,7 +63,6 @@ def add_lora(denoiser: Denoiser, *, rank: int) -> None:
         config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(ATTENTION))
         denoiser.add_adapter(config)
     cast_training_params(cast(nn.Module, denoiser), dtype=torch.float32)
-    fuse_adapters(cast(nn.Module, denoiser))
 
 
 @contextmanager

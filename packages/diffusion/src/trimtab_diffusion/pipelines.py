@@ -13,7 +13,6 @@ from diffusers import DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteSc
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_diffusion.adapter_gradients import AdapterGradients
 from trimtab_diffusion.lora import LORA_FILE, add_lora, base_of_lora, save_lora, stored_file, without_lora
 from trimtab_diffusion.recorder import denoiser_name, record
 from trimtab_diffusion.recording import Trajectories
@@ -138,7 +137,6 @@ class DDPOStableDiffusionPipeline:
         eta: float = 1.0,
         storage_dtype: torch.dtype | None = None,
         storage_device: torch.device | str | None = None,
-        gradients: AdapterGradients | None = None,
         **kwargs: Any,
     ) -> DDPOPipelineOutput:
         """Samples images or videos and records the steps: see `recorder.record`.
@@ -147,7 +145,6 @@ class DDPOStableDiffusionPipeline:
             args: the prompt, or nothing.
             eta: scale of the steps' noise.
             storage_dtype, storage_device: of the trajectories.
-            gradients: gets the gradients of the steps' log-probabilities; None: none are computed.
             kwargs: arguments of the pipeline, before those of `call_kwargs`.
         """
         if args:
@@ -157,7 +154,6 @@ class DDPOStableDiffusionPipeline:
             eta=eta,
             storage_dtype=storage_dtype,
             storage_device=storage_device,
-            gradients=gradients,
             **{**self.call_kwargs, **kwargs},
         )
         return DDPOPipelineOutput(images, [path.first, *path.latents.unbind(1)], list(path.logprobs.unbind(1)), path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import Any, cast
@@ -13,7 +13,6 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from trimtab_diffusion.adapter_gradients import AdapterGradients
 from trimtab_diffusion.recording import Arguments, Call, Conditions, Path, Trajectories, replaced
 from trimtab_diffusion.steps import Steps, gaussian_sample
 
@@ -43,7 +42,6 @@ def record(
     generator: torch.Generator | None = None,
     storage_dtype: torch.dtype | None = None,
     storage_device: torch.device | str | None = None,
-    gradients: AdapterGradients | None = None,
     **call: Any,
 ) -> tuple[Any, Trajectories]:
     """Calls `pipeline(generator=generator, **call)` and records its steps.
@@ -55,7 +53,6 @@ def record(
         storage_dtype: latents are rounded to it after each step. The pipeline continues from the rounded latents, so
             that the stored latents are those that are scored. None: no rounding.
         storage_device: the device that keeps the trajectories. None: the pipeline's.
-        gradients: gets the gradients of the steps' log-probabilities; None: none are computed.
         call: arguments of the pipeline.
 
     Returns:
@@ -70,8 +67,8 @@ def record(
             "eta=0 makes every step deterministic, so that it has no log-probability. Use eta > 0 (DDIM: 1 is DDPM's "
             "noise; flow matching: 0.7 is usual), or call the diffusers pipeline itself to sample without recording."
         )
-    recorder = _Recorder(pipeline, eta, generator, storage_dtype, storage_device, gradients, call)
-    with recorder.watching(), nullcontext() if gradients is None else gradients.watching():
+    recorder = _Recorder(pipeline, eta, generator, storage_dtype, storage_device, call)
+    with recorder.watching():
         images = recorder.pipeline(generator=generator, **{**call, "return_dict": True})[0]  # .images, or .frames
     return images, recorder.trajectories()
 
@@ -86,13 +83,12 @@ class _Recorder:
         generator: torch.Generator | None,
         storage_dtype: torch.dtype | None,
         storage_device: torch.device | str | None,
-        gradients: AdapterGradients | None,
         settings: Mapping[str, object],
     ):
         self.pipeline = cast(Any, pipeline)  # diffusers does not declare the parts of a pipeline
         self.settings = settings
         self.eta, self.generator = eta, generator
-        self.dtype, self.device, self.gradients = storage_dtype, storage_device, gradients
+        self.dtype, self.device = storage_dtype, storage_device
         self.denoiser: nn.Module = getattr(pipeline, denoiser_name(pipeline))
         self.signature = inspect.signature(type(self.denoiser).forward)
         self.calls: list[tuple[Arguments, Tensor]] = []  # arguments and outputs of the denoiser since the last step
@@ -151,7 +147,7 @@ class _Recorder:
                 "with the prompt and one without. Switch off the other guidance."
             )
         call = self._call(sample, model_output)
-        inputs, outputs = [arguments for arguments, _ in self.calls], [output for _, output in self.calls]
+        inputs = [arguments for arguments, _ in self.calls]
         self.calls = []
         times = [arguments.pop("timestep") for arguments in inputs]
         for arguments in inputs:
@@ -181,14 +177,10 @@ class _Recorder:
             if random
             else torch.zeros(len(sample), device=sample.device)
         )
-        if random and self.gradients is not None:
-            with torch.enable_grad():
-                guided = call.guided(torch.cat(outputs[::-1]))
-                self.gradients.add(self.steps.logprob(guided, sample, following, index), copies=copies[0])
         self.inputs.append(inputs)
         self.times.append(torch.as_tensor(times[0]).detach().cpu().reshape(-1)[0])
         self.latents.append(stored.to(self.device))
-        self.logprobs.append(logprob.detach())
+        self.logprobs.append(logprob)
         self.following = following
         return following
 

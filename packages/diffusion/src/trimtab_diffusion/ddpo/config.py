@@ -79,9 +79,6 @@ class DDPOConfig:
     rwr_top: Share = setting("rwr_sparse: share of the samples, the best, that trains.", default=0.1)
     train_clip_range_nats: Positive | None = setting("Clip range in nats of a step's joint probability.", default=None)
     train_warmup_steps: CountFromZero = setting("Updates over which the learning rate rises from 0.", default=0)
-    train_while_sampling: bool = setting(
-        "Adapters: compute the gradients of an epoch's first update while its images are sampled.", default=True
-    )
     train_gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", default=False)
     train_compile: str | None = setting("Backend of torch.compile for the denoiser's blocks: inductor.", default=None)
     train_channels_last: bool = setting("Convolutions of the denoiser read channels last.", default=False)

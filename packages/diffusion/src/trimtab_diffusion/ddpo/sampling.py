@@ -13,7 +13,6 @@ from trimtab_common.ranks import REWARDS, phase
 from trimtab_common.scores import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import Deviation, Mean
-from trimtab_diffusion.adapter_gradients import AdapterGradients
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
 
@@ -39,8 +38,6 @@ class Samples:
         rewards: [B], float32, on the CPU.
         others: rewards that are not trained on, [B] each, by name.
         batches: as the documented hook gets them, each [images, prompts, metadata, rewards, reward metadata].
-        gradients: of the log-probabilities of the first `len(gradients)` samples, which the first update uses; None:
-            all updates compute their own.
     """
 
     trajectories: Trajectories
@@ -48,7 +45,6 @@ class Samples:
     rewards: Tensor
     others: dict[str, Tensor]
     batches: list[list[Any]]
-    gradients: AdapterGradients | None = None
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the rewards, and the memory of the trajectories."""
@@ -150,7 +146,6 @@ def sample_and_score(
     *,
     config: DDPOConfig,
     generator: torch.Generator,
-    gradients: AdapterGradients | None = None,
     compute_rewards: Callable[..., Any] | None = None,
 ) -> Samples:
     """Samples an image or a video for each prompt, records how, and scores it.
@@ -161,8 +156,6 @@ def sample_and_score(
         rewards: scores each batch.
         config: says how images are sampled.
         generator: of the noise, on the pipeline's device.
-        gradients: gets those of the samples that the first update learns from, which are drawn first; None: none are
-            computed.
         compute_rewards: scores all batches once they are sampled, in the place of the reward function.
     """
     trajectories, pending, batches = [], [], []
@@ -179,7 +172,6 @@ def sample_and_score(
             num_inference_steps=config.sample_num_steps,
             storage_dtype=getattr(torch, config.trajectory_dtype) if config.trajectory_dtype else None,
             storage_device="cpu" if config.trajectory_on_cpu else None,
-            gradients=gradients if start < config.samples_per_update else None,
             **guidance,
         )
         images = output.images.float()
@@ -195,7 +187,6 @@ def sample_and_score(
         torch.cat([each.rewards for each in scored]),
         {name: torch.cat([each.others[name] for each in scored]) for name in rewards.others},
         [[*batch, each.rewards, each.metadata] for batch, each in zip(batches, scored, strict=True)],
-        gradients,
     )
 
 

@@ -23,7 +23,6 @@ from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
-from trimtab_diffusion.adapter_gradients import AdapterGradients, has_only_adapters
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 
@@ -39,8 +38,6 @@ WITHOUT_EFFECT = (
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
 """Fields of DDPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
-MOST_GRADIENTS = 2**32
-"""Bytes of the host's memory that the gradients of an update's samples may take on a process."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -160,37 +157,6 @@ def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimiz
 def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
     """A learning rate that rises from 1/steps of its value to all of it over the first `steps` updates."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, steps)))
-
-
-def trains_while_sampling(config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> bool:
-    """Whether the first update of an epoch can take its gradients from the passes that sample.
-
-    They are those of log-probabilities, of all steps, under weights that each process has whole. Activations need no
-    more memory than a micro-batch of training, and the gradients of all samples of the update have room.
-    """
-    dtypes = {weight.dtype for weight in pipeline.denoiser.parameters()}
-    trained = sum(weight.nbytes for weight in pipeline.denoiser.parameters() if weight.requires_grad)
-    return (
-        config.train_while_sampling
-        and not config.is_regression
-        and not config.init_kl_coef
-        and config.trained_steps == config.sample_num_steps
-        and config.sample_batch_size <= config.train_batch_size
-        and config.samples_per_update % config.sample_batch_size == 0
-        and config.samples_per_update * trained <= MOST_GRADIENTS
-        and config.train_compile is None
-        and not divides_weights(accelerator)
-        and (len(dtypes) == 1 or accelerator.mixed_precision != "no")  # or else the adapters are not fused
-        and has_only_adapters(pipeline.denoiser)
-    )
-
-
-def gradients_of(
-    config: DDPOConfig, pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator
-) -> AdapterGradients:
-    """What gathers the gradients of an epoch's first samples, scaled as a mean over an update's pairs would be."""
-    scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
-    return AdapterGradients(pipeline.denoiser, scale=scale / (config.samples_per_update * config.sample_num_steps))
 
 
 def reference_of(

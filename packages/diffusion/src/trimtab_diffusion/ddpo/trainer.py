@@ -19,14 +19,13 @@ from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
 from trimtab_common.tracking import progress
-from trimtab_diffusion.adapter_gradients import AdapterGradients
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
 
 from . import setup
 from .config import DDPOConfig
-from .objective import Stats, advantages_of, policy_loss, regression_loss, surrogate
+from .objective import Stats, advantages_of, policy_loss, regression_loss
 from .replay import Replay, draw_pairs
 from .sampling import PromptFunction, RewardFunction, Rewards, Samples, draw_prompts, sample_and_score
 from .selfcheck import check_first
@@ -146,9 +145,6 @@ class DDPOTrainer(PipelineServices):
         for inner_epoch in range(self.config.train_num_inner_epochs):
             generator = self._generator(TRAIN, epoch * self.config.train_num_inner_epochs + inner_epoch)
             rows = torch.randperm(len(advantages), generator=generator)
-            if inner_epoch == 0 and samples.gradients:  # not where no step has noise
-                stats += self._update_as_sampled(samples.gradients, samples.trajectories, advantages)
-                rows = rows[rows >= len(samples.gradients)]
             for start in range(0, len(rows), self.config.samples_per_update):
                 chosen = rows[start : start + self.config.samples_per_update]
                 stats += self._update(samples.trajectories, advantages, chosen, generator)
@@ -158,28 +154,18 @@ class DDPOTrainer(PipelineServices):
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
 
-    @property
-    def trains_while_sampling(self) -> bool:
-        """Whether the next epoch's first update takes its gradients from the passes that sample."""
-        has_known_loss = not is_replaced(self, DDPOTrainer, "calculate_loss", "loss")
-        return has_known_loss and setup.trains_while_sampling(self.config, self.sd_pipeline, self.accelerator)
-
     @phase("sampling")
     def draw(self, epoch: int) -> Samples:
         """Samples an epoch's images on this process, and scores them."""
         config, generator = self.config, self._generator(SAMPLE, epoch, self.accelerator.device)
         seed = sampling_seed(config.seed, rank=self.accelerator.process_index, draw=2 * epoch)
         drawn = draw_prompts(self.prompt_function, config.samples_per_epoch, group_size=config.group_size, seed=seed)
-        gradients = (
-            setup.gradients_of(config, self.sd_pipeline, self.accelerator) if self.trains_while_sampling else None
-        )
         samples = sample_and_score(
             self.sd_pipeline,
             drawn,
             self.rewards,
             config=config,
             generator=generator,
-            gradients=gradients,
             compute_rewards=self.compute_rewards if is_replaced(self, DDPOTrainer, "compute_rewards") else None,
         )
         self.queries += len(drawn) * self.accelerator.num_processes
@@ -219,18 +205,6 @@ class DDPOTrainer(PipelineServices):
                 self.accelerator.backward(loss * len(chunk) / len(rows))
             parts.append(stats)
         return [*parts, self._take_step()]
-
-    def _update_as_sampled(
-        self, gradients: AdapterGradients, trajectories: Trajectories, advantages: Tensor
-    ) -> list[Stats]:
-        """One optimizer step on the first samples, whose gradients the passes that sampled them have computed."""
-        first, is_random = advantages[: len(gradients)], trajectories.steps.is_random
-        logprobs = trajectories.logprobs[: len(first), is_random].cpu()
-        pairs = first[:, None].expand_as(logprobs)
-        _, stats = surrogate(logprobs, logprobs, pairs, config=self.config, dimensions=trajectories.dimensions)
-        # That of -A r, whose ratio r is 1 under the policy that sampled, and that of -A log p.
-        gradients.give(-first / logprobs.numel(), self.accelerator)
-        return [stats, self._take_step()]
 
     def _take_step(self) -> Stats:
         norm = torch.as_tensor(
