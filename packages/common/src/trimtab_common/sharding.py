@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from trimtab_common.compat.fsdp import forward_hooks, unsharded
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -32,21 +34,8 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             yield
         return
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if shards:
-        shards[0]._get_fsdp_state()._lazy_init()  # of the outermost module, which its first forward pass does otherwise
-    states = dict.fromkeys(module._get_fsdp_state() for module in shards)
-    groups = [group for state in states for group in state._fsdp_param_groups if not group.is_unsharded]
-    after_forward = [group.post_forward_mesh_info for group in groups]
-    for group in groups:
-        group.post_forward_mesh_info = None  # keeps the weights after a forward pass
-        group.unshard()
-        group.wait_for_unshard()
-    try:
+    with unsharded(shards):
         yield
-    finally:
-        for group, mesh in zip(groups, after_forward, strict=True):
-            group.post_forward_mesh_info = mesh
-            group.reshard()
 
 
 @contextmanager
@@ -56,7 +45,7 @@ def _whole_weights_of_deepspeed(model: nn.Module) -> Iterator[None]:
 
     divided = [weight for weight in model.parameters() if is_divided_by_deepspeed(weight)]
     missing = [weight for weight in divided if weight.ds_status.name == "NOT_AVAILABLE"]  # type: ignore[attr-defined]
-    hooks = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    hooks = [hooks for module in model.modules() for hooks in forward_hooks(module)]
     with deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)):
         before = [dict(one) for one in hooks]
         for one in hooks:

@@ -98,7 +98,7 @@ def save_lora(pipeline: Any, folder: str | Path, denoiser_weights: Mapping[str, 
 
 def base_name(pipeline: Any) -> str | None:
     """Returns the hub id or folder that a pipeline was loaded from; None for one that was built in code."""
-    return getattr(pipeline.config, "_name_or_path", None) or None
+    return pipeline.name_or_path or None
 
 
 def stored_file(source: str, name: str, **hub: Any) -> Path | None:

@@ -21,12 +21,11 @@ import copy
 import dataclasses
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Real
-from types import CodeType
-from typing import Any, TypeAlias, TypeVar
+from types import CodeType, FrameType
+from typing import Any, TypeAlias, TypeVar, cast
 
 from transformers import (
     PreTrainedTokenizerBase,
@@ -39,6 +38,7 @@ from transformers import (
 from transformers.trainer_utils import IntervalStrategy
 
 from trimtab_common.sealing import checkpoints, keep_under_other_name
+from trimtab_lm.compat.arguments import set_gpus
 from trimtab_lm.hf.config import CHECKPOINTING
 from trimtab_lm.legacy.translations import ARGUMENTS, Argument, conflict, defaults_of
 
@@ -175,7 +175,7 @@ def config_from(args: TrainingArguments | None, kind: type[Config], **changes: o
             raise ValueError(conflict(f"{name}, on the constructor,", f"{kind.__name__}.{name}", value, present))
     config = kind(**values | changes)
     if args is not None:
-        config._n_gpu = args.n_gpu  # scripts set it to 1 against DataParallel
+        set_gpus(config, args.n_gpu)  # scripts set it to 1 against DataParallel
     return config
 
 
@@ -359,7 +359,7 @@ def _shown(present: inspect.Signature, old: Mapping[str, object]) -> inspect.Sig
 
 def _warn(message: str) -> None:
     """Gives a FutureWarning at the line that builds the config or the trainer."""
-    frame, level = sys._getframe(1), 2
+    frame, level = cast(FrameType, cast(FrameType, inspect.currentframe()).f_back), 2
     while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", ""), frame.f_code):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, FutureWarning, stacklevel=level)

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.training_args import TrainingArguments  # which `transformers4.restore` leaves as it is
 
 from trimtab_common.config import read_settings, setting
+from trimtab_lm.compat.arguments import actions_of
 from trimtab_lm.data.formats import preference_parts
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 
@@ -133,7 +134,7 @@ class TrlParser(HfArgumentParser):
         settings = read_settings(file)
         env = cast("dict[str, object]", settings.pop("env", {}))
         os.environ.update({name: str(value) for name, value in env.items()})
-        known = {action.dest: action for action in self._actions}
+        known = actions_of(self)
         unknown = sorted(settings.keys() - known)
         if unknown and not self.ignore_extra_args:
             raise ValueError(f"{file} sets {', '.join(unknown)}, which no dataclass of the script has.")

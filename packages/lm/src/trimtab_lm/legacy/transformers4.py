@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CLIPModel, PreTrainedModel, TextClassificationPipeline
 
+from trimtab_lm.compat.arguments import wrap_parameters
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.models.loading import with_quantization_config
 
@@ -36,8 +37,8 @@ def restore() -> None:
     kinds: list[Any] = [PreTrainedModel, *auto_model.__subclasses__()]  # each has a copy of the method
     for kind in kinds:
         kind.from_pretrained = classmethod(_with_old_options(kind.from_pretrained.__func__))
-    clip, classifier = CLIPModel, TextClassificationPipeline
-    classifier._sanitize_parameters = _with_all_scores(classifier._sanitize_parameters)  # type: ignore[method-assign]
+    clip = CLIPModel
+    wrap_parameters(TextClassificationPipeline, _with_all_scores)
     clip.get_image_features = _as_tensor(clip.get_image_features)  # type: ignore[method-assign]
     clip.get_text_features = _as_tensor(clip.get_text_features)  # type: ignore[method-assign]
 

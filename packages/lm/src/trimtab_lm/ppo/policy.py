@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
+from trimtab_common.compat.fsdp import set_precision
 from trimtab_common.sharding import on_one_device, prepared_for_inference, whole_weights
 from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import base_of, trunk_of
@@ -269,10 +270,7 @@ def keep_value_dtype(actor: ActorCritic) -> None:
     """Lets sharded value heads compute in their weights' dtype, whatever the precision of the policy's shards."""
     for head in actor.modules():
         if isinstance(head, ValueHead) and isinstance(head, FSDPModule):
-            state = head._get_fsdp_state()
-            state._mp_policy = MixedPrecisionPolicy()
-            for group in state._fsdp_param_groups:
-                group.mp_policy = state._mp_policy
+            set_precision(head, MixedPrecisionPolicy())
 
 
 class Scorer:

@@ -11,6 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedT
 
 from trimtab_common.seeding import private_rng
 from trimtab_common.sharding import whole_weights
+from trimtab_lm.compat.attention import attention_of
 from trimtab_lm.models.interface import Model, base_of, learns_prompt
 from trimtab_lm.sampling.batches import AS_MANY_AS_FIT
 from trimtab_lm.sampling.generate import distortions, ends_without_eos, eos_token_ids, sample_groups
@@ -177,13 +178,13 @@ class ContinuousBatchingRollout:
         config = self._config(num_generations)
         eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
         config.eos_token_id = eos_ids or -1
-        attention = self.model.config._attn_implementation
+        attention = attention_of(self.model)
         rng = private_rng(seed, self.model.device)
         with whole_weights(self.model), without_dropout(self.model), without_autocast(self.model), rng:
             try:
                 outputs = self._run([prompt.tolist() for prompt in prompts], config, seed)
             finally:
-                if self.model.config._attn_implementation != attention:
+                if attention_of(self.model) != attention:
                     self.model.set_attn_implementation(attention)
         devices = [prompt.device for prompt in prompts for _ in range(num_generations)]
         pairs = list(zip(outputs, devices, strict=True))

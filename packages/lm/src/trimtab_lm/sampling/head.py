@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trimtab_common.compat.fsdp import forward_hooks
 from trimtab_lm.models.interface import Model
 from trimtab_lm.tokens.heads import forward_replaced, is_linear
 
@@ -53,7 +54,7 @@ def _is_float32_on_cpu(head: nn.Module | None) -> bool:
     return (
         type(head) is nn.Linear
         and is_linear(head, head.forward)
-        and not head._forward_pre_hooks
+        and not forward_hooks(head)[0]
         and head.weight.device.type == "cpu"
         and head.weight.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")

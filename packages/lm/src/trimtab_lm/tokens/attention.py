@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
+from trimtab_lm.compat.attention import attention_of, plain_tensors, tree_map
 from trimtab_lm.models.interface import Model, base_of, decoder_config
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class OwnMask(Tensor):
             return cls.attend(*args, **kwargs)
         if func is Tensor.detach:
             return args[0]
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             if func.__name__ == "__get__" or func in (Tensor.size, Tensor.dim):
                 fact = func(*args, **kwargs)
                 if not isinstance(fact, Tensor):  # shape, dtype, device
@@ -176,7 +176,7 @@ def attention_mask(model: PreTrainedModel, document: Tensor, branch: Tensor) -> 
         model: the model that will read the tree.
         document, branch: [R, W], see `lay_out`.
     """
-    attention = model.config._attn_implementation
+    attention = attention_of(model)
     if attention == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask
 
@@ -201,7 +201,7 @@ def runs_by_group(model: PreTrainedModel, ids: Tensor) -> bool:
     An accelerator would start many small kernels, and has varlen ones.
     """
     is_one = ids.device.type == "cpu" and ids.dim() == 2 and len(ids) == 1 and not torch.compiler.is_compiling()
-    return is_one and model.config._attn_implementation == "sdpa" and attends_fully(model)
+    return is_one and attention_of(model) == "sdpa" and attends_fully(model)
 
 
 def is_verified(model: Model) -> bool:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from trimtab_common.sharding import whole_weights
+from trimtab_lm.compat.attention import attention_of
 from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config, trunk_of
 from trimtab_lm.tokens.attention import (
     GroupMask,
@@ -184,7 +185,7 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
         return "encoder-decoder"
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         return "padded"  # PEFT puts what it learned before each row, and drops position ids
-    attention = base.config._attn_implementation
+    attention = attention_of(base)
     reason = f"{attention} attention mixes sequences that share a row"
     if has_router_loss(base):
         reason = "its router's loss (output_router_logits=True) is computed over padded rows"
@@ -218,7 +219,7 @@ def leaves_masks_to_sdpa(model: PreTrainedModel) -> bool:
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if model.config.is_encoder_decoder or not takes_positions or not attends_fully(model):
         return False
-    if model.config._attn_implementation != "sdpa":
+    if attention_of(model) != "sdpa":
         return False
     if model not in _LEAVES_MASKS:
         _LEAVES_MASKS[model] = _agrees(model, "row")

@@ -1,0 +1,20 @@
+"""How a model attends, and tensor subclasses, read on transformers 5.24 and torch 2.13."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map as tree_map
+
+
+def attention_of(model: Any) -> str:
+    """The attention that a model of transformers computes with: "sdpa", "eager", "flex_attention" or a kernel's name.
+
+    A release without the name raises AttributeError.
+    """
+    return str(model.config._attn_implementation)
+
+
+def plain_tensors() -> AbstractContextManager[None]:
+    """Inside the block torch treats tensors of a subclass as plain ones."""
+    return torch._C.DisableTorchFunctionSubclass()
