@@ -36,7 +36,6 @@ def make(folder: Path, case: str, stage: int | None, world_size: int) -> SameSam
         world_size,
         accelerator_kwargs=engine,
         save_freq=2 if case == REFUSED else 100,
-        rank_failure_timeout=0,  # each process shall meet the refusal by itself
         num_epochs=2,
     )
 

@@ -72,7 +72,6 @@ def ppo_trainer(folder: Path, tracker: str, **more: Any) -> PPOTrainer:
         use_score_norm=True,
         seed=3,
         save_total_limit=2,
-        rank_failure_timeout=10,
         log_with=tracker,
         project_kwargs={"project_dir": str(folder)},
         accelerator_kwargs={"cpu": True},
@@ -129,7 +128,6 @@ def ddpo_trainer(folder: Path, tracker: str, **more: Any) -> DDPOTrainer:
         logdir=str(folder),
         project_kwargs={"project_dir": str(folder)},
         num_checkpoint_limit=2,
-        rank_failure_timeout=10,
         log_with=tracker,
         accelerator_kwargs={"cpu": True},
         mixed_precision="no",
@@ -189,7 +187,6 @@ def settings(folder: Path, tracker: str, **more: Any) -> dict[str, Any]:
         "logging_steps": 1,
         "per_device_train_batch_size": per_process(2),
         "learning_rate": 1e-2,
-        "rank_failure_timeout": 10,
     } | more
 
 

@@ -26,7 +26,6 @@ from weakref import WeakSet
 import torch
 from accelerate import Accelerator
 
-from trimtab_common.ranks import end_in_order
 from trimtab_common.sealing import CheckpointError
 from trimtab_common.stats import sum_over_ranks, world_size
 
@@ -245,7 +244,6 @@ class Interruption:
         number, self.number = self.number, 0
         self.close(status_of(number))
         self.accelerator.wait_for_everyone()
-        end_in_order()
         self.release()
         _signals.number = 0
         if number == signal.SIGINT:

@@ -25,7 +25,6 @@ from trimtab_common.health import HealthMonitor
 from trimtab_common.hub import push_folder
 from trimtab_common.interruption import Interruption
 from trimtab_common.locks import free, hold
-from trimtab_common.ranks import phase
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
 from trimtab_common.shards import Owner, Place
@@ -102,7 +101,6 @@ class Run:
 
     # ---------------------------------------------------------------- checkpoints
 
-    @phase("saving")
     def save(self, root: str | Path, step: int, *, keep: int | None = None) -> Path:
         """Writes root/checkpoint-<step> with everything that the next step depends on. Collective.
 
@@ -142,7 +140,6 @@ class Run:
             keep=keep,
         )
 
-    @phase("resuming")
     def load(self, path: str | Path) -> None:
         """Goes on from a checkpoint: everything that `save` wrote is put back.
 

@@ -15,8 +15,8 @@ from trimtab_common.config import (
     script_name,
     setting,
 )
-from trimtab_common.ranks import FAILURE_TIMEOUT, REWARD_TIMEOUT
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
+from trimtab_common.time_limit import REWARD_TIMEOUT
 from trimtab_common.tracking import check_tracker_name
 
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
@@ -90,7 +90,6 @@ class DDPOConfig:
     trajectory_on_cpu: bool = setting("Keep trajectories in the host's memory.", default=False)
     resume_with_changes: bool = setting("Resume with other settings, with a warning.", default=False)
     on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise")
-    rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60)
     reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 
     def __post_init__(self) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from trimtab_common.health import check_rows
-from trimtab_common.ranks import REWARDS, phase
 from trimtab_common.scores import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import Deviation, Mean
+from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
 
@@ -103,13 +103,20 @@ class Rewards:
         function: the reward that is trained on.
         others: rewards that are logged only, by name.
         workers: threads that compute rewards while the next batch is sampled; None computes them at once.
+        timeout: seconds that a batch may take where several processes train; see `reward_limit`.
     """
 
-    def __init__(self, function: RewardFunction, others: Mapping[str, RewardFunction], *, workers: int | None) -> None:
-        self.function, self.others = function, others
+    def __init__(
+        self,
+        function: RewardFunction,
+        others: Mapping[str, RewardFunction],
+        *,
+        workers: int | None,
+        timeout: float | None,
+    ) -> None:
+        self.function, self.others, self.timeout = function, others, timeout
         self._pool = None if workers is None else ThreadPoolExecutor(workers)
 
-    @phase(REWARDS)
     def start(self, images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> Callable[[], Scored]:
         """Begins to score a batch; the result is a function that waits for its rewards."""
 
@@ -118,15 +125,16 @@ class Rewards:
             return Scored(rewards, facts, self._others(images, prompts, metadata))
 
         if self._pool is None:
-            scored = score()
+            with reward_limit(self.timeout):
+                scored = score()
             return lambda: scored
         future: Future[Scored] = self._pool.submit(score)
-        return phase(REWARDS)(future.result)
+        return reward_limit(self.timeout)(future.result)
 
-    @phase(REWARDS)
     def all_by(self, compute_rewards: Callable[..., Any], batches: Sequence[list[Any]]) -> list[Scored]:
         """Scores all batches by a method that replaces `DDPOTrainer.compute_rewards`."""
-        rewards, metadata = compute_rewards(batches, is_async=self._pool is not None)
+        with reward_limit(self.timeout):
+            rewards, metadata = compute_rewards(batches, is_async=self._pool is not None)
         return [
             Scored(checked_rewards(each, batch[1], "compute_rewards")[0], facts, self._others(*batch))
             for batch, each, facts in zip(batches, rewards, metadata, strict=True)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
-from trimtab_common.ranks import phase
 from trimtab_common.run import Run
 from trimtab_common.sharding import divides_weights
 from trimtab_common.tracking import Tracker
@@ -68,7 +67,6 @@ class PipelineServices(NamesOf2024):
         """
         self._write(save_directory, self._full_weights())
 
-    @phase("saving")
     def _full_weights(self) -> dict[str, Tensor] | None:
         """The denoiser's weights, gathered on the main process; None where each process has them. Collective."""
         return self.accelerator.get_state_dict(self.model) if divides_weights(self.accelerator) else None

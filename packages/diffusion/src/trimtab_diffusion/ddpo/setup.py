@@ -18,7 +18,6 @@ from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
-from trimtab_common.ranks import watch_ranks
 from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
@@ -32,7 +31,7 @@ from .objective import Reference
 WITHOUT_EFFECT = (
     *("exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq"),
     *("num_checkpoint_limit", "resume_*", "max_workers", "async_reward_computation", "train_gradient_checkpointing"),
-    *("train_compile", "train_channels_last", "trajectory_on_cpu", "rank_failure_timeout", "reward_timeout"),
+    *("train_compile", "train_channels_last", "trajectory_on_cpu", "reward_timeout"),
     "on_save_error",
 )
 """Fields of DDPOConfig that change no result."""
@@ -65,7 +64,6 @@ def accelerator_of(config: DDPOConfig) -> WeighingAccelerator:
     accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs, mixed_precision=precision)
     max_grad_norm = config.train_max_grad_norm
     tell_deepspeed_of_batches(accelerator, size=config.train_batch_size, max_grad_norm=max_grad_norm)
-    watch_ranks(config.rank_failure_timeout, config.reward_timeout)
     return accelerator
 
 

@@ -13,7 +13,6 @@ from trimtab_common.formulas.kl import kl_controller
 from trimtab_common.formulas.surrogate import clipped_surrogate
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.overrides import is_replaced
-from trimtab_common.ranks import begin, phase
 from trimtab_common.run import Stateful
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
@@ -67,7 +66,7 @@ class DDPOTrainer(PipelineServices):
         self.sd_pipeline = sd_pipeline
         others = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)} if other_rewards is None else other_rewards
         workers = config.max_workers if config.async_reward_computation else None
-        self.rewards = Rewards(reward_function, others, workers=workers)
+        self.rewards = Rewards(reward_function, others, workers=workers, timeout=config.reward_timeout)
         self.accelerator = setup.accelerator_of(config)
         setup.place(config, sd_pipeline, self.accelerator)
         self.reference = setup.reference_of(config, sd_pipeline, self.accelerator)
@@ -93,7 +92,6 @@ class DDPOTrainer(PipelineServices):
 
     # ------------------------------------------------------------ the algorithm
 
-    @phase("training")
     def train(self, epochs: int | None = None) -> list[dict[str, float]]:
         """Runs epochs up to number `epochs` (default: the config's); logs and saves.
 
@@ -119,7 +117,6 @@ class DDPOTrainer(PipelineServices):
                 self.run.interruption.end_if_asked(self.save_checkpoint)
         return history
 
-    @phase("update")
     def step(self, epoch: int, global_step: int) -> int:
         """One epoch: samples images, scores them, learns from them, and logs.
 
@@ -131,7 +128,6 @@ class DDPOTrainer(PipelineServices):
             Optimizer steps after it.
         """
         self.run.begin_step(self.checkpoint_folder)
-        begin(f"epoch {epoch}")
         started = time.perf_counter()
         self.global_step = global_step
         samples = self.draw(epoch)
@@ -154,7 +150,6 @@ class DDPOTrainer(PipelineServices):
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
 
-    @phase("sampling")
     def draw(self, epoch: int) -> Samples:
         """Samples an epoch's images on this process, and scores them."""
         config, generator = self.config, self._generator(SAMPLE, epoch, self.accelerator.device)
@@ -276,7 +271,7 @@ class DDPOTrainer(PipelineServices):
             is_async: whether the batches are scored side by side, by `config.max_workers` threads.
         """
         workers = self.config.max_workers if is_async else None
-        rewards = Rewards(self.rewards.function, {}, workers=workers)
+        rewards = Rewards(self.rewards.function, {}, workers=workers, timeout=None)  # the caller has a limit
         scored = [wait() for wait in [rewards.start(*batch[:3]) for batch in prompt_image_pairs]]
         return [each.rewards for each in scored], [each.metadata for each in scored]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trimtab_common.config import Count, NotNegative, Positive, setting
-from trimtab_common.ranks import REWARD_TIMEOUT
+from trimtab_common.time_limit import REWARD_TIMEOUT
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import GRPO_ARGUMENTS

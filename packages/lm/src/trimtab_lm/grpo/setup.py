@@ -32,7 +32,10 @@ def rewards_of(
         functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         reward_funcs = [*(function for function in functions if function is not None), environment]
         tokenizers = [*tokenizers, None] if isinstance(tokenizers, list | tuple) else tokenizers
-    return RewardSet(reward_funcs, config.reward_weights, tokenizers, names=config.reward_names, device=config.device)
+    names, timeout = config.reward_names, config.reward_timeout
+    return RewardSet(
+        reward_funcs, config.reward_weights, tokenizers, names=names, device=config.device, timeout=timeout
+    )
 
 
 def layout_of(model: Model, tokenizer: PreTrainedTokenizerBase, *, is_noisy: bool) -> partial[Batch]:

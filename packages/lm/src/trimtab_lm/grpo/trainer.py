@@ -16,7 +16,6 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trimtab_common.formulas.kl import k3
 from trimtab_common.health import TrainingDivergedError, rounding_of
-from trimtab_common.ranks import phase, watch_ranks
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import Mean, gather_over_ranks
@@ -103,7 +102,6 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
-        watch_ranks(args.rank_failure_timeout, args.reward_timeout)
         self.pending = Pending()
         backend = partial(make_backend, args.rollout_backend, args.sampling(), self.tokenizer)
         self.backend = backend(args.rollout_backend_kwargs) if rollout is None else rollout
@@ -193,7 +191,6 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         local_count = sum(len(group.prompt) + len(ids) for group in groups for ids in group.completions)
         self.progress.num_tokens += sum(gather_over_ranks(local_count))
 
-    @phase("generation")
     def roll_out(self, rows: Sequence[Row], *, draw: int, training: bool, count: int | None = None) -> list[Group]:
         """A group of completions for each row, with its advantages; statistics are recorded of the first `count`.
 

@@ -16,7 +16,6 @@ from transformers import set_seed
 from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
-from trimtab_common.ranks import begin, phase, watch_ranks
 from trimtab_common.runs import RunRecord, layout_fingerprint, rows_fingerprint
 from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.data.media import check_features
@@ -104,7 +103,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         if config.should_save:  # Trainer makes no folder where a link waits for its target
             Path(str(config.output_dir)).resolve().mkdir(parents=True, exist_ok=True)
         super().__init__(model=model, args=self.config, processing_class=processing_class, **data, **options)
-        watch_ranks(self.config.rank_failure_timeout)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
         self.checkpoints, self.passes = Checkpoints(self), Passes(self)
@@ -172,7 +170,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         else:
             self.eval_dataset = self.prepare_dataset(self.eval_dataset, "eval")
 
-    @phase("preparing the dataset")
     def prepare_dataset(self, dataset: DataSource | None, use: Use = "train") -> Any:
         """A dataset as the data collator reads it; None stays None. Collective."""
         if dataset is None:
@@ -202,7 +199,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """The micro-batches of an optimizer step, and what their loss divides by; none once all steps are done."""
-        begin(f"step {self.state.global_step + 1}")
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -302,7 +298,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
             loss, outputs = self.compute_loss(model, batch, return_outputs=True)
         return loss.detach(), *self.predictions_of(outputs)
 
-    @phase("evaluation")
     def evaluation_loop(
         self,
         dataloader: DataLoader[Batch],
@@ -343,7 +338,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
-    @phase("training")
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -392,7 +386,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         super()._push_from_checkpoint(str(self.checkpoints.publish() or checkpoint_folder))
 
-    @phase("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that `from_pretrained` loads it; for a checkpoint, open its folder first."""
         is_checkpoint = _internal_call and self.checkpoints.begin_save(output_dir)

@@ -46,7 +46,7 @@ WITHOUT_EFFECT = (
     "dataloader_multiprocessing_context", "dataset_num_proc", "num_train_epochs", "max_steps", "num_eval_samples",
     "generate_during_eval", "max_new_tokens", "generation_kwargs.*", "ref_log_probs_cache", "log_completions",
     "num_completions_to_print", "optimize_device_cache", "model_init_kwargs", "ref_model_init_kwargs",
-    "rank_failure_timeout", "reward_timeout", "on_save_error", "gradient_checkpointing*", "activation_checkpointing*",
+    "reward_timeout", "on_save_error", "gradient_checkpointing*", "activation_checkpointing*",
 )  # fmt: skip
 """Settings that a resumed run may change. A longer run (`max_steps`, `num_train_epochs`) is one of them."""
 

@@ -9,8 +9,7 @@ import datasets
 import torch
 from transformers import TrainingArguments
 
-from trimtab_common.config import NotNegative, check_ranges, setting, without_secrets
-from trimtab_common.ranks import FAILURE_TIMEOUT
+from trimtab_common.config import check_ranges, setting, without_secrets
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
 
 # transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
@@ -32,7 +31,6 @@ class TrainerConfig(TrainingArguments):
         "Arguments of from_pretrained, for a model given by name.", default=None, kw_only=True
     )
     on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise", kw_only=True)
-    rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from trimtab_common.ranks import begin, phase
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use
@@ -89,7 +88,6 @@ class IterativeSFTTrainer(StepServices):
 
     # One call ---------------------------------------------------------------------------------------------------------
 
-    @phase("update")
     def step(
         self,
         input_ids: Sequence[Tensor] | None = None,
@@ -167,7 +165,6 @@ class IterativeSFTTrainer(StepServices):
 
     def update(self, window: Sequence[Batch]) -> dict[str, Any]:
         """One optimizer step over micro-batches; returns its statistics."""
-        begin(f"step {self.state.global_step + 1}")
         model, args = self.model_wrapped, self.args
         count = self.items_of(window)
         self._notify("on_step_begin")
@@ -211,7 +208,6 @@ class IterativeSFTTrainer(StepServices):
 
     # Training and resuming --------------------------------------------------------------------------------------------
 
-    @phase("training")
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,

@@ -19,8 +19,8 @@ from trimtab_common.config import (
     setting,
 )
 from trimtab_common.formulas.kl import SAMPLED_KL, FixedKLController, kl_controller
-from trimtab_common.ranks import FAILURE_TIMEOUT, REWARD_TIMEOUT
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
+from trimtab_common.time_limit import REWARD_TIMEOUT
 from trimtab_common.tracking import check_tracker_name
 from trimtab_lm.sampling.backends import BACKENDS
 
@@ -186,7 +186,6 @@ class PPOConfig(_Taken):
 
     log_table_every: Count = setting("Steps between two tables of texts that `log_stats` sends.", default=10)
     on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise")
-    rank_failure_timeout: NotNegative | None = setting(FAILURE_TIMEOUT, default=60)
     reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 
     @property

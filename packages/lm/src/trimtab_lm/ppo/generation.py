@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.accelerators import WeighingAccelerator
-from trimtab_common.ranks import begin, phase
 from trimtab_common.run import Run
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, upcoming_queries, used_columns
@@ -106,7 +105,6 @@ class Generation(ForwardPasses):
             generator=torch.Generator(),  # else each epoch's start, and each resume, draws from torch's global one
         )
 
-    @phase("generation")
     def generate(
         self,
         query_tensor: Tensor | list[Tensor],
@@ -134,7 +132,6 @@ class Generation(ForwardPasses):
             `generate_ref_response`.
         """
         self.run.interruption.end_if_saved()
-        begin(f"step {self.steps_done + 1}")
         is_single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
         if length_sampler is not None:
@@ -175,7 +172,6 @@ class Generation(ForwardPasses):
 
     def _begin_step(self, *, is_last: bool) -> None:
         self.run.begin_step(self.config.output_dir)
-        begin(f"step {self.steps_done + 1}")
         if isinstance(self.rollout, AsynchronousRollout) and self.dataloader is not None:
             upcoming = None if is_last else upcoming_queries(self.dataloader)
             self.sampler.begin_step(self.rollout, self.steps_done, upcoming)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_common.ranks import phase
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.data.formats import Row
 from trimtab_lm.environments.rollout import roll_out
@@ -89,7 +88,6 @@ class Sampler:
                 answers.append(generate(model, queries, config, eos_ids=self.eos_ids, **rest))
         return answers
 
-    @phase("generation")
     def from_backend(
         self, backend: RolloutBackend, model: Model, queries: Sequence[Tensor], rows: Sequence[Row]
     ) -> Rollout:

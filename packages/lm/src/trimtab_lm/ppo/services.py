@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from trimtab_common.config import to_flat_dict
 from trimtab_common.formulas.kl import FixedKLController
 from trimtab_common.hub import write_model_card
-from trimtab_common.ranks import phase
 from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import RunningMoments, gather_over_ranks, gather_stats
 from trimtab_common.tracking import Tracker
@@ -182,7 +181,6 @@ class PolicyServices(NamesOf2024, Generation):
         """What a subclass of 2024 replaces, of `save_pretrained`."""
         self._write_policy(save_directory, self._full_weights(), **kwargs)
 
-    @phase("saving")
     def _full_weights(self) -> dict[str, Tensor] | None:
         """The policy's weights, gathered on the main process; None where each process has them. Collective."""
         if not divides_weights(self.accelerator):

@@ -19,7 +19,6 @@ from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
-from trimtab_common.ranks import watch_ranks
 from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
@@ -42,7 +41,7 @@ from .policy import ActorCritic
 WITHOUT_EFFECT = (
     *("exp_name", "log_*", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
     *("compare_steps", "steps", "model_name", "query_dataset", "reward_model", "optimize_device_cache", "output_dir"),
-    *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size", "rank_failure_timeout"),
+    *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size"),
     *("reward_timeout", "on_save_error", "gradient_checkpointing", "dataset_num_proc"),
 )
 """Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
@@ -56,7 +55,6 @@ def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
     check_engine(config, accelerator.distributed_type)
     keep_output_precision(accelerator)
     tell_deepspeed_of_batches(accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
-    watch_ranks(config.rank_failure_timeout, config.reward_timeout)
     return accelerator
 
 
@@ -259,7 +257,8 @@ def rewards_of_run(
     reward = config.reward_model if reward is None else reward
     if reward is None and not isinstance(rollout, EnvironmentRollout):
         raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
-    return rewards_of(nothing if reward is None else reward, weights, tokenizer=tokenizer, device=device)
+    given, timeout = nothing if reward is None else reward, config.reward_timeout
+    return rewards_of(given, weights, tokenizer=tokenizer, device=device, timeout=timeout)
 
 
 def nothing(completions: Sequence[str]) -> list[float]:

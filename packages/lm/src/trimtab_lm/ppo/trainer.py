@@ -18,7 +18,6 @@ from trimtab_common.formulas.masking import rescale, whiten
 from trimtab_common.formulas.surrogate import surrogate_stats
 from trimtab_common.health import rounding_of
 from trimtab_common.overrides import is_replaced
-from trimtab_common.ranks import begin, phase
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.stats import Mean, total_over_ranks
 from trimtab_common.tracking import progress
@@ -115,7 +114,6 @@ class PPOTrainer(PolicyServices):
 
     # ---------------------------------------------------------------- the algorithm
 
-    @phase("training")
     def train(
         self,
         reward: Any = None,
@@ -170,7 +168,6 @@ class PPOTrainer(PolicyServices):
                 self.run.interruption.end_if_asked(self.save_checkpoint)
         return history
 
-    @phase("update")
     def step(
         self,
         queries: list[Tensor],
@@ -197,7 +194,6 @@ class PPOTrainer(PolicyServices):
             The statistics, equal on all processes.
         """
         self.run.begin_step(self.config.output_dir)
-        begin(f"step {self.steps_done + 1}")
         clock, config = Clock(), self.config
         columns = (queries, responses, scores, response_masks, response_rewards)
         samples, raw_scores = check_step(

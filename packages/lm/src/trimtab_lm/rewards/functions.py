@@ -14,9 +14,9 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trimtab_common.ranks import REWARDS, phase
 from trimtab_common.scores import checked_scores
 from trimtab_common.stats import Deviation, Mean, Summary
+from trimtab_common.time_limit import reward_limit
 from trimtab_lm.data.formats import Text
 from trimtab_lm.models.interface import Model
 from trimtab_lm.rewards.calls import EventLoop, accepted, blaming, is_async
@@ -71,6 +71,7 @@ class RewardSet:
         names: of the functions in the logs; None: their own.
         device: for reward models; None leaves modules where they are.
         batch_size: texts that a reward model reads at a time.
+        timeout: seconds that a batch may take where several processes train; see `reward_limit`.
 
     Raises:
         ValueError: there is no function, a list has another length, or two functions have one name.
@@ -86,6 +87,7 @@ class RewardSet:
         names: Sequence[str] | None = None,
         device: torch.device | str | None = None,
         batch_size: int = 16,
+        timeout: float | None = None,
     ):
         rewards = list(functions) if isinstance(functions, list | tuple) else [functions]
         if not rewards:
@@ -109,8 +111,8 @@ class RewardSet:
             for function, tokenizer in zip(rewards, tokenizers, strict=True)
         ]
         self._loop: EventLoop | None = None
+        self._timeout = timeout
 
-    @phase(REWARDS)
     def __call__(
         self,
         prompts: Sequence[Text],
@@ -160,7 +162,8 @@ class RewardSet:
             functools.partial(function, **accepted(function, f"The reward function {name!r}", arguments))
             for function, name in zip(self.functions, self.names, strict=True)
         ]
-        results = self._run(calls)
+        with reward_limit(self._timeout):
+            results = self._run(calls)
         items = [f"completion {i}" for i in range(len(completions))]
         columns_of_scores = [
             checked_scores(result, items, source=f"What the reward function {name!r} returned", may_abstain=True)
@@ -256,6 +259,7 @@ def rewards_of(
     *,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device | str,
+    timeout: float | None = None,
 ) -> RewardSet:
     """The rewards of a trainer whose reward models share the policy's tokenizer, and whose functions may be of PPO's.
 
@@ -265,12 +269,14 @@ def rewards_of(
         weights: one per function; None: 1.
         tokenizer: of reward models that are given as modules.
         device: for reward models.
+        timeout: see `RewardSet`.
     """
     functions = [
         RewardModel(one, tokenizer, device=device) if isinstance(one, nn.Module) else one
         for one in (reward if isinstance(reward, list | tuple) else [reward])
     ]
-    return RewardSet([by_keyword(one) if takes_queries(one) else one for one in functions], weights, device=device)
+    taking = [by_keyword(one) if takes_queries(one) else one for one in functions]
+    return RewardSet(taking, weights, device=device, timeout=timeout)
 
 
 def takes_queries(function: object) -> TypeGuard[RewardFunction]:
