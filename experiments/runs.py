@@ -98,7 +98,7 @@ def open_folder(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> No
     """Writes config.json and starts.json, and puts the files of an earlier run out of the way.
 
     A folder holds the history and the checkpoints of one run. Unless the run continues an earlier one, this function
-    removes the earlier history and renames the earlier checkpoints to replaced-1-checkpoint-N.
+    removes the earlier history and renames the earlier checkpoints to _replaced-1-checkpoint-N.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

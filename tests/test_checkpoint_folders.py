@@ -58,14 +58,14 @@ def test_a_run_that_went_back_and_is_killed_goes_on_from_where_it_was(name: str,
         for module in (works, runs_of_ours, runs_of_transformers):
             patch.setattr(module, "latest_checkpoint", lambda root: first)
         handle = register_optimizer_step_post_hook(kill)
-        with pytest.warns(UserWarning, match=f"{later[0].name} to replaced-1-{later[0].name}"), pytest.raises(Killed):
+        with pytest.warns(UserWarning, match=f"{later[0].name} to _replaced-1-{later[0].name}"), pytest.raises(Killed):
             work(tmp_path, "none")
         handle.remove()
     assert latest_checkpoint(root) == first
     assert get_last_checkpoint(str(root)) == str(first)
     work(tmp_path, "none")  # keeps two
     left = {folder.name for folder in root.iterdir() if folder.is_dir()}
-    assert left == {folder.name for folder in later[-2:]} | {f"replaced-1-{folder.name}" for folder in later}
+    assert left == {folder.name for folder in later[-2:]} | {f"_replaced-1-{folder.name}" for folder in later}
     assert all(is_complete(folder) for folder in root.iterdir() if folder.is_dir())
 
 
@@ -105,7 +105,7 @@ def test_a_link_to_nothing_is_passed_over_by_name_and_keeps_nothing_from_being_s
         assert latest_checkpoint(root) == root / "checkpoint-1"
     save(root, 3, keep=1)
     assert is_complete(save(root, 2, keep=2))
-    assert sorted(path.name for path in root.iterdir()) == ["checkpoint-2", "checkpoint-3", "replaced-1-checkpoint-2"]
+    assert sorted(path.name for path in root.iterdir()) == ["_replaced-1-checkpoint-2", "checkpoint-2", "checkpoint-3"]
 
 
 @pytest.mark.parametrize("name", ONE)

@@ -12,7 +12,7 @@ from trimtab_common.time_limit import EXIT_STATUS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-ACCELERATE = ["accelerate.commands.launch", "--cpu", "--multi_gpu", "--num_processes", "2"]
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]  # "--cpu" starts MPI
 ERRORS = {
     "raises": ["ValueError: no answer from the judge", "exitcode  : 1 "],
     "dies": ["exitcode  : -9 ", "Signal 9 (SIGKILL)"],

@@ -72,7 +72,7 @@ def test_a_second_writer_is_refused_and_a_kill_frees_the_folder(name: str, tmp_p
         works.WORKS[name](tmp_path, "none")
     assert latest_checkpoint(root) == root / f"checkpoint-{works.STEPS}"
     if name != "iterative_sft":  # whose caller may go on
-        assert not (root / ".lock").exists()
+        assert not (root / "_lock").exists()
 
 
 def test_a_run_that_was_killed_has_time_to_end(tmp_path: Path):
@@ -88,9 +88,9 @@ def test_the_objects_of_a_process_share_a_lock_and_the_last_one_frees_it(tmp_pat
     hold(tmp_path, one)
     hold(tmp_path, other)
     free(one)
-    assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert (tmp_path / "_lock").read_text().startswith(f"process {os.getpid()} on ")
     del other
-    assert not (tmp_path / ".lock").exists()
+    assert not (tmp_path / "_lock").exists()
 
 
 def test_a_process_that_the_writer_forked_does_not_keep_the_lock(tmp_path: Path, monkeypatch):

@@ -61,8 +61,8 @@ def test_a_run_that_begins_anew_is_not_over_and_one_that_goes_on_keeps_its_histo
     append(tmp_path, {"step": 7})
     assert read_history(tmp_path) == [{"step": 7}]
     assert {path.name for path in tmp_path.rglob("*checkpoint-*")} == {
-        "replaced-1-checkpoint-3",
-        "replaced-1-checkpoint-4",
+        "_replaced-1-checkpoint-3",
+        "_replaced-1-checkpoint-4",
     }
 
 

@@ -139,7 +139,7 @@ def test_a_new_run_is_refused_a_folder_with_the_checkpoints_of_another(saved):
     trainer = make(name, folder, overwrite_output_dir=True)
     run(trainer, resume=None)
     kept = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    assert kept == [f"checkpoint-{STEPS}", *(f"replaced-1-checkpoint-{step}" for step in range(1, STEPS + 1))]
+    assert kept == [*(f"_replaced-1-checkpoint-{step}" for step in range(1, STEPS + 1)), f"checkpoint-{STEPS}"]
 
 
 CHANGES: dict[str, tuple[str, Any]] = {

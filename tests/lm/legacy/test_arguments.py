@@ -367,18 +367,18 @@ def begin(folder, step=0, **settings):
 
 
 def test_a_training_that_starts_anew_sets_checkpoints_aside_and_deletes_nothing(tmp_path):
-    for name in ("checkpoint-5", "checkpoint-best", "replaced-1-checkpoint-5"):
+    for name in ("checkpoint-5", "checkpoint-best", "_replaced-1-checkpoint-5"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-5" / "weights").write_text("w")
     (tmp_path / "checkpoint-7").write_text("a file")
-    assert begin(tmp_path, step=3) == ["checkpoint-5", "checkpoint-7", "checkpoint-best", "replaced-1-checkpoint-5"]
+    assert begin(tmp_path, step=3) == ["_replaced-1-checkpoint-5", "checkpoint-5", "checkpoint-7", "checkpoint-best"]
     assert begin(tmp_path) == [
+        "_replaced-1-checkpoint-5",
+        "_replaced-2-checkpoint-5",
         "checkpoint-7",
         "checkpoint-best",
-        "replaced-1-checkpoint-5",
-        "replaced-2-checkpoint-5",
     ]
-    assert (tmp_path / "replaced-2-checkpoint-5" / "weights").read_text() == "w"
+    assert (tmp_path / "_replaced-2-checkpoint-5" / "weights").read_text() == "w"
 
 
 # ---- config_from ----

@@ -458,7 +458,7 @@ def test_overwrite_output_dir_in_a_real_training(tmp_path):
     args = Config(output_dir=str(tmp_path), overwrite_output_dir=True, max_steps=1, save_total_limit=1, use_cpu=True)
     row = {"input_ids": [4, 5], "labels": [4, 5]}
     Real(tiny.gpt2(), args, train_dataset=[row]).train()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "replaced-1-checkpoint-99"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_replaced-1-checkpoint-99", "checkpoint-1"]
     longer = dataclasses.replace(args, max_steps=2)
     Real(tiny.gpt2(), longer, train_dataset=[row]).train(resume_from_checkpoint=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "replaced-1-checkpoint-99"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_replaced-1-checkpoint-99", "checkpoint-2"]

@@ -501,6 +501,7 @@ def test_push_to_hub_uploads_base_and_head(monkeypatch):
     monkeypatch.setattr(hub, "upload_folder", upload)
     assert wrapped(causal()).push_to_hub("policy", private=True, commit_message="step 10") == "commit"
     assert {"config.json", "model.safetensors", VALUE_HEAD_FILE} <= seen.pop("files")
+    assert seen.pop("ignore_patterns") == ["_*"]
     assert seen == {
         "private": True,
         "token": None,

@@ -100,10 +100,11 @@ def push_folder(folder: Path, repo_id: str, *, private: bool | None = None, **op
     """Uploads a folder to a repository.
 
     Args:
-        folder: its files are uploaded.
+        folder: its files are uploaded, but for those whose names begin with `_`, such as a run's lock.
         repo_id: the repository, created where it does not exist.
         private: whether a created repository is private.
         options: more arguments of `huggingface_hub.upload_folder`.
     """
     repo_id = create_repo(repo_id, private=private, token=options.get("token"), exist_ok=True).repo_id
-    return upload_folder(repo_id=repo_id, folder_path=folder, **{"commit_message": "Upload model", **options})
+    defaults = {"commit_message": "Upload model", "ignore_patterns": ["_*"]}
+    return upload_folder(repo_id=repo_id, folder_path=folder, **defaults | options)

@@ -20,7 +20,7 @@ from typing import IO
 
 from trimtab_common.sealing import CheckpointError
 
-LOCK = ".lock"
+LOCK = "_lock"  # uploads of a folder leave out names that begin with an underscore
 PATIENCE = 5.0
 """Seconds for the processes of a run that was killed to be gone."""
 

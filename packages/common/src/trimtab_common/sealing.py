@@ -221,8 +221,8 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def keep_under_other_name(folder: Path) -> Path:
-    """Renames checkpoint-<step> to replaced-<number>-checkpoint-<step>, the first free one, and returns that."""
-    names = (folder.with_name(f"replaced-{number}-{folder.name}") for number in itertools.count(1))
+    """Renames checkpoint-<step> to _replaced-<number>-checkpoint-<step>, the first free one, and returns that."""
+    names = (folder.with_name(f"_replaced-{number}-{folder.name}") for number in itertools.count(1))
     return folder.rename(next(name for name in names if not os.path.lexists(name)))
 
 

@@ -137,7 +137,7 @@ class SetCheckpointsAside(TrainerCallback):
     """Renames the checkpoints of an earlier run when training starts, for `overwrite_output_dir=True`."""
 
     help = (
-        "A run that does not resume renames the checkpoint-N folders in output_dir to replaced-1-checkpoint-N. No run "
+        "A run that does not resume renames the checkpoint-N folders in output_dir to _replaced-1-checkpoint-N. No run "
         "resumes from them, save_total_limit does not count them, and none is deleted."
     )
 
