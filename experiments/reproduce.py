@@ -28,6 +28,8 @@ import torch
 from experiments.claims import HEADINGS, Verdict, from_json
 from experiments.provenance import ROOT
 from experiments.reports import HOW, MARKDOWN, NUMBERS, markdown
+from trimtab_cli.sweep.runner import log_of
+from trimtab_cli.sweep.study import JOURNAL, read_study, trials_of
 
 RUNS = Path("runs", "reproduce")
 TIERS = {"smoke": "smoke*.yaml", "default": "reproduce*.yaml", "overnight": "overnight*.yaml", "gpu": "sweep_gpu*.yaml"}
@@ -39,7 +41,6 @@ PRELOADED = (
     *("accelerate", "matplotlib.pyplot", "pandas", "peft", "scipy.stats", "transformers.models.llama.modeling_llama"),
     "diffusers.models.autoencoders.autoencoder_kl",
 )
-FAILED = "failed"  # what `trimtab sweep` calls a trial whose program failed
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,15 @@ def run(paper: str, tier: str, jobs: int) -> PaperRuns:
     folders, trials, failures = [], [], []
     for file in sorted(home.glob(TIERS[tier])):
         sweep = out / file.stem
-        command = ["trimtab_cli", "sweep", str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
-        command += ["--retry-failed", *preload()]
-        failures += ["its sweep could not be run"] * bool(call(command))
-        if (about := sweep / "sweep.json").exists():
-            folders.append(str(Path("runs", paper, read_json(about)["id"])))
-        trials += read_lines(sweep / "trials.jsonl")
-    failures += [f"run {trial['run_id']} failed, see {trial['log']}" for trial in trials if trial["status"] == FAILED]
-    minutes = sum(trial["seconds"] or 0 for trial in trials) / jobs / 60
+        command = [*sweep_program(), str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
+        failures += ["its sweep could not be run"] * bool(call([*command, "--retry-failed"]))
+        if (sweep / JOURNAL).exists():
+            study = read_study(sweep)
+            folders.append(str(Path("runs", paper, study.user_attrs["id"])))
+            trials += [(log_of(sweep, trial.number), trial.user_attrs) for trial in trials_of(study)]
+    failed = [(log, about["run_id"]) for log, about in trials if about.get("status") == "failed"]
+    failures += [f"run {run_id} failed, see {log}" for log, run_id in failed]
+    minutes = sum(about.get("seconds", 0.0) for _, about in trials) / jobs / 60
     return PaperRuns(paper, out, folders, failures, minutes)
 
 
@@ -102,9 +104,11 @@ def judge(runs: PaperRuns) -> Result:
     return Result(paper, out, verdicts, failures, runs.minutes)
 
 
-def preload() -> list[str]:
-    """The options of a sweep whose runs share their imports; none where there is a GPU, which forks cannot use."""
-    return [] if torch.accelerator.is_available() else [f"--preload={module}" for module in PRELOADED]
+def sweep_program() -> list[str]:
+    """What runs a sweep: with runs that share their imports, unless there is a GPU, which forks cannot use."""
+    if torch.accelerator.is_available():
+        return ["trimtab_cli", "sweep"]
+    return ["experiments.preload", *(f"--preload={module}" for module in PRELOADED)]
 
 
 def call(command: Sequence[str], **variables: str) -> int:
@@ -117,11 +121,6 @@ def call(command: Sequence[str], **variables: str) -> int:
 def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; empty if there is no file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def around_marks(readme: Path) -> tuple[str, str]:

@@ -1,6 +1,5 @@
 """Subcommands in processes of their own: two that train together, and the trials of a sweep."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 from tests.processes import environment
 
 from trimtab_cli.main import main
+from trimtab_cli.sweep.study import read_study, status_of, trials_of
 
 DPO = ("--model=model", "--dataset=pairs", "--max_steps=2", "--save_strategy=no", "--learning_rate=0.01")
 EXACT = ("--use_cpu", "--optim=sgd", "--train_sampling_strategy=sequential", "--max_grad_norm=0")
@@ -49,10 +49,11 @@ def test_a_sweep_of_a_subcommand_ranks_its_runs_by_the_evaluation(place):
     }
     Path("sweep.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
     output_of(sys.executable, "-m", "trimtab_cli", "sweep", "sweep.yaml", "--folder=sweep")
-    trials = [json.loads(line) for line in Path("sweep/trials.jsonl").read_text().splitlines()]
-    assert [trial["status"] for trial in trials] == ["finished", "finished"], trials
-    assert len({trial["metric"] for trial in trials}) == 2
-    sweep_id = json.loads(Path("sweep/sweep.json").read_text())["id"]
+    study = read_study(Path("sweep"))
+    trials = trials_of(study)
+    assert [status_of(trial) for trial in trials] == ["finished", "finished"], trials
+    assert len({trial.value for trial in trials}) == 2
     for trial in trials:
-        arguments = torch.load(Path("out", sweep_id, trial["run_id"], "training_args.bin"), weights_only=False)
-        assert arguments.beta == trial["parameters"]["beta"]
+        folder = Path("out", study.user_attrs["id"], trial.user_attrs["run_id"])
+        arguments = torch.load(folder / "training_args.bin", weights_only=False)
+        assert arguments.beta == trial.user_attrs["parameters"]["beta"]

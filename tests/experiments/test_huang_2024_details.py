@@ -17,8 +17,8 @@ from experiments.huang_2024_details import report, train
 from experiments.huang_2024_details.details import DETAILS, make_trainer
 from experiments.runs import Run
 from experiments.samples import SAMPLES
-from trimtab_cli.sweep.search import grid_size, suggest
 from trimtab_cli.sweep.spec import read_sweep
+from trimtab_cli.sweep.study import parameters_at
 from trimtab_common.config import to_flat_dict
 
 FOLDER = Path(train.__file__).parent
@@ -96,15 +96,15 @@ def test_two_steps_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_sweep_has_the_recipe_and_reproduce_each_detail_alone(file: Path):
     sweep = read_sweep(file)
     names = set()
-    for number in range(grid_size(sweep)):
-        suggestion = suggest(sweep, number=number, seed=0, trials=[], history=lambda trial: [])
-        words = [f"--{name}={value}" for name, value in suggestion.parameters.items()]
+    points = list(sweep.grid_points())
+    for point in points:
+        words = [f"--{name}={value}" for name, value in parameters_at(sweep, point).items()]
         run, ppo = train.settings(words)
         (name,) = report.by_setting([Run(Path("x"), to_flat_dict(run, ppo), [], {})])
         names.add(name)
     assert "recipe" in names
     seeds = yaml.safe_load(file.read_text())["parameters"]["seed"]["values"]
-    assert len(names) == grid_size(sweep) / len(seeds)  # no setting is there under two names
+    assert len(names) == len(points) / len(seeds)  # no setting is there under two names
     assert len(seeds) >= 8
     assert min(seeds) >= 10  # seeds 0 to 2 have chosen settings
     assert names - {"recipe"} <= set(report.EXPECTED) or file.name == "overnight.yaml"

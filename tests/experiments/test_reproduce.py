@@ -11,6 +11,7 @@ import pytest
 
 from experiments import reproduce
 from experiments.claims import HEADINGS
+from trimtab_cli.sweep.study import read_study, trials_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """
@@ -35,9 +36,8 @@ folder.mkdir(parents=True)
 (folder / "summary.json").write_text(json.dumps({{"score": seed}}))
 from experiments.provenance import provenance
 (folder / "starts.json").write_text(json.dumps([provenance()]))
-import wandb
-with wandb.init() as run:
-    run.log({{"score": seed}})
+with open(os.environ["TRIMTAB_METRICS"], "a") as metrics:
+    print(json.dumps({{"score": seed}}), file=metrics)
 """
 REPORT = """
 from matplotlib import pyplot as plt
@@ -114,9 +114,9 @@ def test_the_table_has_every_paper_with_its_verdicts(
 
 
 def test_runs_on_a_gpu_are_not_forked(monkeypatch: pytest.MonkeyPatch):
-    for has_gpu, first in ((False, ["--preload=accelerate"]), (True, [])):
+    for has_gpu, program in ((False, "experiments.preload"), (True, "trimtab_cli")):
         monkeypatch.setattr("torch.accelerator.is_available", partial(bool, has_gpu))
-        assert reproduce.preload()[:1] == first
+        assert reproduce.sweep_program()[0] == program
 
 
 @pytest.mark.slow
@@ -127,11 +127,11 @@ def test_what_was_run_is_not_run_again(tree: Path, monkeypatch: pytest.MonkeyPat
     assert len(known) == 2
     assert run(monkeypatch, "b_2020", "--jobs", "1") == 0
     assert sorted(tree.rglob("summary.json")) == known
-    trials = [json.loads(line) for line in (tree / "runs/reproduce/default/b_2020/reproduce/trials.jsonl").open()]
+    trials = trials_of(read_study(tree / "runs/reproduce/default/b_2020/reproduce"))
     (headings, _, row) = rows_of(tree / "experiments" / "b_2020" / "README.md")
     assert headings == list(HEADINGS)
     assert row[:2] == ["undecided", "scores / count (adapted)"]
-    minutes = sum(trial["seconds"] for trial in trials) / 60
+    minutes = sum(trial.user_attrs["seconds"] for trial in trials) / 60
     assert f"{minutes:.1f} minutes of runs, 1 at" in (tree / "experiments" / "b_2020" / "README.md").read_text()
 
 

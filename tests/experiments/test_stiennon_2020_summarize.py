@@ -15,6 +15,7 @@ import wandb
 from datasets import Dataset, DatasetDict
 from matplotlib import pyplot as plt
 from tests.lm import tiny
+from tools.chaos.wandb_files import RunFile
 from transformers import AutoModelForSequenceClassification
 
 from experiments.best_of import expected_best_of
@@ -23,7 +24,6 @@ from experiments.runs import Run, read_history
 from experiments.stiennon_2020_summarize import comparisons, stages, train
 from experiments.stiennon_2020_summarize import judgements as judgements_stage
 from experiments.stiennon_2020_summarize.report import read
-from trimtab_cli.sweep.records import RunFile
 from trimtab_lm.ppo.samples import Samples
 
 SIZES = {

@@ -20,6 +20,7 @@ from PIL import Image
 from tests.lm import tiny
 from tests.marks import slow_but
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tools.chaos.wandb_files import RunFile
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.integrations.integration_utils import rewrite_logs
 
@@ -36,10 +37,9 @@ from experiments.shao_2024_grpo import train as grpo
 from experiments.stiennon_2020_summarize import reward, sft
 from experiments.stiennon_2020_summarize import train as pipeline
 from experiments.ziegler_2019_sentiment import train as ppo
-from trimtab_cli.sweep.launch import fill_command
-from trimtab_cli.sweep.records import RunFile, is_finite
-from trimtab_cli.sweep.search import suggest
+from trimtab_cli.sweep.runner import fill_command, is_finite
 from trimtab_cli.sweep.spec import Sweep, read_sweep
+from trimtab_cli.sweep.study import JOURNAL, new_study, next_trial, parameters_at, read_study, status_of, trials_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
@@ -228,9 +228,7 @@ PROGRAMS = [
     ),
 ]
 OF_PATH = {program.path: program for program in PROGRAMS}
-ONE_OF_EACH_METRIC = list(
-    {(read_sweep(file).get("program"), read_sweep(file).metric.name): file for file in FILES}.values()
-)
+ONE_OF_EACH_METRIC = list({(read_sweep(file).program, read_sweep(file).metric.name): file for file in FILES}.values())
 
 
 def name_of(item: Any) -> str:
@@ -239,14 +237,14 @@ def name_of(item: Any) -> str:
 
 
 def program_of(sweep: Sweep) -> Program:
-    return OF_PATH[sweep.get("program")]
+    return OF_PATH[sweep.program]
 
 
 def first_of(sweep: Sweep) -> dict[str, Any]:
     """The parameters of a sweep's first trial."""
-    suggestion = suggest(sweep, number=0, seed=0, trials=[], history=lambda trial: [])
-    assert suggestion is not None
-    return suggestion.parameters
+    trial = next_trial(sweep, new_study(sweep), seed=0, count=1)
+    assert trial is not None
+    return trial.user_attrs["parameters"]
 
 
 def words_of(parameters: Mapping[str, Any], macro: str, folder: Path) -> list[str]:
@@ -345,23 +343,25 @@ def reported(program: Program, history: list[dict[str, Any]]) -> set[str]:
 def test_every_experiment_has_a_sweep_and_every_program_is_in_one():
     folders = {file.parent for file in (ROOT / "experiments").glob("*/README.md")}
     assert {file.parent for file in FILES} == folders
-    assert {read_sweep(file).get("program") for file in FILES} == set(OF_PATH)
+    assert {read_sweep(file).program for file in FILES} == set(OF_PATH)
 
 
 @pytest.mark.parametrize("file", slow_but(FILES, *(file for file in FILES if file.name == "smoke.yaml")), ids=name_of)
 def test_every_parameter_of_a_sweep_is_a_flag_of_its_program(file: Path, tmp_path: Path):
     sweep = read_sweep(file)
     assert sweep.metric is not None
-    assert sweep.get("project") == file.parent.name
-    for number in range(500):  # all of a grid: what a config refuses would end a trial
-        suggestion = suggest(sweep, number=number, seed=0, trials=[], history=lambda trial: [])
-        if suggestion is None or (sweep.method != "grid" and number == 10):
-            break
-        parsed = [program_of(sweep).parse(words_of(suggestion.parameters, macro, tmp_path)) for macro in COMMANDS]
+    assert sweep.project == file.parent.name
+    study = new_study(sweep)
+    if sweep.method == "grid":  # all of it: what a config refuses would end a trial
+        chosen = [parameters_at(sweep, point) for point in sweep.grid_points()]
+    else:
+        drawn = [next_trial(sweep, study, seed=0, count=10) for _ in range(10)]
+        chosen = [trial.user_attrs["parameters"] for trial in drawn if trial]
+    for parameters in chosen:
+        parsed = [program_of(sweep).parse(words_of(parameters, macro, tmp_path)) for macro in COMMANDS]
         assert parsed[0] == parsed[1] == parsed[2]
-        if number == 0:
-            with pytest.raises(SystemExit):
-                program_of(sweep).parse([*words_of(suggestion.parameters, "args", tmp_path), "--no_such_flag=1"])
+    with pytest.raises(SystemExit):
+        program_of(sweep).parse([*words_of(chosen[0], "args", tmp_path), "--no_such_flag=1"])
 
 
 def test_sweeps_have_names_of_their_own():
@@ -397,10 +397,13 @@ def test_a_program_runs_with_an_agents_arguments_and_its_config_has_them(program
 
 
 @pytest.mark.parametrize("file", ONE_OF_EACH_METRIC, ids=name_of)
-def test_the_metric_is_in_the_summary_under_its_name(file: Path, here: Path, place: Path):
+def test_the_metric_is_in_the_summary_under_its_name(
+    file: Path, here: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+):
     sweep = read_sweep(file)
     program = program_of(sweep)
     parameters = {**first_of(sweep), **tiny_run(program, place)}
+    monkeypatch.setenv("TRIMTAB_METRICS", "metrics.jsonl")
     config, history = run(program, words_of(parameters, "args", here))
     end_wandb()
     assert_holds(config, parameters)
@@ -409,6 +412,10 @@ def test_the_metric_is_in_the_summary_under_its_name(file: Path, here: Path, pla
     assert file_of_run.exit_code == 0
     assert sweep.metric is not None
     assert is_finite(file_of_run.summary[sweep.metric.name])
+    rows = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    assert [row[sweep.metric.name] for row in rows if sweep.metric.name in row][-1] == pytest.approx(
+        file_of_run.summary[sweep.metric.name]
+    )
     if not sweep.metric.name.startswith("final/"):  # those are no part of the history
         assert sweep.metric.name in reported(program, history)
     assert file_of_run.config["seed"] == parameters["seed"]
@@ -483,12 +490,13 @@ def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, mon
     assert again.returncode == 0, again.stdout + again.stderr
     assert trials()[0] == first
     assert trials()[1]["run_id"] != cut["run_id"]
-    about = json.loads(Path("sweep/sweep.json").read_text())
+    sweep_id = read_study(Path("sweep")).user_attrs["id"]
     assert sweep.metric is not None
     for trial in trials():
         assert trial["status"] == "finished", trial["message"]
-        record = RunFile(Path(trial["run_file"])).update()
-        assert (record.sweep_id, record.run_id, record.exit_code) == (about["id"], trial["run_id"], 0)
+        (file,) = here.rglob(f"run-{trial['run_id']}.wandb")
+        record = RunFile(file).update()
+        assert (record.sweep_id, record.run_id, record.exit_code) == (sweep_id, trial["run_id"], 0)
         assert record.summary[sweep.metric.name] == trial["metric"]
         assert {name: record.config[name] for name in trial["parameters"]} == trial["parameters"]
         (history,) = [path for path in Path("runs").rglob("history.jsonl") if trial["run_id"] in path.parts]
@@ -496,8 +504,8 @@ def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, mon
 
 
 def trials() -> list[dict[str, Any]]:
-    file = Path("sweep/trials.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = trials_of(read_study(Path("sweep"))) if Path("sweep", JOURNAL).exists() else []
+    return [{**trial.user_attrs, "status": status_of(trial), "metric": trial.value} for trial in found]
 
 
 def wait_for_second(process: subprocess.Popen[bytes]) -> dict[str, Any]:

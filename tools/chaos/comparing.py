@@ -39,7 +39,7 @@ def wandb_scalars(run: Path) -> History:
 
     Each start of the process writes a file of its own. W&B takes a step of a run once.
     """
-    from trimtab_cli.sweep.records import (  # W&B's package, which forked processes import by themselves
+    from tools.chaos.wandb_files import (  # W&B's package, which forked processes import by themselves
         RunFile,
         is_finite,
     )

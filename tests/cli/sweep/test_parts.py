@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
-from trimtab_cli.sweep.distributions import KINDS, SweepError
-from trimtab_cli.sweep.hyperband import brackets, runs_to_stop
-from trimtab_cli.sweep.launch import fill_command
-from trimtab_cli.sweep.search import imputed, suggest
-from trimtab_cli.sweep.spec import Hyperband, Metric, parse_sweep, read_sweep
-from trimtab_cli.sweep.store import FAILED, FINISHED, RUNNING, Trial
+from trimtab_cli.sweep.distributions import KINDS
+from trimtab_cli.sweep.runner import fill_command
+from trimtab_cli.sweep.spec import Hyperband, SweepError, parse_sweep, read_sweep
+from trimtab_cli.sweep.study import new_study, next_trial
 
 ROOT = Path(__file__).resolve().parents[3]
 EDGES = [0.0, 1e-9, 0.2, 0.5, 0.8, 1 - 1e-9, 1.0]
@@ -24,13 +25,14 @@ def sweep_of(parameters, **rest):
 
 
 def parameter(**settings):
-    (parameter,) = sweep_of({"x": settings}).parameters
+    (parameter,) = sweep_of({"x": settings}).all
     return parameter
 
 
 def suggestions(sweep, count, seed=0):
-    suggestions = [suggest(sweep, number=n, seed=seed, trials=[], history=lambda trial: []) for n in range(count)]
-    return [item.parameters for item in suggestions if item]
+    study = new_study(sweep)
+    trials = [next_trial(sweep, study, seed=seed, count=count) for _ in range(count)]
+    return [trial.user_attrs["parameters"] for trial in trials if trial]
 
 
 # --- distributions -----------------------------------------------------------------------------------------------
@@ -123,34 +125,38 @@ def test_every_distribution_of_the_schema_is_there():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "gird"}, "method: got 'gird'; did you mean grid"),
-        ({"method": None}, "method: got None"),
-        ({"metrik": {}}, "metrik: unknown key; did you mean metric"),
-        ({"job": "x"}, "job: cannot be run here"),
+        ({"method": "gird"}, "method: got 'gird'; Input should be 'grid', 'random' or 'bayes'"),
+        ({"metrik": {}}, "metrik: got {}; .*Did you mean metric"),
+        ({"job": "x"}, "job: got 'x'; Extra inputs are not permitted"),
         ({"parameters": {}}, "parameters: empty"),
         ({"parameters": {"lr": 3}}, "parameters.lr: got 3"),
-        ({"parameters": {"1x": {"value": 3}}}, "parameters.1x: not a name"),
-        ({"parameters": {"lr": {"min": 1}}}, "parameters.lr.max: missing"),
-        ({"parameters": {"lr": {"min": "1e-4", "max": 1}}}, "parameters.lr.min: got '1e-4'; a number.*without quotes"),
-        ({"parameters": {"lr": {"min": 2, "max": 1}}}, "parameters.lr.min: got 2, which is not below max"),
-        ({"parameters": {"lr": {"distribution": "unifrom", "min": 0, "max": 1}}}, "did you mean uniform"),
-        ({"parameters": {"lr": {"distribution": "normal", "mean": 0}}}, "parameters.lr.mean: unknown key"),
-        ({"parameters": {"lr": {"distribution": "log_uniform_values", "min": 0, "max": 1}}}, "lr.min: got 0"),
-        ({"parameters": {"lr": {"distribution": "log_uniform", "min": 1, "max": 2048}}}, "lr.max.*exponent of e"),
-        ({"parameters": {"lr": {"values": [1, 2], "probabilities": [0.5, 0.6]}}}, "lr.probabilities: got"),
+        ({"parameters": {"1x": {"value": 3}}}, "parameters.1x: no name"),
+        ({"parameters": {"lr": {"min": 1}}}, "parameters.lr: got .*; uniform has min, max"),
         (
-            {"parameters": {"lr": {"values": [3e-4, "1e-5", 2]}}},
-            "lr.values: got .* '1e-5' is text, and other values are",
+            {"parameters": {"lr": {"min": "1e-4", "max": 1}}},
+            "parameters.lr: got {'min': '1e-4'.* not supported between",
         ),
-        ({"parameters": {"lr": {"values": ["-.5", 2], "probabilities": [0.5, 0.5]}}}, "'-.5' is text, and other"),
-        ({"parameters": {"lr": {"values": [1, 2], "probabilities": [1.0]}}}, "lr.probabilities: 1 for 2 values"),
-        ({"parameters": {"a": {"parameters": {"b": {"values": []}}}}}, r"parameters.a.parameters.b.values: got \[\]"),
-        ({"parameters": {"a": {"parameters": {"b": {"value": 1}}, "min": 1}}}, "parameters.a.min: unknown key"),
-        ({"metric": {"goal": "minimize"}}, "metric.name"),
-        ({"metric": {"name": "m", "goal": "max"}}, "metric.goal: got 'max'; one of minimize, maximize"),
+        ({"parameters": {"lr": {"min": 2, "max": 1}}}, "parameters.lr: got .*; min has to be below max"),
+        ({"parameters": {"lr": {"distribution": "unifrom", "min": 0, "max": 1}}}, "got 'unifrom'; known are uniform"),
+        ({"parameters": {"lr": {"distribution": "normal", "mean": 0}}}, "parameters.lr: .*normal has mu, sigma"),
+        ({"parameters": {"lr": {"distribution": "log_uniform_values", "min": 0, "max": 1}}}, "parameters.lr: got"),
+        (
+            {"parameters": {"lr": {"distribution": "log_uniform", "min": 1, "max": 2048}}},
+            "lr: got .*; math range error",
+        ),
+        (
+            {"parameters": {"lr": {"values": [1, 2], "probabilities": [0.5, 0.6]}}},
+            "lr: .*probabilities that add up to 1",
+        ),
+        ({"parameters": {"lr": {"values": [1, 2], "probabilities": [1.0]}}}, "parameters.lr: got .*shorter"),
+        ({"parameters": {"a": {"parameters": {"b": {"values": []}}}}}, "parameters.a.parameters.b: got"),
+        ({"parameters": {"a": {"parameters": {"b": {"value": 1}}, "min": 1}}}, "parameters.a: got"),
+        ({"metric": {"goal": "minimize"}}, "metric.name: got .*; Field required"),
+        ({"metric": {"name": "m", "goal": "max"}}, "metric.goal: got 'max'; Input should be 'minimize' or 'maximize'"),
+        ({"metric": {"name": "m", "impute": "best"}}, "metric.impute: got 'best'; Input should be 'worst'"),
         ({"method": "bayes"}, "metric: missing; method: bayes"),
         ({"early_terminate": {"type": "hyperband", "min_iter": 2}}, "metric: missing; early_terminate"),
-        ({"early_terminate": {"type": "hyperband"}}, "early_terminate: min_iter is needed, or max_iter with s"),
+        ({"early_terminate": {"type": "hyperband"}, "metric": {"name": "m"}}, "early_terminate: min_iter, or max_iter"),
         ({"early_terminate": {"type": "hyperband", "min_iter": 0}}, "early_terminate.min_iter: got 0"),
         ({"early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 1}}, "early_terminate.eta: got 1"),
         ({"run_cap": 0}, "run_cap: got 0"),
@@ -180,8 +186,8 @@ parameters:
 
 def test_floats_without_a_dot_are_numbers_in_every_key(tmp_path):
     file = tmp_path / "sweep.yaml"
-    file.write_text(FILE_OF_FLOATS.replace("base: &lr {values: [1e-5, 3e-4, 2, -.5, 1E+3]}\n", ""))
-    settings = {one.name: one.settings for one in read_sweep(file).parameters}
+    file.write_text(FILE_OF_FLOATS)
+    settings = {one.name: one.settings for one in read_sweep(file).all}
     assert settings == {
         "lr": {"values": [1e-5, 3e-4, 2, -0.5, 1000.0]},
         "one": {"value": 1e-5},
@@ -209,7 +215,7 @@ def test_the_sweeps_of_the_experiments_are_valid_and_find_their_programs():
     files = sorted(ROOT.glob("experiments/*/sweep*.yaml"))
     assert files
     for file in files:
-        assert (ROOT / read_sweep(file).get("program")).is_file()
+        assert (ROOT / read_sweep(file).program).is_file()
 
 
 # --- what comes next ---------------------------------------------------------------------------------------------
@@ -253,14 +259,15 @@ def test_nested_parameters_arrive_as_mappings(method):
     assert suggestions(sweep, 1) == [{"ppo": {"lr": 0.5, "deep": {"x": "y"}}, "seed": 3}]
 
 
-def bayes_run(sweep, objective, count, seed=0):
-    trials = []
-    for number in range(count):
-        suggestion = suggest(sweep, number=number, seed=seed, trials=trials, history=lambda trial: [])
-        value = objective(suggestion.parameters)
-        status = FAILED if value is None else FINISHED
-        trials.append(Trial(number, suggestion.parameters, suggestion.point, status=status, metric=value))
-    return trials
+def bayes_run(sweep, objective, count, seed=0, study=None):
+    """The parameters and the values of trials in order; None is the value of one that has failed."""
+    study, seen = study or new_study(sweep), []
+    for _ in range(count):
+        trial = next_trial(sweep, study, seed=seed, count=math.inf)
+        value = objective(trial.user_attrs["parameters"])
+        study.tell(trial, value, TrialState.PRUNED if value is None else TrialState.COMPLETE)
+        seen.append((trial.user_attrs["parameters"], value))
+    return seen
 
 
 BAYES = {
@@ -276,92 +283,62 @@ def objective(values):
 
 def test_bayes_goes_where_the_metric_is_good():
     sweep = sweep_of(BAYES, method="bayes", metric={"name": "m"})
-    late = [trial.metric for trial in bayes_run(sweep, objective, 40)[-15:]]
+    seen = bayes_run(sweep, objective, 40)
     chance = [objective(item) for item in suggestions(sweep_of(BAYES), 200)]
-    assert statistics.median(late) < statistics.quantiles(chance, n=10)[0]  # better than nine tenths of all draws
-    assert all(trial.parameters["kind"] in ("good", "bad", [1]) for trial in bayes_run(sweep, objective, 12))
+    late = statistics.median(value for _, value in seen[-15:])
+    assert late < statistics.quantiles(chance, n=10)[0]  # better than nine tenths of all draws
+    assert all(parameters["kind"] in ("good", "bad", [1]) for parameters, _ in seen)
 
 
-def test_bayes_maximizes_too_and_is_the_same_for_a_seed():
+def test_bayes_maximizes_too_and_goes_on_in_another_process_as_in_one(tmp_path):
     sweep = sweep_of(BAYES, method="bayes", metric={"name": "m", "goal": "maximize"})
-    trials = bayes_run(sweep, lambda values: -objective(values), 40)
-    assert statistics.median(trial.metric for trial in trials[-15:]) > -2
-    assert [trial.parameters for trial in trials[:14]] == [
-        trial.parameters for trial in bayes_run(sweep, lambda values: -objective(values), 14)
-    ]
+    seen = bayes_run(sweep, lambda values: -objective(values), 40)
+    assert statistics.median(value for _, value in seen[-15:]) > -2
+    again = []
+    for count in (12, 2):
+        storage = JournalStorage(JournalFileBackend(str(tmp_path / "journal.log")))
+        again += bayes_run(sweep, lambda values: -objective(values), count, study=new_study(sweep, storage))
+    assert again == seen[:14]
 
 
 def test_bayes_keeps_away_from_where_runs_fail():
     sweep = sweep_of({"x": {"min": 0.0, "max": 1.0}}, method="bayes", metric={"name": "m"})
-    trials = bayes_run(sweep, lambda values: None if values["x"] > 0.5 else random.Random(values["x"]).random(), 40)
-    assert sum(trial.parameters["x"] > 0.5 for trial in trials[20:]) <= 3
-
-
-def test_imputed_metrics_by_hand():
-    trials = [Trial(0, {}, metric=1.0, status=FINISHED), Trial(1, {}, metric=4.0, status=FINISHED), Trial(2, {})]
-    seen = {2: [3.0, 2.0, 2.5]}
-
-    def of(how, goal="minimize"):
-        metric = Metric("m", goal)
-        return imputed(how, trials[2], metric, trials, lambda trial: seen.get(trial.number, []))
-
-    assert (of("worst"), of("worst", "maximize")) == (4.0, 1.0)
-    assert (of("latest"), of("best"), of("best", "maximize")) == (2.5, 2.0, 3.0)
-    seen.clear()
-    assert of("latest") == 4.0
-    trials[0].metric = trials[1].metric = None
-    assert of("worst") is None
+    seen = bayes_run(sweep, lambda values: None if values["x"] > 0.5 else random.Random(values["x"]).random(), 40)
+    assert sum(parameters["x"] > 0.5 for parameters, _ in seen[20:]) <= 3
 
 
 def test_bayes_does_not_crowd_around_running_trials():
     sweep = sweep_of({"x": {"min": 0.0, "max": 1.0}}, method="bayes", metric={"name": "m"})
-    trials = bayes_run(sweep, lambda values: (values["x"] - 0.3) ** 2, 25)
-    spread = []
-    for _ in range(6):
-        suggestion = suggest(sweep, number=len(trials), seed=0, trials=trials, history=lambda trial: [])
-        trials.append(Trial(len(trials), suggestion.parameters, suggestion.point, status=RUNNING))
-        spread.append(suggestion.parameters["x"])
-    assert min(abs(a - b) for i, a in enumerate(spread) for b in spread[:i]) > 0
+    study = new_study(sweep)
+    bayes_run(sweep, lambda values: (values["x"] - 0.3) ** 2, 25, study=study)
+    trials = [next_trial(sweep, study, seed=0, count=math.inf) for _ in range(6)]
+    spread = [trial.user_attrs["parameters"]["x"] for trial in trials]
+    assert len(set(spread)) == len(spread)
     assert statistics.pstdev(spread) > 0.01
 
 
 # --- early stopping ----------------------------------------------------------------------------------------------
 
 
-def test_brackets_as_documented():
-    assert brackets(Hyperband(min_iter=3), longest=100) == [3, 9, 27, 81]
-    assert brackets(Hyperband(max_iter=27, s=2), longest=100) == [3, 9]
-    assert brackets(Hyperband(max_iter=30, s=9, eta=2), longest=100) == [1, 3, 7, 15]
+def test_runs_are_compared_at_the_documented_iterations():
+    band = {"type": "hyperband"}
+    assert Hyperband(**band, min_iter=3).rungs[:4] == [3, 9, 27, 81]
+    assert Hyperband(**band, max_iter=27, s=2).rungs == [3, 9]
+    assert Hyperband(**band, max_iter=30, s=9, eta=2).rungs == [1, 2, 4, 8, 16]
 
 
-def test_the_documented_example_stops_b():
-    """The example in the docstring of W&B's `sweeps`: b does not pass the first bracket; a finished run is left."""
-    histories = {"a": [10, 9], "b": [10, 10], "c": [10, 8, 8], "d": [10, 7, 7], "e": [10, 6, 6]}
-    settings = Hyperband(max_iter=5, eta=2, s=2, strict=True)
-    assert set(runs_to_stop(settings, histories, ["b", "c", "d"], sign=1, compared={})) == {"b"}
-    assert set(runs_to_stop(settings, histories, ["a", "b"], sign=1, compared={})) == {"a", "b"}
-    negative = {key: [-value for value in values] for key, values in histories.items()}
-    assert set(runs_to_stop(settings, negative, ["b", "c", "d"], sign=-1, compared={})) == {"b"}
-
-
-def test_strict_looks_at_the_bracket_and_lenient_at_the_best_so_far():
-    histories = {"x": [0, 0, 0], "y": [1, 1, 1], "late": [3, 3, 0.5], "early": [0.5, 3, 3]}
-    for strict, stopped in ((True, {"late", "early"}), (False, set())):
-        settings = Hyperband(min_iter=2, eta=4, strict=strict)
-        assert set(runs_to_stop(settings, histories, ["late", "early"], sign=1, compared={})) == stopped
-
-
-def test_a_bracket_passed_between_two_looks_counts_and_an_old_one_does_not():
-    """b is bad at 2 and alone at 6; once it was compared beyond 2, better runs that come later do not end it."""
-    histories = {"a": [0, 0, 0], "b": [5] * 7}
-    settings = Hyperband(min_iter=2)
-    for compared, stopped in (({}, {"b"}), ({"b": 1}, {"b"}), ({"b": 3}, set())):
-        assert set(runs_to_stop(settings, histories, ["b"], sign=1, compared=compared)) == stopped
-
-
-def test_nobody_is_stopped_before_the_first_bracket_or_alone():
-    assert runs_to_stop(Hyperband(min_iter=3), {"a": [0, 0, 0], "b": [9, 9]}, ["b"], sign=1, compared={}) == {}
-    assert runs_to_stop(Hyperband(min_iter=1), {"b": [9, 9]}, ["b"], sign=1, compared={}) == {}
+def test_the_worse_ones_are_stopped_and_the_best_go_on():
+    """Of six runs at iteration 2, the best third goes on: by then 1, of the six 2."""
+    rest = {"metric": {"name": "m"}, "early_terminate": {"type": "hyperband", "min_iter": 2, "eta": 3}}
+    sweep = sweep_of({"x": {"min": 0.0, "max": 1.0}}, **rest)
+    study, stopped = new_study(sweep), []
+    for value in (3.0, 4.0, 2.0, 5.0, 1.0, 1.5):
+        trial = next_trial(sweep, study, seed=0, count=math.inf)
+        trial.report(value, 1)
+        assert not trial.should_prune()
+        trial.report(value, 2)
+        stopped.append(trial.should_prune())
+    assert stopped == [False, True, False, True, False, False]
 
 
 # --- the command -------------------------------------------------------------------------------------------------

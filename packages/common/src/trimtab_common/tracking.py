@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ from tqdm.auto import tqdm
 
 from trimtab_common.images import Picture, to_pil
 from trimtab_common.interruption import status_of
-from trimtab_common.weights_and_biases import WandbWriter
+from trimtab_common.weights_and_biases import STEP_AXIS, WandbWriter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 TRACKERS = ("wandb", "tensorboard", "none")
 MAX_TABLE_ROWS = 32  # of a call
 MAX_CELL_CHARACTERS = 2000
+METRICS_FILE = "TRIMTAB_METRICS"
+"""The environment variable that names a file of JSON lines, to which every log of numbers adds a line."""
 
 T = TypeVar("T")
 Stats = Mapping[str, object]
@@ -93,6 +96,13 @@ def start_tracking(
     return Tracker(_TensorBoard({"log_dir": str(log_dir), **extra}, config), run_id)
 
 
+def append_metrics(values: Mapping[str, float]) -> None:
+    """Add a line to the file that TRIMTAB_METRICS names, as a sweep reads it; nothing where it names none."""
+    if path := os.environ.get(METRICS_FILE):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
 class Tracker:
     """What trainers log to.
 
@@ -143,6 +153,7 @@ class Tracker:
             elif (finite := array[np.isfinite(array)]).size:
                 histograms[name] = finite
         self._writer.stats(scalars, histograms, step)
+        append_metrics({**scalars, STEP_AXIS: step})
 
     def row(self, values: Mapping[str, Any], step: int) -> None:
         """Logs values of any kind that W&B takes, in a row of their own; `step` may be any. Nothing without W&B."""
@@ -206,9 +217,9 @@ class Tracker:
             exit_code: of the program, as W&B shows it; that of a preemption marks the run as preempting.
         """
         if self._writer is not None:
-            self._writer.finish(
-                {name: float(_to_array(name, value)) for name, value in (summary or {}).items()}, exit_code
-            )
+            results = {name: float(_to_array(name, value)) for name, value in (summary or {}).items()}
+            append_metrics(results)
+            self._writer.finish(results, exit_code)
             self._writer = None
 
     def __enter__(self) -> Self:

@@ -1,241 +1,209 @@
-"""The loop that runs a sweep: starts trials, stops bad ones, collects what ended, and keeps trials.jsonl true."""
+"""The loop that runs a sweep: starts trials as W&B's agent does, reads what they log, and stops bad ones."""
 
-from __future__ import annotations
-
+import contextlib
+import json
+import math
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
-from trimtab_cli.sweep import launch
-from trimtab_cli.sweep.hyperband import runs_to_stop
-from trimtab_cli.sweep.preload import Forked, Preloaded
-from trimtab_cli.sweep.records import RunFile, find_run_file, is_finite
-from trimtab_cli.sweep.search import suggest
-from trimtab_cli.sweep.spec import Sweep
-from trimtab_cli.sweep.store import FAILED, FINISHED, INTERRUPTED, RUNNING, STOPPED, Store, Trial, new_id
+import optuna
+import psutil
+import wandb
+from optuna.trial import TrialState
+from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+from wandb.sdk.lib.config_util import save_config_file_from_dict
 
-POLL = 0.2  # seconds
-READ = 1.0  # seconds between two looks at the files of running trials
+from trimtab_common.tracking import METRICS_FILE
+
+from .spec import Sweep, SweepError
+from .study import new_id, next_trial, queue_again, trials_of
+
 PREEMPTED = 128 + signal.SIGTERM
 """The exit status by which a training says that SIGTERM ended it; see trimtab_common.interruption.status_of."""
 TAIL = 20  # lines of a failed run's log that are kept
+Start = Callable[[Sequence[str], Mapping[str, str], Path], Any]
 
 
-@dataclass
-class Job:
-    """A trial whose process runs."""
+def fill_command(command: Sequence[Any], *, program: str, args: Mapping[str, Any], json_file: Path) -> list[str]:
+    """The words of a sweep's command with its macros replaced, by the agent's functions; args: {name: {value: v}}."""
+    template = create_sweep_command(list(command))  # ${envvar:NAME}
+    macros = create_sweep_command_args({"args": args})
+    macros |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [program]}
+    if "${args_json_file}" in template:
+        json_file.write_text(macros["args_json"][0], encoding="utf-8")
+    macros["args_json_file"] = [str(json_file)]
+    words: list[str] = []
+    for word in map(str, template):
+        words += macros.get(word[2:-1], []) if word.startswith("${") and word.endswith("}") else [word]
+    return words
 
-    trial: Trial
-    process: subprocess.Popen[bytes] | Forked
-    began: float
-    stopping: str = ""  # why it was told to end
-    told: float = 0.0
+
+def start_process(words: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a trial's process in a group of its own, which writes to its log."""
+    with log.open("w") as out:
+        return subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0)
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to the group of a process, if it is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(os.getpgid(pid), number)
+
+
+def end_leftovers(log: Path, patience: float) -> None:
+    """End the processes that still have a log open: those of a trial whose sweep was killed."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to someone else
+            left += [process] if any(file.path == str(log) for file in process.open_files()) else []
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in left:
+            signal_group(process.pid, number)
+        _, left = psutil.wait_procs(left, timeout=patience)
+    if left:
+        raise SweepError(f"process {left[0].pid} of a trial that was cut off does not end. End it; {log} is its log.")
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def rows_of(log: Path) -> list[dict[Any, Any]]:
+    """What a trial has logged so far, in whole lines of the file beside its log."""
+    text = log.with_suffix(".jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 class Runner:
-    """Runs trials until there are `count` of them, the grid is at its end, or one has reached the metric's target.
+    """Runs trials until there are `count` of them, the grid is at its end, or one has reached the metric's target."""
 
-    With `preload`, names of modules, trials are forked from a process that has imported them.
-    """
-
-    def __init__(self, sweep: Sweep, store: Store, *, count: int, jobs: int, preload: Sequence[str] = ()) -> None:
-        self.sweep, self.store, self.count, self.jobs, self.preload = sweep, store, count, jobs, preload
-        self.running: list[Job] = []
-        self.preloaded: Preloaded | None = None
+    def __init__(
+        self, sweep: Sweep, study: optuna.Study, folder: Path, *, count: float, jobs: int, start: Start = start_process
+    ) -> None:
+        self.sweep, self.study, self.folder, self.count, self.jobs = sweep, study, folder, count, jobs
+        self.start, self.metric = start, sweep.metric.name if sweep.metric else None
         self.signals: list[int] = []
-        self.preempted: set[int] = set()  # trials that SIGTERM ended in this call, and the next call runs again
-        self._files: dict[str, RunFile] = {}  # by run id
-        self._looked = 0.0
-        self._compared: dict[int, int] = {}  # iterations that trials had when Hyperband last saw them
+        self.preempted = False
+        self.patience = float(os.environ.get("WANDB_AGENT_KILL_DELAY", 30))  # as the agent
+        cores = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+        env = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "OMP_NUM_THREADS": cores, **os.environ}
+        env.pop(wandb.env.SERVICE, None)
+        env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])  # python is ours
+        env |= {f"WANDB_{key.upper()}": name for key in ("project", "entity") if (name := getattr(sweep, key))}
+        self.env = env | {"WANDB_SWEEP_ID": study.user_attrs["id"]}
 
     def run(self) -> int:
         """0, or 128 and the number of the signal that ended the sweep or a trial of it."""
-        self._adopt_interrupted()
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        for trial in trials_of(self.study):
+            if trial.state == TrialState.RUNNING:
+                end_leftovers(log_of(self.folder, trial.number), self.patience)
+                self.study.tell(trial.number, state=TrialState.FAIL)
+        queue_again(self.study, ["interrupted"])
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        handlers = [signal.signal(number, lambda number, _: self.signals.append(number)) for number in numbers]
+        running: list[Iterator[bool]] = []
         try:
-            while not self.signals:
-                self._collect()
-                self._stop_bad_runs()
-                while len(self.running) < self.jobs and (trial := self._next()):
-                    self._start(trial)
-                if not self.running:
-                    return PREEMPTED if self.preempted else 0
-                time.sleep(POLL)
-            return 128 + self.signals[0]
+            while True:
+                running = [steps for steps in running if next(steps, False)]
+                while not self.signals and len(running) < self.jobs and (trial_now := self._next()):
+                    running.append(self._steps(trial_now))
+                    next(running[-1])
+                if not running:
+                    return 128 + self.signals[0] if self.signals else PREEMPTED if self.preempted else 0
+                time.sleep(0.2)
         finally:
-            self._stop_all()
-            if self.preloaded is not None:
-                self.preloaded.close()
-            for number, handler in handlers.items():
+            for number, handler in zip(numbers, handlers, strict=True):
                 signal.signal(number, handler)
 
-    def history(self, trial: Trial) -> list[float]:
-        """The finite values of the metric that a trial has logged so far."""
-        file = self._file(trial)
-        return file.history(self.sweep.metric.name) if file and self.sweep.metric else []
+    def _next(self) -> optuna.Trial | None:
+        metric = self.sweep.metric
+        if metric and metric.target is not None:
+            values = [metric.sign * trial.value for trial in trials_of(self.study) if trial.value is not None]
+            if min(values, default=math.inf) <= metric.sign * metric.target:
+                return None
+        return next_trial(self.sweep, self.study, seed=self.study.user_attrs["seed"], count=self.count)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
-
-    def _adopt_interrupted(self) -> None:
-        for trial in self.store.trials:
-            if trial.status == RUNNING:
-                launch.end_leftover(trial)
-                trial.status = INTERRUPTED
-        self.store.save()
-
-    def _next(self) -> Trial | None:
-        metric, trials, number = self.sweep.metric, self.store.trials, len(self.store.trials)
-        if metric and any(t.status == FINISHED and t.metric is not None and metric.reached(t.metric) for t in trials):
-            return None
-        for trial in trials:
-            if trial.status == INTERRUPTED and trial.number not in self.preempted:
-                return trial
-        if number >= self.count:
-            return None
-        suggestion = suggest(self.sweep, number=number, seed=self.store.seed, trials=trials, history=self.history)
-        if suggestion is None:
-            return None
-        trials.append(Trial(number, suggestion.parameters, suggestion.point))
-        return trials[-1]
-
-    def _start(self, trial: Trial) -> None:
-        # A run that was cut off keeps its id and folders to itself.
-        trial.run_id, trial.run_file = new_id(), ""
-        trial.status, trial.message, trial.metric, trial.seconds = RUNNING, "", None, None
-        self._compared.pop(trial.number, None)
-        trial.log = str(self.store.log_of(trial))
-        self.store.save()  # before there is a process, so that none is ever unknown
-        say(f"trial {trial.number} starts as run {trial.run_id}: {self._shown(trial)}")
-        if self.preload and self.preloaded is None:
-            self.preloaded = Preloaded(self.preload, launch.environment(self.sweep, self.store, jobs=self.jobs))
+    def _steps(self, trial: optuna.Trial) -> Iterator[bool]:
+        """Run a trial: start its process, yield while it runs, and record how it ended."""
+        log, band = log_of(self.folder, trial.number), self.sweep.early_terminate
+        best = min if self.study.direction == optuna.study.StudyDirection.MINIMIZE else max
+        process, began = self._start(trial, log), time.monotonic()
+        reason, rung, deadline = "", 0, math.inf
         try:
-            process = launch.start(self.sweep, self.store, trial, jobs=self.jobs, preloaded=self.preloaded)
-        except OSError as error:
-            self._end(trial, FAILED, f"the command does not start: {error}")
-            return
-        self.running.append(Job(trial, process, time.monotonic()))
+            while (code := process.poll()) is None:
+                if band and not reason:
+                    values: list[float] = [row[self.metric] for row in rows_of(log) if is_finite(row.get(self.metric))]
+                    for rung in [number for number in band.rungs if rung < number <= len(values)]:
+                        value = values[rung - 1] if band.strict else best(values[:rung])
+                        trial.report(value, rung)
+                        if not reason and trial.should_prune():
+                            reason = f"stopped early: {value:.6g} at iteration {rung}"
+                if (reason or self.signals) and deadline == math.inf:
+                    process.terminate()
+                    deadline = time.monotonic() + self.patience
+                elif time.monotonic() > deadline or len(self.signals) > 1:
+                    signal_group(process.pid, signal.SIGKILL)
+                yield True
+        finally:
+            if process.poll() is None:  # the sweep ends by an error
+                signal_group(process.pid, signal.SIGKILL)
+        self._record(trial, log, code, reason, round(time.monotonic() - began, 3))
 
-    def _shown(self, trial: Trial) -> str:
-        pairs = [(parameter, value_of(trial, parameter.path)) for parameter in self.sweep.varied]
-        return ", ".join(f"{p.name}={f'{v:.6g}' if isinstance(v, float) else v}" for p, v in pairs)
-
-    def _collect(self) -> None:
-        for job in list(self.running):
-            code = job.process.poll()
-            if code is None:
-                if job.told and time.monotonic() > job.told + launch.kill_delay():
-                    launch.signal_group(job.process.pid, signal.SIGKILL)
-                continue
-            self.running.remove(job)
-            job.trial.seconds = round(time.monotonic() - job.began, 3)
-            self._judge(job, code)
-
-    def _judge(self, job: Job, code: int) -> None:
-        trial, metric = job.trial, self.sweep.metric
-        file = self._file(trial, search=True)
-        value = file.summary.get(metric.name) if file and metric else None
-        if job.stopping:
-            trial.metric = float(value) if is_finite(value) else next(iter(self.history(trial)[-1:]), None)
-            self._end(trial, STOPPED, job.stopping)
-        elif code in (PREEMPTED, -signal.SIGTERM):
-            self.preempted.add(trial.number)
-            self._end(trial, INTERRUPTED, "SIGTERM from elsewhere; the next call of the sweep runs it again")
-        elif code != 0:
-            cause = f"exit status {code}" if code > 0 else f"signal {-code}"
-            self._end(trial, FAILED, f"{cause}; the end of its log:\n{tail(Path(trial.log))}")
-        elif file is None:
-            places = ", ".join(str(root) for root in self._roots())
-            self._end(trial, FAILED, f"no W&B run {trial.run_id} lies below {places}. Does the program log to W&B?")
-        elif metric is not None and metric.name not in file.summary:
-            names = ", ".join(sorted(name for name in file.summary if not name.startswith("_"))) or "nothing"
-            self._end(trial, FAILED, f"the run's summary has no {metric.name!r}; it has {names}.")
-        elif metric is not None and not is_finite(value):
-            self._end(trial, FAILED, f"{metric.name} is {value!r}; a finite number is needed.")
-        else:
-            trial.metric = float(value) if is_finite(value) else None
-            self._end(trial, FINISHED, "")
-
-    def _end(self, trial: Trial, status: str, message: str) -> None:
-        trial.status, trial.message = status, message
-        self.store.save()
-        what = (
-            f"{self.sweep.metric.name} = {trial.metric:.6g}" if trial.metric is not None and self.sweep.metric else ""
+    def _start(self, trial: optuna.Trial, log: Path) -> Any:
+        run_id, configs = (
+            new_id(),
+            Path(self.env["WANDB_DIR"], "wandb", f"sweep-{self.env['WANDB_SWEEP_ID']}").resolve(),
         )
-        took = f" after {trial.seconds:.0f} s" if trial.seconds is not None else ""
-        say(f"trial {trial.number} {status}{took}: {'; '.join(part for part in (what, message) if part) or 'done'}")
+        trial.set_user_attr("run_id", run_id)
+        file, metrics = configs / f"config-{run_id}.yaml", log.with_suffix(".jsonl")
+        for path in (file, metrics):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        args = {name: {"value": value} for name, value in trial.user_attrs["parameters"].items()}
+        save_config_file_from_dict(str(file), args)
+        metrics.touch()
+        program, json_file = self.sweep.program or "", file.with_suffix(".json")
+        words = fill_command(self.sweep.command, program=program, args=args, json_file=json_file)
+        variables = {"WANDB_RUN_ID": run_id, "WANDB_SWEEP_PARAM_PATH": str(file), METRICS_FILE: str(metrics)}
+        print(f"trial {trial.number} starts as run {run_id}: {json.dumps(trial.user_attrs['parameters'])}", flush=True)
+        try:
+            return self.start(words, self.env | variables, log)
+        except OSError as error:
+            raise SweepError(f"command: {words[0]} does not start: {error}") from error
 
-    def _stop_bad_runs(self) -> None:
-        """Read the files of running trials, and stop those that Hyperband gives up."""
-        if time.monotonic() < self._looked + READ:
-            return
-        self._looked = time.monotonic()
-        metric, settings = self.sweep.metric, self.sweep.early_terminate
-        if metric is None or (settings is None and metric.impute_while_running == "false"):
-            return
-        for job in self.running:
-            self._file(job.trial, search=True)
-        if settings is None:
-            return
-        histories = {trial.number: self.history(trial) for trial in self.store.trials}
-        going = {job.trial.number: job for job in self.running if not job.told}
-        bad = runs_to_stop(settings, histories, list(going), sign=metric.sign, compared=self._compared)
-        self._compared = {number: len(values) for number, values in histories.items()}
-        for number, reason in bad.items():
-            job = going[number]
-            job.stopping, job.told = f"stopped early: {reason}", time.monotonic()
-            job.process.terminate()
-
-    def _stop_all(self) -> None:
-        """End what runs: SIGTERM, and after a while, or at a second signal, SIGKILL."""
-        for job in self.running:
-            job.process.terminate()
-        if self.running:
-            say(f"stopping {len(self.running)} running trial(s); they run again when the sweep goes on")
-        deadline = time.monotonic() + launch.kill_delay()
-        for job in self.running:
-            while job.process.poll() is None:
-                if time.monotonic() > deadline or len(self.signals) > 1:
-                    launch.signal_group(job.process.pid, signal.SIGKILL)
-                time.sleep(0.05)
-            job.trial.status = INTERRUPTED
-        self.running.clear()
-        self.store.save()
-
-    def _roots(self) -> list[Path]:
-        """Where W&B's files may be: the folder that it was told, then what lies below the working directory."""
-        told = Path(os.environ.get("WANDB_DIR") or self.store.folder)
-        return [told, *(path for path in (Path("runs").resolve(), Path.cwd()) if path.is_dir())]
-
-    def _file(self, trial: Trial, search: bool = False) -> RunFile | None:
-        """What a trial's run has written so far, read up to its present end."""
-        if search and not trial.run_file:
-            trial.run_file = str(find_run_file(trial.run_id, self._roots()) or "")
-        if not trial.run_file or not Path(trial.run_file).is_file():
-            return None
-        file = self._files.setdefault(trial.run_id, RunFile(Path(trial.run_file)))
-        return file.update()
+    def _record(self, trial: optuna.Trial, log: Path, code: int, reason: str, seconds: float) -> None:
+        logged = {name: value for row in rows_of(log) for name, value in row.items()}
+        value = logged.get(self.metric) if self.metric else 0.0  # Optuna wants a value of what has finished
+        status, message, state = "failed", "", TrialState.PRUNED  # which counts as worse than all that have finished
+        if reason:
+            status, message = "stopped", reason
+        elif self.signals or code in (PREEMPTED, -signal.SIGTERM):
+            self.preempted = True
+            status, message, state = "interrupted", "the next call of the sweep runs it again", TrialState.FAIL
+        elif code != 0:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+            message = "\n".join(
+                [f"{f'exit status {code}' if code > 0 else f'signal {-code}'}; the end of {log}:", *lines]
+            )
+        elif value is None:
+            names = ", ".join(sorted(logged)) or f"nothing into the file of {METRICS_FILE}"
+            message = f"no {self.metric!r} was logged; it has logged {names}."
+        elif not is_finite(value):
+            message = f"{self.metric} is {value!r}; a finite number is needed."
+        else:
+            status, message, state = "finished", f"{self.metric} = {value:.6g}", TrialState.COMPLETE
+        for name, about in {"status": status, "message": message, "seconds": seconds}.items():
+            trial.set_user_attr(name, about)
+        self.study.tell(trial, value if state == TrialState.COMPLETE else None, state)
+        print(f"trial {trial.number} {status} after {seconds:.0f} s: {message}", flush=True)
 
 
-def value_of(trial: Trial, path: tuple[str, ...]) -> object:
-    """A trial's value of the parameter at `path`."""
-    value: object = trial.parameters
-    for key in path:
-        assert isinstance(value, dict)
-        value = value[key]
-    return value
-
-
-def tail(log: Path, lines: int = TAIL) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
-
-
-def say(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
+def log_of(folder: Path, number: int) -> Path:
+    """The file that a trial prints into; beside it is the one with what it logged."""
+    return folder / "logs" / f"{number:04d}.log"

@@ -28,7 +28,7 @@ from .hooks import HooksOf2024
 from .interruption import EndsBySignal
 from .models import load_processing_class, prepare_sharding
 from .streams import Passes, check_batches, check_evaluated
-from .tracking import Recorder, Tables, prepare_trackers
+from .tracking import MetricsFile, Recorder, Tables, prepare_trackers
 from .types import Batch, BatchLoss, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
 
 Items = TypeVar("Items")
@@ -107,7 +107,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         self.model_init = model_init
         self.checkpoints, self.passes = Checkpoints(self), Passes(self)
         self.ending = EndsBySignal(self, saves=config.save_strategy != "no" or config.enable_jit_checkpoint)
-        for callback in (self.checkpoints, self.passes, self.ending):
+        for callback in (self.checkpoints, self.passes, self.ending, MetricsFile()):
             self.add_callback(callback)
         prepare_trackers(self.config)
 

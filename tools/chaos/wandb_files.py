@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -18,7 +17,6 @@ from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined] 
 
 HEADER, CHUNK, BLOCK = 7, 7, 32768
 WHOLE, LAST = 1, 4  # kinds of chunks that end a record
-SKIPPED = {"node_modules", "site-packages", "__pycache__"}
 
 
 class RunFile:
@@ -87,29 +85,6 @@ class RunFile:
 def is_finite(value: object) -> TypeGuard[float]:
     """Whether a value is a finite number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def find_run_file(run_id: str, roots: Sequence[Path]) -> Path | None:
-    """run-<run_id>.wandb in a W&B folder below one of `roots`, the newest of them; the first root that has one wins.
-
-    A program may give wandb.init a folder of its own, so that W&B's place is not known beforehand.
-    """
-    for root in roots:
-        files = [
-            file
-            for folder in _wandb_folders(root)
-            for run in folder.iterdir()
-            if run.name.endswith(f"-{run_id}") and (file := run / f"run-{run_id}.wandb").is_file()
-        ]
-        if files:
-            return max(files, key=lambda file: file.stat().st_mtime)
-    return None
-
-
-def _wandb_folders(root: Path) -> Iterator[Path]:
-    for folder, names, _ in os.walk(root):
-        yield from (Path(folder, name) for name in names if name in ("wandb", ".wandb"))
-        names[:] = [name for name in names if name != "wandb" and name not in SKIPPED and not name.startswith(".")]
 
 
 def _values(items: Any) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Trials that are forked from a process that has imported their modules once: trimtab sweep FILE --preload MODULE
+"""`trimtab sweep` whose trials are forked from a process that has imported their modules once, to save their time.
+
+python -m experiments.preload --preload MODULE [--preload MODULE ...] FILE [flags of trimtab sweep]
 
 `Preloaded` starts that process and asks it, in lines of JSON, to fork a trial or for a trial's exit status. A forked
-trial is a process like any other, with a group, environment, log and exit of its own.
+trial is a process like any other, with a group, environment, log and exit of its own. A fork cannot use a GPU.
 """
 
-from __future__ import annotations
-
+import argparse
 import gc
 import importlib
 import json
@@ -20,48 +21,47 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from trimtab_cli.sweep.distributions import SweepError
-from trimtab_cli.sweep.store import try_lock
-
 UNSHARED = {"datasets", "wandb"}
+BY_PYTHON = ["/usr/bin/env", "python"]
 
 
 class Preloaded:
-    """The process that trials are forked from.
+    """The process that trials are forked from, which starts with the first trial.
 
     Args:
         modules: The names of the modules that it imports.
-        env: Its variables, which some libraries read as they are imported.
     """
 
-    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *modules],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            process_group=0,  # Ctrl-C reaches the sweep alone
-        )
+        self._process: subprocess.Popen[str] | None = None
 
-    def start(self, words: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
-        """Starts a trial; `words` are the program's file and its arguments, `env` the variables that it adds."""
-        return Forked(self, self.ask({"words": list(words), "env": dict(env), "log": str(log)}))
+    def start(self, words: Sequence[str], env: Mapping[str, str], log: Path) -> "Forked":
+        """Starts a trial from the words of its command, its variables and its log."""
+        if list(words[:2]) != BY_PYTHON:
+            raise SystemExit(f"--preload: the sweep's command has to begin with {' '.join(BY_PYTHON)}, got {words}.")
+        if self._process is None:
+            server = [sys.executable, "-m", __spec__.name, "--serve", *self._modules]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            # A group of its own, so that Ctrl-C reaches the sweep alone.
+            self._process = subprocess.Popen(server, env=env, text=True, process_group=0, **pipes)
+        return Forked(self, self.ask({"words": list(words[2:]), "env": dict(env), "log": str(log)}))
 
     def ask(self, request: object) -> Any:
         """The answer to one request of `serve`."""
+        assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
         if not (answer := self._process.stdout.readline()):
-            raise SweepError(f"--preload: the process that imports {', '.join(self._modules)} has ended, see above.")
+            raise SystemExit(f"--preload: the process that imports {', '.join(self._modules)} has ended, see above.")
         return json.loads(answer)
 
     def close(self) -> None:
         """Ends the process, which ends no trial."""
-        self._process.communicate()
+        if self._process is not None:
+            self._process.communicate()
 
 
 class Forked:
@@ -84,8 +84,8 @@ class Forked:
             os.kill(self.pid, signal.SIGTERM)
 
 
-def serve(modules: Sequence[str], requests: IO[str], answers: IO[str]) -> dict[str, Any] | None:
-    """Imports the modules, and forks trials until `requests` ends. Returns None, and in a trial what it is to run."""
+def serve(modules: Sequence[str], requests: IO[str], answers: IO[str]) -> list[str] | None:
+    """Imports the modules, and forks trials until `requests` ends. Returns None, and in a trial the words it runs."""
     for name in modules:
         importlib.import_module(name)
     if UNSHARED & sys.modules.keys() or threading.active_count() > 1:
@@ -100,24 +100,21 @@ def serve(modules: Sequence[str], requests: IO[str], answers: IO[str]) -> dict[s
             pid, status = os.waitpid(request, os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
-            with open(request["log"], "w") as log:
-                try_lock(log)  # as `launch.start` does it
-                answer = os.fork()
-                if answer == 0:
-                    answers.close()
-                    enter(request["env"], log)
-                    return request
+            answer = os.fork()
+            if answer == 0:
+                answers.close()
+                enter(request["env"], request["log"])
+                return request["words"]
         print(json.dumps(answer), file=answers, flush=True)
     return None
 
 
-def enter(env: Mapping[str, str], log: IO[str]) -> None:
+def enter(env: Mapping[str, str], log: str) -> None:
     """Gives a forked process its group, files, variables and random numbers."""
     os.setpgid(0, 0)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    with open(os.devnull) as nothing, open(log, "w") as output:
+        for place, file in enumerate((nothing, output, output)):
+            os.dup2(file.fileno(), place)
     os.environ.update(env)
     if random := sys.modules.get("numpy.random"):
         random.seed()  # as in a new process, which draws numbers of its own
@@ -134,13 +131,25 @@ def run_program(words: Sequence[str]) -> None:
     exec(compile(program.read_bytes(), program, "exec"), vars(module))
 
 
-def main() -> None:
-    """Serves the sweep that started this process, and runs the trial's program in a fork of it."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the imports print is no answer
-    if trial := serve(sys.argv[1:], sys.stdin, answers):
-        run_program(trial["words"])
+def main() -> int:
+    """Runs the sweep; or serves the sweep that started this process, and runs a trial's program in a fork of it."""
+    if sys.argv[1:2] == ["--serve"]:
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what the imports print is no answer
+        if words := serve(sys.argv[2:], sys.stdin, answers):
+            run_program(words)
+        return 0
+    from trimtab_cli.sweep.command import main as sweep
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preload", metavar="MODULE", action="append", required=True)
+    flags, rest = parser.parse_known_args()
+    preloaded = Preloaded(flags.preload)
+    try:
+        return sweep(rest, start=preloaded.start)
+    finally:
+        preloaded.close()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
