@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 
-from trimtab_cli.chat import Speaker, sampling_of
+from trimtab_cli.chat import Speaker
 from trimtab_cli.main import main
 from trimtab_lm import AutoModelForCausalLMWithValueHead
 
@@ -73,7 +73,7 @@ def test_a_chat_template_gives_the_model_the_conversation(place):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained("model")
-    speaker, greedy = Speaker.load("model", system="be kind"), sampling_of(4, 0)
+    speaker, greedy = Speaker.load("model", system="be kind"), {"max_new_tokens": 4, "do_sample": False}
     model = tiny.gpt2().eval()
     first = speaker.answer("hi", greedy)
     assert first == continuation(model, "s be kind.u hi.a ", 4)

@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import torch
-import transformers
 from peft import PeftConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -31,90 +30,45 @@ each line by itself. MODEL is a hub id, or a folder of a model, of an adapter, o
   echo "Once upon a time" | trimtab chat runs/ppo --max-new-tokens 40"""
 
 
-def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The words of the command line."""
+def main(argv: Sequence[str]) -> int:
+    """Answer the lines of stdin; the exit status."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", metavar="MODEL", help="hub id or folder")
-    parser.add_argument("--reference", metavar="MODEL", help="hub id or folder of a model that answers too")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer at most (default 128)")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="divides the logits; 0: the likeliest token (default 1)"
-    )
-    parser.add_argument("--system", help="the system message of a model with a chat template")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Answer the lines of stdin; the exit status."""
-    flags = arguments(argv)
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="hub id or folder")
+    add("--reference", metavar="MODEL", help="hub id or folder of a model that answers too")
+    add("--max-new-tokens", type=int, default=128, help="tokens of an answer at most (default 128)")
+    add("--temperature", type=float, default=1.0, help="divides the logits; 0: the likeliest token (default 1)")
+    add("--system", help="the system message of a model with a chat template")
+    add("--seed", type=int, default=0, help="of the sampling (default 0)")
+    flags = parser.parse_args(argv)
     try:
+        if flags.max_new_tokens < 1 or flags.temperature < 0:
+            raise ValueError("--max-new-tokens and --temperature: use 1 token or more, and a temperature of 0 or more.")
         set_seed(flags.seed)
         names = {"": flags.model} if flags.reference is None else {"model": flags.model, "reference": flags.reference}
         speakers = {name: Speaker.load(source, flags.system) for name, source in names.items()}
-        sampling = sampling_of(flags.max_new_tokens, flags.temperature)
     except (ValueError, OSError) as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    for line in lines_of(sys.stdin):
+    heat = {"do_sample": True, "temperature": flags.temperature} if flags.temperature else {"do_sample": False}
+    for line in filter(None, map(str.strip, sys.stdin)):
         for name, speaker in speakers.items():
             if line == "/new":
                 speaker.forget()
                 continue
             try:
-                print(f"{name}: {speaker.answer(line, sampling)}".removeprefix(": "), flush=True)
+                answer = speaker.answer(line, {"max_new_tokens": flags.max_new_tokens, **heat})
+                print(f"{name}: {answer}".removeprefix(": "), flush=True)
             except ValueError as error:  # of a conversation that is too long for the model
                 print(f"{PROGRAM}: {error} /new begins another conversation.", file=sys.stderr)
     return 0
 
 
-def sampling_of(max_new_tokens: int, temperature: float) -> dict[str, object]:
-    """Settings of transformers' generation.
-
-    Raises:
-        ValueError: there is no token to sample, or the temperature is below 0.
-    """
-    if max_new_tokens < 1 or temperature < 0:
-        raise ValueError(
-            f"--max-new-tokens {max_new_tokens} --temperature {temperature:g}: use 1 token or more, and a temperature "
-            "of 0 or more."
-        )
-    return {"max_new_tokens": max_new_tokens} | (
-        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    )
-
-
-def lines_of(stream: TextIO) -> Iterator[str]:
-    """The lines of a stream that are not empty; a terminal shows a prompt before each, and Ctrl-C ends them."""
-    is_terminal = stream.isatty()
-    try:
-        while True:
-            if is_terminal:
-                print("> ", end="", flush=True)
-            if not (line := stream.readline()):
-                break
-            if text := line.strip():
-                yield text
-    except KeyboardInterrupt:
-        pass
-    if is_terminal:
-        print()
-
-
 @dataclass
 class Speaker:
-    """A model with its tokenizer and the conversation so far.
-
-    Attributes:
-        model: causal or encoder-decoder, with adapters or without.
-        tokenizer: the model's.
-        system: the system message; None: there is none.
-        messages: of the conversation, which a tokenizer with a chat template reads.
-    """
+    """A model with its tokenizer and the conversation so far, which begins with a system message if there is one."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -123,12 +77,7 @@ class Speaker:
 
     @classmethod
     def load(cls, source: str, system: str | None = None) -> "Speaker":
-        """The model of a hub id or folder, on the accelerator if there is one.
-
-        Raises:
-            ValueError: it is a reward model, or gets a system message and has no chat template.
-            OSError: there is no such model.
-        """
+        """The model of a hub id or folder; ValueError for a reward model, and for a system message that none reads."""
         refuse_missing_path(source)
         is_adapter = find_adapter_config_file(source) is not None
         base = str(PeftConfig.from_pretrained(source).base_model_name_or_path) if is_adapter else source

@@ -37,7 +37,7 @@ TRAINING = {
 OTHERS = {
     "sweep": Command("trimtab_cli.sweep.command", "main", "run a W&B sweep file, without a server"),
     "chat": Command("trimtab_cli.chat", "main", "talk to a model, beside its reference"),
-    "memory": Command("trimtab_lm.memory", "main", "what each GPU would hold in a training, per engine"),
+    "memory": Command("trimtab_cli.memory", "main", "what each GPU would hold in a training, per engine"),
 }
 COMMANDS = TRAINING | OTHERS
 HELP = {"-h", "--help", "--help-all"}

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from trimtab_lm.memory import GIB, Memory, MemoryConfig, engines, main, memory, size_of
+from trimtab_cli.memory import GIB, Memory, MemoryConfig, engines, main, memory, size_of
 
 LLAMA = LlamaConfig(
     vocab_size=96,
