@@ -7,19 +7,21 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-import torch
 from torch import Tensor
 
 from experiments.assets import Split, model_folder, openings
 from experiments.dong_2023_raft.measures import DISTINCT, NATS, distinct, nats_per_token
 from experiments.evaluation import continued
-from experiments.runs import begin, finish, from_recipe, sampled, show, write_per_prompt
+from experiments.runs import begin, finish, from_recipe, show, write_per_prompt
 from experiments.samples import write_answers
 from experiments.sentiment import sentiment
-from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import gather_over_ranks
+from trimtab_cli.raft import one_round
+from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
+from trimtab_lm.rewards.functions import RewardSet
+from trimtab_lm.sampling.backends import TransformersRollout
+from trimtab_lm.sampling.rollout import SamplingSettings
 
 PAPER = "dong_2023_raft"
 RECIPE = Path(__file__).with_name("recipe.yaml")
@@ -48,34 +50,9 @@ class RunConfig:
     samples: int = field(default=5, metadata={"help": "Of them, how many are shown."})
 
 
-def rows_of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """The arguments of `IterativeSFTTrainer.step`; the labels ignore the prompt."""
-    ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    labels = [
-        torch.cat([torch.full_like(prompt, -100), response])
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
-    return {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids], "labels": labels}
-
-
-def one_round(trainer: IterativeSFTTrainer, prompts: Sequence[str], run: RunConfig, *, number: int) -> dict[str, float]:
-    """Algorithm 1: samples K responses of each prompt, and learns the one with the highest reward."""
-    rank = trainer.args.process_index
-    prompts = prompts[rank :: trainer.args.world_size]
-    responses = sampled(
-        trainer.accelerator.unwrap_model(trainer.model),
-        trainer.tokenizer,
-        [prompt for prompt in prompts for _ in range(run.k)],
-        max_new_tokens=run.max_new_tokens,
-        seed=sampling_seed(trainer.args.seed, rank=rank, draw=number),
-    )
-    written = trainer.tokenizer.batch_decode(responses, skip_special_tokens=True)
-    rewards = torch.tensor(sentiment(written), dtype=torch.float32).view(len(prompts), run.k)
-    best = [i * run.k + int(j) for i, j in enumerate(rewards.argmax(1))]
-    queries = [torch.tensor(trainer.tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    trainer.step(**rows_of(queries, [responses[i] for i in best]))
-    means = gather_over_ranks((float(rewards.mean()), float(rewards.amax(1).mean())))
-    return {"reward": fmean(mean for mean, _ in means), "reward_of_best": fmean(best for _, best in means)}
+def happiness(completions: list[str], **columns: object) -> list[float]:
+    """The reward of each completion."""
+    return sentiment(completions)
 
 
 def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
@@ -86,6 +63,8 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     rounds = [[queries[(n * run.prompts + i) % len(queries)] for i in range(run.prompts)] for n in range(run.rounds)]
     trainer = IterativeSFTTrainer(name, raft, callbacks=[history])
     tables, is_main = Tables(), trainer.is_world_process_zero()
+    limit = SamplingSettings(max_completion_length=run.max_new_tokens)
+    backend = TransformersRollout(limit, trainer.tokenizer, batch_size=64)
     reference = deepcopy(trainer.accelerator.unwrap_model(trainer.model)).eval()
     if raft.resume_from_checkpoint:
         trainer.train(resume_from_checkpoint=raft.resume_from_checkpoint)
@@ -106,7 +85,10 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     if is_main:
         show("before training", held_out[: run.samples], first_answers[: run.samples])
     for number, prompts in islice(enumerate(rounds), int(trainer.state.epoch or 0), None):
-        stats = one_round(trainer, prompts, run, number=number)
+        mine = prompts[raft.process_index :: raft.world_size]
+        encoded = [{"prompt": prompt, PROMPT_IDS: trainer.tokenizer(prompt)["input_ids"]} for prompt in mine]
+        mean, best = one_round(trainer, RewardSet(happiness), backend, encoded, samples=run.k, number=number)
+        stats = {"reward": mean, "reward_of_best": best}
         after, rows, answers = look()
         trainer.log({"round": number + 1, "eval_reward": fmean(after), **stats})
         if is_main:

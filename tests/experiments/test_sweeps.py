@@ -514,7 +514,7 @@ def wait_for_second(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     while time.monotonic() < deadline:
         assert process.poll() is None, trials()
         later = trials()[1:]
-        if later and any(later[0]["run_id"] in folders for _, folders, _ in os.walk("runs")):
+        if later and any(later[0].get("run_id") in folders for _, folders, _ in os.walk("runs")):
             return later[0]
         time.sleep(0.02)
     raise AssertionError(trials())
