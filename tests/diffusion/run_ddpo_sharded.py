@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trimtab_diffusion import DDPOStableDiffusionPipeline
-from trimtab_diffusion.ddpo.replay import Replay
+from trimtab_diffusion.ddpo.replay import sampled_pairs
 
 CALL = {"height": 16, "width": 16, "max_sequence_length": 16, "true_cfg_scale": 2.0}  # embedded guidance too
 CASES: dict[str, dict[str, Any]] = {
@@ -86,11 +86,12 @@ def in_bfloat16(folder: Path, world_size: int) -> dict[str, Any]:
     """Predictions of policy and reference in mixed precision, and how much of the reference a process holds then."""
     trainer = make(folder, "full", world_size, is_resumed=False, precision="bf16")
     path = trainer.draw(0).trajectories
-    replay = Replay.of(path, torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.device("cpu"))
+    first = torch.zeros(1, dtype=torch.long)
+    pairs = sampled_pairs(path, torch.device("cpu"), first, first)
     with torch.no_grad(), trainer.reference() as reference:
         predictions = {
-            "policy": replay.predict(trainer.model, replay.latents),
-            "reference": replay.predict(reference, replay.latents),
+            "policy": path.ask(trainer.model, pairs.latents, first, pairs.conditions),
+            "reference": path.ask(reference, pairs.latents, first, pairs.conditions),
         }
     held = sum(map(local_size, reference.parameters()))
     return predictions | {"held": held, "size": sum(weight.numel() for weight in reference.parameters())}

@@ -88,7 +88,7 @@ def gaps(denoiser: torch.nn.Module, trajectories: Trajectories) -> Tensor:
     rows, steps = pairs.unbind(1)
     before, after = trajectories.before(rows, steps, CPU), trajectories.after(rows, steps, CPU)
     with torch.no_grad():
-        output = trajectories.predict(denoiser, before, rows, steps)
+        output = trajectories.ask(denoiser, before, steps, trajectories.conditions.select(rows, steps, CPU))
     return trajectories.steps.logprob(output, before, after, steps) - trajectories.scored(rows, steps, CPU)
 
 
@@ -147,7 +147,7 @@ def test_rewards_get_images_or_videos(tmp_path: Path):
         ddpo = trainer(
             kind, tmp_path, use_lora=True, sample_num_batches_per_epoch=1, train_gradient_accumulation_steps=1
         )
-        ddpo.rewards.function = reward
+        ddpo.reward_fn = reward
         samples = ddpo.draw(0)
         pictures, captions = samples.captioned(1)
         shapes.append(tuple(pictures[0].shape))
@@ -172,7 +172,9 @@ def first_step(pipeline: Any, **call: Any) -> tuple[Trajectories, Tensor, Tensor
         return (
             trajectories,
             trajectories.first,
-            trajectories.predict(pipeline.transformer, trajectories.first, row, step),
+            trajectories.ask(
+                pipeline.transformer, trajectories.first, step, trajectories.conditions.select(row, step, CPU)
+            ),
         )
 
 

@@ -300,7 +300,8 @@ def test_a_step_by_hand_is_the_recorded_one(kind):
         before = tracks.before(rows, steps, torch.device("cpu"))
         assert torch.equal(before, sampled.latents[i])
         with torch.no_grad():
-            output = tracks.predict(pipeline.unet, before, rows, steps)
+            conditions = tracks.conditions.select(rows, steps, torch.device("cpu"))
+            output = tracks.ask(pipeline.unet, before, steps, conditions)
         scored = pipeline.scheduler_step(output, time, before, eta=eta, prev_sample=sampled.latents[i + 1])
         assert isinstance(scored, DDPOSchedulerOutput)
         assert torch.equal(scored.latents, sampled.latents[i + 1])

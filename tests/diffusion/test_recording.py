@@ -56,7 +56,8 @@ def replayed(pipeline: Any, trajectories: Trajectories, rows: torch.Tensor, step
     device = torch.device("cpu")
     before = trajectories.before(rows, steps, device)
     with torch.no_grad():
-        output = trajectories.predict(denoiser(pipeline), before, rows, steps)
+        conditions = trajectories.conditions.select(rows, steps, before.device)
+        output = trajectories.ask(denoiser(pipeline), before, steps, conditions)
     return trajectories.steps.logprob(output, before, trajectories.after(rows, steps, device), steps)
 
 
@@ -239,7 +240,8 @@ def test_replay_has_gradients():
     pipeline, _, trajectories = recorded("stable_diffusion", GUIDED)
     rows, steps = pairs(trajectories)
     before = trajectories.before(rows, steps, torch.device("cpu"))
-    trajectories.predict(pipeline.unet, before, rows, steps).square().sum().backward()
+    conditions = trajectories.conditions.select(rows, steps, before.device)
+    trajectories.ask(pipeline.unet, before, steps, conditions).square().sum().backward()
     assert all(weight.grad is not None for weight in pipeline.unet.parameters())
 
 

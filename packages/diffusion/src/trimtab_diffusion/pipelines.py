@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_diffusion.lora import LORA_FILE, add_lora, base_of_lora, save_lora, stored_file, without_lora
 from trimtab_diffusion.recorder import denoiser_name, record
-from trimtab_diffusion.recording import Trajectories
+from trimtab_diffusion.recording import Schedule, Trajectories
 from trimtab_diffusion.steps import Scheduler, Steps, gaussian_sample
 
 
@@ -62,6 +62,9 @@ class DDPOStableDiffusionPipeline:
             (`pipeline.load_lora_weights`), or new ones.
         lora_rank: of new adapters.
         call_kwargs: more arguments of every call of the pipeline, such as height and width, or a ControlNet's image.
+
+    Attributes:
+        schedule: of the last call; None before the first.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class DDPOStableDiffusionPipeline:
         self.sd_pipeline = cast(Any, pipeline)  # diffusers does not declare the parts of a pipeline
         self.call_kwargs = dict(call_kwargs or {})
         self.use_lora = use_lora
+        self.schedule: Schedule | None = None
         self.name = denoiser_name(pipeline)
         self.kind: Any = type(self.denoiser)  # FSDP gives its modules classes of their own
         self.sd_pipeline.scheduler = trainable_scheduler(self.sd_pipeline.scheduler)
@@ -156,6 +160,7 @@ class DDPOStableDiffusionPipeline:
             storage_device=storage_device,
             **{**self.call_kwargs, **kwargs},
         )
+        self.schedule = path.schedule
         return DDPOPipelineOutput(images, [path.first, *path.latents.unbind(1)], list(path.logprobs.unbind(1)), path)
 
     def scheduler_step(

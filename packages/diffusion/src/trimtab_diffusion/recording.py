@@ -158,30 +158,65 @@ class Call:
         return combined * (with_prompt.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
 
-@dataclass
-class Trajectories:
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How a pipeline denoises.
+
+    Args:
+        steps: the schedule.
+        times: [T], the denoiser's argument `timestep`.
+        call: how the pipeline asks the denoiser.
+    """
+
+    steps: Steps
+    times: Tensor
+    call: Call
+
+    def ask(self, denoiser: nn.Module, latents: Tensor, index: Tensor, conditions: Mapping[str, object]) -> Tensor:
+        """Returns the output of one call of a denoiser, with the pipeline's guidance.
+
+        Args:
+            denoiser: the module.
+            latents: [n, ...].
+            index: [n], int64, on the CPU: which step of the schedule each is before.
+            conditions: the denoiser's other arguments, for n rows, with guidance for 2n.
+
+        Returns:
+            [n, ...].
+        """
+        return self.call.predict(denoiser, latents, self.times[index].to(latents.device), conditions)
+
+    def gaussian(
+        self, denoiser: nn.Module, latents: Tensor, index: Tensor, conditions: Mapping[str, object]
+    ) -> tuple[Tensor, Tensor]:
+        """Mean [n, ...] and deviation [n] of the latents after each step, under a denoiser; arguments as of `ask`."""
+        return self.steps.gaussian(self.ask(denoiser, latents, index, conditions), latents, index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectories(Schedule):
     """The T steps of B images.
 
     Args:
+        steps, times, call: see `Schedule`.
         first: [B, ...], the noise from which the pipeline starts.
         latents: [B, T, ...], after each step.
         logprobs: [B, T], per dimension, in nats; 0 for steps without noise.
         conditions: the denoiser's other arguments.
-        steps: the schedule.
-        times: [T], the denoiser's argument `timestep`.
-        call: how the pipeline asked the denoiser.
     """
 
     first: Tensor
     latents: Tensor
     logprobs: Tensor
     conditions: Conditions
-    steps: Steps
-    times: Tensor
-    call: Call
 
     def __len__(self) -> int:
         return len(self.first)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule alone."""
+        return Schedule(steps=self.steps, times=self.times, call=self.call)
 
     @property
     def dimensions(self) -> int:
@@ -197,6 +232,8 @@ class Trajectories:
     @classmethod
     def joined(cls, parts: Sequence[Trajectories]) -> Trajectories:
         """Returns the images of several calls of one pipeline with the same settings as one batch."""
+        if len(parts) == 1:
+            return parts[0]
         joined = Conditions.joined([part.conditions for part in parts], 0)
         first, latents = torch.cat([part.first for part in parts]), torch.cat([part.latents for part in parts])
         logprobs = torch.cat([part.logprobs for part in parts])
@@ -216,20 +253,6 @@ class Trajectories:
     def scored(self, rows: Tensor, steps: Tensor, device: torch.device) -> Tensor:
         """Returns the recorded log-probabilities [n] of the steps `steps` [n] of the images `rows` [n]."""
         return _take(self.logprobs, rows, steps).to(device)
-
-    def predict(self, denoiser: nn.Module, latents: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
-        """Returns the output of one call of the denoiser, with the pipeline's guidance.
-
-        Args:
-            denoiser: the module.
-            latents: [n, ...].
-            rows, steps: [n], int64, on the CPU: the images whose conditions are used, and the steps.
-
-        Returns:
-            [n, ...].
-        """
-        arguments = self.conditions.select(rows, steps, latents.device)
-        return self.call.predict(denoiser, latents, self.times[steps].to(latents.device), arguments)
 
 
 def _take(values: Tensor, rows: Tensor, steps: Tensor | None = None) -> Tensor:

@@ -22,7 +22,13 @@ def clipped_surrogate(
     Returns:
         [...], to be minimised.
     """
-    ratio = log_ratio.exp()
+    return clipped_ratio(log_ratio.exp(), advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def clipped_ratio(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """The loss of `clipped_surrogate`, from the ratio r [...] itself."""
     bounded = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
     return -torch.minimum(bounded * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 

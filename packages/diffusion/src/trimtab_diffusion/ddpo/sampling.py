@@ -1,9 +1,9 @@
 """An epoch's samples: prompts, images and rewards."""
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from trimtab_common.health import check_rows
 from trimtab_common.scores import checked_scores
 from trimtab_common.seeding import private_rngs
-from trimtab_common.stats import Deviation, Mean
 from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.recording import Trajectories
@@ -46,16 +45,6 @@ class Samples:
     others: dict[str, Tensor]
     batches: list[list[Any]]
 
-    def stats(self) -> dict[str, Any]:
-        """Statistics of the rewards, and the memory of the trajectories."""
-        return {
-            "reward_mean": Mean.of(self.rewards),
-            "reward_std": Deviation.of(self.rewards),
-            "rewards": self.rewards,
-            "memory/trajectories_mb": self.trajectories.nbytes / 1e6,
-            **{f"other/{name}": Mean.of(values) for name, values in self.others.items()},
-        }
-
     def captioned(self, limit: int) -> tuple[list[Tensor], list[str]]:
         """At most `limit` images of the last batch, each with its prompt and its reward; a video's frames in a row."""
         images, prompts, _, rewards, _ = self.batches[-1]
@@ -63,14 +52,6 @@ class Samples:
             images = images.permute(0, 2, 3, 1, 4).flatten(3)  # [B, 3, H, F W]
         captions = [f"{prompt} | {reward:.3f}" for prompt, reward in zip(prompts, rewards.tolist(), strict=True)]
         return list(images.clamp(0, 1))[:limit], captions[:limit]
-
-
-class Scored(NamedTuple):
-    """A batch's rewards [b], the reward function's metadata, and rewards [b] that are not trained on, by name."""
-
-    rewards: Tensor
-    metadata: Any
-    others: dict[str, Tensor]
 
 
 def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int, seed: int) -> list[tuple[str, Any]]:
@@ -96,86 +77,54 @@ def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int
     return [(str(prompt), metadata) for prompt, metadata in drawn for _ in range(group_size)]
 
 
-class Rewards:
-    """Calls reward functions on each batch of images, and checks what they return.
+class Batches:
+    """An epoch's batches [images, prompts, metadata]; each is sampled when it is first asked for.
+
+    So the rewards of a batch may be computed while the next one is sampled.
 
     Args:
-        function: the reward that is trained on.
-        others: rewards that are logged only, by name.
-        workers: threads that compute rewards while the next batch is sampled; None computes them at once.
-        timeout: seconds that a batch may take where several processes train; see `reward_limit`.
+        pipeline: draws `config.sample_batch_size` images or videos at a time.
+        drawn: prompts and their metadata.
+        generator: of the noise, on the pipeline's device.
+        config: says how images are sampled.
+
+    Attributes:
+        trajectories: of the batches that were sampled.
     """
 
     def __init__(
         self,
-        function: RewardFunction,
-        others: Mapping[str, RewardFunction],
-        *,
-        workers: int | None,
-        timeout: float | None,
+        pipeline: DDPOStableDiffusionPipeline,
+        drawn: Sequence[tuple[str, Any]],
+        generator: torch.Generator,
+        config: DDPOConfig,
     ) -> None:
-        self.function, self.others, self.timeout = function, others, timeout
-        self._pool = None if workers is None else ThreadPoolExecutor(workers)
+        self.pipeline, self.drawn, self.generator, self.config = pipeline, drawn, generator, config
+        self.trajectories: list[Trajectories] = []
+        self._sampled: list[list[Any]] = []
 
-    def start(self, images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> Callable[[], Scored]:
-        """Begins to score a batch; the result is a function that waits for its rewards."""
+    def __len__(self) -> int:
+        return -(-len(self.drawn) // self.config.sample_batch_size)
 
-        def score() -> Scored:
-            rewards, facts = checked_rewards(self.function(images, prompts, metadata), prompts, "reward_function")
-            return Scored(rewards, facts, self._others(images, prompts, metadata))
+    def __getitem__(self, index: int) -> list[Any]:
+        wanted = range(len(self))[index]
+        while len(self._sampled) <= wanted:
+            self._sample(len(self._sampled) * self.config.sample_batch_size)
+        return self._sampled[wanted]
 
-        if self._pool is None:
-            with reward_limit(self.timeout):
-                scored = score()
-            return lambda: scored
-        future: Future[Scored] = self._pool.submit(score)
-        return reward_limit(self.timeout)(future.result)
+    def __iter__(self) -> Iterator[list[Any]]:
+        return (self[i] for i in range(len(self)))
 
-    def all_by(self, compute_rewards: Callable[..., Any], batches: Sequence[list[Any]]) -> list[Scored]:
-        """Scores all batches by a method that replaces `DDPOTrainer.compute_rewards`."""
-        with reward_limit(self.timeout):
-            rewards, metadata = compute_rewards(batches, is_async=self._pool is not None)
-        return [
-            Scored(checked_rewards(each, batch[1], "compute_rewards")[0], facts, self._others(*batch))
-            for batch, each, facts in zip(batches, rewards, metadata, strict=True)
-        ]
-
-    def _others(self, images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...]) -> dict[str, Tensor]:
-        named = self.others.items()
-        return {
-            name: checked_rewards(function(images, prompts, metadata), prompts, name)[0] for name, function in named
-        }
-
-
-def sample_and_score(
-    pipeline: DDPOStableDiffusionPipeline,
-    drawn: Sequence[tuple[str, Any]],
-    rewards: Rewards,
-    *,
-    config: DDPOConfig,
-    generator: torch.Generator,
-    compute_rewards: Callable[..., Any] | None = None,
-) -> Samples:
-    """Samples an image or a video for each prompt, records how, and scores it.
-
-    Args:
-        pipeline: draws `config.sample_batch_size` images at a time.
-        drawn: prompts and their metadata.
-        rewards: scores each batch.
-        config: says how images are sampled.
-        generator: of the noise, on the pipeline's device.
-        compute_rewards: scores all batches once they are sampled, in the place of the reward function.
-    """
-    trajectories, pending, batches = [], [], []
-    for start in range(0, len(drawn), config.sample_batch_size):
-        prompts, metadata = zip(*drawn[start : start + config.sample_batch_size], strict=True)
+    def _sample(self, start: int) -> None:
+        config, pipeline = self.config, self.pipeline
+        prompts, metadata = zip(*self.drawn[start : start + config.sample_batch_size], strict=True)
         guidance: dict[str, Any] = {pipeline.guidance_argument: config.sample_guidance_scale}
         if config.is_guided:
             guidance["negative_prompt"] = [config.negative_prompts or ""] * len(prompts)
         output = pipeline(
             prompt=list(prompts),
             eta=config.sample_eta,
-            generator=generator,
+            generator=self.generator,
             output_type="pt",
             num_inference_steps=config.sample_num_steps,
             storage_dtype=getattr(torch, config.trajectory_dtype) if config.trajectory_dtype else None,
@@ -184,18 +133,38 @@ def sample_and_score(
         )
         images = output.images.float()
         check_rows({"the pixels": images}, what="image")
-        trajectories.append(output.trajectories)
-        batches.append([images, prompts, metadata])
-        if compute_rewards is None:
-            pending.append(rewards.start(*batches[-1]))
-    scored = [wait() for wait in pending] if compute_rewards is None else rewards.all_by(compute_rewards, batches)
-    return Samples(
-        Trajectories.joined(trajectories),
-        [prompt for prompt, _ in drawn],
-        torch.cat([each.rewards for each in scored]),
-        {name: torch.cat([each.others[name] for each in scored]) for name in rewards.others},
-        [[*batch, each.rewards, each.metadata] for batch, each in zip(batches, scored, strict=True)],
-    )
+        self.trajectories.append(output.trajectories)
+        self._sampled.append([images, prompts, metadata])
+
+
+def score(
+    function: RewardFunction,
+    batches: Iterable[Sequence[Any]],
+    name: str,
+    *,
+    timeout: float | None = None,
+    workers: int | None = None,
+) -> tuple[list[Tensor], list[Any]]:
+    """Rewards [b] of each batch [images, prompts, metadata, ...], and the reward function's metadata.
+
+    Args:
+        function: the reward function.
+        batches: of one process.
+        name: of the function, for errors.
+        timeout: seconds that a batch may take where several processes train; see `reward_limit`.
+        workers: threads that score batches while others are sampled; None scores one after the other.
+    """
+
+    def scored(batch: Sequence[Any]) -> tuple[Tensor, Any]:
+        return checked_rewards(function(*batch[:3]), batch[1], name)
+
+    if workers is None:
+        results = [reward_limit(timeout)(scored)(batch) for batch in batches]
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            pending = [pool.submit(scored, batch) for batch in batches]
+            results = [reward_limit(timeout)(future.result)() for future in pending]
+    return [rewards for rewards, _ in results], [metadata for _, metadata in results]
 
 
 def checked_rewards(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:

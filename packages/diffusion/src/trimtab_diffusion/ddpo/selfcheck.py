@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab_common.conditions import OTHER_REFERENCE
 from trimtab_common.health import rounding_of, warn_at_start
@@ -12,8 +12,8 @@ from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 
 from .config import DDPOConfig
-from .objective import Reference
-from .replay import Replay
+from .replay import sampled_pairs
+from .setup import Reference
 
 
 class ReplayError(RuntimeError):
@@ -21,145 +21,86 @@ class ReplayError(RuntimeError):
 
 
 def check_first(
-    trajectories: Trajectories,
-    denoiser: nn.Module,
-    reference: Reference | None,
-    config: DDPOConfig,
-    accelerator: Accelerator,
+    path: Trajectories, denoiser: nn.Module, reference: Reference | None, config: DDPOConfig, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Checks a run's first samples before its first update.
+    """Checks a run's first samples before its first update: replays the steps of the first ones.
 
     Args:
-        trajectories: of the samples.
+        path: the samples' trajectories, under the same weights.
         denoiser: the policy.
         reference: what the KL penalty is against; None: there is none.
         config: of the trainer.
         accelerator: of the trainer.
 
     Returns:
-        `selfcheck/nats`, see `check_replay`; nothing for reward-weighted regression, which has no ratios.
+        `selfcheck/nats`, the largest log-ratio of a step, in nats of the joint probability; nothing for reward-weighted
+        regression, which has no ratios.
+
+    Raises:
+        ReplayError: the mean difference is above a tenth of the clip range, where all is computed and kept in float32.
+            Elsewhere kernels round, and this is a warning.
     """
-    steps = trajectories.steps
-    silent = int((~steps.is_random).sum())
-    if silent:
+    steps = path.steps.is_random.nonzero().flatten()
+    if silent := len(path.steps) - len(steps):
         warnings.warn(
-            f"{silent} of {len(steps)} steps have no noise in this schedule, and so no log-probability: they are left "
-            "out of training. With timestep_spacing='leading', steps_offset=1 and set_alpha_to_one=False every step "
-            "has noise.",
-            stacklevel=4,
+            f"{silent} of {len(path.steps)} steps have no noise in this schedule, and so no log-probability: they are "
+            "left out of training. With timestep_spacing='leading', steps_offset=1 and set_alpha_to_one=False every "
+            "step has noise.",
+            stacklevel=3,
         )
     if config.is_regression:
         return {}
+    if not len(steps):
+        return {"selfcheck/nats": 0.0}
     is_tf32 = config.allow_tf32 and accelerator.device.type == "cuda"
-    is_float32 = trajectories.first.dtype in (torch.float32, torch.float64)
-    exact = accelerator.mixed_precision == "no" and not is_tf32 and is_float32
-    nats = check_replay(
-        trajectories,
-        denoiser,
-        samples=config.sample_batch_size,
-        batch_size=config.train_batch_size,
-        clip=config.clip_range(trajectories.dimensions),
-        exact=exact,
-        device=accelerator.device,
-    )
+    is_float32 = path.first.dtype in (torch.float32, torch.float64)
+    is_exact = accelerator.mixed_precision == "no" and not is_tf32 and is_float32
+    pairs = torch.cartesian_prod(torch.arange(min(config.sample_batch_size, len(path))), steps)
+    chunks = pairs.split(config.train_batch_size)
+    gaps = torch.cat([_gaps(path, denoiser, accelerator.device, *chunk.unbind(1)) for chunk in chunks])
+    nats = float(gaps.max()) * path.dimensions
+    _judge(float(gaps.mean()), nats, config.clip_range(path.dimensions), is_exact=is_exact)
     if reference is not None:
-        check_reference(
-            trajectories,
-            denoiser,
-            reference,
-            batch_size=config.train_batch_size,
-            exact=exact,
-            device=accelerator.device,
-        )
+        kl = _first_kl(path, denoiser, reference, accelerator.device, steps[: config.train_batch_size])
+        warn_at_start(OTHER_REFERENCE, kl, rounding=rounding_of(torch.float32, is_mixed=not is_exact))
     return {"selfcheck/nats": nats}
 
 
 @torch.no_grad()
-def check_reference(
-    trajectories: Trajectories,
-    denoiser: nn.Module,
-    reference: Reference,
-    *,
-    batch_size: int,
-    exact: bool,
-    device: torch.device,
-) -> None:
-    """Policy and reference take the first sample's steps with the same probability.
-
-    Args:
-        trajectories: of the samples.
-        denoiser: the policy.
-        reference: what the KL penalty is against.
-        batch_size: steps at a time.
-        exact: see `check_replay`.
-        device: where the denoiser is.
-    """
-    steps = trajectories.steps.is_random.nonzero().flatten()[:batch_size]
-    if not len(steps):
-        return
-    replay = Replay.of(trajectories, torch.zeros_like(steps), steps, device)
-    mean, std = replay.gaussian(denoiser)
-    with reference() as frozen:
-        ref_mean, _ = replay.gaussian(frozen)
-    kl = float((gaussian_kl(mean, ref_mean, std) * replay.dimensions).max())
-    warn_at_start(OTHER_REFERENCE, kl, rounding=rounding_of(torch.float32, is_mixed=not exact))
+def _gaps(path: Trajectories, denoiser: nn.Module, device: torch.device, rows: Tensor, index: Tensor) -> Tensor:
+    """How far the log-probabilities of replayed steps are from the recorded ones, nats per dimension."""
+    pairs = sampled_pairs(path, device, rows, index)
+    gaussian = path.gaussian(denoiser, pairs.latents, index, pairs.conditions)
+    return (gaussian_logprob(pairs.next_latents, *gaussian) - pairs.logprobs).abs().cpu()
 
 
 @torch.no_grad()
-def check_replay(
-    trajectories: Trajectories,
-    denoiser: nn.Module,
-    *,
-    samples: int,
-    batch_size: int,
-    clip: float,
-    exact: bool,
-    device: torch.device,
+def _first_kl(
+    path: Trajectories, denoiser: nn.Module, reference: Reference, device: torch.device, index: Tensor
 ) -> float:
-    """Replays the steps of the first samples.
+    """The largest KL of policy and reference in some steps of the first sample, nats."""
+    first = sampled_pairs(path, device, torch.zeros_like(index), index)
+    mean, std = path.gaussian(denoiser, first.latents, index, first.conditions)
+    with reference() as frozen:
+        ref_mean, _ = path.gaussian(frozen, first.latents, index, first.conditions)
+    return float((gaussian_kl(mean, ref_mean, std) * path.dimensions).max())
 
-    Args:
-        trajectories: as recorded, under the same weights.
-        denoiser: the policy.
-        samples: how many are replayed.
-        batch_size: steps at a time, as in training.
-        clip: the range that ratios per dimension are clipped to.
-        exact: whether all is computed in float32, and the latents are kept so.
-        device: where the denoiser is.
 
-    Returns:
-        The largest log-ratio of a step, in nats of the joint probability; 0 if no step has noise.
-
-    Raises:
-        ReplayError: the mean difference is above a tenth of `clip`, with `exact`; without it, where kernels round,
-            this is a warning.
-    """
-    steps = trajectories.steps.is_random.nonzero().flatten()
-    if len(steps) == 0:
-        return 0.0
-    pairs = torch.cartesian_prod(torch.arange(min(samples, len(trajectories))), steps)
-    replays = (Replay.of(trajectories, chunk[:, 0], chunk[:, 1], device) for chunk in pairs.split(batch_size))
-    gaps = torch.cat(
-        [
-            (gaussian_logprob(replay.next_latents, *replay.gaussian(denoiser)) - replay.logprobs).abs().cpu()
-            for replay in replays
-        ]
+def _judge(mean: float, nats: float, clip: float, *, is_exact: bool) -> None:
+    if mean <= clip / 10:
+        return
+    problem = (
+        f"Before the first update, replayed steps differ from the sampled ones by {mean:.3g} nats per dimension in "
+        f"the mean (at most {nats:.3g} of the joint probability), more than a tenth of the clip range {clip:.3g}: "
+        "ratios do not start from 1."
     )
-    mean, nats = float(gaps.mean()), float(gaps.max()) * trajectories.dimensions
-    if mean > clip / 10:
-        problem = (
-            f"Before the first update, replayed steps differ from the sampled ones by {mean:.3g} nats per dimension in "
-            f"the mean (at most {nats:.3g} of the joint probability), more than a tenth of the clip range {clip:.3g}: "
-            "ratios do not start from 1."
+    if is_exact:
+        raise ReplayError(
+            f"{problem} Is there dropout or noise in the denoiser, or a hook that changes its inputs between "
+            "sampling and training? Were its weights changed in between?"
         )
-        if exact:
-            raise ReplayError(
-                f"{problem} Is there dropout or noise in the denoiser, or a hook that changes its inputs between "
-                "sampling and training? Were its weights changed in between?"
-            )
-        warnings.warn(
-            f"{problem} Half precision rounds differently in batches of other sizes: set train_batch_size to "
-            "sample_batch_size, a wider train_clip_range, or mixed_precision='no'.",
-            stacklevel=4,
-        )
-    return nats
+    warnings.warn(
+        f"{problem} Half precision rounds differently in batches of other sizes: set train_batch_size to "
+        "sample_batch_size, a wider train_clip_range, or mixed_precision='no'.",
+        stacklevel=4,
+    )

@@ -3,8 +3,8 @@
 import copy
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from trimtab_common.accelerate_trackers import trackers_of
 from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
-from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
@@ -26,7 +25,6 @@ from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 
 from .config import DDPOConfig
-from .objective import Reference
 
 WITHOUT_EFFECT = (
     *("exp_name", "run_name", "log_with", "tracker_*", "project_kwargs", "logdir", "num_epochs", "save_freq"),
@@ -37,11 +35,13 @@ WITHOUT_EFFECT = (
 """Fields of DDPOConfig that change no result."""
 HELD = ("train_learning_rate", "train_adam_*", "init_kl_coef")
 """Fields of DDPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
+Reference = Callable[[], AbstractContextManager[nn.Module]]
+"""A context that gives the denoiser as it was before training."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def accelerator_of(config: DDPOConfig) -> WeighingAccelerator:
-    """The accelerator that the config asks for, whose processes watch each other. Collective.
+    """The accelerator that the config asks for. Collective.
 
     Without a GPU fp16 becomes float32, with a warning.
 
@@ -131,30 +131,6 @@ def return_float32(denoiser: nn.Module, accelerator: Accelerator) -> None:
     """
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
         denoiser.register_forward_hook(lambda module, inputs, outputs: convert_to_fp32(outputs))
-
-
-def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over what trains, with 8-bit moments if asked for."""
-    trainable = [weight for weight in denoiser.parameters() if weight.requires_grad]
-    kind: Any = partial(torch.optim.AdamW, fused=fused_if_possible(trainable))
-    if config.train_use_8bit_adam:
-        try:
-            from bitsandbytes.optim import AdamW8bit
-        except ImportError as error:
-            raise ImportError("train_use_8bit_adam needs the package bitsandbytes: pip install bitsandbytes") from error
-        kind = AdamW8bit
-    return kind(
-        trainable,
-        lr=config.train_learning_rate,
-        betas=(config.train_adam_beta1, config.train_adam_beta2),
-        weight_decay=config.train_adam_weight_decay,
-        eps=config.train_adam_epsilon,
-    )
-
-
-def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """A learning rate that rises from 1/steps of its value to all of it over the first `steps` updates."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, steps)))
 
 
 def reference_of(

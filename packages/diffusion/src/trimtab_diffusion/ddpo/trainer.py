@@ -1,40 +1,47 @@
 """DDPO: policy gradients for diffusion pipelines (Black et al. 2023, arXiv:2305.13301)."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from torch import Tensor
+from huggingface_hub import CommitInfo
+from torch import Tensor, nn
 
 from trimtab_common.formulas.kl import kl_controller
-from trimtab_common.formulas.surrogate import clipped_surrogate
-from trimtab_common.health import TrainingDivergedError
-from trimtab_common.overrides import is_replaced
+from trimtab_common.formulas.surrogate import clipped_ratio, surrogate_stats
 from trimtab_common.run import Stateful
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import Mean, gather_over_ranks, gather_stats, merge_stats
-from trimtab_common.tracking import progress
+from trimtab_common.sharding import divides_weights
+from trimtab_common.stats import gather_over_ranks, gather_stats, merge_stats
+from trimtab_common.tracking import Tracker, progress
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
+from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
+from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 
-from . import setup
+from . import setup, statistics
+from .algorithm import Learnt, Losses, Moved, advantages_of, learn
 from .config import DDPOConfig
-from .objective import Stats, advantages_of, policy_loss, regression_loss
-from .replay import Replay, draw_pairs
-from .sampling import PromptFunction, RewardFunction, Rewards, Samples, draw_prompts, sample_and_score
+from .hook import HookTracker
+from .hub import write_card
+from .loss import denoising_loss, score_function_loss
+from .optimizing import Updates, optimizer_of, warmup
+from .replay import noised_pairs, sampled_pairs, schedule_of
+from .sampling import Batches, PromptFunction, RewardFunction, Samples, checked_rewards, draw_prompts, score
 from .selfcheck import check_first
-from .services import HookTracker, PipelineServices
-from .statistics import vitals
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
 
 
-class DDPOTrainer(PipelineServices):
+class DDPOTrainer:
     """Samples images, scores them, and makes the denoising steps that led to the better ones more probable.
 
     Args:
@@ -60,21 +67,24 @@ class DDPOTrainer(PipelineServices):
         other_rewards: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         self.config = config = replace(config)
-        self.prompt_function, self.image_samples_callback = prompt_function, image_samples_hook
+        self.reward_fn, self.prompt_fn, self.image_samples_callback = (
+            reward_function,
+            prompt_function,
+            image_samples_hook,
+        )
         if not isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline = DDPOStableDiffusionPipeline(sd_pipeline)
         self.sd_pipeline = sd_pipeline
-        others = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)} if other_rewards is None else other_rewards
-        workers = config.max_workers if config.async_reward_computation else None
-        self.rewards = Rewards(reward_function, others, workers=workers, timeout=config.reward_timeout)
+        default = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)}
+        self.other_rewards = default if other_rewards is None else other_rewards
         self.accelerator = setup.accelerator_of(config)
         setup.place(config, sd_pipeline, self.accelerator)
         self.reference = setup.reference_of(config, sd_pipeline, self.accelerator)
-        optimizer = setup.optimizer_of(config, sd_pipeline.denoiser)
+        optimizer = optimizer_of(config, sd_pipeline.denoiser)
         self.model, self.optimizer = self.accelerator.prepare(sd_pipeline.denoiser, optimizer)
         setup.return_float32(sd_pipeline.denoiser, self.accelerator)
-        self.model.eval()  # dropout would make the policy that trains another than the one that sampled
-        self.lr_scheduler = setup.warmup(optimizer, config.train_warmup_steps)
+        self.model.eval()  # no dropout: the updated policy must be the one that sampled
+        self.lr_scheduler = warmup(optimizer, config.train_warmup_steps)
         target = config.target if config.adap_kl_ctrl else None
         self.kl_ctl = kl_controller(config.init_kl_coef, target=target, horizon=config.horizon)
         self.prompt_stats = setup.prompt_stats_of(config)
@@ -133,41 +143,64 @@ class DDPOTrainer(PipelineServices):
         samples = self.draw(epoch)
         advantages = self.advantages(samples.prompts, samples.rewards)
         sampled = time.perf_counter()
-        stats: list[Mapping[str, Mean | float]] = []
-        if global_step == 0:
-            stats.append(check_first(samples.trajectories, self.model, self.reference, self.config, self.accelerator))
+        path, device = samples.trajectories, self.accelerator.device
+        checks = check_first(path, self.model, self.reference, self.config, self.accelerator) if not global_step else {}
         if self.image_samples_callback is not None:
             self.image_samples_callback(samples.batches, global_step, HookTracker(self.tracker))
-        for inner_epoch in range(self.config.train_num_inner_epochs):
-            generator = self._generator(TRAIN, epoch * self.config.train_num_inner_epochs + inner_epoch)
-            rows = torch.randperm(len(advantages), generator=generator)
-            for start in range(0, len(rows), self.config.samples_per_update):
-                chosen = rows[start : start + self.config.samples_per_update]
-                stats += self._update(samples.trajectories, advantages, chosen, generator)
-        self.first_epoch = epoch + 1
-        stats.append({"time/sampling": sampled - started, "time/training": time.perf_counter() - sampled})
-        self._log(epoch, samples, advantages, stats)
+        is_regression, passes = self.config.is_regression, self.config.train_num_inner_epochs
+        learnt = learn(
+            advantages,
+            path.steps.is_random.nonzero().flatten(),
+            partial(noised_pairs if is_regression else sampled_pairs, path, device),
+            self._regression_loss if is_regression else self.calculate_loss,
+            Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, self.config, global_step),
+            generators=[self._generator(TRAIN, epoch * passes + i) for i in range(passes)],
+            config=self.config,
+        )
+        self.first_epoch, self.global_step = epoch + 1, global_step + len(learnt.norms)
+        times = {"time/sampling": sampled - started, "time/training": time.perf_counter() - sampled}
+        self._log(epoch, samples, advantages, learnt, checks | times)
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
 
     def draw(self, epoch: int) -> Samples:
         """Samples an epoch's images on this process, and scores them."""
-        config, generator = self.config, self._generator(SAMPLE, epoch, self.accelerator.device)
+        config = self.config
         seed = sampling_seed(config.seed, rank=self.accelerator.process_index, draw=2 * epoch)
-        drawn = draw_prompts(self.prompt_function, config.samples_per_epoch, group_size=config.group_size, seed=seed)
-        samples = sample_and_score(
-            self.sd_pipeline,
-            drawn,
-            self.rewards,
-            config=config,
-            generator=generator,
-            compute_rewards=self.compute_rewards if is_replaced(self, DDPOTrainer, "compute_rewards") else None,
-        )
+        drawn = draw_prompts(self.prompt_fn, config.samples_per_epoch, group_size=config.group_size, seed=seed)
+        generator = self._generator(SAMPLE, epoch, self.accelerator.device)
+        batches, limit = Batches(self.sd_pipeline, drawn, generator, config), config.reward_timeout
+        rewards, facts = self.compute_rewards(batches, is_async=config.async_reward_computation)
+        scored = [
+            [*batch, checked_rewards(each, batch[1], "compute_rewards")[0], fact]
+            for batch, each, fact in zip(batches, rewards, facts, strict=True)
+        ]
         self.queries += len(drawn) * self.accelerator.num_processes
-        return samples
+        return Samples(
+            Trajectories.joined(batches.trajectories),
+            [prompt for prompt, _ in drawn],
+            torch.cat([batch[3] for batch in scored]),
+            {name: torch.cat(score(each, scored, name, timeout=limit)[0]) for name, each in self.other_rewards.items()},
+            scored,
+        )
+
+    def compute_rewards(
+        self, prompt_image_pairs: Iterable[Sequence[Any]], is_async: bool = False
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Rewards [b] of each batch, and the reward function's metadata; called once per epoch, with all its batches.
+
+        Args:
+            prompt_image_pairs: batches [images, prompts, metadata], each of which is sampled when it is asked for.
+            is_async: whether `config.max_workers` threads score batches while others are sampled.
+        """
+        workers, limit = self.config.max_workers if is_async else None, self.config.reward_timeout
+        return score(self.reward_fn, prompt_image_pairs, "reward_function", timeout=limit, workers=workers)
 
     def advantages(self, prompts: list[str], rewards: Tensor) -> Tensor:
         """How much better than expected each of this process's samples is; for RWR its weight. Collective.
+
+        With `per_prompt_stat_tracking` the expectation is that of the prompt's earlier rewards (Black et al. 2023,
+        section 4.2).
 
         Args:
             prompts: B texts.
@@ -177,103 +210,15 @@ class DDPOTrainer(PipelineServices):
             [B], float32.
         """
         gathered = gather_over_ranks((prompts, rewards))
-        advantages = advantages_of(
-            [prompt for part, _ in gathered for prompt in part],
-            torch.cat([part for _, part in gathered]).double(),
-            config=self.config,
-            prompt_stats=self.prompt_stats,
-        )
+        texts = [prompt for part, _ in gathered for prompt in part]
+        scores, limit = torch.cat([part for _, part in gathered]).double(), self.config.train_adv_clip_max
+        if self.prompt_stats is not None and not self.config.is_regression:
+            advantages = self.prompt_stats.update(texts, scores)
+        else:
+            advantages = advantages_of(scores, torch.tensor([texts.index(text) for text in texts]), self.config)
+        if not self.config.is_regression:
+            advantages = advantages.clamp(-limit, limit)
         return advantages.split([len(part) for part, _ in gathered])[self.accelerator.process_index].float()
-
-    def _update(
-        self, trajectories: Trajectories, advantages: Tensor, rows: Tensor, generator: torch.Generator
-    ) -> list[Stats]:
-        """One optimizer step on the samples `rows`: their trained steps, in shuffled micro-batches of pairs."""
-        config = self.config
-        rows, steps = draw_pairs(trajectories.steps, rows, count=config.trained_steps, generator=generator)
-        chunks = torch.randperm(len(rows), generator=generator).split(config.train_batch_size)
-        parts = []
-        for i, chunk in enumerate(chunks, start=1):
-            with self.accelerator.part_of_step(self.model, is_last=i == len(chunks)):
-                loss, stats = self._loss(trajectories, advantages, rows[chunk], steps[chunk], generator)
-                self._require_finite(loss, "loss")
-                self.accelerator.backward(loss * len(chunk) / len(rows))
-            parts.append(stats)
-        return [*parts, self._take_step()]
-
-    def _take_step(self) -> Stats:
-        norm = torch.as_tensor(
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train_max_grad_norm)
-        )
-        if self.accelerator.scaler is None:  # which would skip the update by itself
-            self._require_finite(norm, "gradient's norm")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.lr_scheduler.step()
-        self.global_step += 1
-        return self.accelerator.norm_stats(norm)
-
-    def _require_finite(self, value: Tensor, name: str) -> None:
-        if not torch.isfinite(value):
-            self.optimizer.zero_grad()
-            raise TrainingDivergedError(
-                f"The {name} is {float(value)} at update {self.global_step}. No update was made. Lower "
-                f"train_learning_rate ({self.config.train_learning_rate}), or train in bf16 or float32."
-            )
-
-    # ------------------------------------------------------------------ losses
-
-    def _loss(
-        self, trajectories: Trajectories, advantages: Tensor, rows: Tensor, steps: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Stats]:
-        """The mean loss of pairs of samples `rows` [n] and steps `steps` [n], with its statistics."""
-        weights = advantages[rows].to(self.accelerator.device)
-        if self.config.is_regression:
-            return regression_loss(self.model, trajectories, rows, steps, weights, generator)
-        replay = Replay.of(trajectories, rows, steps, weights.device)
-        if not is_replaced(self, DDPOTrainer, "calculate_loss"):
-            return self._policy_loss(replay, weights)
-        loss, approx_kl, clipped = self.calculate_loss(
-            replay.latents, replay.timesteps, replay.next_latents, replay.logprobs, weights, replay.conditions
-        )
-        return loss, {"loss": Mean.of(loss), "approx_kl": Mean.of(approx_kl), "clipfrac": Mean.of(clipped)}
-
-    def _policy_loss(self, replay: Replay, advantages: Tensor) -> tuple[Tensor, Stats]:
-        return policy_loss(
-            self.model,
-            replay,
-            advantages,
-            config=self.config,
-            reference=self.reference,
-            kl_coef=self.kl_ctl.value,
-            loss=self.loss if is_replaced(self, DDPOTrainer, "loss") else None,
-        )
-
-    def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
-        """The clipped loss of B steps, a mean; `calculate_loss` calls a method that replaces this one.
-
-        Args:
-            advantages: [B].
-            clip_range: how far from 1 the ratio is clipped.
-            ratio: [B], of the steps' probability densities now and when they were sampled.
-        """
-        return clipped_surrogate(ratio.log(), advantages, clip_low=clip_range, clip_high=clip_range).mean()
-
-    def compute_rewards(
-        self, prompt_image_pairs: Sequence[Sequence[Any]], is_async: bool = False
-    ) -> tuple[list[Tensor], list[Any]]:
-        """Rewards [b] of each batch, and the reward function's metadata.
-
-        The trainer calls a method that replaces this one; its own rewards come while the next batch is sampled.
-
-        Args:
-            prompt_image_pairs: batches [images, prompts, metadata].
-            is_async: whether the batches are scored side by side, by `config.max_workers` threads.
-        """
-        workers = self.config.max_workers if is_async else None
-        rewards = Rewards(self.rewards.function, {}, workers=workers, timeout=None)  # the caller has a limit
-        scored = [wait() for wait in [rewards.start(*batch[:3]) for batch in prompt_image_pairs]]
-        return [each.rewards for each in scored], [each.metadata for each in scored]
 
     def calculate_loss(
         self,
@@ -283,10 +228,11 @@ class DDPOTrainer(PipelineServices):
         log_probs: Tensor,
         advantages: Tensor,
         embeds: Tensor | Mapping[str, Any],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """DDPO's loss of B steps, of the schedule that the pipeline's last call set.
+    ) -> tuple[Tensor, ...]:
+        """DDPO's loss of B steps (Black et al. 2023, Eqs. 6 and 7), with the KL penalty.
 
-        Before the first call the schedule has the config's `sample_num_steps`.
+        The steps are those of the schedule of the pipeline's last call. Before the first call it has the config's
+        `sample_num_steps`.
 
         Args:
             latents: [B, ...], before the step.
@@ -303,39 +249,152 @@ class DDPOTrainer(PipelineServices):
         Raises:
             ValueError: a timestep is not one of the schedule.
         """
-        replay = Replay.by_scheduler(
-            self.sd_pipeline, self.config, latents, timesteps, next_latents, logprobs=log_probs, embeds=embeds
-        )
-        loss, stats = self._policy_loss(replay, advantages)
+        schedule, conditions = schedule_of(self.sd_pipeline, self.config, embeds, len(latents))
+        index, clip = schedule.steps.index_of(timesteps), self.config.clip_range(latents[0].numel())
+        mean, std = schedule.gaussian(self.model, latents, index, conditions)
+        logprobs = gaussian_logprob(next_latents, mean, std)
+        log_ratio = logprobs - log_probs
+        if self.config.estimator == "sf":
+            loss = surrogate = score_function_loss(logprobs, advantages).mean()
+        else:
+            loss = surrogate = self.loss(advantages, clip, log_ratio.exp())
+        kl = None
+        if self.reference is not None:
+            with torch.no_grad(), self.reference() as frozen:
+                ref_mean, _ = schedule.gaussian(frozen, latents, index, conditions)
+            kl = gaussian_kl(mean, ref_mean, std)
+            loss = loss + self.kl_ctl.value * kl.mean()
+        moved = surrogate_stats(log_ratio, advantages, torch.ones_like(log_ratio), clip_low=clip, clip_high=clip)
         # Tensors on the device: a number would make every micro-batch wait for it.
         approx_kl, clipped = (
-            torch.as_tensor(stats[key].total / stats[key].weight) for key in ("approx_kl", "clipfrac")
+            torch.as_tensor(moved[name].total / moved[name].weight) for name in ("approxkl", "clipfrac")
         )
-        return loss, approx_kl, clipped
+        raw = Moved(surrogate.detach(), log_ratio.detach(), None if kl is None else kl.detach())
+        return Losses(loss, approx_kl, clipped, moved=raw)
+
+    def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
+        """The clipped loss of B steps, a mean; `calculate_loss` calls it for `estimator="is"`.
+
+        Args:
+            advantages: [B].
+            clip_range: how far from 1 the ratio is clipped.
+            ratio: [B], of the steps' probability densities now and when they were sampled.
+        """
+        return clipped_ratio(ratio, advantages, clip_low=clip_range, clip_high=clip_range).mean()
+
+    def _regression_loss(
+        self, noised: Tensor, timesteps: Tensor, targets: Tensor, log_probs: Tensor, weights: Tensor, embeds: Any
+    ) -> tuple[Tensor]:
+        """The loss of reward-weighted regression (Black et al. 2023, section 4.1); arguments of `noised_pairs`."""
+        schedule, conditions = schedule_of(self.sd_pipeline, self.config, embeds, len(noised))
+        prediction = schedule.ask(self.model, noised, schedule.steps.index_of(timesteps), conditions)
+        return (denoising_loss(prediction, targets, weights).mean(),)
 
     def _generator(self, use: int, number: int, device: torch.device | str = "cpu") -> torch.Generator:
         """Random numbers that depend on the seed, the process, their use and its number, and not on earlier draws."""
         seed = sampling_seed(self.config.seed, rank=self.accelerator.process_index, draw=2 * number + use)
         return torch.Generator(device).manual_seed(seed)
 
-    # -------------------------------------------------------------- statistics
-
-    def _log(self, epoch: int, samples: Samples, advantages: Tensor, stats: list[Mapping[str, Mean | float]]) -> None:
+    def _log(self, epoch: int, samples: Samples, advantages: Tensor, learnt: Learnt, more: Mapping[str, float]) -> None:
         """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""
-        summary = samples.stats() | {
+        path = samples.trajectories
+        random_steps = int(path.steps.is_random.sum())
+        summary = {
             "epoch": float(epoch),
-            "advantages/zero": Mean.of((advantages == 0).float()),
             "queries": float(self.queries),
             "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
-            "clip_range": (clip_range := self.config.clip_range(samples.trajectories.dimensions)),
-            "clip_range_nats": clip_range * samples.trajectories.dimensions,
+            **more,
+            **statistics.of_samples(samples, advantages, self.config),
+            **statistics.of_updates(learnt, dimensions=path.dimensions, random_steps=random_steps),
         }
-        gathered = gather_stats(merge_stats([*stats, summary]))
+        gathered = gather_stats(merge_stats([summary, *map(self.accelerator.norm_stats, learnt.norms)]))
         if "objective/kl" in gathered:
             gathered["objective/kl_coef"] = self.kl_ctl.value
         self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
-        health = self.run.check_health(vitals(self.last_stats, self.config), self.last_stats, when=f"epoch {epoch}")
+        judged = statistics.vitals(self.last_stats, self.config)
+        health = self.run.check_health(judged, self.last_stats, when=f"epoch {epoch}")
         if "objective/kl" in gathered:
             self.kl_ctl.update(gathered["objective/kl"], len(samples.rewards) * self.accelerator.num_processes)
         self.tracker.log({**gathered, **health}, self.global_step)
         self.tracker.images("pictures", *samples.captioned(16), self.global_step)
+
+    # ------------------------------------------------------------------- files
+
+    @property
+    def tracker(self) -> Tracker:
+        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
+        return self.run.tracker
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the tracker's run; None until it starts."""
+        return self.run.tracker_id
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where checkpoints go."""
+        return Path(self.config.project_kwargs.get("project_dir") or self.config.logdir) / "checkpoints"
+
+    def save_checkpoint(self) -> Path:
+        """Writes everything that the next epoch depends on, atomically, as checkpoint-<epochs>. Collective."""
+        keep = self.config.project_kwargs.get("total_limit") or self.config.num_checkpoint_limit
+        return self.run.save(self.checkpoint_folder, self.first_epoch, keep=keep)
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Writes the adapters, for `load_lora_weights`, or the pipeline, for `from_pretrained`; with a model card.
+
+        Collective where the processes share the weights (FSDP, DeepSpeed): call it on each of them.
+        """
+        self._write(save_directory, self._full_weights())
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
+        """Uploads what `save_pretrained` writes; kwargs as of huggingface_hub.upload_folder, and `private`.
+
+        Collective likewise.
+        """
+        weights = self._full_weights()
+        return self.run.push(lambda folder: self._write(folder, weights, repo_id), repo_id, **kwargs)
+
+    def create_model_card(
+        self, path: str, model_name: str | None = "TRL DDPO Model", *, repo_id: str | None = None
+    ) -> None:
+        """Writes a model card (README.md) into the folder `path`.
+
+        Args:
+            path: created where it does not exist.
+            model_name: the card's title.
+            repo_id: what the model is loaded by; by default the folder's name.
+        """
+        kind, name = type(self).__name__, model_name or "Model"
+        write_card(path, self.sd_pipeline, self.config, name=name, trainer=kind, repo_id=repo_id)
+
+    def _full_weights(self) -> dict[str, Tensor] | None:
+        """The denoiser's weights, gathered on the main process; None where each process has them. Collective."""
+        return self.accelerator.get_state_dict(self.model) if divides_weights(self.accelerator) else None
+
+    def _write(self, folder: str | Path, weights: dict[str, Tensor] | None, repo_id: str | None = None) -> None:
+        if self.accelerator.is_main_process:
+            self.sd_pipeline.save_pretrained(folder, **({} if weights is None else {"weights": weights}))
+            self.create_model_card(str(folder), repo_id=repo_id)
+
+    # ------------------------------------------------- what scripts of 2024 read
+
+    @property
+    def stat_tracker(self) -> PerPromptStatTracker | None:
+        """The statistics per prompt, if there are any."""
+        return self.prompt_stats
+
+    @property
+    def num_train_timesteps(self) -> int:
+        """Steps of a sample that are trained on."""
+        return self.config.trained_steps
+
+    @property
+    def trainable_layers(self) -> list[nn.Parameter]:
+        """The weights that train."""
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    @property
+    def autocast(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context for forward passes in the run's precision."""
+        return self.accelerator.autocast

@@ -1,0 +1,103 @@
+"""The optimizer, and the steps that it takes in an epoch, on whatever engine the accelerator runs."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab_common.accelerators import WeighingAccelerator
+from trimtab_common.health import TrainingDivergedError
+from trimtab_common.optimizers import fused_if_possible
+
+from .config import DDPOConfig
+
+
+def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over what trains, with 8-bit moments if asked for."""
+    trainable = [weight for weight in denoiser.parameters() if weight.requires_grad]
+    kind: Any = partial(torch.optim.AdamW, fused=fused_if_possible(trainable))
+    if config.train_use_8bit_adam:
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError as error:
+            raise ImportError("train_use_8bit_adam needs the package bitsandbytes: pip install bitsandbytes") from error
+        kind = AdamW8bit
+    return kind(
+        trainable,
+        lr=config.train_learning_rate,
+        betas=(config.train_adam_beta1, config.train_adam_beta2),
+        weight_decay=config.train_adam_weight_decay,
+        eps=config.train_adam_epsilon,
+    )
+
+
+def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """A learning rate that rises from 1/steps of its value to all of it over the first `steps` updates."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, steps)))
+
+
+class Updates:
+    """Takes optimizer steps of several parts each; see `algorithm.Optimizer`.
+
+    Args:
+        accelerator: weighs the parts and exchanges their gradients.
+        model: as it was prepared.
+        optimizer: of its weights.
+        lr_scheduler: moves with each step.
+        config: the largest norm of a gradient.
+        done: optimizer steps before these.
+    """
+
+    def __init__(
+        self,
+        accelerator: WeighingAccelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler,
+        config: DDPOConfig,
+        done: int,
+    ) -> None:
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.lr_scheduler, self.config, self.done = lr_scheduler, config, done
+
+    def parts(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yields the chunks that make a step; gradients are exchanged with the last."""
+        for number, chunk in enumerate(chunks, start=1):
+            with self.accelerator.part_of_step(self.model, is_last=number == len(chunks)):
+                yield chunk
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Adds the gradient of a part's loss, which is `share` of the step's.
+
+        Raises:
+            TrainingDivergedError: the loss is not finite.
+        """
+        self._require_finite(loss, "loss")
+        self.accelerator.backward(loss * share)
+
+    def step(self) -> Tensor:
+        """Clips the gradient and changes the weights; returns the norm before.
+
+        Raises:
+            TrainingDivergedError: the norm is not finite, and no loss scale is there to skip the update.
+        """
+        norm = torch.as_tensor(
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train_max_grad_norm)
+        )
+        if self.accelerator.scaler is None:
+            self._require_finite(norm, "gradient's norm")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.lr_scheduler.step()
+        self.done += 1
+        return norm
+
+    def _require_finite(self, value: Tensor, name: str) -> None:
+        if not torch.isfinite(value):
+            self.optimizer.zero_grad()
+            raise TrainingDivergedError(
+                f"The {name} is {float(value)} at update {self.done}. No update was made. Lower "
+                f"train_learning_rate ({self.config.train_learning_rate}), or train in bf16 or float32."
+            )
