@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -504,7 +505,10 @@ def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, mon
 
 
 def trials() -> list[dict[str, Any]]:
-    found = trials_of(read_study(Path("sweep"))) if Path("sweep", JOURNAL).exists() else []
+    found = []
+    if Path("sweep", JOURNAL).exists():
+        with suppress(KeyError):  # the study is not in the file yet
+            found = trials_of(read_study(Path("sweep")))
     return [{**trial.user_attrs, "status": status_of(trial), "metric": trial.value} for trial in found]
 
 
