@@ -24,7 +24,6 @@ from experiments.runs import Run, read_history
 from experiments.stiennon_2020_summarize import comparisons, stages, train
 from experiments.stiennon_2020_summarize import judgements as judgements_stage
 from experiments.stiennon_2020_summarize.report import read
-from trimtab_lm.ppo.samples import Samples
 
 SIZES = {
     "words": 12,
@@ -227,9 +226,11 @@ def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_hum
             if not seen:
                 seen["text"] = "the film was good"
                 ids = torch.tensor([*self.tokenizer(seen["text"])["input_ids"], self.tokenizer.eos_token_id])
-                samples = Samples([ids], [ids[:1]])  # values stand where a next token is predicted
+                rows = [ids], [ids[:1]]  # values stand where a next token is predicted
                 with torch.no_grad():
-                    seen["value"] = self.scorer.policy(samples, temperature=1.0).values
+                    _, _, seen["value"], _ = self.batched_forward_pass(
+                        self.model, *rows, self.prepare_model_inputs(*rows)
+                    )
             return super().step(queries, responses, scores)
 
     monkeypatch.setattr(stages, "PPOTrainer", Spied)

@@ -158,3 +158,16 @@ def logprobs_of(model: Any, query: torch.Tensor, response: torch.Tensor, tempera
 def taken_of(model: Any, query: torch.Tensor, response: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """[R], the log-probabilities of the response's own tokens."""
     return logprobs_of(model, query, response, temperature).gather(1, response[:, None])[:, 0]
+
+
+def places_of(
+    inputs: dict[str, torch.Tensor], queries: list[torch.Tensor], responses: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """`source` and `targets` of the responses in padded model inputs, as `lay_out` has them."""
+    is_decoder = "decoder_input_ids" in inputs
+    is_read = inputs["decoder_attention_mask" if is_decoder else "attention_mask"]
+    source = []
+    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        start = 0 if is_decoder else len(query) - 1
+        source.append(i * is_read.shape[1] + is_read[i].nonzero()[start : start + len(response), 0])
+    return {"source": torch.cat(source), "targets": torch.cat(responses)}

@@ -8,7 +8,6 @@ from tests.lm.environments.conversations import Echo, Script, rollout, sampler, 
 from tests.lm.environments.test_grpo import TURNS, Lottery, Partner
 
 from trimtab_lm import PPOTrainer
-from trimtab_lm.ppo.samples import Samples
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning", "ignore:step .* health/", "ignore:Before"
@@ -83,12 +82,17 @@ def test_a_reward_at_the_last_token_is_a_score():
     assert stats["ppo/mean_scores"] == pytest.approx(again["ppo/mean_scores"])
 
 
-def test_rewards_go_with_their_rows_and_lose_the_place_of_a_start_token():
+def test_rewards_lose_the_place_of_a_start_token():
+    class Seeing(PPOTrainer):
+        def compute_advantages(self, values, rewards, mask):
+            self.seen = rewards
+            return super().compute_advantages(values, rewards, mask)
+
+    trainer = tiny.ppo(tiny.with_value_head(tiny.t5()), Seeing, batch_size=2, mini_batch_size=1)
     rewards = [torch.tensor([0.0, 1, 2]), torch.tensor([0.0, 3])]
-    samples = Samples([tensor_of("x")] * 2, [torch.tensor([0, 5, 6]), torch.tensor([0, 7])], response_rewards=rewards)
-    assert samples.rewards.tolist() == [[0, 1, 2], [0, 3, 0]]
-    assert samples.rows(torch.tensor([1])).rewards.tolist() == [[0, 3]]
-    assert samples.without_start(0).rewards.tolist() == [[1, 2], [3, 0]]
+    responses = [torch.tensor([0, 5, 6]), torch.tensor([0, 7])]
+    trainer.step([tensor_of("x")] * 2, responses, [0.0] * 2, response_rewards=rewards)
+    torch.testing.assert_close(trainer.seen, torch.tensor([[1.0, 2], [3, 0]]))
 
 
 @pytest.mark.parametrize(

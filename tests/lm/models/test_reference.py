@@ -24,8 +24,7 @@ from trimtab_lm.dpo.setup import make_reference
 from trimtab_lm.models.adapters import adapters_off
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead
-from trimtab_lm.ppo.policy import ActorCritic, Scorer
-from trimtab_lm.ppo.samples import Padding
+from trimtab_lm.ppo.policy import ActorCritic, ReferencePolicy
 from trimtab_lm.tokens import forward
 from trimtab_lm.tokens.logprobs import LanguageHead
 
@@ -361,7 +360,7 @@ def test_a_reference_is_first_run_where_all_its_layers_lie(trainer: str, monkeyp
         device=torch.device("meta"), is_fsdp2=False, distributed_type="NO", unwrap_model=lambda model: model
     )
     if trainer == "ppo":
-        Scorer(bare, Reference.of(policy, reference), reference, accelerator, Padding(0, None))
+        ReferencePolicy.of(bare, Reference.of(policy, reference), reference, accelerator)
     else:
         make_reference(policy, reference, DPOConfig(report_to="none", use_cpu=True), accelerator)
     assert devices == [{"meta"}]

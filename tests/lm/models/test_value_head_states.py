@@ -1,7 +1,5 @@
 """The value head reads the decoder's last hidden state, whatever the model does between that state and its logits."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -24,7 +22,7 @@ from transformers import (
 )
 
 from trimtab_lm.ppo.policy import ActorCritic
-from trimtab_lm.ppo.samples import Padding, Samples, padded_inputs
+from trimtab_lm.ppo.score import Padding, padded_inputs, score
 from trimtab_lm.tokens.heads import lm_head_of
 
 QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]
@@ -74,16 +72,18 @@ def module_of(config) -> ActorCritic:
 
 
 def batch_of(module: ActorCritic):
-    """The samples, what the module reads of them, and the same padded for a plain forward pass, with its places."""
+    """What the module reads of the samples, and the same padded for a plain forward pass, with its places."""
     start = 0 if module.head.is_encoder_decoder else None
     return batch_from(module, start)
 
 
 def batch_from(module: ActorCritic, start: int | None):
-    samples = Samples(QUERIES, RESPONSES)
-    inputs = padded_inputs(QUERIES, RESPONSES, Padding(0, start))
-    padded = replace(samples, model_inputs=inputs).tokens(module.layouts, Padding(0, start))
-    return module.tokens(samples, Padding(0, start)), inputs, padded["source"], padded["targets"]
+    inputs, read = padded_inputs(QUERIES, RESPONSES, Padding(0, start)), []
+    hook = module.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs), with_kwargs=True)
+    score(module, module, QUERIES, RESPONSES, inputs, padding=Padding(0, start), device=torch.device("cpu"))
+    hook.remove()
+    places = tiny.places_of(inputs, QUERIES, RESPONSES)
+    return read[0], inputs, places["source"], places["targets"]
 
 
 def at(states: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,9 @@ def test_an_adapter_of_a_sequence_classifier_goes_on_as_critic_with_its_trained_
     config = LoraConfig(target_modules=["c_attn"], task_type="SEQ_CLS", init_lora_weights=False, fan_in_fan_out=True)
     classifier = get_peft_model(tiny.scorer(), config).eval()
     module = ActorCritic(tiny.policy().eval(), classifier)
-    values = module(**module.tokens(Samples(QUERIES[:1], RESPONSES[:1]), Padding(0))).values
+    rows, padding = (QUERIES[:1], RESPONSES[:1]), Padding(0)
+    inputs, device = padded_inputs(*rows, padding), torch.device("cpu")
+    values = score(module, module, *rows, inputs, padding=padding, device=device).values[0]
     last_read = torch.cat([QUERIES[0], RESPONSES[0]])[None, :-1]
     torch.testing.assert_close(values[-1], classifier(last_read).logits[0, 0])
     values.sum().backward()

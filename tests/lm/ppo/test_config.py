@@ -11,7 +11,9 @@ from tests.lm import tiny
 from transformers import HfArgumentParser
 
 from trimtab_lm import PPOConfig, PPOTrainer
-from trimtab_lm.ppo import trainer as trainer_module
+from trimtab_lm.ppo import loop as loop_module
+from trimtab_lm.ppo.returns import shaped
+from trimtab_lm.ppo.statistics import ended
 
 # A policy against another model as its reference: KL is not 0 from the start.
 pytestmark = pytest.mark.filterwarnings("ignore:step 1. health/other_reference")
@@ -467,14 +469,17 @@ def direct_minibatch(trainer, logratio):
 
 @pytest.mark.parametrize("logratio", [-2.0, 2.0])
 def test_early_stopping_sees_moves_in_both_directions(logratio):
-    """The signed KL of log-ratio +2 is -2 nats, far below any target."""
-    trainer = tiny.ppo(early_stopping=True, target_kl=1.3)  # 2^2 / 2 = 2 nats are above 1.5 x 1.3
-    before = tiny.weights(trainer.model)
-    assert direct_minibatch(trainer, logratio)["policy/early_stopped"].value == 1
-    assert tiny.moved(before, trainer.model) == {}
-    trainer = tiny.ppo(early_stopping=True, target_kl=1.4)  # and below 1.5 x 1.4
-    assert direct_minibatch(trainer, logratio)["policy/early_stopped"].value == 0
-    assert "v_head.summary.bias" in tiny.moved(before, trainer.model)
+    class Moved(PPOTrainer):
+        def batched_forward_pass(self, *args, **kwargs):
+            logprobs, logits, values, mask = super().batched_forward_pass(*args, **kwargs)
+            return logprobs + logratio * torch.is_grad_enabled(), logits, values, mask
+
+    # The signed KL of log-ratio +2 is -2 nats, far below any target.
+    for target, is_stopped in ((1.3, True), (1.4, False)):  # 2^2 / 2 = 2 nats are above 1.5 x 1.3 and below 1.5 x 1.4
+        trainer = tiny.ppo(kind=Moved, early_stopping=True, target_kl=target)
+        before = tiny.weights(trainer.model)
+        assert trainer.step(*tiny.batch())["ppo/policy/early_stopped"] == is_stopped
+        assert ("v_head.summary.bias" in tiny.moved(before, trainer.model)) != is_stopped
 
 
 def test_a_ratio_above_the_threshold_leaves_the_weights_alone_momentum_included():
@@ -492,7 +497,7 @@ def test_a_ratio_above_the_threshold_leaves_the_weights_alone_momentum_included(
 @pytest.mark.parametrize("flag", [False, True])
 def test_optimize_device_cache_gives_memory_back_once_a_step(flag, monkeypatch):
     calls = []
-    monkeypatch.setattr(trainer_module, "clear_device_cache", lambda: calls.append(1))
+    monkeypatch.setattr(loop_module, "clear_device_cache", lambda: calls.append(1))
     trainer = tiny.ppo(optimize_device_cache=flag)
     for _ in range(2):
         trainer.step(*tiny.batch())
@@ -551,8 +556,8 @@ def test_missing_eos_penalty_takes_the_end_token_that_generate_was_given():
     token = int(tiny.rows(1, 1, 1)[0][0])
     trainer.generate(queries, do_sample=True, max_new_tokens=2, eos_token_id=token)
     responses = [torch.tensor([5, token]) for _ in range(4)]
-    shaped = trainer._shaped(torch.stack(scores), responses)
-    torch.testing.assert_close(shaped, torch.stack(scores))
+    is_ended, given = ended(responses, trainer.generation.sampler.ends(trainer.model)), torch.stack(scores)
+    torch.testing.assert_close(shaped(given, is_ended, trainer.config, trainer.running), given)
 
 
 def test_missing_eos_penalty_is_subtracted_where_no_end_token_stands_last():

@@ -187,7 +187,7 @@ def test_an_overflow_of_fp16_skips_the_update_and_lowers_the_scale(monkeypatch: 
     """A loss scale begins too large for most models. Peers go on, too."""
     trainer = tiny.ppo(max_grad_norm=1.0)
     scaler = with_loss_scale(trainer, 1024.0, monkeypatch)
-    trainer.update.optimizer = trainer.optimizer
+    trainer.optimizer_step.optimizer = trainer.optimizer
     overflow = next(trainer.model.parameters()).register_hook(lambda gradient: gradient + torch.inf)
     before = tiny.weights(trainer.model)
     stats = trainer.step(*tiny.batch())

@@ -1,6 +1,5 @@
 """Queries and responses without padding: the numbers are those of padded rows, and a repeated query is read once."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +7,8 @@ import torch
 from tests.lm import tiny
 
 from trimtab_lm import PPOTrainer
-from trimtab_lm.ppo import passes
-from trimtab_lm.ppo import samples as samples_module
-from trimtab_lm.ppo.policy import PolicyOutputs
-from trimtab_lm.ppo.samples import Layouts, Samples
+from trimtab_lm.ppo.policy import exact_kl_of
+from trimtab_lm.ppo.score import Layouts, Scores, score
 
 DOUBLE = torch.float64
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -20,11 +17,12 @@ RESPONSES = tiny.rows(5, 1, 7, seed=1)
 MASKS = [(torch.arange(len(row)) % 3 != 1).long() for row in RESPONSES]
 REPEATED = [QUERIES[i] for i in (3, 0, 3, 1, 0)]
 SAMPLES = {
-    "plain": Samples(QUERIES, RESPONSES),
-    "masked": Samples(QUERIES, RESPONSES, MASKS),
-    "equal queries": Samples(REPEATED, RESPONSES),
-    "equal queries, masked": Samples(REPEATED, RESPONSES, MASKS),
+    "plain": (QUERIES, RESPONSES, None),
+    "masked": (QUERIES, RESPONSES, MASKS),
+    "equal queries": (REPEATED, RESPONSES, None),
+    "equal queries, masked": (REPEATED, RESPONSES, MASKS),
 }
+Rows = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]
 TRAINERS = {
     "gpt2": lambda: tiny.ppo(tiny.policy(dtype=DOUBLE)),
     "llama": lambda: tiny.ppo(tiny.with_value_head(tiny.exact(tiny.llama()))),
@@ -34,44 +32,76 @@ TRAINERS = {
 }
 
 
-def padded(trainer: Any, samples: Samples) -> Samples:
-    return replace(samples, model_inputs=trainer.prepare_model_inputs(samples.queries, samples.responses))
+def scored(trainer: PPOTrainer, rows: Rows, model: Any = None, **options: Any) -> Scores:
+    """The scores of the policy, or of another model, at temperature 0.7."""
+    queries, responses, masks = rows
+    inputs = trainer.prepare_model_inputs(queries, responses)
+    where = {"padding": trainer.padding, "device": torch.device("cpu")}
+    model = trainer.bare if model is None else model
+    return score(model, model, queries, responses, inputs, masks, temperature=0.7, **where, **options)
 
 
-def assert_equal(one: PolicyOutputs, other: PolicyOutputs) -> None:
-    for name, column, expected in zip(one._fields, one, other, strict=True):
-        if expected is not None:
-            torch.testing.assert_close(column, expected, **CLOSE, msg=name)
+def padded(trainer: PPOTrainer, rows: Rows, model: Any = None) -> Scores:
+    """The same by the model's own forward pass over padded rows."""
+    queries, responses, masks = rows
+    inputs = trainer.prepare_model_inputs(queries, responses)
+    logits, _, values = (trainer.bare if model is None else model)(**inputs)
+    width = max(map(len, responses))
+    columns = [logits.new_zeros(len(queries), width) for _ in range(3)]
+    mask, all_logits = torch.zeros(len(queries), width, dtype=torch.long), logits.new_zeros(5, width, logits.shape[-1])
+    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        start = 0 if trainer.is_encoder_decoder else len(query) - 1
+        counts = torch.ones_like(response) if masks is None else masks[i]
+        at = logits[i, start : start + len(response)]
+        log_p = (at / 0.7).log_softmax(-1)
+        rows_of = (log_p.gather(1, response[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
+        for column, row in zip(columns, (*rows_of, values[i, start : start + len(response)]), strict=True):
+            column[i, : len(response)] = row * counts
+        mask[i, : len(response)] = counts
+        all_logits[i, : len(response)] = at * counts[:, None]
+    scores = Scores(columns[0], all_logits, columns[2], mask)
+    scores.entropy = columns[1]
+    return scores
 
 
-@pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES)
+@pytest.mark.parametrize("rows", SAMPLES.values(), ids=SAMPLES)
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_scores_and_gradients_are_those_of_padded_rows(kind, samples):
+def test_scores_and_gradients_are_those_of_padded_rows(kind, rows):
     trainer = TRAINERS[kind]()
     trainer.actor_critic.eval()
 
-    def outputs(one: Samples) -> tuple[PolicyOutputs, list[torch.Tensor]]:
-        policy = trainer.scorer.policy(one, temperature=0.7, return_logits=True)
+    def gradients(policy: Scores) -> list[torch.Tensor]:
         trainer.actor_critic.zero_grad()
+        assert policy.entropy is not None
+        assert policy.values is not None
         (policy.logprobs.sum() + policy.entropy.square().sum() + policy.values.square().sum()).backward()
-        return policy, [p.grad.clone() for p in trainer.model_params if p.grad is not None]
+        return [p.grad.clone() for p in trainer.model_params if p.grad is not None]
 
-    (numbers, gradients), (expected, expected_gradients) = outputs(samples), outputs(padded(trainer, samples))
-    assert_equal(numbers, expected)
-    largest = max(float(gradient.abs().max()) for gradient in expected_gradients)
-    for gradient, other in zip(gradients, expected_gradients, strict=True):
+    ours, plain = scored(trainer, rows, return_logits=True), padded(trainer, rows)
+    for column, expected in zip((*ours, ours.entropy), (*plain, plain.entropy), strict=True):
+        torch.testing.assert_close(column, expected, **CLOSE)
+    of_plain = gradients(plain)
+    largest = max(float(gradient.abs().max()) for gradient in of_plain)
+    for gradient, other in zip(gradients(ours), of_plain, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-10 * largest)
-    assert_equal(*(trainer.scorer.ref(one, temperature=0.7) for one in (samples, padded(trainer, samples))))
-    kl, expected_kl = (exact_kl(trainer, one) for one in (samples, padded(trainer, samples)))
-    torch.testing.assert_close(kl, expected_kl, **CLOSE)
+    with torch.no_grad():
+        reference = trainer.reference_policy
+        ref, plain_ref = scored(trainer, rows, reference), padded(trainer, rows, reference)
+        torch.testing.assert_close(ref.logprobs, plain_ref.logprobs, **CLOSE)
+        assert ref.values is None
+        both = [scored(trainer, rows, model, return_head_inputs=True) for model in (trainer.bare, reference)]
+        kl = exact_kl_of(trainer.bare, reference, *both, temperature=0.7)
+        log_p, log_q = ((one.logits / 0.7).log_softmax(-1) for one in (plain, plain_ref))
+        torch.testing.assert_close(kl, (log_p.exp() * (log_p - log_q)).sum(-1), **CLOSE)
 
 
-def exact_kl(trainer: PPOTrainer, samples: Samples) -> torch.Tensor:
-    policy = trainer.scorer.policy(samples, temperature=0.7, return_head_inputs=True)
-    ref = trainer.scorer.ref(samples, temperature=0.7, return_head_inputs=True)
-    assert policy.head_inputs is not None
-    assert ref.head_inputs is not None
-    return trainer.scorer.exact_kl(samples, policy.head_inputs, ref.head_inputs, temperature=0.7)
+def tokens_read(trainer: PPOTrainer, rows: Rows) -> dict[str, torch.Tensor]:
+    """What the policy reads of the rows."""
+    read: list[Any] = []
+    hook = trainer.bare.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs), with_kwargs=True)
+    scored(trainer, rows)
+    hook.remove()
+    return read[0]["tokens"]
 
 
 def test_rows_of_unlike_lengths_share_rows():
@@ -79,34 +109,17 @@ def test_rows_of_unlike_lengths_share_rows():
     queries = [torch.tensor([token]) for token in (5, 6, 7, 8)]
     responses = [torch.arange(6, 6 + length) for length in (3, 1, 1, 1)]
     trainer = TRAINERS["llama"]()
-    for layouts, positions in ((trainer.scorer.bare.layouts, 10), (Layouts("packed", "tree"), 12)):
-        tokens = Samples(queries, responses).tokens(layouts, trainer.scorer.padding)
-        assert tokens["input_ids"].numel() == positions
+    for layouts, positions in ((trainer.bare.layouts, 10), (Layouts("packed", "tree"), 12)):
+        trainer.bare.layouts = layouts
+        assert tokens_read(trainer, (queries, responses, None))["input_ids"].numel() == positions
 
 
 def test_equal_queries_are_read_once():
-    trainer = TRAINERS["gpt2"]()
-    (tokens,) = trainer.scorer.bare.tokens(SAMPLES["equal queries"], trainer.scorer.padding).values()
+    tokens = tokens_read(TRAINERS["gpt2"](), SAMPLES["equal queries"])
     read = tokens["document"] >= 0
     assert int(read.sum()) == sum(map(len, [QUERIES[i] for i in (0, 1, 3)])) + sum(map(len, RESPONSES))
-    trainer = TRAINERS["t5"]()
-    (tokens,) = trainer.scorer.bare.tokens(SAMPLES["equal queries"], trainer.scorer.padding).values()
+    tokens = tokens_read(TRAINERS["t5"](), SAMPLES["equal queries"])
     assert len(tokens["input_ids"]) == 3
-
-
-def test_a_step_builds_no_padded_inputs_unless_a_subclass_reads_them(monkeypatch):
-    calls: list[str] = []
-    padded_of = samples_module.padded_inputs
-    monkeypatch.setattr(passes, "padded_inputs", lambda *args, **kw: calls.append("") or padded_of(*args, **kw))
-    tiny.ppo(mini_batch_size=2).step(*tiny.batch())
-    assert calls == []
-
-    class Delegating(PPOTrainer):
-        def batched_forward_pass(self, *args, **kwargs):
-            return super().batched_forward_pass(*args, **kwargs)
-
-    tiny.ppo(kind=Delegating, mini_batch_size=2).step(*tiny.batch())
-    assert len(calls) == 1
 
 
 def test_inputs_that_a_subclass_prepares_are_what_the_model_reads():
@@ -134,13 +147,11 @@ def test_inputs_that_a_subclass_prepares_are_what_the_model_reads():
 def test_the_exact_kl_takes_no_forward_pass_of_its_own():
     trainer = tiny.ppo(kl_penalty="full", batch_size=4, mini_batch_size=2, ppo_epochs=1)
     runs = {"policy": 0, "reference": 0}
-    for name, actor in (("policy", trainer.scorer.bare), ("reference", trainer.scorer.ref_actor)):
+    for name, actor in (("policy", trainer.bare), ("reference", trainer.reference_policy.actor)):
 
         def count(*_: Any, name: str = name) -> None:
             runs[name] += 1
 
         actor.pretrained_model.base_model.register_forward_hook(count)
-    trainer.step(*tiny.batch())  # once, because the first step checks the ratios by passes of its own
-    runs |= dict.fromkeys(runs, 0)
     trainer.step(*tiny.batch())
     assert runs == {"policy": 2 + 2, "reference": 2}  # scored and trained, in two minibatches

@@ -20,7 +20,6 @@ from tests.lm.sharded.run_trainers import local_size
 from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 
 from trimtab_lm import PPOTrainer
-from trimtab_lm.ppo.samples import Samples
 
 STEPS = 3
 
@@ -160,7 +159,7 @@ def state_of(trainer: PPOTrainer) -> dict[str, Any]:
         "weights": {name: weight.clone() for name, weight in weights.items()},
         "local": sum(map(local_size, trainer.actor_critic.parameters())),
         "moments": sum(map(local_size, moments)),
-        "reference": sum(map(local_size, trainer.scorer.ref_actor.parameters())),
+        "reference": sum(map(local_size, trainer.reference_policy.actor.parameters())),
         "kl_coef": trainer.kl_ctl.value,
     }
 
@@ -169,9 +168,11 @@ def in_bfloat16(rank: int, world_size: int) -> dict[str, Any]:
     """Numbers of a step in which a policy with weights in float32 computes in bfloat16."""
     trainer = make(Case(tiny.policy), world_size, mixed_precision="bf16")
     stats = trainer.step(**share(global_batch(0, has_masks=False), rank, world_size))
-    outputs = trainer.scorer.policy(Samples(tiny.rows(2, 3, 5), tiny.rows(2, 4, 6)), temperature=1.0)
+    rows = tiny.rows(2, 3, 5), tiny.rows(2, 4, 6)
+    logprobs, _, values, _ = trainer.batched_forward_pass(trainer.model, *rows, trainer.prepare_model_inputs(*rows))
     dtypes = sorted({str(weight.dtype) for weight in trainer.actor_critic.state_dict().values()})
-    numbers = {"values": outputs.values.detach(), "logprobs": outputs.logprobs.detach()}
+    assert values is not None
+    numbers = {"values": values.detach(), "logprobs": logprobs.detach()}
     return {"loss": stats["ppo/loss/total"], "dtypes": dtypes, **numbers}
 
 

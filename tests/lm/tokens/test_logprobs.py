@@ -1,6 +1,7 @@
 """Log-probabilities, values and their gradients are a sequence's own: no padding, batch or chunk changes them."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ from transformers import (
 )
 
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
-from trimtab_lm.ppo.policy import ActorCritic, PolicyOutputs, TokenOutputs
-from trimtab_lm.ppo.samples import Padding, Samples, padded_inputs
+from trimtab_lm.ppo.policy import ActorCritic
+from trimtab_lm.ppo.score import Padding, TokenOutputs, padded_inputs
 from trimtab_lm.tokens import scores
 from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl
 from trimtab_lm.tokens.scores import score_logits
@@ -58,8 +59,15 @@ def actor_critic(build) -> ActorCritic:
     return ActorCritic(kind.from_pretrained(model, v_head_init_strategy="normal").double().eval())
 
 
-def batch_of(module: ActorCritic, rows: list[int], side: str = "right") -> Samples:
+class Batch(NamedTuple):
     """Samples that are read from padded inputs."""
+
+    queries: list[torch.Tensor]
+    responses: list[torch.Tensor]
+    model_inputs: dict[str, torch.Tensor]
+
+
+def batch_of(module: ActorCritic, rows: list[int], side: str = "right") -> Batch:
     queries, responses = [QUERIES[i] for i in rows], [RESPONSES[i] for i in rows]
     start = 0 if module.head.is_encoder_decoder else None
     inputs = padded_inputs(queries, responses, Padding(0, start))
@@ -70,16 +78,22 @@ def batch_of(module: ActorCritic, rows: list[int], side: str = "right") -> Sampl
             for name in (ids_name, mask_name):
                 rolled = [row.roll(shift) for row, shift in zip(inputs[name], shifts, strict=True)]
                 inputs[name] = torch.stack(rolled)
-    return Samples(queries, responses, model_inputs=inputs)
+    return Batch(queries, responses, inputs)
 
 
-def tokens_of(module: ActorCritic, samples: Samples) -> dict[str, torch.Tensor]:
-    start = 0 if module.head.is_encoder_decoder else None
-    return module.tokens(samples, Padding(0, start))["tokens"]
+def tokens_of(batch: Batch) -> dict[str, torch.Tensor]:
+    return batch.model_inputs | tiny.places_of(batch.model_inputs, batch.queries, batch.responses)
 
 
-def score(module: ActorCritic, samples: Samples, temperature: float = 1.0) -> PolicyOutputs:
-    return PolicyOutputs.of(samples, module(tokens=tokens_of(module, samples), temperature=temperature))
+def spread(batch: Batch, outputs: TokenOutputs) -> TokenOutputs:
+    """Outputs of tokens as padded rows, 0 at the padding."""
+    lengths = [len(row) for row in batch.responses]
+    rows = (torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True) for x in outputs[:3])
+    return TokenOutputs(*rows)
+
+
+def score(module: ActorCritic, batch: Batch, temperature: float = 1.0) -> TokenOutputs:
+    return spread(batch, module(tokens=tokens_of(batch), temperature=temperature))
 
 
 def objective(outputs) -> torch.Tensor:
@@ -122,7 +136,7 @@ def test_they_and_their_gradients_are_those_of_plain_logits(build):
     module = actor_critic(build)
     batch = batch_of(module, [0, 1, 2])
     trained = [p for p in module.parameters() if p.requires_grad]
-    source, targets = (tokens_of(module, batch)[name] for name in ("source", "targets"))
+    source, targets = (tokens_of(batch)[name] for name in ("source", "targets"))
     ours = score(module, batch, 0.7)
     objective(ours).backward()
     gradients = [p.grad.clone() for p in trained]
@@ -132,7 +146,7 @@ def test_they_and_their_gradients_are_those_of_plain_logits(build):
     log_p = (logits.flatten(0, 1)[source] / 0.7).log_softmax(-1)
     flat = log_p.gather(-1, targets[:, None])[:, 0]
     outputs = TokenOutputs(flat, -(log_p.exp() * log_p).sum(-1), values.flatten()[source])
-    plain = PolicyOutputs.of(batch, outputs)
+    plain = spread(batch, outputs)
     for a, b in zip(ours[:3], plain[:3], strict=True):
         torch.testing.assert_close(a, b, **EXACT)
     objective(plain).backward()
@@ -146,7 +160,7 @@ def test_full_kl_is_the_sum_over_the_vocabulary(build, monkeypatch):
     policy, ref = (LanguageHead(build(seed).double().eval()) for seed in range(2))
     module = actor_critic(build)
     batch = batch_of(module, [0, 1, 2])
-    source = tokens_of(module, batch)["source"]
+    source = tokens_of(batch)["source"]
     reads = [head.read(source, **batch.model_inputs) for head in (policy, ref)]
     kl = exact_kl(policy.logits, reads[0], ref.logits, reads[1], vocab_size=policy.config.vocab_size, temperature=0.7)
     p, q = (
@@ -187,7 +201,7 @@ def test_what_models_do_behind_the_head_is_done_here_too(build):
     module = actor_critic(build)
     assert module.head.separable
     batch = batch_of(module, [0, 1, 2])
-    source = tokens_of(module, batch)["source"]
+    source = tokens_of(batch)["source"]
     logits = module.head.logits(module.head.read(source, **batch.model_inputs))
     expected = module.policy.pretrained_model(**batch.model_inputs).logits.flatten(0, 1)[source]
     torch.testing.assert_close(logits, expected, **EXACT)
@@ -205,7 +219,7 @@ def test_a_model_that_cannot_be_split_is_run_whole_and_says_so():
     with pytest.warns(UserWarning, match="computes all of them"):
         module = actor_critic(lambda: FalconH1ForCausalLM(config))
     batch = batch_of(module, [0])
-    source = tokens_of(module, batch)["source"]
+    source = tokens_of(batch)["source"]
     plain = module.policy.pretrained_model(**batch.model_inputs).logits.flatten(0, 1)[source].log_softmax(-1)
     expected = plain.gather(-1, RESPONSES[0][:, None])[:, 0]
     torch.testing.assert_close(score(module, batch).logprobs[0], expected, **EXACT)
@@ -269,7 +283,7 @@ def test_no_tensor_of_positions_by_vocabulary_is_made(build, monkeypatch):
     module = actor_critic(lambda: build(vocab_size=5000))
     monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 2 * 5000)
     responses = [torch.arange(4, 14)] * 3
-    batch = Samples(QUERIES, responses)
+    batch = Batch(QUERIES, responses, padded_inputs(QUERIES, responses, Padding(0)))
     with Rows(5000) as rows:
         objective(score(module, batch)).backward()
     assert rows.most == tiny.WIDTH < 30  # the head's own weight, transposed; there are 30 positions

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab_common import stats
+from trimtab_common.run import Run
+from trimtab_common.tracking import Tracker
 from trimtab_lm.models.adapters import adapters_off
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 
@@ -16,7 +18,9 @@ class NamesOf2024:
     """Attributes of TRL's PPOTrainer, on those of ours."""
 
     accelerator: Accelerator
+    actor_critic: nn.Module
     config: Any
+    run: Run
     model: PreTrainedModelWrapper
     steps_done: int
     best_score: float
@@ -55,6 +59,25 @@ class NamesOf2024:
     def is_peft_model(self) -> bool:
         """Whether the policy has adapters."""
         return self.model.is_peft_model
+
+    @property
+    def current_device(self) -> torch.device:
+        """Where batches and rewards are: accelerate's device, until another one is assigned."""
+        return self._device
+
+    @current_device.setter
+    def current_device(self, device: torch.device | str | int) -> None:
+        self._device = torch.device(device)
+
+    @property
+    def model_params(self) -> list[nn.Parameter]:
+        """The parameters that train: of the policy, and of the critic where there is one."""
+        return [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
+
+    @property
+    def tracker(self) -> Tracker:
+        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
+        return self.run.tracker
 
     def optional_peft_ctx(self) -> AbstractContextManager[None]:
         """A block in which the policy runs without its adapters, if it has any."""

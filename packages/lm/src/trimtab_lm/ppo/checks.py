@@ -14,23 +14,26 @@ from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
 from trimtab_lm.tokens.positions import Positions
 
-from .samples import Samples
+from .config import PPOConfig
+from .rollout import Rollout
 
 
 def check_step(
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
+    queries: list[Tensor],
+    responses: list[Tensor],
     scores: Sequence[Tensor | float],
-    response_masks: Sequence[Tensor] | None,
-    response_rewards: Sequence[Tensor] | None,
-    *,
-    batch_size: int,
+    response_masks: list[Tensor] | None,
+    response_rewards: list[Tensor] | None,
+    sampler_logprobs: list[Tensor] | None,
+    config: PPOConfig,
     model: PreTrainedModelWrapper,
     decoder_start: int | None,
+    *,
     is_first: bool,
+    place: torch.device,
     device: torch.device,
-) -> tuple[Samples, Tensor]:
-    """The arguments of a step, checked and put on a device. Collective.
+) -> tuple[Rollout, Tensor]:
+    """The arguments of a step, checked. Collective.
 
     Args:
         queries: `batch_size` rows of token ids.
@@ -38,19 +41,22 @@ def check_step(
         scores: a number for each response.
         response_masks: for each response token 1, or 0 where the policy did not write it; None: all are the policy's.
         response_rewards: for each response token, the reward that an environment gave at it; None: none.
-        batch_size: responses of this process.
+        sampler_logprobs: for each response token its log-probability as it was sampled, in nats; None: nobody knows.
+        config: of the trainer.
         model: the policy.
         decoder_start: what an encoder-decoder policy reads first, which is taken off the responses; else None.
         is_first: whether no step was taken before. Only then responses are searched for their queries, because a
             policy may learn to repeat them.
-        device: for the samples and the scores.
+        place: for token ids and masks, which are laid out on the host, unless a forward pass of 2024 reads them.
+        device: for numbers.
 
     Returns:
-        The samples, and the scores [B].
+        The rollout without columns, and the scores [B].
 
     Raises:
         TypeError, ValueError: with the name and the number of the row that is wrong.
     """
+    batch_size = config.batch_size
     for name, column in (
         ("queries", queries),
         ("responses", responses),
@@ -86,15 +92,32 @@ def check_step(
             "The whole batch has one response token: advantages cannot be whitened over it. "
             "Use more or longer responses."
         )
-    samples = Samples(
-        [row.to(device) for row in queries],
-        [row.to(device) for row in responses],
-        None if response_masks is None else [mask.to(device) for mask in response_masks],
-        response_rewards=None if response_rewards is None else [row.to(device) for row in response_rewards],
-    )
-    samples = samples if decoder_start is None else samples.without_start(decoder_start)
+    if sampler_logprobs is not None:
+        check_fits(sampler_logprobs, responses)
+    elif config.clips_to_sampler:
+        raise ValueError(
+            "asynchronous_rollouts=True takes the ratio to the policy that sampled: give step sampler_logprobs, or set "
+            "asynchronous_rollouts=False."
+        )
     numbers = checked_scores(scores, [f"response {i}" for i in range(batch_size)], source="scores")
-    return samples, torch.tensor(numbers, device=device)
+    given = torch.tensor(numbers, device=device)
+    # `model.generate` returns the decoder start token in front of a response.
+    leads = [int(decoder_start is not None and len(row) > 1 and int(row[0]) == decoder_start) for row in responses]
+
+    def after_start(column: list[Tensor] | None, at: torch.device) -> list[Tensor] | None:
+        return None if column is None else [row[lead:].to(at) for row, lead in zip(column, leads, strict=True)]
+
+    rewards = after_start(response_rewards, device)
+    rollout = Rollout(
+        queries=[row.to(place) for row in queries],
+        responses=after_start(responses, place) or [],
+        response_masks=after_start(response_masks, place),
+        response_rewards=rewards,
+        sampler_logprobs=after_start(sampler_logprobs, device),
+        model_inputs={},
+        scores=given if rewards is None else given + torch.stack([row.float().sum() for row in rewards]),
+    )
+    return rollout, given
 
 
 def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) -> None:

@@ -1,8 +1,8 @@
 """Policy, value function and reference: what they say about the tokens of samples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from trimtab_common.compat.fsdp import set_precision
 from trimtab_common.sharding import on_one_device, prepared_for_inference, whole_weights
-from trimtab_common.stats import Mean
 from trimtab_lm.models.interface import base_of, trunk_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
@@ -24,95 +23,7 @@ from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl
 from trimtab_lm.tokens.positions import positioned
 from trimtab_lm.tokens.router import refuse_router_loss
 
-from .samples import Layouts, Padding, Samples
-
-
-class TokenOutputs(NamedTuple):
-    """What a model says about N tokens that count, in the order of their `Samples`.
-
-    Attributes:
-        logprobs: [N], in nats.
-        entropy: [N], in nats, of the distributions that the tokens come from.
-        values: [N], what the critic expects; None for a reference.
-        logits: [N, V], where they were asked for.
-        head_inputs: [N, ...], what the LM head read at these tokens, where it was asked for.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    values: Tensor | None = None
-    logits: Tensor | None = None
-    head_inputs: Tensor | None = None
-
-
-class PolicyOutputs(NamedTuple):
-    """The same for B responses of up to R tokens, 0 where the mask is 0.
-
-    Attributes:
-        logprobs: [B, R], in nats.
-        entropy: [B, R], in nats; None if a subclass's forward pass does not tell.
-        values: [B, R]; None for a reference.
-        mask: [B, R], 1 where a token counts.
-        logits: [B, R, V], where they were asked for.
-        head_inputs: [N, ...], what the LM head read at the N tokens that count, where it was asked for.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    values: Tensor | None
-    mask: Tensor
-    logits: Tensor | None = None
-    head_inputs: Tensor | None = None
-
-    @classmethod
-    def of(cls, samples: Samples, outputs: TokenOutputs) -> "PolicyOutputs":
-        """Outputs of tokens, spread to their places."""
-        values, logits = (x if x is None else samples.spread(x) for x in (outputs.values, outputs.logits))
-        logprobs, entropy = samples.spread(outputs.logprobs), samples.spread(outputs.entropy)
-        return cls(logprobs, entropy, values, samples.mask, logits, outputs.head_inputs)
-
-    def of_minibatch(self) -> dict[str, Any]:
-        """What `PPOTrainer.train_minibatch` takes of the policy as it is, by its names."""
-        return {"logprobs": self.logprobs, "logits": self.logits, "vpreds": self.values, "mask": self.mask}
-
-    def entropy_stats(self) -> dict[str, Mean]:
-        """The entropy of a token, where it is known."""
-        return {} if self.entropy is None else {"policy/entropy": Mean.of(self.entropy, self.mask)}
-
-
-class Compared(NamedTuple):
-    """B responses under policy and reference, before the updates; [B, R] each.
-
-    Attributes:
-        logprobs: of the policy, in nats.
-        ref_logprobs: of the reference, in nats.
-        values: of the critic.
-        entropy: of the policy, in nats; None if a subclass's forward pass does not tell.
-        mask: 1 where a token counts.
-        kl: KL(policy, reference) over the whole vocabulary, in nats, where it was asked for.
-        distributions: [B, R, V], log-probabilities of the whole vocabulary, for a subclass that reads them.
-        ref_distributions: [B, R, V], those of the reference.
-    """
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    values: Tensor
-    entropy: Tensor | None
-    mask: Tensor
-    kl: Tensor | None = None
-    distributions: Tensor | None = None
-    ref_distributions: Tensor | None = None
-
-    def compared(self, sampled: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What `compute_rewards` takes of policy and reference: log-probabilities of tokens, or whole distributions.
-
-        Args:
-            sampled: [B, R], log-probabilities in nats of the policy that sampled, where it is an older one: on its
-                samples, the estimates of the KL are those of its own KL.
-        """
-        if self.distributions is None or self.ref_distributions is None:
-            return self.logprobs if sampled is None else sampled, self.ref_logprobs
-        return self.distributions, self.ref_distributions
+from .score import Layouts, Scores, TokenOutputs
 
 
 class Critic(nn.Module):
@@ -158,7 +69,7 @@ class Critic(nn.Module):
         self.layouts = Layouts.of(self.trunk)
 
     def forward(self, tokens: dict[str, Tensor]) -> Tensor:
-        """Values [N] of laid-out tokens; see `Samples.tokens`."""
+        """Values [N] of laid-out tokens; see `lay_out`."""
         hidden = self._hidden(model_inputs(self.trunk, tokens))
         return self.v_head(hidden.flatten(0, 1).index_select(0, tokens["source"]))
 
@@ -218,12 +129,10 @@ class ActorCritic(nn.Module):
     def _trunks(self) -> list[PreTrainedModel]:
         return [base_of(self.pretrained_model)] + ([] if self.critic is None else [self.critic.trunk])
 
-    def tokens(self, samples: Samples, padding: Padding) -> dict[str, dict[str, Tensor]]:
-        """Samples as `forward` takes them, laid out for the policy and for the critic."""
-        tokens = {"tokens": samples.tokens(self.layouts, padding)}
-        if self.critic is not None:
-            tokens["critic_tokens"] = samples.tokens(self.critic.layouts, padding)
-        return tokens
+    @property
+    def readers(self) -> Mapping[str, Layouts]:
+        """How `tokens` are laid out for the policy, and `critic_tokens` for the critic."""
+        return {"tokens": self.layouts} | ({} if self.critic is None else {"critic_tokens": self.critic.layouts})
 
     def forward(
         self,
@@ -273,87 +182,83 @@ def keep_value_dtype(actor: ActorCritic) -> None:
             set_precision(head, MixedPrecisionPolicy())
 
 
-class Scorer:
-    """Scores samples under the policy and under its reference, token by token at the same temperature.
+class ReferencePolicy(nn.Module):
+    """The reference of the KL penalty, called as the policy is: without its adapters, gradients and values.
 
     Args:
-        actor_critic: prepared by the accelerator.
-        reference: of the KL penalty.
-        ref_model: the same with a value head, which nobody reads; None where the policy is its own reference. It is put
-            on the accelerator's device, and sharded where the policy is.
-        accelerator: that prepared the policy.
-        padding: what layouts add.
+        actor: the policy itself where it is its own reference with the adapters off, else another model; not wrapped.
+        reference: switches adapters and gradients off.
+        accelerator: has the precision of the policy.
     """
 
-    def __init__(
-        self,
-        actor_critic: nn.Module,
+    def __init__(self, actor: ActorCritic, reference: Reference, accelerator: Accelerator):
+        super().__init__()
+        self.actor, self.reference, self.accelerator = actor, reference, accelerator
+
+    @classmethod
+    def of(
+        cls,
+        actor: ActorCritic,
         reference: Reference,
         ref_model: PreTrainedModelWrapper | None,
         accelerator: Accelerator,
-        padding: Padding,
-    ):
-        self.actor_critic, self.reference, self.accelerator = actor_critic, reference, accelerator
-        self.bare: ActorCritic = accelerator.unwrap_model(actor_critic)
-        self.padding = padding
-        keep_value_dtype(self.bare)
-        self.ref_actor = self.bare
-        if ref_model is not None:
-            ref_actor = ActorCritic(on_one_device(ref_model, accelerator.device))
-            self.ref_actor = prepared_for_inference(ref_actor, accelerator)
-
-    def policy(self, samples: Samples, *, temperature: float, **returned: bool) -> PolicyOutputs:
-        """[B, R] of the policy; every process takes part. returned: `return_logits`, `return_head_inputs`."""
-        tokens = self.bare.tokens(samples, self.padding)
-        outputs = self.actor_critic(**tokens, temperature=temperature, **returned)
-        return PolicyOutputs.of(samples, outputs)
-
-    def policy_alone(self, samples: Samples, *, temperature: float) -> Tensor:
-        """Log-probabilities [B, R] of the policy, on this process alone, without gradients."""
-        tokens = self.bare.tokens(samples, self.padding)
-        with torch.no_grad():
-            return PolicyOutputs.of(samples, self.bare(**tokens, temperature=temperature)).logprobs
-
-    @contextmanager
-    def of_reference(self) -> Iterator[None]:
-        """Run the reference inside the block: without its adapters, without gradients, in the policy's precision."""
-        with self.reference.active(), self.accelerator.autocast():
-            yield
-
-    def ref(self, samples: Samples, *, temperature: float, **returned: bool) -> PolicyOutputs:
-        """[B, R] of the reference, which has no values; every process takes part. returned: as for `policy`."""
-        tokens = samples.tokens(self.ref_actor.layouts, self.padding)
-        with self.of_reference():
-            outputs = self.ref_actor(tokens=tokens, temperature=temperature, needs_values=False, **returned)
-        return PolicyOutputs.of(samples, outputs)
-
-    @torch.no_grad()
-    def exact_kl(self, samples: Samples, policy: Tensor, ref: Tensor, *, temperature: float) -> Tensor:
-        """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats.
+    ) -> "ReferencePolicy":
+        """The reference on the accelerator's device, and sharded where the policy is.
 
         Args:
-            samples: B responses.
-            policy: what the policy's head read at the tokens that count.
-            ref: what the reference's head read there.
-            temperature: of both distributions.
+            actor: the policy, not wrapped.
+            reference: of the KL penalty.
+            ref_model: the same with a value head, which nobody reads; None where the policy is its own reference.
+            accelerator: that prepared the policy.
         """
-        head, ref_head = self.bare.head, self.ref_actor.head
+        if ref_model is not None:
+            actor = prepared_for_inference(ActorCritic(on_one_device(ref_model, accelerator.device)), accelerator)
+        return cls(actor, reference, accelerator)
 
-        def ref_logits(inputs: HeadInputs) -> Tensor:
-            with self.reference.active():
-                return ref_head.logits(inputs)
+    @property
+    def readers(self) -> Mapping[str, Layouts]:
+        return {"tokens": self.actor.layouts}
 
-        with self.whole(has_reference=True), self.accelerator.autocast():
-            size = head.config.vocab_size
-            pair = head.logits, head.unpacked(policy), ref_logits, ref_head.unpacked(ref)
-            flat = exact_kl(*pair, vocab_size=size, temperature=temperature)
-        return samples.spread(flat)
+    def forward(self, *args: Any, **inputs: Any) -> TokenOutputs | tuple[Any, ...]:
+        if "tokens" in inputs:
+            inputs["needs_values"] = False
+        with self.reference.active(), self.accelerator.autocast():
+            return self.actor(*args, **inputs)
 
-    @contextmanager
-    def whole(self, *, has_reference: bool) -> Iterator[None]:
-        """Every process holds all weights of the policy inside the block, and of the reference if asked. Collective.
 
-        Parts of the models may be called there, and processes may call them unequally often.
-        """
-        with whole_weights(self.bare), whole_weights(self.ref_actor) if has_reference else nullcontext():
-            yield
+@contextmanager
+def whole_models(policy: ActorCritic, ref: ReferencePolicy | None = None) -> Iterator[None]:
+    """Every process holds all weights of the policy inside the block, and of the reference if given. Collective.
+
+    Parts of the models may be called there, and processes may call them unequally often.
+    """
+    with whole_weights(policy), nullcontext() if ref is None else whole_weights(ref.actor):
+        yield
+
+
+@torch.no_grad()
+def exact_kl_of(
+    policy: ActorCritic, ref: ReferencePolicy, scores: Scores, ref_scores: Scores, *, temperature: float
+) -> Tensor:
+    """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats.
+
+    Args:
+        policy: not wrapped.
+        ref: the reference.
+        scores: of the policy, with what its head read.
+        ref_scores: of the reference, with what its head read.
+        temperature: of both distributions.
+    """
+    mask, head, ref_head = scores.mask.bool(), policy.head, ref.actor.head
+    assert scores.head_inputs is not None
+    assert ref_scores.head_inputs is not None
+
+    def ref_logits(inputs: HeadInputs) -> Tensor:
+        with ref.reference.active():
+            return ref_head.logits(inputs)
+
+    read, ref_read = head.unpacked(scores.head_inputs[mask]), ref_head.unpacked(ref_scores.head_inputs[mask])
+    with whole_models(policy, ref), ref.accelerator.autocast():
+        size = head.config.vocab_size
+        flat = exact_kl(head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=temperature)
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

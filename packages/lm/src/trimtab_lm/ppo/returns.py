@@ -3,6 +3,23 @@
 import torch
 from torch import Tensor
 
+from trimtab_common.stats import RunningMoments
+
+from .config import PPOConfig
+
+
+def shaped(scores: Tensor, is_ended: Tensor, config: PPOConfig, running: RunningMoments) -> Tensor:
+    """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says. Collective.
+
+    scores: [B]; is_ended: [B], whether a response ends with an end token; running: moments of all scores. Returns [B].
+    """
+    if config.missing_eos_penalty is not None:
+        scores = scores - config.missing_eos_penalty * ~is_ended.to(scores.device)
+    if config.use_score_scaling:
+        running.update(scores)
+        scores = (scores - (running.mean if config.use_score_norm else 0.0)) / running.std
+    return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
+
 
 def per_token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> tuple[Tensor, Tensor]:
     """-kl_coef * KL at each token, plus the score at the last one (Ziegler et al. 2019, arXiv:1909.08593, Eq. 2).

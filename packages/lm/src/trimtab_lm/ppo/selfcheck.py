@@ -9,31 +9,39 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from trimtab_common.conditions import OTHER_REFERENCE, OTHER_SAMPLER, OTHER_START
-from trimtab_common.health import warn_at_start
+from trimtab_common.health import check_rows, warn_at_start
 from trimtab_lm.compat.generation import cache_found
 from trimtab_lm.sampling.generate import SAMPLING_ALONE, pad
 
-from .samples import Samples
-from .statistics import Rollout
+from .rollout import Rollout
 
 TOKENS = 4  # of two queries: enough to see a wrong mask, position or temperature
 
 
-def check_reference(rollout: Rollout, *, most: float) -> None:
-    """Policy and reference are the same model, unless the caller gave another reference."""
-    gap = float(((rollout.logprobs - rollout.ref_logprobs) * rollout.mask).abs().max())
-    warn_at_start(OTHER_REFERENCE, gap, rounding=most)
+def check_rollout(rollout: Rollout, *, other_reference_from: float | None) -> None:
+    """Raises TrainingDivergedError that names the rows that are not finite.
+
+    Args:
+        rollout: evaluated.
+        other_reference_from: nats from which policy and reference differ: before the first update they are the same
+            model, unless the caller gave another reference. None: there were updates.
+    """
+    names = ("logprobs", "ref_logprobs", "values", "kl", "non_score_rewards", "advantages", "returns")
+    check_rows({name: getattr(rollout, name) for name in names}, what="response")
+    if other_reference_from is not None:
+        gap = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
+        warn_at_start(OTHER_REFERENCE, gap, rounding=other_reference_from)
 
 
-def check_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, most: float) -> None:
-    """Before any update the policy gives the log-probabilities of the rollout; all [b, R]."""
-    warn_at_start(OTHER_START, float(((logprobs - old_logprobs) * mask).abs().max()), rounding=most)
+def check_ratio(largest_log_ratio: Tensor, *, most: float) -> None:
+    """Before the first update the policy gave the log-probabilities of the rollout."""
+    warn_at_start(OTHER_START, float(largest_log_ratio), rounding=most)
 
 
 @torch.no_grad()
 def check_sampler(
     model: Any,
-    logprobs_of: Callable[[Samples], Tensor],
+    logprobs_of: Callable[[list[Tensor], list[Tensor]], Tensor],
     queries: Sequence[Tensor],
     config: GenerationConfig,
     *,
@@ -59,7 +67,7 @@ def check_sampler(
         torch.stack(output.logits, 1).float().log_softmax(-1).gather(-1, torch.stack(responses)[..., None])[..., 0]
     )
 
-    scored = logprobs_of(Samples([query.to(model.device) for query in chosen], responses))
+    scored = logprobs_of([query.to(model.device) for query in chosen], responses)
     # After an end token generate only pads.
     ends = torch.tensor(config.eos_token_id if config.eos_token_id is not None else [], device=model.device).view(-1)
     ended = torch.isin(torch.stack(responses), ends).cumsum(1)

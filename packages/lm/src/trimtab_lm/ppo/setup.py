@@ -1,17 +1,19 @@
 """The arguments of a PPOTrainer, checked and completed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, send_to_device
 from datasets import Dataset
 from peft import PeftType
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_common.accelerate_trackers import trackers_of
@@ -23,8 +25,10 @@ from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
+from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
 from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.models import interface
+from trimtab_lm.models.interface import base_of
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
@@ -73,6 +77,14 @@ def check_engine(config: PPOConfig, engine: DistributedType) -> None:
             f"{config.gradient_accumulation_steps} DeepSpeed's engine keeps the gradients of its first minibatches for "
             "the next update. Set gradient_accumulation_steps=1, or train with FSDP2."
         )
+
+
+def checked(config: PPOConfig | None, rollout: RolloutBackend | None) -> PPOConfig:
+    """The config, checked again, because its fields may have been assigned."""
+    config = replace(config or PPOConfig())
+    if rollout is not None and config.rollout_backend != "transformers":
+        raise ValueError(f"rollout_backend={config.rollout_backend!r} and a rollout: leave one of them out.")
+    return config
 
 
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
@@ -211,6 +223,43 @@ def warmup_factor(steps: int, *, length: int) -> float:
     return min((steps + 1) / length, 1.0)
 
 
+def open_data(
+    trainer: Any, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
+) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
+    """The prompts, their batches, and the position in them, of which checkpoints hold the state.
+
+    Args:
+        trainer: a PPOTrainer.
+        dataset: the caller's; None: `config.query_dataset`.
+        data_collator: the caller's.
+    """
+    rows = open_prompts(
+        *(dataset, trainer.config.query_dataset, trainer.tokenizer),
+        is_encoder_decoder=trainer.is_encoder_decoder,
+        is_collated=data_collator is not None,
+        num_proc=trainer.config.dataset_num_proc,
+    )
+    if rows is None:
+        return None, None, None
+    dataloader = trainer.prepare_dataloader(rows, data_collator)
+    batches = dataloader.batch_sampler
+    return rows, dataloader, batches if isinstance(batches, ShuffledBatches) else None
+
+
+def dataloader_of(trainer: Any, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
+    """See `PPOTrainer.prepare_dataloader`."""
+    config, accelerator, collate = trainer.config, trainer.accelerator, data_collator or collate_columns
+    if config.remove_unused_columns and isinstance(rows, Dataset):
+        rows = used_columns(rows, base_of(trainer.model.pretrained_model))  # a PeftModel's forward names no columns
+    ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    return DataLoader(
+        rows,
+        batch_sampler=ShuffledBatches(len(rows), config.batch_size, seed=config.seed, **ranks),
+        collate_fn=lambda chosen: send_to_device(collate(chosen), trainer.current_device),
+        generator=torch.Generator(),  # else each epoch's start, and each resume, draws from torch's global one
+    )
+
+
 def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, dataset: object) -> Run:
     """The run that the config asks for, with a record of its settings and data under a new id. Collective."""
     data = rows_fingerprint(dataset) if isinstance(dataset, Dataset) else None
@@ -236,29 +285,19 @@ def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, datase
     return run
 
 
-def rewards_of_run(
-    reward: Any,
-    weights: Sequence[float] | None,
-    config: PPOConfig,
-    rollout: RolloutBackend | None,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-) -> RewardSet:
+def rewards_of_run(trainer: Any, reward: Any, weights: Sequence[float] | None) -> RewardSet:
     """What scores the responses of a run; nothing where none is named and an environment gives the rewards.
 
     Args:
+        trainer: a PPOTrainer.
         reward: see `PPOTrainer.train`; None: `config.reward_model`.
         weights: one per reward; None: 1.
-        config: of the trainer.
-        rollout: samples the responses.
-        tokenizer: of the policy.
-        device: for reward models.
     """
-    reward = config.reward_model if reward is None else reward
-    if reward is None and not isinstance(rollout, EnvironmentRollout):
+    reward = trainer.config.reward_model if reward is None else reward
+    if reward is None and not isinstance(trainer.rollout, EnvironmentRollout):
         raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
-    given, timeout = nothing if reward is None else reward, config.reward_timeout
-    return rewards_of(given, weights, tokenizer=tokenizer, device=device, timeout=timeout)
+    given, timeout = nothing if reward is None else reward, trainer.config.reward_timeout
+    return rewards_of(given, weights, tokenizer=trainer.tokenizer, device=trainer.current_device, timeout=timeout)
 
 
 def nothing(completions: Sequence[str]) -> list[float]:

@@ -3,8 +3,6 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,159 +14,77 @@ from trimtab_common.conditions import Vitals
 from trimtab_common.config import flattened
 from trimtab_common.formulas.kl import k3
 from trimtab_common.formulas.masking import explained_variance
-from trimtab_common.health import check_rows
 from trimtab_common.stats import Correlation, Deviation, Mean, Summary, Variance, gather_stats, merge_stats
 from trimtab_lm.rewards.functions import Scored, function_stats
-from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 
-from .checks import check_fits
 from .config import PPOConfig
-from .policy import Compared
-from .samples import Samples, carry, check_same_tokens
+from .rollout import Minibatch, Rollout
 
 LENGTH_CORRELATION = "tokens/responses_len_score_correlation"
 
 
-def as_sampled(sampler_logprobs: Sequence[Tensor] | None, samples: Samples, old: Compared) -> Tensor | None:
-    """Log-probabilities of the tokens as they were sampled, [B, R], 0 where a token does not count.
-
-    Args:
-        sampler_logprobs: for each response its tokens', in nats; None if nobody knows them.
-        samples: the responses.
-        old: their log-probabilities under the policy, for dtype and places.
-
-    Raises:
-        ValueError: the numbers do not fit the responses.
-    """
-    if sampler_logprobs is None:
-        return None
-    check_fits(sampler_logprobs, samples.responses)
-    return carry(pad([row.to(old.logprobs) for row in sampler_logprobs], 0)[0], samples.mask, old.mask)
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """A scored batch, before the first update. [B] per response; [B, R] per token, 0 where `mask` is 0."""
-
-    samples: Samples
-    mask: Tensor  # [B, R], 1 where a token counts
-    scores: Tensor  # [B], as given
-    logprobs: Tensor  # [B, R] and so on, in nats
-    old_logprobs: Tensor  # of the ratio: the same, or those of the policy that sampled
-    ref_logprobs: Tensor
-    entropy: Tensor | None  # None if nobody knows it
-    values: Tensor
-    kl: Tensor
-    non_score_rewards: Tensor
-    advantages: Tensor
-    returns: Tensor
-    mismatch: Mapping[str, Mean | Tensor]  # of sampler and trainer, statistics
-
-    @classmethod
-    def of(cls, samples: Samples, scores: Tensor, old: Compared, **columns: Tensor) -> "Rollout":
-        """The samples as policy and reference see them, with further columns [B, R], set to 0 outside the mask.
-
-        Raises:
-            TrainingDivergedError: a row is not finite; the text names it.
-        """
-        at_tokens = {name: torch.where(old.mask.bool(), column, 0.0) for name, column in columns.items()}
-        check_rows({"logprobs": old.logprobs, "ref_logprobs": old.ref_logprobs, **at_tokens}, what="response")
-        at_tokens |= {"logprobs": old.logprobs, "old_logprobs": old.logprobs, "ref_logprobs": old.ref_logprobs}
-        return cls(samples=samples, mask=old.mask, scores=scores, entropy=old.entropy, mismatch={}, **at_tokens)
-
-    def corrected(self, sampled: Tensor | None, *, cap: float | None, clips_to_sampler: bool) -> "Rollout":
-        """The rollout with advantages for the sampler's probabilities, and their mismatch; see `mismatch.corrected`.
-
-        Args:
-            sampled: [B, R], of `as_sampled`.
-            cap: the largest weight of an advantage; None: no correction.
-            clips_to_sampler: the ratio is to the sampler's probabilities.
-
-        Raises:
-            ValueError: there is something to correct and nothing to correct by.
-        """
-        mask, old_logprobs = self.mask.bool(), self.old_logprobs
-        told = None if sampled is None else sampled[mask]
-        advantages, mismatch = corrected(
-            self.advantages[mask], self.logprobs[mask], told, lengths=self.mask.sum(1), cap=cap
-        )
-        if clips_to_sampler:
-            if sampled is None:
-                raise ValueError(
-                    "asynchronous_rollouts=True takes the ratio to the policy that sampled: give step "
-                    "sampler_logprobs, or set asynchronous_rollouts=False."
-                )
-            old_logprobs = sampled
-        advantages = self.advantages.masked_scatter(mask, advantages)
-        return replace(self, advantages=advantages, old_logprobs=old_logprobs, mismatch=mismatch)
-
-    @cached_property
-    def counts(self) -> Tensor:
-        """[B], the tokens of each response that count, on the CPU."""
-        return self.mask.sum(1).cpu()
-
-    def rows(self, index: Tensor, mask: Tensor, *, is_same_layout: bool) -> dict[str, Tensor]:
-        """What a minibatch learns from, [b, W]: columns of the chosen rows, in the places of the same tokens in `mask`.
-
-        Args:
-            index: [b], numbers of the rows.
-            mask: [b, W], 1 where a token counts.
-            is_same_layout: tokens are in the columns of the rollout's mask, as those of the built-in forward pass are.
-
-        Raises:
-            ValueError: `mask` [b, W] counts other tokens than the rollout's mask does.
-        """
-        columns = {"old_logprobs": self.old_logprobs, "values": self.values}
-        columns |= {"advantages": self.advantages, "returns": self.returns}
-        index = index.to(self.mask.device)
-        chosen = {name: column[index] for name, column in columns.items()}
-        if is_same_layout:
-            return {name: column[:, : mask.shape[1]] for name, column in chosen.items()}
-        old_mask = self.mask[index]
-        check_same_tokens(mask, old_mask)
-        return {name: carry(column, old_mask, mask) for name, column in chosen.items()}
-
-    def step_data(self) -> dict[str, Any]:
-        """The columns under the names that `PPOTrainer.record_step_stats` takes."""
-        return {
-            "queries": self.samples.queries,
-            "responses": self.samples.responses,
-            "scores": self.scores,
-            "masks": self.mask,
-            "logprobs": self.logprobs,
-            "ref_logprobs": self.ref_logprobs,
-            "kls": self.kl,
-            "non_score_reward": self.non_score_rewards,
-            "values": self.values,
-            "advantages": self.advantages,
-            "returns": self.returns,
-            "entropy": self.entropy,
-        }
+def step_data(rollout: Rollout) -> dict[str, Any]:
+    """The columns of a rollout under the names that `PPOTrainer.record_step_stats` takes."""
+    return {
+        "queries": rollout.queries,
+        "responses": rollout.responses,
+        "scores": rollout.scores,
+        "masks": rollout.mask,
+        "logprobs": rollout.logprobs,
+        "ref_logprobs": rollout.ref_logprobs,
+        "kls": rollout.kl,
+        "non_score_reward": rollout.non_score_rewards,
+        "values": rollout.values,
+        "advantages": rollout.advantages,
+        "returns": rollout.returns,
+        "entropy": rollout.entropy,
+    }
 
 
-def training_stats(rollout: Rollout, recorded: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def training_stats(rollout: Rollout, recorded: Sequence[Minibatch], *, cap: float | None) -> dict[str, Tensor]:
     """Statistics of the updates, and of what they learnt from, as `record_step_stats` takes them. Collective.
 
     Each is a tensor whose mean over its first axis is the statistic. Means and variances cover the tokens of all
     processes; `policy/advantages` [1, N] are those of this process.
+
+    Args:
+        rollout: evaluated.
+        recorded: of its updates.
+        cap: `importance_sampling_cap`.
     """
     mask = rollout.mask
     numbers = gather_stats(
         {
-            **merge_stats(recorded),
+            **merge_stats(map(minibatch_stats, recorded)),
             "policy/advantages_mean": Mean.of(rollout.advantages, mask),
             "returns/mean": Mean.of(rollout.returns, mask),
             "returns/var": Variance.of(rollout.returns, mask),
             "val/mean": Mean.of(rollout.values, mask),
             "val/var": Variance.of(rollout.values, mask),
-            **rollout.mismatch,
+            **sampler_stats(rollout, cap=cap),
         }
     )
     numbers = with_largest(numbers)
     stats = {name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}
     return {**stats, "policy/advantages": rollout.advantages[mask.bool()][None]}
+
+
+def minibatch_stats(minibatch: Minibatch) -> dict[str, Any]:
+    """What `train_minibatch` returned, weighed by the minibatch's tokens, and the entropy of a token where known."""
+    entropy, mask = minibatch.entropy, minibatch.mask
+    known = {} if entropy is None else {"policy/entropy": Mean.of(entropy, mask)}
+    return known | token_means(minibatch.stats, mask)
+
+
+def sampler_stats(rollout: Rollout, *, cap: float | None) -> dict[str, Mean | Tensor]:
+    """How far the sampler's probabilities are from the trainer's, if it tells them; see `mismatch.corrected`."""
+    if rollout.sampled is None:
+        return {}
+    at, lengths = rollout.mask.bool(), rollout.mask.sum(1)
+    columns = (rollout.advantages[at], rollout.logprobs[at], rollout.sampled[at])
+    return corrected(*columns, lengths=lengths, cap=cap)[1]
 
 
 @torch.no_grad()
@@ -250,9 +166,7 @@ def _value_gain(stats: Mapping[str, float]) -> float | None:
     return 1 - during / before if before > 0 else None
 
 
-def token_stats(
-    samples: Samples, scores: Tensor, tokenizer: PreTrainedTokenizerBase, *, ends: Sequence[int]
-) -> dict[str, Summary]:
+def token_stats(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, *, ends: Sequence[int]) -> dict[str, Summary]:
     """The share of queries that begin with two BOS tokens, `tokens/doubled_bos`, and `tokens/ended`.
 
     `tokens/responses_len_score_correlation` is that of lengths and scores, NaN where one of them does not vary.
@@ -261,20 +175,19 @@ def token_stats(
     fine-tuned with such padding may not have learnt to stop.
 
     Args:
-        samples: of a step.
-        scores: [B], of the responses.
+        rollout: of a step.
         tokenizer: of the policy.
         ends: the tokens that end a response.
     """
     stats: dict[str, Summary] = {}
     if tokenizer.bos_token_id is not None:
-        first = [query[:2] for query in samples.queries if len(query) > 1]
+        first = [query[:2] for query in rollout.queries if len(query) > 1]
         twice = (torch.stack(first) == tokenizer.bos_token_id).all(1) if first else torch.zeros(1)
-        stats["tokens/doubled_bos"] = Mean(twice.sum(), len(samples.queries))
+        stats["tokens/doubled_bos"] = Mean(twice.sum(), len(rollout.queries))
     if tokenizer.pad_token_id in ends:
-        stats["tokens/ended"] = Mean.of(ended(samples.responses, ends).float())
-    lengths = torch.tensor([len(response) for response in samples.responses])
-    stats[LENGTH_CORRELATION] = Correlation.of(lengths, scores)
+        stats["tokens/ended"] = Mean.of(ended(rollout.responses, ends).float())
+    lengths = torch.tensor([len(response) for response in rollout.responses])
+    stats[LENGTH_CORRELATION] = Correlation.of(lengths, rollout.scores.cpu())
     return stats
 
 
@@ -331,12 +244,31 @@ def one_dimensional(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Statistics with means, variances and tensors without axes as floats."""
+    """Statistics with means, variances and tensors without axes as floats, without a correlation that is unknown."""
     numbers = {name: value.value if isinstance(value, Summary) else value for name, value in stats.items()}
+    if math.isnan(numbers.get(LENGTH_CORRELATION, 0.0)):  # lengths or scores do not vary
+        del numbers[LENGTH_CORRELATION]
     return {
         name: float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
         for name, value in numbers.items()
     }
+
+
+def documented(
+    trainer: Any, stats: dict[str, Any], rollout: Rollout, clock: "Clock", *, ends: Sequence[int]
+) -> dict[str, Any]:
+    """The statistics of a step over all processes: floats and 1-D tensors. Collective.
+
+    Args:
+        trainer: a PPOTrainer.
+        stats: of this process, of its `record_step_stats`.
+        rollout: of the step.
+        clock: of the step.
+        ends: the tokens that end a response.
+    """
+    rate = {"ppo/learning_rate": float(trainer.optimizer.param_groups[0]["lr"])}
+    more = token_stats(rollout, trainer.tokenizer, ends=ends)
+    return as_numbers(trainer.gather_stats(one_dimensional({**stats, **more, **rate, **clock.stats()})))
 
 
 class Clock:

@@ -1,50 +1,48 @@
-"""PPO for language models (Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347)."""
+"""PPO for language models: the program around `algorithm`, and the documented methods that it calls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.formulas.kl import SAMPLED_KL, full
 from trimtab_common.formulas.masking import rescale, whiten
-from trimtab_common.formulas.surrogate import surrogate_stats
 from trimtab_common.health import rounding_of
 from trimtab_common.overrides import is_replaced
-from trimtab_common.sealing import save_or_warn
-from trimtab_common.stats import Mean, total_over_ranks
-from trimtab_common.tracking import progress
-from trimtab_lm.data.prompts import endless
+from trimtab_common.stats import Mean, gather_stats
 from trimtab_lm.legacy.arguments import refuses_arguments_of_2024
-from trimtab_lm.legacy.ppo_names import RunningMoments
+from trimtab_lm.legacy.ppo_names import NamesOf2024, RunningMoments
 from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.sampling.asynchronous import Pending
+from trimtab_lm.sampling.batches import AS_MANY_AS_FIT
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 
+from . import files, setup
+from .algorithm import evaluate, update
 from .checks import check_step
 from .config import PPOConfig
+from .generation import Generation
+from .loop import after_step, run_steps
 from .loss import policy_log_ratio, ppo_loss
-from .policy import ActorCritic, Scorer
-from .returns import gae, per_token_rewards
-from .sampler import Sampler, completions_of, told_by
-from .samples import Padding, Samples, carry, in_minibatches, token_entropy
-from .selfcheck import check_ratio, check_reference
-from .services import PolicyServices
-from .setup import accelerator_of, filled, optimizers_of, policy_of, reference_of, rewards_of_run, run_of, tokenizer_of
-from .statistics import Clock, Rollout, as_sampled, sampling_stats, token_means, training_stats, vitals
-from .update import Update, rows_of_updates
+from .passes import Wanted, built_in_pass
+from .policy import ActorCritic, ReferencePolicy, keep_value_dtype
+from .returns import gae, per_token_rewards, shaped
+from .score import Padding, padded_inputs, token_entropy
+from .selfcheck import check_ratio, check_rollout
+from .statistics import Clock, documented, ended, rollout_stats, step_data, training_stats
+from .update import OptimizerStep, rows_of_updates
 
 
-class PPOTrainer(PolicyServices):
+class PPOTrainer(NamesOf2024):
     """PPO over a batch of queries, responses and scores: `generate`, score, `step`, as often as you like.
 
     What may be overridden: `batched_forward_pass`, `compute_rewards`, `compute_advantages`, `loss`, `train_minibatch`,
@@ -52,14 +50,13 @@ class PPOTrainer(PolicyServices):
     only for a subclass that replaces `loss`, `train_minibatch` or `batched_forward_pass`.
 
     Args:
-        config: a PPOConfig. `trainer.config` is a copy with the fields that are filled at run time.
+        config: `trainer.config` is a copy with the fields that are filled at run time.
         model: a model with a value head; None: `config.model_name` is loaded.
-        ref_model: the reference of the KL penalty; None: the model as it is at this moment, a PEFT model with its
-            adapters off, any other as a frozen copy.
+        ref_model: the reference; None: the model as it is now, with adapters off, or as a frozen copy.
         tokenizer: with a pad token.
         dataset: prompts as token ids (`input_ids`), texts or conversations (`query`, `prompt`); None: the config's.
         optimizer: over the model's parameters; None: Adam.
-        data_collator: see `prepare_dataloader`.
+        data_collator: from rows to a batch.
         num_shared_layers: layers that the copied reference shares with the model, frozen in both.
         lr_scheduler: stepped once per PPO step.
         value_model: a model for the values in place of the value head, such as a reward model; see `Critic`.
@@ -82,37 +79,34 @@ class PPOTrainer(PolicyServices):
         value_model: nn.Module | None = None,
         rollout: RolloutBackend | None = None,
     ):
-        config = replace(config or PPOConfig())  # checked again: fields may have been assigned
-        if rollout is not None and config.rollout_backend != "transformers":
-            raise ValueError(f"rollout_backend={config.rollout_backend!r} and a rollout: leave one of them out.")
-        self.model = model = policy_of(config, model)
-        self.tokenizer = tokenizer_of(config, tokenizer)
-        self.is_encoder_decoder, self.decoder_start = model.is_encoder_decoder, decoder_start_of(model.pretrained_model)
-        self.reference, self.ref_model = reference_of(model, ref_model, num_shared_layers)
+        config = setup.checked(config, rollout)
+        self.model = model = setup.policy_of(config, model)
+        self.tokenizer = setup.tokenizer_of(config, tokenizer)
+        self.is_encoder_decoder = model.is_encoder_decoder
+        self.padding = Padding(self.tokenizer.pad_token_id, decoder_start_of(model.pretrained_model))
+        self.reference, self.ref_model = setup.reference_of(model, ref_model, num_shared_layers)
         actor_critic = ActorCritic(model, value_model)
-        optimizer, lr_scheduler = optimizers_of(config, optimizer, lr_scheduler, actor_critic)
+        optimizer, self.lr_scheduler = setup.optimizers_of(config, optimizer, lr_scheduler, actor_critic)
 
-        self.accelerator = accelerator_of(config)
-        self.config = filled(config, model, self.accelerator.num_processes)
-        self.current_device, self.lr_scheduler = self.accelerator.device, lr_scheduler
+        self.accelerator = setup.accelerator_of(config)
+        self.config = setup.filled(config, model, self.accelerator.num_processes)
+        self.current_device = self.accelerator.device
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
-        self.update = Update(self.actor_critic, self.optimizer, self.config, self.accelerator)
-        padding = Padding(self.tokenizer.pad_token_id, self.decoder_start)
-        self.scorer = Scorer(self.actor_critic, self.reference, self.ref_model, self.accelerator, padding)
+        self.optimizer_step = OptimizerStep(self.actor_critic, self.optimizer, self.config, self.accelerator)
+        self.bare: ActorCritic = self.accelerator.unwrap_model(self.actor_critic)
+        keep_value_dtype(self.bare)
+        self.reference_policy = ReferencePolicy.of(self.bare, self.reference, self.ref_model, self.accelerator)
         self.rounding = rounding_of(model.pretrained_model.dtype, is_mixed=self.accelerator.mixed_precision != "no")
         self.kl_ctl, self.running = config.kl_controller(), RunningMoments()
-        self.sampler = Sampler.of(config, self.tokenizer, self.accelerator.process_index)
-        self.pending = Pending()
-        self.rollout = None if rollout is None else self._ahead_if_asked(rollout)
+        self.generation = Generation(self)
+        self.rollout = self.generation.ahead_if_asked(rollout)
         self.steps_done, self.best_score, self.data_collator = 0, float("-inf"), data_collator
-        self.dataset, self.dataloader, self.batches = self._open_data(dataset, data_collator)
-        self.run = run_of(self.config, self.accelerator, self.actor_critic, self.dataset)
-        self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "sampler", "running", "batches")
-        self.run.keep(self, "steps_done", "best_score")
+        self.dataset, self.dataloader, self.batches = setup.open_data(self, dataset, data_collator)
+        self.run = setup.run_of(self.config, self.accelerator, self.actor_critic, self.dataset)
+        self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "running", "batches", "steps_done", "best_score")
+        self.run.keep(self.generation, "sampler")
         self.run.keep(self.accelerator, "scaler")
-        self.run.keep_per_rank("pending", self.pending)
-
-    # ---------------------------------------------------------------- the algorithm
+        self.run.keep_per_rank("pending", self.generation.pending)
 
     def train(
         self,
@@ -124,49 +118,24 @@ class PPOTrainer(PolicyServices):
         on_step: Callable[[int, dict[str, Any], dict[str, Any]], None] | None = None,
         reward_weights: Sequence[float] | None = None,
     ) -> list[dict[str, Any]]:
-        """Generate, score and step over the dataset until `steps` are done; logs and saves.
+        """Generates, scores and steps over the dataset until `steps` are done; logs, saves, and returns the numbers.
 
         Args:
-            reward: what scores the responses, one or a list: functions, plain or async, as of `RewardSet` or
-                `reward(queries, responses, **columns) -> scores`, with texts and the batch's other columns; sequence
-                classifiers, a module with the policy's tokenizer. None: `config.reward_model`, or nothing beside the
-                rewards of an `EnvironmentRollout`, which come turn by turn.
+            reward: one or a list of functions, plain or async, as of `RewardSet` or `reward(queries, responses,
+                **columns)`, and sequence classifiers. None: `config.reward_model`, or an `EnvironmentRollout` rewards.
             generation_kwargs: arguments of `generate`.
             steps: PPO steps in all; default: the config's.
-            resume_from: a checkpoint's folder, or "latest" for the newest in `output_dir`, if there is one.
+            resume_from: a checkpoint's folder, or "latest" for the newest in `output_dir`, if any.
             on_step: called with the step's number, the logged statistics and the batch.
             reward_weights: one per reward; None: 1.
-
-        Returns:
-            The numbers among the logged statistics of every step.
         """
         if self.dataloader is None:
             raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
-        rewards = rewards_of_run(reward, reward_weights, self.config, self.rollout, self.tokenizer, self.current_device)
-        self._resume(resume_from)
-        options = self._sampling_options(generation_kwargs or {})
-        read = partial(completions_of, tokenizer=self.tokenizer, is_encoder_decoder=self.is_encoder_decoder)
-        total, history, batches = steps or self.config.steps, [], endless(self.dataloader)
+        rewards = setup.rewards_of_run(self, reward, reward_weights)
+        files.resume(self.run, self.config, resume_from)
+        options = self.generation.options(generation_kwargs or {})
         with self.run.training(self.config.output_dir):
-            for _ in progress(range(self.steps_done, total), "PPO steps"):
-                batch = next(batches)
-                self._begin_step(is_last=self.steps_done + 1 == total)
-                sampled = self._sample(batch, options)
-                scored = rewards(*read(batch, sampled.completions))
-                scores = scored.rewards.tolist()
-                stats = self.step(batch["input_ids"], sampled.completions, scores, **told_by(sampled))
-                if more := sampling_stats(sampled, rewards.names, scored, step=self.steps_done - 1):
-                    stats |= self.gather_stats(more)
-                if (episodes := sampled.episodes) is not None:
-                    scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
-                logs = self.log_stats(stats, batch, scores)
-                history.append({name: value for name, value in logs.items() if isinstance(value, float)})
-                if on_step is not None:
-                    on_step(self.steps_done, logs, batch)
-                if self.config.save_steps and self.steps_done % self.config.save_steps == 0:
-                    save_or_warn(self.save_checkpoint, self.config.on_save_error)
-                self.run.interruption.end_if_asked(self.save_checkpoint)
-        return history
+            return run_steps(self, rewards, options, self.dataloader, steps or self.config.steps, on_step)
 
     def step(
         self,
@@ -178,96 +147,86 @@ class PPOTrainer(PolicyServices):
         sampler_logprobs: list[Tensor] | None = None,
         response_rewards: list[Tensor] | None = None,
     ) -> dict[str, Any]:
-        """One PPO iteration over this process's batch.
+        """One PPO iteration over this process's batch; returns its statistics, equal on all processes.
 
         Args:
             queries: `batch_size` rows of token ids, 1-D.
             responses: `batch_size` rows of token ids, 1-D.
             scores: a number for each response.
             response_masks: for each response token 1, or 0 where the policy did not write it (the output of a tool).
-            sampler_logprobs: the log-probability of each response token as it was sampled, in nats, where the sampler
-                tells it: for statistics, and for `config.importance_sampling_cap`.
-            response_rewards: for each response token the reward that an environment gave at it, beside the score at the
-                last token; None: none. The settings that scale and clip scores leave them as they are.
-
-        Returns:
-            The statistics, equal on all processes.
+            sampler_logprobs: for each response token its log-probability as it was sampled, in nats, for statistics and
+                for `config.importance_sampling_cap`; None: the sampler does not tell it.
+            response_rewards: for each response token the reward of an environment beside the score at the last token;
+                settings that scale and clip scores leave it as it is. None: there are none.
         """
         self.run.begin_step(self.config.output_dir)
-        clock, config = Clock(), self.config
-        columns = (queries, responses, scores, response_masks, response_rewards)
-        samples, raw_scores = check_step(
-            *columns,
-            batch_size=config.batch_size,
-            model=self.model,
-            decoder_start=self.decoder_start,
-            is_first=self.steps_done == 0,
+        clock, config, is_first = Clock(), self.config, self.steps_done == 0
+        rollout, given = check_step(
+            *(queries, responses, scores, response_masks, response_rewards, sampler_logprobs),
+            *(config, self.model, self.padding.decoder_start),
+            is_first=is_first,
+            place=self.current_device if self.wanted().has_own_pass else torch.device("cpu"),
             device=self.current_device,
         )
-        recorded: list[dict[str, Any]] = []
+        inputs = self.prepare_model_inputs(rollout.queries, rollout.responses)
+        ends = self.generation.sampler.ends(self.model)
+        scores_shaped = shaped(given, ended(rollout.responses, ends), config, self.running)
+        batches = rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done)
         with without_dropout(self.actor_critic):
-            rollout = self._evaluate(samples, raw_scores, sampler_logprobs, clock)
-            for rows in rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done):
-                if self._update(rollout, rows, recorded):
-                    break
-            train_stats = training_stats(rollout, recorded)
-            clock.lap("optimize_step")
-        stats = self._step_stats(rollout, train_stats, clock)
+            rollout = evaluate(self, replace(rollout, model_inputs=inputs), scores_shaped, clock.lap)
+            check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
+            recorded = update(self, rollout, batches)
+        if is_first and not config.clips_to_sampler:
+            check_ratio(recorded[0].largest_log_ratio, most=self.rounding)
 
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self.steps_done += 1
-        self._push_if_best(stats["ppo/mean_scores"])
-        if config.optimize_device_cache:
-            clear_device_cache()
-        numbers = {name: value for name, value in stats.items() if isinstance(value, float)}
-        stats |= self.run.check_health(vitals(numbers, config), numbers, when=f"step {self.steps_done}")
-        self.kl_ctl.update(stats["objective/kl"], config.batch_size * self.accelerator.num_processes)
-        self.run.interruption.end_step(self.save_checkpoint, is_last=self.steps_done >= config.steps)
-        return stats
+        train_stats = training_stats(rollout, recorded, cap=config.importance_sampling_cap)
+        clock.lap("optimize_step")
+        local = self.record_step_stats(kl_coef=self.kl_ctl.value, **step_data(rollout), train_stats=train_stats)
+        clock.lap("calc_stats")
+        return after_step(self, documented(self, local, rollout, clock, ends=ends))
 
-    def _evaluate(
-        self, samples: Samples, raw_scores: Tensor, sampler_logprobs: list[Tensor] | None, clock: Clock
-    ) -> Rollout:
-        """Log-probabilities, values, rewards and advantages of a batch under the policy before its updates."""
-        config = self.config
-        if self._replaces("batched_forward_pass", "prepare_model_inputs"):
-            inputs = self.prepare_model_inputs(samples.queries, samples.responses)
-            samples = replace(samples, model_inputs=inputs)
-        with torch.no_grad():
-            old = in_minibatches(self._compare, samples, config.mini_batch_size)
-            sampled = as_sampled(sampler_logprobs, samples, old)
-            clock.lap("forward_pass")
-            scores = self._shaped(raw_scores, samples.responses)
-            known = {} if old.kl is None else {"kl": old.kl}
-            compared = old.compared(sampled if config.asynchronous_rollouts else None)
-            rewards, non_score_rewards, *rest = self.compute_rewards(scores, *compared, old.mask, **known)
-            rewards = rewards + carry(samples.rewards, samples.mask, old.mask)
-            kl = rest[0] if rest else self._kl_penalty(*compared)
-            clock.lap("compute_rewards")
-            values, advantages, returns = self.compute_advantages(old.values, rewards, old.mask)
-            clock.lap("compute_advantages")
-        columns = {"values": values, "kl": kl, "non_score_rewards": non_score_rewards}
-        raw_scores = raw_scores + samples.rewards.sum(1)
-        rollout = Rollout.of(samples, raw_scores, old, **columns, advantages=advantages, returns=returns)
-        if self.steps_done == 0:
-            check_reference(rollout, most=self.rounding)
-        return rollout.corrected(sampled, cap=config.importance_sampling_cap, clips_to_sampler=config.clips_to_sampler)
+    def wanted(self) -> Wanted:
+        """What methods that somebody replaced read; nothing else asks whether there are any."""
+        return Wanted.of(partial(is_replaced, self, PPOTrainer), self.config)
+
+    def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
+        """The ids that a model reads, padded, as `batched_forward_pass` takes them."""
+        return padded_inputs(queries, responses, self.padding)
+
+    def batched_forward_pass(
+        self,
+        model: nn.Module | None,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        model_inputs: dict[str, Tensor],
+        return_logits: bool = False,
+        response_masks: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Log-probabilities in nats, logits or None, values or None, and mask of B responses, [B, R] and [B, R, V].
+
+        `step` calls it for one minibatch at a time, with gradients in the updates. A subclass's method may return
+        columns of its own layout, such as [B, T - 1] over query and response, or over what the decoder reads: they are
+        read where the mask is 1, and must lie in the same columns each time. `model` is then a module that gives
+        (logits, loss, values) of the model inputs.
+
+        Args:
+            model: `trainer.model`, or `trainer.ref_model`, which is None where the adapters are switched off.
+            queries: B rows of token ids.
+            responses: B rows of token ids.
+            model_inputs: as from `prepare_model_inputs`, [B, T] each, padded on either side.
+            return_logits: whether to return logits as well.
+            response_masks: for each response, 1 where a token counts.
+        """
+        rows = (queries, responses, model_inputs, response_masks)
+        return built_in_pass(self, model, *rows, return_logits=return_logits)
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor, kl: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Rewards per token, their part that is not the score, and the KL, each [B, R].
 
-        A subclass's method takes `kl_penalty="full"` from log-probabilities of the whole vocabulary, [B, R, V], and
-        may return the first two alone: the KL is then that of `kl_penalty`.
-
-        Args:
-            scores: [B], one per response.
-            logprobs: [B, R], in nats, of the policy.
-            ref_logprobs: [B, R], of the reference.
-            masks: [B, R], 1 where a token counts.
-            kl: the KL [B, R] where it is known; None: that of `kl_penalty`.
+        `kl` is the exact KL, where it is known. A subclass's method takes `kl_penalty="full"` from log-probabilities of
+        the whole vocabulary, [B, R, V], and may return the first two alone: the KL is then that of `kl_penalty`.
         """
         if kl is None:
             kl = self._kl_penalty(logprobs, ref_logprobs)
@@ -288,39 +247,6 @@ class PPOTrainer(PolicyServices):
         advantages = gae(rewards, values, mask=mask, gamma=self.config.gamma, lam=self.config.lam)
         return values, whiten(advantages, mask), advantages + values
 
-    def _update(self, rollout: Rollout, rows: Tensor, recorded: list[dict[str, Any]]) -> bool:
-        """One optimizer step over `rows`, whose statistics go to `recorded`; whether the policy has moved too far."""
-        divergence, needs_logits = Mean(0.0, 0.0), self._replaces("loss", "train_minibatch")
-        is_replaced = self._replaces("train_minibatch")  # it may call model.train(), and take the step by itself
-        tokens = total_over_ranks(float(rollout.counts[rows].sum()), self.accelerator.device)
-        parts = rows[rollout.samples.lengths[rows].argsort(stable=True)].split(self.config.mini_batch_size)
-        for number, part in enumerate(parts, start=1):
-            # The gradient is that of all tokens of the step at once, averaged over processes.
-            share = float(rollout.counts[part].sum()) * self.accelerator.num_processes / tokens
-            with self.update.minibatch(share=share, is_last=number == len(parts)):
-                new = self._forward(rollout.samples.rows(part), return_logits=needs_logits)
-                old = rollout.rows(part, new.mask, is_same_layout=not self._replaces("batched_forward_pass"))
-                if self.steps_done == 0 and not recorded and not self.config.clips_to_sampler:
-                    check_ratio(new.logprobs.detach(), old["old_logprobs"], new.mask, most=self.rounding)
-                if is_replaced:
-                    moves = self._moves(new.logprobs, old["old_logprobs"], old["advantages"], new.mask)
-                    divergence += moves["approxkl"]
-                with without_dropout(self.actor_critic) if is_replaced else nullcontext():
-                    stats = token_means(self.train_minibatch(**old, **new.of_minibatch()), new.mask)
-                recorded.append(new.entropy_stats() | stats)
-        if "policy/early_stopped" in recorded[-1]:
-            return recorded[-1]["policy/early_stopped"].value > 0
-        return self.update.has_moved_too_far(divergence)
-
-    def _replaces(self, *names: str) -> bool:
-        """Whether a method is replaced; what only a replaced one reads, such as logits, is computed for it alone."""
-        return is_replaced(self, PPOTrainer, *names)
-
-    def _moves(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Mean]:
-        """How far the policy has moved since the rollout, on the tokens of a minibatch; all [b, R]."""
-        log_ratio, clip = policy_log_ratio(logprobs, old_logprobs, mask), self.config.cliprange
-        return surrogate_stats(log_ratio, advantages, mask, clip_low=clip, clip_high=clip)
-
     def train_minibatch(
         self,
         old_logprobs: Tensor,
@@ -332,23 +258,18 @@ class PPOTrainer(PolicyServices):
         advantages: Tensor,
         returns: Tensor,
     ) -> dict[str, Any]:
-        """Backward for one minibatch, and the optimizer step if it is due; arguments as of `loss`.
+        """Backward for one minibatch, and the optimizer step if it is due; returns its statistics.
 
-        Called by itself, outside of `step`, the minibatch is an optimizer step. Inside, accelerate weighs the loss by
-        the minibatch's share of the step's tokens, and its `sync_gradients` says which minibatch is the last.
-
-        Returns:
-            The minibatch's statistics.
-
-        Raises:
-            TrainingDivergedError: the loss or the gradient is not finite; the weights are untouched.
+        Arguments as of `loss`. Called by itself, outside of `step`, the minibatch is an optimizer step. Inside,
+        accelerate weighs the loss by the minibatch's share of the step's tokens, and its `sync_gradients` says which
+        minibatch is the last. A loss or a gradient that is not finite raises TrainingDivergedError.
         """
         policy_loss, value_loss, stats = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
         )
-        moves = self._moves(logprobs, old_logprobs, advantages, mask)
-        added = self.update.add(policy_loss + value_loss, moves, outputs=(logprobs, vpreds), step=self.steps_done)
-        return token_means(stats, mask) | added
+        ratio = Mean.of(policy_log_ratio(logprobs, old_logprobs, mask).exp(), mask)
+        outputs, loss = (logprobs, vpreds), policy_loss + value_loss
+        return {**stats, **self.optimizer_step.descend(loss, ratio, outputs=outputs, step=self.steps_done)}
 
     def loss(
         self,
@@ -363,20 +284,10 @@ class PPOTrainer(PolicyServices):
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Policy loss, weighted value loss, both means over the tokens of the minibatch, and its statistics.
 
-        Args:
-            old_logprobs: [b, R], in nats, of the rollout.
-            values: [b, R], of the rollout.
-            logits: [b, R, V], or None: then there is no entropy among the statistics. `step` computes logits only if a
-                subclass replaces this method or `train_minibatch`.
-            vpreds: [b, R], values of the model as it is.
-            logprobs: [b, R], of the model as it is.
-            mask: [b, R], 1 where a token counts.
-            advantages: [b, R].
-            returns: [b, R].
-
-        Returns:
-            The two losses, and statistics: numbers, tensors with a number per token, or `Mean` objects, in a dict that
-            may be nested. Minibatches are averaged by their tokens.
+        Columns are [b, R]: log-probabilities and values of the rollout (`old_logprobs`, `values`) and of the model as
+        it is (`logprobs`, `vpreds`). `step` computes logits [b, R, V] only for a subclass that replaces this method or
+        `train_minibatch`. Statistics are numbers, tensors with a number per token, or `Mean` objects, in a dict that
+        may be nested; minibatches are averaged by their tokens.
         """
         policy_loss, value_loss, stats = ppo_loss(
             log_ratio=policy_log_ratio(logprobs, old_logprobs, mask),
@@ -392,3 +303,87 @@ class PPOTrainer(PolicyServices):
         if logits is not None:
             stats["policy/entropy"] = Mean.of(token_entropy(logits, mask), mask)
         return policy_loss, value_loss, stats
+
+    def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
+        """This process's statistics of a step, from the columns of `step_data` and the `train_stats` of updates."""
+        train_stats = data.pop("train_stats")
+        of_updates = {f"ppo/{name}": value.mean(0) for name, value in train_stats.items()}
+        return {**rollout_stats(kl_coef=kl_coef, **data), **of_updates}
+
+    def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """The statistics of all processes: floats and 1-D tensors, equal on each of them."""
+        return gather_stats(stats)
+
+    def log_stats(
+        self,
+        stats: dict[str, Any],
+        batch: Mapping[str, Sequence[Any]],
+        rewards: Sequence[Any],
+        columns_to_log: Sequence[str] = ("query", "response"),
+    ) -> dict[str, Any]:
+        """Sends statistics and rewards to the tracker, a table every `log_table_every` steps; returns what was sent."""
+        return files.log_step(self, stats, batch, rewards, columns_to_log)
+
+    def prepare_dataloader(
+        self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None = None
+    ) -> DataLoader[Any]:
+        """Shuffled batches for this process, on its device; by default dicts of lists, with `input_ids` of tensors."""
+        return setup.dataloader_of(self, dataset, data_collator)
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = AS_MANY_AS_FIT,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Responses to queries, a list of 1-D tensors, or [1, T] to a single query; sets `temperature`.
+
+        Args:
+            query_tensor: a query [T], or a list of queries.
+            length_sampler: draws `max_new_tokens`, once per call.
+            batch_size: queries at a time, as many as fit by default; a rollout has a size of its own.
+            return_prompt: whether a response begins with its query (causal models).
+            generate_ref_response: whether the reference responds as well, which makes a pair of what is returned.
+            generation_kwargs: of transformers' GenerationConfig; see `Sampler`. A rollout takes none.
+        """
+        self.run.interruption.end_if_saved()
+        if length_sampler is not None:
+            generation_kwargs["max_new_tokens"] = length_sampler()
+        shape = {"return_prompt": return_prompt, "generate_ref_response": generate_ref_response}
+        return self.generation(query_tensor, batch_size=batch_size, **shape, **generation_kwargs)
+
+    @property
+    def temperature(self) -> float:
+        """At which responses are sampled and scored: the config's, or that of the last `generate`."""
+        return self.generation.sampler.temperature
+
+    def save_checkpoint(self, output_dir: str | Path | None = None) -> Path:
+        """Writes all that the next step depends on, atomically, as `checkpoint-<steps>` into the folder (config's)."""
+        root = output_dir or self.config.output_dir
+        if root is None:
+            raise ValueError("save_checkpoint needs a folder: give it one, or PPOConfig(output_dir=...).")
+        return self.run.save(root, self.steps_done, keep=self.config.save_total_limit)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Goes on from a checkpoint, in a trainer with the models, config and data of the one that saved it."""
+        self.run.load(path)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Writes policy, tokenizer and a model card into a folder. Collective; `kwargs`: of the model's method."""
+        self._save_pretrained(str(save_directory), **kwargs)
+
+    def _save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """What a subclass of 2024 replaces, of `save_pretrained`."""
+        files.write_policy(self, save_directory, files.full_weights(self.accelerator, self.actor_critic), **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
+        """Uploads what `save_pretrained` writes; arguments as of the model's `push_to_hub`. Collective likewise."""
+        weights = files.full_weights(self.accelerator, self.actor_critic)
+        return self.run.push(lambda folder: files.write_policy(self, folder, weights, repo_id), repo_id, **kwargs)
+
+    def create_model_card(self, path: str, model_name: str | None = "TRL Model", *, repo_id: str | None = None) -> None:
+        """Writes a model card, README.md, into a folder; `repo_id` is what loads the model (the folder's name)."""
+        files.write_card(self, path, name=model_name, repo_id=repo_id)

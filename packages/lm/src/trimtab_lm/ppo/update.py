@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -15,6 +15,7 @@ from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, sum_over_ranks, total_over_ranks
+from trimtab_lm.tokens.dropout import without_dropout
 
 from .config import PPOConfig
 
@@ -32,61 +33,68 @@ def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tens
         yield from torch.randperm(config.batch_size, generator=shuffle).split(cast(int, config.backward_batch_size))
 
 
-class Update:
-    """The next optimizer step: the gradient so far, and what it holds since the last one.
-
-    `accelerator.sync_gradients` says when the step is due: at once, or at the last of the minibatches that `minibatch`
-    announces.
+class OptimizerStep:
+    """The next optimizer step on the policy, of one or several minibatches.
 
     Attributes:
-        kept: minibatches whose gradient is in it.
-        divergence: KL(old policy, policy) in nats per token, over the tokens of all minibatches since the last step.
+        processes: how many train together.
+        kept: minibatches whose gradient the step has.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: PPOConfig, accelerator: WeighingAccelerator
     ):
         self.model, self.optimizer, self.config, self.accelerator = model, optimizer, config, accelerator
-        self.kept, self.divergence = 0, Mean(0.0, 0.0)
+        self.processes, self.kept = accelerator.num_processes, 0
 
     @contextmanager
-    def minibatch(self, *, share: float, is_last: bool) -> Iterator[None]:
-        """Inside the block `accelerator.backward` weighs a loss by `share`, and the step is due if `is_last`."""
+    def part(self, *, share: float, is_last: bool) -> Iterator[None]:
+        """A minibatch, without dropout: inside, accelerate's `backward` weighs a loss, and knows which is the last.
+
+        A `train_minibatch` of 2024 calls accelerate, and gets neither by its arguments.
+
+        Args:
+            share: what a loss is multiplied by.
+            is_last: whether the step is due after this part.
+        """
         try:
-            with self.accelerator.part_of_step(self.model, is_last=is_last, share=share):
+            with self.accelerator.part_of_step(self.model, is_last=is_last, share=share), without_dropout(self.model):
                 yield
         except TrainingDivergedError:
             self.drop()
             raise
 
-    def add(self, loss: Tensor, moves: Mapping[str, Mean], *, outputs: Sequence[Tensor], step: int) -> dict[str, Mean]:
-        """Add the gradient of a minibatch, and take the step if it is due. Collective if it is.
+    def total(self, number: float) -> float:
+        """The sum of a number over all processes. Collective."""
+        return total_over_ranks(number, self.accelerator.device)
+
+    def descend(self, loss: Tensor, ratio: Mean, *, outputs: Sequence[Tensor], step: int) -> dict[str, Mean]:
+        """Adds the gradient of a minibatch, and takes the step if it is due. Collective if it is.
 
         A minibatch on which the mean ratio is above `ratio_threshold` is left out. No step is taken where all
-        minibatches are left out, or where the policy has moved too far.
+        minibatches are left out.
 
         Args:
             loss: of the minibatch.
-            moves: `ratio` and `approxkl` of `surrogate_stats`.
+            ratio: to the policy before the updates.
             outputs: of the models. The gradient of a minibatch that is left out is 0, and other processes wait for it.
             step: PPO steps done before, for the error.
 
         Returns:
-            Statistics: `policy/skipped`; with a step that is due `policy/early_stopped`, and `grad_norm` before
-            clipping where the step was taken.
+            Statistics: `policy/skipped`, and `grad_norm` before clipping where the step was taken.
 
         Raises:
             TrainingDivergedError: the loss or the gradient is not finite; the weights are untouched.
         """
         config, accelerator = self.config, self.accelerator
-        read = moves["ratio"].total, moves["ratio"].weight, loss.detach()
         # In one piece, because each reading waits for the device.
-        total, weight, loss_value = torch.stack([_number(x, loss.device) for x in read]).tolist()
-        ratio = total / weight if weight else math.nan
-        is_skipped = ratio > config.ratio_threshold
+        read = [_number(x, loss.device) for x in (ratio.total, ratio.weight, loss.detach())]
+        total, weight, loss_value = torch.stack(read).tolist()
+        mean = total / weight if weight else math.nan
+        is_skipped = mean > config.ratio_threshold
         if is_skipped:
             warnings.warn(
-                f"Mean ratio {ratio:.3g} of a minibatch is above ratio_threshold={config.ratio_threshold}: it is "
+                f"Mean ratio {mean:.3g} of a minibatch is above ratio_threshold={config.ratio_threshold}: it is "
                 "left out of the update. Lower learning_rate or ppo_epochs if this repeats.",
                 stacklevel=3,
             )
@@ -97,19 +105,15 @@ class Update:
                 f"The loss of step {step} is {loss_value}. No update was made. Lower learning_rate "
                 f"({config.learning_rate}), clip gradients (max_grad_norm), or train in bfloat16 or float32."
             )
-        self.divergence += moves["approxkl"]
         self.kept += not is_skipped
         stats = {"policy/skipped": Mean(float(is_skipped), 1.0)}
-        if accelerator.sync_gradients:
-            kept = total_over_ranks(float(self.kept), accelerator.device)
-            is_stopped = self.has_moved_too_far(self.divergence)
-            stats["policy/early_stopped"] = Mean(float(is_stopped), 1.0)
-            if is_stopped or not kept:  # before the last gradient: with that DeepSpeed takes the step
-                self.drop()
-                return stats
-        if not is_skipped or accelerator.num_processes > 1:
+        is_due = accelerator.sync_gradients
+        if is_due and not self.total(float(self.kept)):  # before the last gradient: with that DeepSpeed takes the step
+            self.drop()
+            return stats
+        if not is_skipped or self.processes > 1:
             accelerator.backward(loss)
-        return stats | self._take() if accelerator.sync_gradients else stats
+        return stats | self._take() if is_due else stats
 
     def _take(self) -> dict[str, Mean]:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or float("inf"))
@@ -130,16 +134,19 @@ class Update:
         return "No update was made."
 
     def drop(self) -> None:
-        """Forget the gradient and what it holds."""
+        """Forgets the gradient."""
         self.optimizer.zero_grad()
-        self.kept, self.divergence = 0, Mean(0.0, 0.0)
+        self.kept = 0
 
-    def has_moved_too_far(self, divergence: Mean) -> bool:
-        """Whether `early_stopping` ends the updates, by the divergence in all processes. Collective."""
+    def is_too_far(self, divergence: Mean) -> bool:
+        """Whether `early_stopping` ends the updates before this step is taken. Collective.
+
+        Args:
+            divergence: KL(old policy, policy) in nats per token, of the step's tokens on this process.
+        """
         if not self.config.early_stopping:
             return False
-        device = self.accelerator.device
-        parts = [_number(part, device) for part in (divergence.total, divergence.weight)]
+        parts = [_number(part, self.accelerator.device) for part in (divergence.total, divergence.weight)]
         total, weight = sum_over_ranks(torch.stack(parts)).tolist()
         return total / weight > 1.5 * self.config.target_kl
 

@@ -1,0 +1,121 @@
+"""PPO for language models: a batch is evaluated once, and then learnt from in several optimizer steps.
+
+Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347. `boxes` is the trainer, whose
+documented methods are called here and may be replaced.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab_common.stats import Mean
+from trimtab_lm.sampling.mismatch import corrected
+
+from .loss import policy_log_ratio
+from .passes import Models, forward, kl_terms
+from .rollout import Minibatch, Rollout
+from .score import at_tokens, joined
+from .update import OptimizerStep
+
+
+class Boxes(Models, Protocol):
+    """The trainer: its models, and methods, of which the documented ones may be replaced."""
+
+    optimizer_step: OptimizerStep
+
+    def compute_rewards(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]: ...
+    def compute_advantages(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    def train_minibatch(self, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
+    def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor: ...
+
+
+@torch.no_grad()
+def evaluate(boxes: Boxes, rollout: Rollout, scores: Tensor, lap: Callable[[str], None]) -> Rollout:
+    """The rollout with all columns, under the policy before its updates.
+
+    Args:
+        boxes: the trainer.
+        rollout: without columns.
+        scores: [B], shaped.
+        lap: called with the name of each part of the work when it is done.
+    """
+    config = boxes.config
+    order = rollout.minibatches(torch.arange(len(rollout.queries)), config.mini_batch_size)
+    parts = [rollout[rows] for rows in order]
+    policy = joined(order, [forward(boxes, boxes.actor_critic, part) for part in parts])
+    ref = joined(order, [forward(boxes, boxes.reference_policy, part) for part in parts])
+    lap("forward_pass")
+    mask = policy.mask
+    place = partial(at_tokens, response_masks=rollout.response_masks, mask=mask, like=policy.logprobs)
+    sampled, turn_rewards = place(rollout.sampler_logprobs), place(rollout.response_rewards)
+    logprobs, ref_logprobs, *exact_kl = kl_terms(boxes, policy, ref, sampled)
+    rewards, non_score_rewards, *kl = boxes.compute_rewards(scores, logprobs, ref_logprobs, mask, *exact_kl)
+    kl = kl or [boxes._kl_penalty(logprobs, ref_logprobs)]  # early methods of 2024 return two columns
+    lap("compute_rewards")
+    rewards = rewards if turn_rewards is None else rewards + turn_rewards
+    values, advantages, returns = boxes.compute_advantages(policy.values, rewards, mask)
+    lap("compute_advantages")
+    columns = (values, kl[0], non_score_rewards, advantages, returns)
+    values, kl[0], non_score_rewards, advantages, returns = (torch.where(mask.bool(), x, 0.0) for x in columns)
+    if (cap := config.importance_sampling_cap) is not None:
+        at = mask.bool()
+        told, lengths = None if sampled is None else sampled[at], mask.sum(1)
+        weighed, _ = corrected(advantages[at], policy.logprobs[at], told, lengths=lengths, cap=cap)
+        advantages = advantages.masked_scatter(at, weighed)
+    return replace(
+        rollout,
+        mask=mask,
+        logprobs=policy.logprobs,
+        sampled=sampled,
+        old_logprobs=policy.logprobs if sampled is None or not config.clips_to_sampler else sampled,
+        ref_logprobs=ref.logprobs,
+        entropy=policy.entropy,
+        values=values,
+        kl=kl[0],
+        non_score_rewards=non_score_rewards,
+        advantages=advantages,
+        returns=returns,
+    )
+
+
+def update(boxes: Boxes, rollout: Rollout, batches: Iterable[Tensor]) -> list[Minibatch]:
+    """An optimizer step over each batch of rows, until one shows that the policy has moved too far: it is not taken."""
+    step, recorded, counts = boxes.optimizer_step, list[Minibatch](), rollout.mask.sum(1).cpu()
+    for rows in batches:
+        parts = rollout.minibatches(rows, boxes.config.mini_batch_size)
+        tokens, divergence = step.total(float(counts[rows].sum())), Mean(0.0, 0.0)
+        for number, part in enumerate(parts, start=1):
+            is_last = number == len(parts)
+            # The gradient is that of all tokens of the step at once, averaged over processes.
+            with step.part(share=float(counts[part].sum()) * step.processes / tokens, is_last=is_last):
+                old = rollout[part]
+                new = forward(boxes, boxes.actor_critic, old)
+                span = (slice(None), slice(new.mask.shape[1]))
+                log_ratio = policy_log_ratio(new.logprobs.detach(), old.old_logprobs[span], new.mask)
+                moved = Mean.of(0.5 * log_ratio**2, new.mask)
+                divergence += moved
+                is_stopped = is_last and step.is_too_far(divergence)
+                stats = {"policy/approxkl": moved}
+                if is_stopped:
+                    step.drop()
+                else:
+                    stats = boxes.train_minibatch(
+                        old_logprobs=old.old_logprobs[span],
+                        values=old.values[span],
+                        logprobs=new.logprobs,
+                        logits=new.logits,
+                        vpreds=new.values,
+                        mask=new.mask,
+                        advantages=old.advantages[span],
+                        returns=old.returns[span],
+                    )
+            ends = {"policy/early_stopped": Mean(float(is_stopped), 1.0)} if is_last else {}
+            entropy = None if new.entropy is None else new.entropy.detach()
+            recorded.append(Minibatch(new.mask, entropy, {**stats, **ends}, log_ratio.abs().max()))
+            if is_stopped:
+                return recorded
+    return recorded
