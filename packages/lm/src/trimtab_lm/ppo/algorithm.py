@@ -1,7 +1,6 @@
 """PPO for language models: a batch is evaluated once, and then learnt from in several optimizer steps.
 
-Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347. `boxes` is the trainer, whose
-documented methods are called here and may be replaced.
+Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347. `boxes` is the trainer.
 """
 
 from collections.abc import Callable, Iterable
