@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tools.sizes import duplicate_runs, private_names, sources
+from tools.sizes import ROOT, duplicate_runs, private_names, sources
 
 STEPS = [f"total = total + weights[{i}]" for i in range(7)]
 
@@ -63,3 +63,7 @@ class A:
     write(tmp_path / "compat", b=source)
     found = private_names([*write(tmp_path, a=source), tmp_path / "compat" / "b.py"], tmp_path)
     assert found == ["a.py:2 _dynamo", "a.py:3 _reduction", "a.py:7 _forward_hooks", "a.py:7 _is_hf"]
+
+
+def test_the_packages_use_private_names_in_compat_alone():
+    assert private_names(sources(ROOT / "packages"), ROOT) == []

@@ -114,14 +114,12 @@ def compile_blocks(denoiser: Any, backend: str) -> None:
     Raises:
         ValueError: diffusers names no such blocks.
     """
-    names = denoiser._repeated_blocks or denoiser._no_split_modules or ()
-    blocks = [module for module in denoiser.modules() if type(module).__name__ in names]
-    if not blocks:
+    try:
+        denoiser.compile_repeated_blocks(backend=backend)
+    except ValueError as error:
         raise ValueError(
             f"train_compile={backend!r} compiles repeated blocks: {type(denoiser).__name__} names none. Use None."
-        )
-    for block in blocks:
-        block.compile(backend=backend)
+        ) from error
 
 
 def return_float32(denoiser: nn.Module, accelerator: Accelerator) -> None:
