@@ -95,26 +95,24 @@ def update(boxes: Boxes, rollout: Rollout, batches: Iterable[Tensor]) -> list[Mi
                 new = forward(boxes, boxes.actor_critic, old)
                 span = (slice(None), slice(new.mask.shape[1]))
                 log_ratio = policy_log_ratio(new.logprobs.detach(), old.old_logprobs[span], new.mask)
-                moved = Mean.of(0.5 * log_ratio**2, new.mask)
-                divergence += moved
-                is_stopped = is_last and step.is_too_far(divergence)
-                stats = {"policy/approxkl": moved}
-                if is_stopped:
+                divergence += Mean.of(0.5 * log_ratio**2, new.mask)
+                largest = log_ratio.abs().max()
+                if is_last and step.is_too_far(divergence):
                     step.drop()
-                else:
-                    stats = boxes.train_minibatch(
-                        old_logprobs=old.old_logprobs[span],
-                        values=old.values[span],
-                        logprobs=new.logprobs,
-                        logits=new.logits,
-                        vpreds=new.values,
-                        mask=new.mask,
-                        advantages=old.advantages[span],
-                        returns=old.returns[span],
-                    )
-            ends = {"policy/early_stopped": Mean(float(is_stopped), 1.0)} if is_last else {}
+                    del recorded[len(recorded) - number + 1 :]  # no loss of a step that is not taken counts
+                    stopped = {"policy/approxkl": divergence, "policy/early_stopped": Mean(1.0, 1.0)}
+                    return [*recorded, Minibatch(new.mask, None, stopped, largest)]
+                stats = boxes.train_minibatch(
+                    old_logprobs=old.old_logprobs[span],
+                    values=old.values[span],
+                    logprobs=new.logprobs,
+                    logits=new.logits,
+                    vpreds=new.values,
+                    mask=new.mask,
+                    advantages=old.advantages[span],
+                    returns=old.returns[span],
+                )
+            ends = {"policy/early_stopped": Mean(0.0, 1.0)} if is_last else {}
             entropy = None if new.entropy is None else new.entropy.detach()
-            recorded.append(Minibatch(new.mask, entropy, {**stats, **ends}, log_ratio.abs().max()))
-            if is_stopped:
-                return recorded
+            recorded.append(Minibatch(new.mask, entropy, {**stats, **ends}, largest))
     return recorded
