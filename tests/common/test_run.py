@@ -193,4 +193,5 @@ def test_the_files_that_are_pushed_are_those_that_were_written(monkeypatch):
     monkeypatch.setattr(hub, "upload_folder", upload)
     written = Loop().run.push(lambda folder: (Path(folder) / "weights").write_text("w"), "me/model", commit_message="1")
     assert written == "commit"
+    assert uploaded.pop("ignore_patterns") == ["_*"]  # the lock of a run, and the folders that it has renamed
     assert uploaded == {"weights": "w", "repo_id": "me/model", "commit_message": "1"}

@@ -116,9 +116,9 @@ def test_raft_learns_the_best_of_its_samples(
     learnt: list[dict[str, Any]] = []
     step = raft.IterativeSFTTrainer.step
 
-    def spied(self: Any, **rows: Any) -> Any:
-        learnt.append(rows)
-        return step(self, **rows)
+    def spied(self: Any, input_ids: Any, *, labels: Any) -> Any:
+        learnt.append({"labels": labels})
+        return step(self, input_ids, labels=labels)
 
     monkeypatch.setattr(raft.IterativeSFTTrainer, "step", spied)
     monkeypatch.setattr(raft, "openings", openings)
