@@ -117,7 +117,7 @@ def test_raft_learns_the_best_of_its_samples(
     step = raft.IterativeSFTTrainer.step
 
     def spied(self: Any, input_ids: Any, *, labels: Any) -> Any:
-        learnt.append({"labels": labels})
+        learnt.append({"input_ids": input_ids, "labels": labels})
         return step(self, input_ids, labels=labels)
 
     monkeypatch.setattr(raft.IterativeSFTTrainer, "step", spied)
