@@ -24,11 +24,10 @@ HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/te
   tests/lm/ppo/test_health.py tests/lm/grpo/test_health.py tests/diffusion/test_ddpo_health.py
 SIGNALS := tests/test_signals.py tests/test_disks.py tests/test_locks.py tests/test_checkpoint_rules.py \
   tests/common/test_interruption.py
-SLOW := tests/common/test_checkpoint.py tests/test_architecture.py tests/test_checkpoint_folders.py \
+SLOW := tests/common/test_checkpoint.py tests/test_architecture.py \
   tests/diffusion/test_ddpo_resume.py tests/diffusion/test_ddpo_trainer.py tests/diffusion/test_pipelines.py \
   tests/experiments/test_ddpo.py tests/experiments/test_reproduce.py tests/experiments/test_stiennon_2020_summarize.py \
-  tests/experiments/test_sweeps.py tests/lm/hf tests/lm/legacy/test_trainers.py tests/lm/ppo tests/lm/reward \
-  tests/lm/sampling tests/lm/sft
+  tests/lm/hf tests/lm/legacy/test_trainers.py tests/lm/ppo tests/lm/reward tests/lm/sampling tests/lm/sft
 ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.py
 SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 

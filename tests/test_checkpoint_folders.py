@@ -45,7 +45,6 @@ def run_that_keeps_all(name: str, folder: Path) -> list[Path]:
     return list(checkpoints(folder / "checkpoints").values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_a_run_that_went_back_and_is_killed_goes_on_from_where_it_was(name: str, tmp_path: Path, monkeypatch):
     root, work = tmp_path / "checkpoints", works.WORKS[name]

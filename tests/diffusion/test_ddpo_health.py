@@ -45,7 +45,6 @@ def test_a_reference_that_is_not_the_policy_at_the_start():
     assert "the reference is not the policy at the start" in said(ddpo, epochs=1)["other_reference"]
 
 
-@pytest.mark.slow
 def test_a_kl_that_runs_away_and_a_coefficient_that_winds_up():
     settings = {"init_kl_coef": 1e-6, "adap_kl_ctrl": True, "target": 1e-4, "horizon": 4.0, "train_clip_range": 1.0}
     texts = said(trainer(train_learning_rate=1e-2, **settings), epochs=16)

@@ -19,7 +19,6 @@ import yaml
 from datasets import Dataset
 from PIL import Image
 from tests.lm import tiny
-from tests.marks import slow_but
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tools.chaos.wandb_files import RunFile
 from transformers import PreTrainedTokenizerFast, TrainingArguments
@@ -347,7 +346,7 @@ def test_every_experiment_has_a_sweep_and_every_program_is_in_one():
     assert {read_sweep(file).program for file in FILES} == set(OF_PATH)
 
 
-@pytest.mark.parametrize("file", slow_but(FILES, *(file for file in FILES if file.name == "smoke.yaml")), ids=name_of)
+@pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_every_parameter_of_a_sweep_is_a_flag_of_its_program(file: Path, tmp_path: Path):
     sweep = read_sweep(file)
     assert sweep.metric is not None
@@ -387,7 +386,6 @@ def test_what_an_agent_passes_is_understood_whichever_way_it_is_written(
             assert (list(setting) if isinstance(setting, tuple) else setting) == value, name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
 def test_a_program_runs_with_an_agents_arguments_and_its_config_has_them(program: Program, here: Path, place: Path):
     parameters = {**tiny_run(program, place), **program.awkward}

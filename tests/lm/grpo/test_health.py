@@ -115,7 +115,6 @@ def test_a_collapsing_entropy_and_a_kl_that_runs_away(make):
     assert "nats per token, above 2: " in texts["far_from_reference"]
 
 
-@pytest.mark.slow
 def test_completions_that_grow_for_the_reward(make):
     model = tiny.gpt2()
     with torch.no_grad():
