@@ -61,7 +61,7 @@ class Session:
     def __init__(self, folder: str, kind: str, tracker: str, kill: str):
         self.folder, self.kind = Path(folder), kind
         self.place, _, at = kill.partition(":")
-        self.at, self.operations = int(at or 0), 0
+        self.at, self.operations, self.since_epoch = int(at or 0), 0, 0
         self.asked: list[str] = []
         set_seed(os.getpid())  # a resumed session must not depend on how its process began
         if not latest_checkpoint(self.folder / "checkpoints"):
@@ -119,7 +119,9 @@ class Session:
 
     def reached(self, place: str) -> None:
         """`at` counts updates, or epochs, of the whole run."""
-        done = self.trainer.global_step if place == "update" else self.trainer.first_epoch
+        done = self.trainer.first_epoch
+        if place == "update":  # the trainer counts at the end of an epoch
+            done, self.since_epoch = self.trainer.global_step + self.since_epoch, self.since_epoch + 1
         if place == self.place and self.at == done + 1:
             die()
 
@@ -158,6 +160,7 @@ class Session:
         stock = self.trainer.step
 
         def step(epoch: int, global_step: int) -> int:
+            self.since_epoch = 0
             steps = stock(epoch, global_step)
             self.note(epoch)
             return steps
