@@ -18,6 +18,7 @@ from tests.lm.grpo import run_distributed as grpo
 from trimtab_lm import SFTConfig, SFTTrainer
 
 REWARD_LIMIT = 4.0  # seconds
+LEAVES_WITH = 3  # exit status
 FAILING_STEP = 2
 
 
@@ -29,11 +30,15 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leave() -> None:
+    os._exit(LEAVES_WITH)
+
+
 def wait_forever() -> None:
     time.sleep(600)
 
 
-FAILURES = {"raises": no_answer, "dies": kill, "sleeps": wait_forever}
+FAILURES = {"raises": no_answer, "dies": kill, "exits": leave, "sleeps": wait_forever}
 LIMITS = {"reward_timeout": REWARD_LIMIT}
 
 

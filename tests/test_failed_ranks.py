@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from tests.processes import ROOT, environment
-from tests.run_failed_ranks import REWARD_LIMIT, TRAINERS
+from tests.run_failed_ranks import LEAVES_WITH, REWARD_LIMIT, TRAINERS
 
 from trimtab_common.time_limit import EXIT_STATUS
 
@@ -16,6 +16,7 @@ ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2
 ERRORS = {
     "raises": ["ValueError: no answer from the judge", "exitcode  : 1 "],
     "dies": ["exitcode  : -9 ", "Signal 9 (SIGKILL)"],
+    "exits": [f"exitcode  : {LEAVES_WITH} "],
     "sleeps": [
         f"The rewards took more than {REWARD_LIMIT:g} s, which is the limit (reward_timeout)",
         "in wait_forever",  # the function that was slow
@@ -26,6 +27,7 @@ CASES = [
     ("ppo_loop", "raises", 1),
     ("ppo_loop", "dies", 0),
     ("ppo_train", "raises", 1),
+    ("ppo_train", "exits", 0),
     ("ppo_train", "sleeps", 1),
     ("grpo_train", "dies", 0),
     ("grpo_train", "sleeps", 0),
