@@ -59,8 +59,7 @@ def padded(trainer: PPOTrainer, rows: Rows, model: Any = None) -> Scores:
             column[i, : len(response)] = row * counts
         mask[i, : len(response)] = counts
         all_logits[i, : len(response)] = at * counts[:, None]
-    scores = Scores(columns[0], all_logits, columns[2], mask)
-    scores.entropy = columns[1]
+    scores = Scores(columns[0], all_logits, columns[2], mask, entropy=columns[1])
     return scores
 
 

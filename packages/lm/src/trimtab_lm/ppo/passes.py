@@ -15,7 +15,7 @@ from .score import Padding, Scores, completed, full_logprobs, score
 
 
 class Wanted(NamedTuple):
-    """What methods that somebody replaced read.
+    """What the replaced methods of a trainer read, beyond what the built-in ones do.
 
     Attributes:
         has_own_pass: model inputs on the device, for a `batched_forward_pass`.
@@ -114,7 +114,7 @@ def kl_terms(models: Models, policy: Scores, reference: Scores, sampled: Tensor 
     """
     temperature = models.temperature
     if models.config.kl_penalty != "full":
-        is_older = sampled is not None and models.config.asynchronous_rollouts
+        is_older = models.config.asynchronous_rollouts
         return (sampled if sampled is not None and is_older else policy.logprobs), reference.logprobs
     if policy.head_inputs is None or reference.head_inputs is None:
         return tuple(full_logprobs(one.logits, temperature=temperature) for one in (policy, reference))

@@ -40,7 +40,7 @@ class Padding(NamedTuple):
 
 
 class TokenOutputs(NamedTuple):
-    """What a model returns for N tokens that count.
+    """A model's outputs at the N tokens with mask 1.
 
     Attributes:
         logprobs: [N], in nats.
@@ -70,20 +70,31 @@ class Scores(Documented):
     """The same four, with two more that only the built-in pass knows.
 
     Attributes:
-        entropy: [b, R], in nats; None if nobody computed it.
+        entropy: [b, R], in nats; None if the pass did not compute it.
         head_inputs: [b, R, ...], what the LM head read, where it was asked for.
     """
 
-    entropy: Tensor | None = None
-    head_inputs: Tensor | None = None
+    entropy: Tensor | None
+    head_inputs: Tensor | None
+
+    def __new__(
+        cls,
+        logprobs: Tensor,
+        logits: Tensor | None,
+        values: Tensor | None,
+        mask: Tensor,
+        *,
+        entropy: Tensor | None = None,
+        head_inputs: Tensor | None = None,
+    ) -> "Scores":
+        scores = super().__new__(cls, logprobs, logits, values, mask)
+        scores.entropy, scores.head_inputs = entropy, head_inputs
+        return scores
 
     def without_logits(self) -> "Scores":
         """The same, to keep."""
-        if self.logits is None:
-            return self
-        scores = Scores(self.logprobs, None, self.values, self.mask)
-        scores.entropy, scores.head_inputs = self.entropy, self.head_inputs
-        return scores
+        kept = {"entropy": self.entropy, "head_inputs": self.head_inputs}
+        return Scores(self.logprobs, None, self.values, self.mask, **kept)
 
 
 class Reader(Protocol):
@@ -144,9 +155,7 @@ def score(
 
     logprobs, entropy, values, logits, head_inputs = map(spread, outputs)
     assert logprobs is not None
-    scores = Scores(logprobs, logits, values, mask)
-    scores.entropy, scores.head_inputs = entropy, head_inputs
-    return scores
+    return Scores(logprobs, logits, values, mask, entropy=entropy, head_inputs=head_inputs)
 
 
 def _rows(
@@ -224,10 +233,11 @@ def joined(order: Sequence[Tensor], parts: Sequence[Scores]) -> Scores:
             whole[rows.to(value.device), : value.shape[1]] = value
         return whole
 
-    scores = Scores(*map(column, zip(*parts, strict=True)))  # type: ignore[arg-type]
-    scores.entropy = column([part.entropy for part in parts])
-    scores.head_inputs = column([part.head_inputs for part in parts])
-    return scores
+    logprobs, logits, values, mask = map(column, zip(*parts, strict=True))
+    assert logprobs is not None
+    assert mask is not None
+    entropy, head_inputs = column([part.entropy for part in parts]), column([part.head_inputs for part in parts])
+    return Scores(logprobs, logits, values, mask, entropy=entropy, head_inputs=head_inputs)
 
 
 def completed(columns: Sequence[Any], mask: Tensor | None, *, temperature: float) -> Scores:
@@ -251,10 +261,8 @@ def completed(columns: Sequence[Any], mask: Tensor | None, *, temperature: float
         )
     counts = own_mask.bool()
     values = None if values is None else torch.where(counts, values, 0.0)
-    scores = Scores(torch.where(counts, logprobs, 0.0), logits, values, own_mask)
-    if logits is not None:
-        scores.entropy = token_entropy(logits, own_mask, temperature=temperature)
-    return scores
+    entropy = None if logits is None else token_entropy(logits, own_mask, temperature=temperature)
+    return Scores(torch.where(counts, logprobs, 0.0), logits, values, own_mask, entropy=entropy)
 
 
 def at_tokens(
@@ -263,9 +271,9 @@ def at_tokens(
     """Numbers of response tokens at the places of those that count, [B, W]; 0 elsewhere.
 
     Args:
-        rows: B rows, a number for each response token; None: nobody knows them.
+        rows: B rows, a number for each response token; None if the numbers are unknown.
         response_masks: for each response, 1 where a token counts; None: all count.
-        mask: [B, W], 1 at the tokens that count.
+        mask: [B, W], 1 where a token counts.
         like: has the dtype and the device.
     """
     if rows is None:

@@ -54,7 +54,7 @@ HELD = ("learning_rate", "value_learning_rate", "init_kl_coef")
 
 
 def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
-    """The accelerator that the config asks for, whose processes watch each other. Collective; see `check_engine`."""
+    """The accelerator that the config asks for. Collective; see `check_engine`."""
     accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs)
     check_engine(config, accelerator.distributed_type)
     keep_output_precision(accelerator)
@@ -123,7 +123,7 @@ def reference_of(
 ) -> tuple[Reference, PreTrainedModelWrapper | None]:
     """The reference of a policy, and the same as a model with a value head; None where the adapters are switched off.
 
-    Nobody reads the values. See `Reference.of` for the arguments.
+    Its values are not used. See `Reference.of` for the arguments.
     """
     if ref_model is None and not model.is_peft_model:
         ref_model, num_shared_layers = create_reference_model(model, num_shared_layers), None

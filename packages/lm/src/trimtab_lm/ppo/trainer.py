@@ -186,7 +186,7 @@ class PPOTrainer(NamesOf2024):
         return after_step(self, documented(self, local, rollout, clock, ends=ends))
 
     def wanted(self) -> Wanted:
-        """What methods that somebody replaced read; nothing else asks whether there are any."""
+        """What the replaced methods read; nothing else asks whether a method is replaced."""
         return Wanted.of(partial(is_replaced, self, PPOTrainer), self.config)
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
