@@ -22,6 +22,8 @@ ALGORITHMS = (
 STORY = ("config.py", "loss.py", "trainer.py")
 LOOKUPS, ANY = r"\b(?:getattr|hasattr)\(", r"\bAny\b"
 FORMATTER_OFF = "# fmt" + ": skip"
+HOOKS = {"_no_split_modules"}
+"""Private names that the packages define for another library, and may read of its own models in `compat` alone."""
 PUBLIC = {"_replace", "_fields", "_asdict", "_exit", "_typeshed"}
 """Documented names that begin with an underscore: those of named tuples, os._exit, the types of typeshed."""
 
@@ -141,7 +143,7 @@ def private_names(paths: list[Path], root: Path) -> list[str]:
     A name that the packages define themselves is not told apart from another library's.
     """
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
-    own = {name for tree in trees.values() for node in ast.walk(tree) for name in defined(node)} | PUBLIC
+    own = {name for tree in trees.values() for node in ast.walk(tree) for name in defined(node)} - HOOKS | PUBLIC
     found = []
     for path, tree in trees.items():
         if "compat" not in path.parts:

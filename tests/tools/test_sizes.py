@@ -57,12 +57,15 @@ from trimtab_common import _ours
 class A:
     def _mine(self, module):
         self._kept = module._forward_hooks, getattr(module, "_is_hf", None), module.__class__
+    _no_split_modules = property(lambda self: self.module._no_split_modules)
+    def _more(self, module):
         return self._kept, self._mine, module._replace()
 """
     (tmp_path / "compat").mkdir()
     write(tmp_path / "compat", b=source)
     found = private_names([*write(tmp_path, a=source), tmp_path / "compat" / "b.py"], tmp_path)
-    assert found == ["a.py:2 _dynamo", "a.py:3 _reduction", "a.py:7 _forward_hooks", "a.py:7 _is_hf"]
+    expected = ["2 _dynamo", "3 _reduction", "7 _forward_hooks", "7 _is_hf", "8 _no_split_modules"]
+    assert found == [f"a.py:{place}" for place in expected]
 
 
 def test_the_packages_use_private_names_in_compat_alone():

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from trimtab_common.config import Count, CountFromZero, parse_config, setting
+from trimtab_lm.compat.models import undivided
 from trimtab_lm.models.interface import Model
 from trimtab_lm.models.loading import AutoModel
 
@@ -157,7 +158,7 @@ def size_of(config: PreTrainedConfig, lora_rank: int = 0) -> ModelSize:
 
 def _layers(model: PreTrainedModel) -> Iterator[nn.Module]:
     """The layers that an engine gathers one by one: the blocks that transformers does not split."""
-    names = set(model._no_split_modules or ())
+    names = set(undivided(model) or ())
     return (module for module in model.modules() if type(module).__name__ in names)
 
 

@@ -27,6 +27,7 @@ from transformers import (
 
 from trimtab_common.hub import push_folder
 from trimtab_lm.compat.generation import CACHE, cache_argument, cache_found
+from trimtab_lm.compat.models import undivided
 from trimtab_lm.models.adapters import adapter_on
 from trimtab_lm.models.head import (
     VALUE_HEAD_FILE,
@@ -226,7 +227,7 @@ class PreTrainedModelWrapper(nn.Module):
 
     @property
     def _no_split_modules(self) -> Iterable[str] | None:  # accelerate's FSDP wrapping reads it
-        return self.pretrained_model._no_split_modules
+        return undivided(self.pretrained_model)
 
     def forward(
         self,

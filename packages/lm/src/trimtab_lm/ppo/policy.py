@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from trimtab_common.compat.fsdp import set_precision
 from trimtab_common.sharding import on_one_device, prepared_for_inference, whole_weights
+from trimtab_lm.compat.models import undivided
 from trimtab_lm.models.interface import base_of, trunk_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
@@ -117,7 +118,7 @@ class ActorCritic(nn.Module):
     @property
     def _no_split_modules(self) -> set[str]:
         """Classes of the modules that FSDP shards as units. A unit has one dtype, and the value head its own."""
-        units = {"ValueHead"}.union(*(trunk._no_split_modules or () for trunk in self._trunks))
+        units = {"ValueHead"}.union(*(undivided(trunk) or () for trunk in self._trunks))
         return units & {type(module).__name__ for module in self.modules()}
 
     def tie_weights(self) -> None:
