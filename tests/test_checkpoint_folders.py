@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from tests.marks import slow_but
 from tools.chaos import works
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.trainer_utils import get_last_checkpoint
@@ -23,8 +24,8 @@ from trimtab_common.sealing import SaveError, checkpoints, free_bytes, is_comple
 from trimtab_lm.hf import checkpoints as runs_of_transformers
 
 LONG = ("ppo", "ddpo", "ddpo_step", "dpo", "reward", "grpo", "iterative_sft")
-ONE = ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo_step", *LONG))]
-EVERY = ["ppo_step", "sft", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+ONE = slow_but(["sft", "ppo_step", *LONG], "sft")
+EVERY = slow_but(["ppo_step", "sft", *LONG], "ppo_step", "sft")
 
 
 @pytest.fixture(autouse=True)

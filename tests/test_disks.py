@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.marks import slow_but
 from tests.processes import ends_of_two
 from tools.chaos import works
 from tools.chaos.trees import tree_difference
@@ -21,7 +22,7 @@ from trimtab_common import locks
 from trimtab_common.sealing import CheckpointError, checkpoints, latest_checkpoint, verify
 
 LONG = ("iterative_sft", "ddpo", "dpo", "reward", "grpo")
-EVERY = ["ppo", "sft", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+EVERY = slow_but(["ppo", "sft", *LONG], "ppo", "sft")
 
 
 @contextmanager
