@@ -157,10 +157,8 @@ class Runner:
         self._record(trial, log, code, reason, round(time.monotonic() - began, 3))
 
     def _start(self, trial: optuna.Trial, log: Path) -> Any:
-        run_id, configs = (
-            new_id(),
-            Path(self.env["WANDB_DIR"], "wandb", f"sweep-{self.env['WANDB_SWEEP_ID']}").resolve(),
-        )
+        run_id = new_id()
+        configs = Path(self.env["WANDB_DIR"], "wandb", f"sweep-{self.env['WANDB_SWEEP_ID']}").resolve()
         trial.set_user_attr("run_id", run_id)
         file, metrics = configs / f"config-{run_id}.yaml", log.with_suffix(".jsonl")
         for path in (file, metrics):

@@ -67,11 +67,8 @@ class DDPOTrainer:
         other_rewards: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         self.config = config = replace(config)
-        self.reward_fn, self.prompt_fn, self.image_samples_callback = (
-            reward_function,
-            prompt_function,
-            image_samples_hook,
-        )
+        self.reward_fn, self.prompt_fn = reward_function, prompt_function
+        self.image_samples_callback = image_samples_hook
         if not isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline = DDPOStableDiffusionPipeline(sd_pipeline)
         self.sd_pipeline = sd_pipeline
