@@ -135,10 +135,11 @@ class Runner:
         log, band = log_of(self.folder, trial.number), self.sweep.early_terminate
         best = min if self.study.direction == optuna.study.StudyDirection.MINIMIZE else max
         process, began = self._start(trial, log), time.monotonic()
-        reason, rung, deadline = "", 0, math.inf
+        reason, rung, read, deadline = "", 0, 0, math.inf
         try:
             while (code := process.poll()) is None:
-                if band and not reason:
+                if band and not reason and (size := log.with_suffix(".jsonl").stat().st_size) > read:
+                    read = size
                     values: list[float] = [row[self.metric] for row in rows_of(log) if is_finite(row.get(self.metric))]
                     for rung in [number for number in band.rungs if rung < number <= len(values)]:
                         value = values[rung - 1] if band.strict else best(values[:rung])
