@@ -24,8 +24,6 @@ from trimtab_lm.sampling.rollout import (
     padding_id,
     require_version,
 )
-from trimtab_lm.sampling.vllm import VLLMRollout
-from trimtab_lm.sampling.vllm_server import VLLMServerRollout
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.positions import Positions
 
@@ -54,10 +52,10 @@ def make_backend(
     options = dict(options or {})
     if name == "continuous_batching":
         return ContinuousBatchingRollout(settings, tokenizer, **options)
-    if name == "vllm":
-        return VLLMRollout(settings, tokenizer, **options)
-    if name == "vllm_server":
-        return VLLMServerRollout(settings, tokenizer, **options)
+    if name in ("vllm", "vllm_server"):
+        from trimtab_lm.sampling.vllm import VLLMRollout, VLLMServerRollout
+
+        return (VLLMRollout if name == "vllm" else VLLMServerRollout)(settings, tokenizer, **options)
     known = list(inspect.signature(TransformersRollout).parameters)[2:]
     if unknown := sorted(set(options) - set(known)):
         raise TypeError(f"rollout_backend_kwargs sets {unknown}; transformers' generate takes {known} here.")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trimtab_lm.sampling.vllm import installed_vllm
-from trimtab_lm.sampling.vllm_client import VLLMServers
+from .client import VLLMServers
+from .engine import installed_vllm
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import ParamMeta, TrainerWeightTransferEngine

@@ -8,12 +8,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from tests.lm.sampling import wide
-from tests.lm.sampling.conftest import Server
+from tests.lm.sampling.vllm.conftest import Server
 
-from trimtab_lm.sampling import vllm_server
 from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
-from trimtab_lm.sampling.vllm_client import VLLMServerError
-from trimtab_lm.sampling.vllm_server import VLLMServerRollout
+from trimtab_lm.sampling.vllm import server as vllm_server
+from trimtab_lm.sampling.vllm.client import VLLMServerError
+from trimtab_lm.sampling.vllm.server import VLLMServerRollout
 
 pytest.importorskip("vllm", reason="vLLM's server is not installed here: make test-vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -17,8 +17,9 @@ from trimtab_common.stats import world_size
 from trimtab_lm.models.interface import Model, base_of, decoder_config, learns_prompt
 from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import Notes, Rollout, SamplingSettings, check_room, require_version
-from trimtab_lm.sampling.weights import checkpoint_weights
 from trimtab_lm.tokens.positions import Positions
+
+from .weights import checkpoint_weights
 
 if TYPE_CHECKING:
     from vllm import LLM

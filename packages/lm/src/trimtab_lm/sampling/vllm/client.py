@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import urllib3
 
-from trimtab_lm.sampling.vllm import LOGPROBS_MODE, OLDEST_VLLM
+from .engine import LOGPROBS_MODE, OLDEST_VLLM
 
 START = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode {LOGPROBS_MODE}"
 """How a server of rollouts is started: with vLLM's routes for weights, and for tokens in and out."""

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.lm import tiny
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from trimtab_lm.sampling.weights import checkpoint_weights
+from trimtab_lm.sampling.vllm.weights import checkpoint_weights
 
 
 def adapted(seed: int = 0, **settings: Any) -> Any:

@@ -14,7 +14,7 @@ from tests.lm import tiny
 
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.rollout import SamplingSettings
-from trimtab_lm.sampling.vllm_client import VLLMServerError
+from trimtab_lm.sampling.vllm.client import VLLMServerError
 
 
 def backend(name: str, **options: Any) -> Any:

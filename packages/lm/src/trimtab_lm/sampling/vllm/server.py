@@ -22,7 +22,10 @@ from trimtab_lm.sampling.rollout import (
     check_room,
     require_version,
 )
-from trimtab_lm.sampling.vllm import (
+from trimtab_lm.tokens.positions import Positions
+
+from .client import VLLMServerError, VLLMServers
+from .engine import (
     LOGPROBS_MODE,
     OLDEST_VLLM,
     PACKS_HEADS,
@@ -31,10 +34,8 @@ from trimtab_lm.sampling.vllm import (
     sampling_of,
     sampling_params,
 )
-from trimtab_lm.sampling.vllm_client import VLLMServerError, VLLMServers
-from trimtab_lm.sampling.vllm_weights import WeightBroadcast, WeightFiles
-from trimtab_lm.sampling.weights import checkpoint_weights
-from trimtab_lm.tokens.positions import Positions
+from .transfer import WeightBroadcast, WeightFiles
+from .weights import checkpoint_weights
 
 TRANSFERS = ("files", "nccl")
 
@@ -42,7 +43,7 @@ TRANSFERS = ("files", "nccl")
 class VLLMServerRollout:
     """Samples by one or several vLLM servers, which get the policy's weights before each rollout that needs them.
 
-    The servers run vLLM alone, in an environment of their own; `vllm_client.START` is their command. Each takes new
+    The servers run vLLM alone, in an environment of their own; `client.START` is their command. Each takes new
     weights by vLLM's own methods while it samples nothing, and tells with each token which weights sampled it. Of
     several training processes, the first sends and the others wait.
 

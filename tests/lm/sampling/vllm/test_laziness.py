@@ -1,0 +1,16 @@
+"""Nobody who does not ask for vLLM imports what it needs."""
+
+import subprocess
+import sys
+
+
+def test_only_a_backend_that_is_asked_for_imports_vllm():
+    program = """
+import sys, tempfile
+import trimtab_lm.sampling.backends
+trimtab_lm.GRPOConfig(tempfile.mkdtemp(), rollout_backend="vllm", use_cpu=True)
+assert not [name for name in sys.modules if name.startswith("trimtab_lm.sampling.vllm")], "before"
+from trimtab_lm.sampling.vllm import VLLMServerRollout
+assert "trimtab_lm.sampling.vllm.server" in sys.modules, "after"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
