@@ -22,7 +22,7 @@ TWO_PROCESSES = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterw
 """Marks of tests that train in two processes for minutes."""
 
 
-def results_of_two(module: str, folder: Path, *, seconds: int = 170) -> list[dict[str, Any]]:
+def results_of_two(module: str, folder: Path, *, seconds: int = 280) -> list[dict[str, Any]]:
     """Run `python -m module folder` in two processes; what each saved as folder/<rank>.pt."""
     launch(module, str(folder), processes=2, seconds=seconds)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def launch(module: str, *args: str, processes: int, seconds: int = 170) -> None:
+def launch(module: str, *args: str, processes: int, seconds: int = 280) -> None:
     """Run `python -m module *args` in processes that know each other; they are killed after so many seconds."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(

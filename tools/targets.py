@@ -28,9 +28,8 @@ def documented(makefile: str) -> list[str]:
 
 
 def run_by_ci(script: str) -> list[str]:
-    """Returns the targets that .ci/run always makes: those of its first list."""
-    found = re.search(r"^targets=\(([^)]*)\)", script, flags=re.MULTILINE)
-    return found[1].split() if found else []
+    """Returns the targets that .ci/run always makes: those of the lists that begin at the left margin."""
+    return " ".join(re.findall(r"^\w+=\(([^)]*)\)", script, flags=re.MULTILINE)).split()
 
 
 def shortcomings(makefile: str, script: str, record: dict[str, dict[str, str]]) -> list[str]:
