@@ -44,7 +44,7 @@ def add_lora(denoiser: Denoiser, *, rank: int) -> None:
 
     Args:
         denoiser: the unet or transformer.
-        rank: of new adapters.
+        rank: the rank of new adapters.
 
     Raises:
         ValueError: several adapters are active.
@@ -106,7 +106,7 @@ def stored_file(source: str, name: str, **hub: Any) -> Path | None:
 
     Args:
         source: the folder, or the hub id.
-        name: of the file.
+        name: the file's name.
         hub: options of `hf_hub_download`.
     """
     if Path(source).is_dir():

@@ -60,11 +60,11 @@ class DDPOStableDiffusionPipeline:
             or transformer) is called once a step, or once with the prompt and then once without.
         use_lora: whether to train adapters instead of all weights: those that the denoiser has
             (`pipeline.load_lora_weights`), or new ones.
-        lora_rank: of new adapters.
+        lora_rank: the rank of new adapters.
         call_kwargs: more arguments of every call of the pipeline, such as height and width, or a ControlNet's image.
 
     Attributes:
-        schedule: of the last call; None before the first.
+        schedule: the schedule of the last call; None before the first.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class DDPOStableDiffusionPipeline:
         Args:
             args: the prompt, or nothing.
             eta: scale of the steps' noise.
-            storage_dtype, storage_device: of the trajectories.
+            storage_dtype, storage_device: the dtype and the device that keep the trajectories.
             kwargs: arguments of the pipeline, before those of `call_kwargs`.
         """
         if args:
@@ -179,7 +179,7 @@ class DDPOStableDiffusionPipeline:
             sample: [B, ...], before the step.
             timestep: one number, or [B].
             eta: scale of the noise.
-            generator: of the noise.
+            generator: draws the noise.
             prev_sample: [B, ...], the sample after the step; None: sample it.
         """
         steps = Steps.of(self.scheduler, eta)

@@ -49,7 +49,7 @@ def record(
     Args:
         pipeline: its denoiser is called once a step, on the latents alone; or twice, with the prompt and then without.
         eta: scale of the steps' noise, as for `Steps`; not 0.
-        generator: of the noise.
+        generator: draws the noise.
         storage_dtype: latents are rounded to it after each step. The pipeline continues from the rounded latents, so
             that the stored latents are those that are scored. None: no rounding.
         storage_device: the device that keeps the trajectories. None: the pipeline's.

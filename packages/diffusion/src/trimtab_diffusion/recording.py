@@ -45,7 +45,7 @@ class Conditions:
 
         Args:
             rows, steps: [n], the images and the steps.
-            device: of the returned tensors.
+            device: where the returned tensors lie.
 
         Returns:
             Arguments whose tensors with a row per image are [k n, ...].
@@ -64,7 +64,7 @@ class Conditions:
         """Returns several conditions as one.
 
         Args:
-            parts: of one pipeline with the same settings. Shorter texts are padded and masked.
+            parts: recordings of one pipeline with the same settings. Shorter texts are padded and masked.
             dim: 0 joins images; 1 joins what a denoiser gets without the prompt and what it gets with it.
 
         Raises:
@@ -110,10 +110,10 @@ class Call:
     """How a pipeline asks its denoiser about a batch of latents.
 
     Args:
-        name: of the argument that takes the latents.
+        name: the argument that takes the latents.
         guidance: scale of classifier-free guidance, which is the paper's w + 1; None: no guidance.
         keeps_norm: whether each token of the guided output gets the norm that it has with the prompt (Qwen-Image).
-        dtype: of the latents that the denoiser reads; None: as they are.
+        dtype: the dtype in which the denoiser reads the latents; None: as they are.
     """
 
     name: str

@@ -156,7 +156,7 @@ def gaussian_sample(mean: Tensor, std: Tensor, generator: torch.Generator | None
     Args:
         mean: [B, ...].
         std: [B].
-        generator: of the noise; None: torch's default.
+        generator: draws the noise; None: torch's default.
 
     Returns:
         [B, ...].
@@ -179,7 +179,7 @@ class Steps:
         before, after: [T], the products of alphas (DDIM) or the sigmas (flow) before and after each step.
         eta: scale of the noise.
         is_flow: whether the steps follow a flow rather than DDIM.
-        prediction_type, clip, threshold: of DDIM, see `ddim_gaussian`.
+        prediction_type, clip, threshold: DDIM's settings, see `ddim_gaussian`.
     """
 
     timesteps: Tensor

@@ -44,7 +44,7 @@ class Updates:
     Args:
         accelerator: weighs the parts and exchanges their gradients.
         model: as it was prepared.
-        optimizer: of its weights.
+        optimizer: updates its weights.
         lr_scheduler: moves with each step.
         config: the largest norm of a gradient.
         done: optimizer steps before these.

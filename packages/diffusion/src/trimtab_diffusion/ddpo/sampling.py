@@ -85,11 +85,11 @@ class Batches:
     Args:
         pipeline: draws `config.sample_batch_size` images or videos at a time.
         drawn: prompts and their metadata.
-        generator: of the noise, on the pipeline's device.
+        generator: draws the noise, on the pipeline's device.
         config: says how images are sampled.
 
     Attributes:
-        trajectories: of the batches that were sampled.
+        trajectories: one for each batch that was sampled.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ def score(
 
     Args:
         function: the reward function.
-        batches: of one process.
-        name: of the function, for errors.
+        batches: this process's batches.
+        name: the function's name, for errors.
         timeout: seconds that a batch may take where several processes train; see `reward_limit`.
         workers: threads that score batches while others are sampled; None scores one after the other.
     """
@@ -173,7 +173,7 @@ def checked_rewards(result: Any, prompts: Sequence[str], name: str) -> tuple[Ten
     Args:
         result: rewards [b] or [b, 1], or a pair of rewards and metadata.
         prompts: the b prompts.
-        name: of the function, for errors.
+        name: the function's name, for errors.
 
     Returns:
         Rewards [b] as float32 on the CPU, and their metadata; {} where there is none.

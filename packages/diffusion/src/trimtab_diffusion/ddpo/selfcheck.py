@@ -29,8 +29,8 @@ def check_first(
         path: the samples' trajectories, under the same weights.
         denoiser: the policy.
         reference: what the KL penalty is against; None: there is none.
-        config: of the trainer.
-        accelerator: of the trainer.
+        config: the trainer's config.
+        accelerator: the trainer's accelerator.
 
     Returns:
         `selfcheck/nats`, the largest log-ratio of a step, in nats of the joint probability; nothing for reward-weighted

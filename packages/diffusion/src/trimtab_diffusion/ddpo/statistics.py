@@ -35,7 +35,7 @@ def of_updates(learnt: Learnt, *, dimensions: int, random_steps: int) -> dict[st
     """Statistics of an epoch's updates.
 
     Args:
-        learnt: of each part the three documented losses, or the first of them.
+        learnt: holds the three documented losses of each part, or only the first.
         dimensions: numbers in the latents of a sample.
         random_steps: steps of a sample that have a log-probability.
     """

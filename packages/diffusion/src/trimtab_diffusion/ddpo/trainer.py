@@ -237,8 +237,8 @@ class DDPOTrainer:
             next_latents: [B, ...], after the step.
             log_probs: [B], when sampled, nats per dimension.
             advantages: [B].
-            embeds: of the prompts, [B, ...], or with guidance [2B, ...], those without a prompt first; or all of the
-                denoiser's other arguments by name.
+            embeds: the prompts' embeddings, [B, ...], or with guidance [2B, ...], those without a prompt first; or all
+                other arguments of the denoiser, by name.
 
         Returns:
             Tensors without a dimension: the loss, a mean over the B; its approximate KL; the share that was clipped.

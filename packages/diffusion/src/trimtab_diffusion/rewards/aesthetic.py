@@ -41,8 +41,8 @@ class AestheticScore:
         checkpoint: the weights `sac+logos+ava1-l14-linearMSE`: a file, or a folder or hub id with this file alone.
         clip: the model on whose embeddings these weights were trained.
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see the package).
-        dtype: of CLIP; the perceptron computes in float32.
+        device: where the model runs; None: the device of the images (see the package).
+        dtype: CLIP's dtype; the perceptron computes in float32.
 
     Raises:
         FileNotFoundError: raised by the first call, for a file that does not exist.

@@ -34,8 +34,8 @@ class ClipEmbedder:
         processor: folder or hub id of its tokenizer and image processor. None: as checkpoint.
         reads_texts: False for a model without its text half, which saves half a gigabyte.
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see the package).
-        dtype: of the model.
+        device: where the model runs; None: the device of the images (see the package).
+        dtype: the model's dtype.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class ClipAlignment:
     Args:
         checkpoint: folder or hub id of a CLIP model.
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see the package).
-        dtype: of the model.
+        device: where the model runs; None: the device of the images (see the package).
+        dtype: the model's dtype.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class PickScore(ClipAlignment):
         checkpoint: folder or hub id of the model.
         processor: folder or hub id of its tokenizer and image processor.
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see the package).
-        dtype: of the model.
+        device: where the model runs; None: the device of the images (see the package).
+        dtype: the model's dtype.
     """
 
     def __init__(

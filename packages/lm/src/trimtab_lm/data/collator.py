@@ -19,10 +19,10 @@ class DocumentCollator:
     counted token are left out.
 
     Args:
-        pad_token_id: fills rows up.
-        layout: of the batch, see `trimtab_lm.tokens.layout`.
+        pad_token_id: the token that pads rows.
+        layout: how the batch is laid out, see `trimtab_lm.tokens.layout`.
         decoder_start_token_id: what the decoder of an encoder-decoder reads first.
-        positions: of the model; None skips the check of the documents' length.
+        positions: the model's positions; None skips the check of the documents' length.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ def check_texts(*kinds: str, **values: object) -> None:
 
     Args:
         kinds: "text" or "messages", where only one of them will do, and messages must be there.
-        values: of a row, by what they are.
+        values: the row's values, by name.
     """
     for name, value in values.items():
         fits = {"text": isinstance(value, str), "messages": _is_conversation(value) and (not kinds or value)}

@@ -31,8 +31,8 @@ def epoch_order(rows: int, per_batch: int, epoch: int, permutation: Callable[[in
     """Row numbers of an epoch: its permutation, or one batch of a stream of permutations if that has fewer rows.
 
     Args:
-        rows: of the dataset, 1 or more.
-        per_batch: rows of a batch, over all processes.
+        rows: the number of rows in the dataset, 1 or more.
+        per_batch: the number of rows in a batch, over all processes.
         epoch: from 0.
         permutation: the order of all rows in a pass, by the number of the pass.
     """
@@ -107,7 +107,7 @@ class ShuffledBatches(Sampler[list[int]]):
 
 
 def collate_columns(rows: Sequence[Any]) -> Any:
-    """Rows to columns, each a list; `input_ids` become 1-D tensors of their own lengths.
+    """Turns rows into columns, which are lists; `input_ids` become 1-D tensors of their own lengths.
 
     Rows without names, such as tuples, are collated as torch's DataLoader does by default.
     """
@@ -148,8 +148,8 @@ def open_dataset(name: str, split: str = "train") -> Dataset:
     """A split of a hub id, of a folder (also of `save_to_disk`), or of a json, csv, parquet or text file.
 
     Args:
-        name: of the dataset, the folder or the file.
-        split: or a part of one, such as train[:90%]; of a folder that `save_to_disk` wrote, a whole one.
+        name: the dataset, the folder or the file.
+        split: a split, or a part such as train[:90%]; a folder that `save_to_disk` wrote needs a whole split.
 
     Raises:
         ValueError: the folder that `save_to_disk` wrote has no such split.
@@ -193,15 +193,15 @@ def tokenize_prompts(
         needed_for: the trainer that asks, such as "GRPO", for messages.
         column: where the prompts are.
         into: the column of token ids that is added.
-        max_length: prompts that are longer lose their beginning, but not their BOS.
-        max_completion_length: tokens that are sampled after a prompt at most.
-        positions: of the model, in which a prompt and its completion must have room.
+        max_length: longer prompts lose their beginning, but keep their BOS.
+        max_completion_length: the most tokens that are sampled after a prompt.
+        positions: the model's positions; a prompt and its completion must fit into them.
         chat_template_kwargs: arguments of the chat template.
         num_proc: processes that tokenize.
 
     Raises:
-        TypeError: for a stream, or for what is no dataset.
-        ValueError: without the column, with an empty prompt, or with one that leaves no room for its completion.
+        TypeError: the dataset is a stream, or no dataset at all.
+        ValueError: the column is missing, a prompt is empty, or a prompt leaves no room for its completion.
     """
     options: dict[str, Any] = {"max_length": max_length, "max_completion_length": max_completion_length}
     options |= {"positions": positions, "chat_template_kwargs": chat_template_kwargs}
@@ -304,6 +304,6 @@ def open_prompts(
 
 
 def endless(batches: Iterable[T]) -> Iterator[T]:
-    """Epoch after epoch of batches."""
+    """Yields the batches of one epoch after the other, without an end."""
     while True:
         yield from batches

@@ -20,7 +20,7 @@ class TruncatedRow(NamedTuple):
     """One row after truncation.
 
     Args:
-        input_ids, mask: of the tokens that are left; 1 where a token counts.
+        input_ids, mask: the tokens that are left; the mask is 1 where a token counts.
         tokens_cut: how many tokens were removed.
         is_emptied: whether all tokens that counted were removed.
     """
@@ -94,7 +94,7 @@ def truncate_pair(
     No answer becomes empty.
 
     Args:
-        row: of `encode_preference`.
+        row: what `encode_preference` returns.
         max_length: the most tokens of the prompt with one answer; None: no limit.
         max_prompt_length: the most tokens of the prompt; None: no limit.
         mode: keep_end keeps the end of the prompt and of the answers, keep_start their start.
@@ -160,10 +160,10 @@ class TruncationReport:
     """How much was cut from a dataset.
 
     Args:
-        rows: of the dataset.
-        rows_cut: rows that lost tokens.
-        tokens_cut: tokens that were removed from them.
-        rows_emptied: rows that lost all tokens that counted.
+        rows: the number of rows in the dataset.
+        rows_cut: the number of rows that lost tokens.
+        tokens_cut: the number of tokens removed from them.
+        rows_emptied: the number of rows that lost every token that counted.
     """
 
     rows: int

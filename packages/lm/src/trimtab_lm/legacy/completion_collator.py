@@ -28,7 +28,7 @@ class DataCollatorForCompletionOnlyLM:
         response_template: what comes right before each answer, such as "### Response:". A text is searched in the row's
             decoded text, so that it does not matter how its surroundings tokenize. Ids are searched in the ids.
         instruction_template: what comes right before each turn of the user, in the same forms.
-        tokenizer: of the model, with a pad token.
+        tokenizer: the model's tokenizer, with a pad token.
         mlm: must be False.
         ignore_index: the label of tokens that do not count.
         pad_to_multiple_of: rounds the width of a batch up to a multiple of this.
@@ -99,7 +99,7 @@ class DataCollatorForCompletionOnlyLM:
         """Returns 1 for each token of an answer, with its stop token, and 0 for all others.
 
         Args:
-            ids: of one row, without padding.
+            ids: the ids of one row, without padding.
         """
         reader = _Reader(self.tokenizer, ids)
         responses = reader.places(self.response_template)

@@ -31,7 +31,7 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
     count them. Infinite data and streams have no length; they need max_steps.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         dataset: an iterable of rows.
         dataset_text_field: the column of the texts.
         formatting_func: a function from a row to its text, instead of dataset_text_field. Without either the rows are
@@ -44,7 +44,7 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
         shuffle: whether to shuffle, by a generator that depends on `seed` and the epoch alone.
         append_concat_token: whether to append EOS to each text.
         add_special_tokens: whether the tokenizer adds its special tokens.
-        seed: of the shuffling.
+        seed: seeds the shuffling.
 
     Raises:
         ValueError: dataset_text_field and formatting_func came together.

@@ -69,7 +69,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
     Args:
         values: any shape.
-        mask: of this shape.
+        mask: of the same shape.
         shift_mean: False keeps the mean.
     """
     mean = masked_mean(values, mask)
@@ -170,7 +170,7 @@ def top_k_top_p_filtering(
         logits: any floating dtype.
         top_k: 0 keeps all.
         top_p: 1 keeps all.
-        filter_value: of the other tokens.
+        filter_value: the value that the other tokens get.
         min_tokens_to_keep: at least so many stay.
     """
     options: dict[str, Any] = {"filter_value": filter_value, "min_tokens_to_keep": min_tokens_to_keep}

@@ -30,7 +30,7 @@ class TextHistory:
     """A conversation so far, as a text and as tokens, in segments of the system and of the model.
 
     Args:
-        text: of the first segment, which is the query.
+        text: the first segment, which is the query.
         tokens: its ids, [Q].
         system: whether the system wrote it.
 
@@ -55,7 +55,7 @@ class TextHistory:
         """Appends a segment.
 
         Args:
-            text: of the segment.
+            text: the segment's text.
             tokens: its ids.
             system: whether the system wrote it.
 
@@ -124,11 +124,11 @@ class TextEnvironment:
 
     Args:
         model: with a value head, or without.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         tools: from a text to a text; a dict by name, or a list, whose names are those of their classes.
         reward_fn: `(last segments, **keywords of run) -> rewards`.
         prompt: what each task begins with.
-        max_turns: of the model.
+        max_turns: the most turns of the model.
         max_tool_reponse: characters of a tool's answer; a longer one is cut, and ends in "...".
         max_length: tokens of a conversation; a longer one is truncated. None: no limit.
         generation_kwargs: settings of transformers' GenerationConfig. Sampling is plain unless they say otherwise.

@@ -97,7 +97,7 @@ def neftune_post_forward_hook(module: Any, input: object, output: Tensor) -> Ten
 
     Args:
         module: with `neftune_noise_alpha`, the scale of the noise.
-        input: of the module.
+        input: the module's input.
         output: [B, T, H].
 
     Returns:

@@ -68,7 +68,7 @@ class RewardSet:
         weights: one per function; None: 1.
         processing_classes: tokenizers of reward models: one, or one per function with None for callables. Models that
             are given by name bring their own.
-        names: of the functions in the logs; None: their own.
+        names: what the logs call the functions; None: their own names.
         device: for reward models; None leaves modules where they are.
         batch_size: texts that a reward model reads at a time.
         timeout: seconds that a batch may take where several processes train; see `reward_limit`.
@@ -233,7 +233,7 @@ def as_function(
 
     Args:
         function: see `RewardSet`.
-        tokenizer: of a reward model; None for one that is given by name.
+        tokenizer: the reward model's tokenizer; None for a model that is given by name.
         device: for a reward model; None leaves a module where it is.
         batch_size: texts that a reward model reads at a time.
 
@@ -267,7 +267,7 @@ def rewards_of(
         reward: one function or model, or a list: what `RewardSet` takes, any module as reward model, and functions of
             `takes_queries`.
         weights: one per function; None: 1.
-        tokenizer: of reward models that are given as modules.
+        tokenizer: the tokenizer of reward models that are given as modules.
         device: for reward models.
         timeout: see `RewardSet`.
     """
@@ -342,7 +342,7 @@ def function_stats(names: Sequence[str], scored: Scored) -> dict[str, Summary]:
     """Mean and deviation of the scores of each function, over the completions that it applies to.
 
     Args:
-        names: of the F functions.
+        names: the names of the F functions.
         scored: B completions.
 
     Returns:
@@ -360,7 +360,7 @@ def reward_stats(names: Sequence[str], scored: Scored, *, num_generations: int) 
     """Statistics of scored completions, for `gather_stats`.
 
     Args:
-        names: of the F functions.
+        names: the names of the F functions.
         scored: B = P * num_generations completions, groups side by side.
         num_generations: completions of a group.
 
