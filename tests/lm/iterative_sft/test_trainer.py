@@ -266,7 +266,7 @@ def test_2024s_constructor_and_a_model_by_name(tmp_path):
 
 def test_device_memory_is_given_back_on_request(monkeypatch):
     calls = []
-    module = "trimtab_lm.iterative_sft.trainer"
+    module = "trimtab_lm.iterative_sft.run"
     monkeypatch.setattr(f"{module}.clear_device_cache", lambda garbage_collection: calls.append(1))
     for asked in (False, True):
         trainer(optimize_device_cache=asked).step(ROWS[:1])

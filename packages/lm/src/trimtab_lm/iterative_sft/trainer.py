@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from accelerate.utils.memory import clear_device_cache
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -14,9 +13,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use
-from trimtab_lm.hf.labels import label_stats, score_labels
+from trimtab_lm.hf.labels import LabelTrainer, label_stats, score_labels
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
@@ -27,10 +25,10 @@ from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
 from .data import Rows, rows_of_tensors, rows_of_texts, tokenize_dataset
-from .services import Progress, StepServices
+from .run import StepRun
 
 
-class IterativeSFTTrainer(StepServices):
+class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
     """Fine-tuning by `step(...)` on rows that the caller chooses, for instance the best of what the model generated.
 
     One call of `step` goes through its rows once, in batches of per_device_train_batch_size, with an optimizer step
@@ -48,6 +46,9 @@ class IterativeSFTTrainer(StepServices):
         train_dataset: rows as of eval_dataset, for `train`.
         peft_config: adapters to add.
     """
+
+    optimizer: Any  # None until the run starts on a sharded engine
+    lr_scheduler: Any
 
     @takes_constructor_of_2024(IterativeSFTConfig, ITERATIVE_SFT)
     def __init__(
@@ -81,9 +82,8 @@ class IterativeSFTTrainer(StepServices):
         self.prepare_datasets()
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which make it over the sharded parameters
             self.create_optimizer()
-        self.progress = Progress()
-        self.is_started = False
-        self.unlogged_loss, self.last_log = torch.zeros((), device=self.args.device), 0
+        self.run = StepRun(self)
+        self.progress = self.run.progress
         self.call_stats = Recorder()  # of one call of step; `recorder` holds those since the last log
 
     # One call ---------------------------------------------------------------------------------------------------------
@@ -122,77 +122,51 @@ class IterativeSFTTrainer(StepServices):
             rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, **self.model_facts)
         else:
             rows = rows_of_tensors(input_ids, attention_mask, labels, self.config, **self.model_facts)
-        self.ending.interruption.begin_step()
-        if not self.is_started:
-            self.start(self.open_run(None))
-        self._check_call(len(rows))
-        batches, size = self.shuffled_batches(rows), self.args.gradient_accumulation_steps
-        windows = [batches[start : start + size] for start in range(0, len(batches), size)]
+        self.run.begin_call(len(rows))
+        windows = self.windows(rows)
         summary: dict[str, Any] = {}
         num_tokens = 0
         for window in windows[self.progress.updates :]:  # those before were done before the checkpoint
             summary = self.update(window)
             num_tokens += summary["num_tokens"]
-            self.progress.count_update(len(windows))
-            self.state.epoch = self.progress.calls + self.progress.updates / len(windows)
-            self.log_evaluate_save(summary)
-            if self.ending.stops and self.progress.updates:
-                self.ending.interruption.end()
-        if self.ending.stops or 0 < self.args.max_steps <= self.state.global_step:
-            self.ending.interruption.release()
-        if self.config.optimize_device_cache:
-            clear_device_cache(garbage_collection=True)
+            self.run.after_update(summary, len(windows))
+        self.run.end_call()
         where = {"epoch": self.progress.calls, "global_step": self.state.global_step}
         return {**summary, **self.call_stats.flush(training=True), **where, "num_tokens": num_tokens}
 
-    def _check_call(self, count: int) -> None:
-        counts = gather_over_ranks(count)
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"The processes gave {counts} rows to step, and would wait for one another. Give each the same number."
-            )
-        if 0 < self.args.max_steps <= self.state.global_step:
-            raise ValueError(
-                f"max_steps={self.args.max_steps} optimizer steps are done, and the learning rate's schedule has "
-                "ended. Raise max_steps, or leave it out for a constant learning rate."
-            )
-
-    def shuffled_batches(self, rows: Rows) -> list[Batch]:
-        """The rows in batches, in an order that depends on the seed and the number of the call alone."""
+    def windows(self, rows: Rows) -> list[list[Batch]]:
+        """The batches of each update, in an order that depends on the seed and the number of the call alone."""
         seed = sampling_seed(self.args.seed, rank=self.args.process_index, draw=self.progress.calls)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        return [self.data_collator([rows[i] for i in part]) for part in order.split(self.args.train_batch_size)]
+        batches = [self.data_collator([rows[i] for i in part]) for part in order.split(self.args.train_batch_size)]
+        size = self.args.gradient_accumulation_steps
+        return [batches[start : start + size] for start in range(0, len(batches), size)]
 
     def update(self, window: Sequence[Batch]) -> dict[str, Any]:
         """One optimizer step over micro-batches; returns its statistics."""
-        model, args = self.model_wrapped, self.args
+        model, notify = self.model_wrapped, self.run.notify
         count = self.items_of(window)
-        self._notify("on_step_begin")
+        notify("on_step_begin")
         for i, batch in enumerate(window):
             self.accelerator.sync_gradients = is_last = i == len(window) - 1
             exchanges = is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED
             with nullcontext() if exchanges else self.accelerator.no_sync(model):
-                self.unlogged_loss += self.training_step(model, batch, count)
+                self.run.unlogged_loss += self.training_step(model, batch, count)
             self.current_flos += int(self.floating_point_ops(batch))
             if not is_last:
-                self._notify("on_substep_end")
-        norm = self.accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
-        self._notify("on_pre_optimizer_step")
+                notify("on_substep_end")
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or float("inf"))
+        notify("on_pre_optimizer_step")
         self.optimizer.step()
-        self._notify("on_optimizer_step")
+        notify("on_optimizer_step")
         learning_rate = self.optimizer.param_groups[0]["lr"]
         if not (self.accelerator.optimizer_step_was_skipped or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step()
         model.zero_grad()
         self.state.global_step += 1
-        self._notify("on_step_end")
-        return {
-            "grad_norm": None if norm is None else float(norm),
-            "learning_rate": learning_rate,
-            "num_tokens": int(count),
-        }
-
-    # The loss ---------------------------------------------------------------------------------------------------------
+        notify("on_step_end")
+        grad_norm = None if norm is None else float(norm)
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "num_tokens": int(count)}
 
     def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
         """The dataset as `input_ids` and `labels`."""
@@ -205,8 +179,6 @@ class IterativeSFTTrainer(StepServices):
         if model.training:
             self.call_stats.add({"loss": stats["loss"]}, training=True)
         return BatchLoss(token_nll(scores.logprobs - scores.router_loss, count=items), stats)
-
-    # Training and resuming --------------------------------------------------------------------------------------------
 
     def train(
         self,
@@ -234,17 +206,5 @@ class IterativeSFTTrainer(StepServices):
             raise TypeError(f"train() got unexpected arguments: {', '.join(kwargs)}.")
         if self.train_dataset is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        if not resume_from_checkpoint:
-            raise ValueError(
-                "There is no train_dataset to go through. Call step(...) with rows, or pass resume_from_checkpoint to "
-                "go on from a checkpoint."
-            )
-        if self.args.restore_callback_states_from_checkpoint:
-            raise ValueError(
-                "restore_callback_states_from_checkpoint=True: step(...) resumes without the states of "
-                "callbacks. Leave it out, and restore what your callbacks need by themselves."
-            )
-        if self.is_started:
-            raise ValueError("Steps were taken already. Resume before the first call of step, in a new trainer.")
-        self.start(self.open_run(resume_from_checkpoint))
+        self.run.resume(resume_from_checkpoint)
         return TrainOutput(self.state.global_step, float("nan"), {})

@@ -1,0 +1,244 @@
+"""The run around the updates of IterativeSFTTrainer, as in `Trainer.train`: schedule, logs, evaluation, checkpoints."""
+
+import json
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.checkpointing import load_accelerator_state
+from accelerate.utils.memory import clear_device_cache
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import TrainerState
+from transformers.integrations.deepspeed import deepspeed_init
+from transformers.integrations.neftune import activate_neftune
+from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
+
+from trimtab_common.stats import gather_over_ranks
+from trimtab_lm.hf.checkpoints import STATE
+from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
+from trimtab_lm.hf.labels import LabelTrainer
+from trimtab_lm.hf.models import load_weights
+from trimtab_lm.models.interface import Model, base_of
+
+from .config import IterativeSFTConfig
+
+PROGRESS, SCHEDULE = "iterative_sft.json", "scheduler.pt"
+ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
+
+
+@dataclass
+class Progress:
+    """How far the caller has come: finished calls of `step`, and finished updates of the unfinished call."""
+
+    calls: int = 0
+    updates: int = 0
+
+    def count_update(self, updates_of_call: int) -> None:
+        """Count one update of a call that has so many."""
+        is_last = self.updates + 1 == updates_of_call
+        self.calls, self.updates = (self.calls + 1, 0) if is_last else (self.calls, self.updates + 1)
+
+
+class StepRun:
+    """What the caller's loop over `step` needs besides updates.
+
+    Args:
+        trainer: an IterativeSFTTrainer.
+
+    Attributes:
+        progress: how far the caller has come.
+        unlogged_loss: the sum of the updates' losses since the last log.
+    """
+
+    def __init__(self, trainer: LabelTrainer[IterativeSFTConfig]) -> None:
+        self.trainer: Any = trainer  # Trainer declares its optimizer, schedule, state and engine too narrowly
+        self.progress = Progress()
+        self.unlogged_loss = torch.zeros((), device=trainer.args.device)
+        self._last_log = 0
+        self._is_started = False
+
+    def notify(self, event: str) -> None:
+        """Call the callbacks, which answer in the trainer's `control`."""
+        trainer = self.trainer
+        trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
+
+    # A call of step ---------------------------------------------------------------------------------------------------
+
+    def begin_call(self, rows: int) -> None:
+        """Start the run at the first call, and check that this process may train on so many rows. Collective."""
+        trainer = self.trainer
+        trainer.ending.interruption.begin_step()
+        if not self._is_started:
+            self._start(trainer.open_run(None))
+        counts = gather_over_ranks(rows)
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"The processes gave {counts} rows to step, and would wait for one another. Give each the same number."
+            )
+        if self._is_finished:
+            raise ValueError(
+                f"max_steps={trainer.args.max_steps} optimizer steps are done, and the learning rate's schedule has "
+                "ended. Raise max_steps, or leave it out for a constant learning rate."
+            )
+
+    def after_update(self, update: dict[str, Any], updates_of_call: int) -> None:
+        """Count an update; log, evaluate and save where the callbacks ask for it; end the process at a signal."""
+        trainer = self.trainer
+        self.progress.count_update(updates_of_call)
+        trainer.state.epoch = self.progress.calls + self.progress.updates / updates_of_call
+        if trainer.control.should_log:
+            updates, self._last_log = trainer.state.global_step - self._last_log, trainer.state.global_step
+            loss = trainer.accelerator.reduce(self.unlogged_loss, reduction="mean").item() / updates
+            self.unlogged_loss.zero_()
+            norm = {} if update["grad_norm"] is None else {"grad_norm": update["grad_norm"]}
+            trainer.store_flos()
+            trainer.log({"loss": loss, **norm, "learning_rate": update["learning_rate"]})
+        if trainer.control.should_evaluate:
+            is_best = self._note_best(trainer.evaluate())
+            if trainer.args.save_strategy == SaveStrategy.BEST:
+                trainer.control.should_save = is_best
+        if trainer.control.should_save:
+            self.save()
+        if trainer.ending.stops and self.progress.updates:
+            trainer.ending.interruption.end()
+
+    def end_call(self) -> None:
+        """Listen to signals no longer if this call was the last one; free unused memory if the config asks for it."""
+        trainer = self.trainer
+        if trainer.ending.stops or self._is_finished:
+            trainer.ending.interruption.release()
+        if trainer.config.optimize_device_cache:
+            clear_device_cache(garbage_collection=True)
+
+    @property
+    def _is_finished(self) -> bool:
+        return bool(0 < self.trainer.args.max_steps <= self.trainer.state.global_step)
+
+    def _note_best(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation is the best so far; a schedule that waits for a plateau reads its metric, too."""
+        args, state = self.trainer.args, self.trainer.state
+        if args.metric_for_best_model is None:
+            return False
+        name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        if name not in metrics:
+            raise ValueError(f"metric_for_best_model={name!r} is none of the evaluation's {sorted(metrics)}.")
+        value, best = metrics[name], state.best_metric
+        if isinstance(self.trainer.lr_scheduler, ReduceLROnPlateau):
+            self.trainer.lr_scheduler.step(value)
+        is_best = best is None or (value > best if args.greater_is_better else value < best)
+        if is_best:
+            state.best_metric, state.best_global_step = value, state.global_step
+        return is_best
+
+    # Start ------------------------------------------------------------------------------------------------------------
+
+    def _start(self, checkpoint: str | None) -> None:
+        """Prepare the model, the optimizer and the learning rate's schedule, and load a checkpoint."""
+        trainer, args = self.trainer, self.trainer.args
+        trainer.is_in_train = True
+        trainer.accelerator.free_memory()
+        is_checkpointing, checkpointing_kwargs = checkpointing_of(args)
+        if is_checkpointing:
+            getattr(base_of(trainer.model), f"{CHECKPOINTING}_enable")(checkpointing_kwargs)
+        if trainer.neftune_noise_alpha is not None:
+            noise = trainer.neftune_noise_alpha
+            trainer.neftune_hook_handle = activate_neftune(trainer.model, noise, trainer.accelerator)
+        if args.max_steps <= 0 and args.lr_scheduler_type not in ENDLESS_SCHEDULES:
+            warnings.warn(
+                f"max_steps is not set, so the {SchedulerType(args.lr_scheduler_type).value} schedule of the learning "
+                "rate has no end to go to: the learning rate stays constant. Set max_steps, or "
+                "lr_scheduler_type='constant'.",
+                stacklevel=4,
+            )
+            args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
+        horizon = args.max_steps if args.max_steps > 0 else sys.maxsize
+        self._prepare(horizon)
+        trainer.state = TrainerState()
+        trainer.state.train_batch_size = args.train_batch_size
+        trainer.state.compute_steps(args, horizon)
+        if checkpoint is not None:
+            self._load(Path(checkpoint))
+        trainer.state.init_training_references(trainer, horizon, 1, None)
+        self._last_log = trainer.state.global_step
+        trainer.model_wrapped.zero_grad()
+        handler = trainer.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+        trainer.state.max_steps = args.max_steps if args.max_steps > 0 else None  # a progress bar of unknown length
+        self.notify("on_train_begin")
+        trainer.state.max_steps = horizon
+        self._is_started = True
+
+    def _prepare(self, horizon: int) -> None:
+        """Place and wrap the model and the optimizer, and make the schedule over `horizon` updates."""
+        trainer, prepare = self.trainer, self.trainer.accelerator.prepare
+        if trainer.is_deepspeed_enabled:
+            trainer.optimizer, trainer.lr_scheduler = deepspeed_init(trainer, num_training_steps=horizon)
+            schedules = [trainer.lr_scheduler] if trainer.lr_scheduler is not None else []
+            trainer.model_wrapped, trainer.optimizer, *schedules = prepare(trainer.model, trainer.optimizer, *schedules)
+            trainer.deepspeed = trainer.model_wrapped  # where Trainer looks for the engine in evaluation and saving
+            trainer.lr_scheduler = schedules[0] if schedules else None
+        elif trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:  # the optimizer takes the sharded parameters
+            trainer.model_wrapped = prepare(trainer.model)
+            trainer.optimizer = prepare(trainer.create_optimizer(trainer.model_wrapped))
+        else:
+            trainer.model_wrapped, trainer.optimizer = prepare(trainer.model, trainer.create_optimizer())
+        if trainer.is_fsdp_enabled:
+            trainer.model = cast(Model, trainer.model_wrapped)
+        trainer.create_scheduler(num_training_steps=horizon)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def resume(self, checkpoint: str | bool | None) -> None:
+        """Start where a checkpoint left the run; arguments and errors as of `IterativeSFTTrainer.train`."""
+        if not checkpoint:
+            raise ValueError(
+                "There is no train_dataset to go through. Call step(...) with rows, or pass resume_from_checkpoint to "
+                "go on from a checkpoint."
+            )
+        if self.trainer.args.restore_callback_states_from_checkpoint:
+            raise ValueError(
+                "restore_callback_states_from_checkpoint=True: step(...) resumes without the states of "
+                "callbacks. Leave it out, and restore what your callbacks need by themselves."
+            )
+        if self._is_started:
+            raise ValueError("Steps were taken already. Resume before the first call of step, in a new trainer.")
+        self._start(self.trainer.open_run(checkpoint))
+
+    def save(self) -> None:
+        """Save checkpoint-<updates> in output_dir: the model, the progress and all else that the next update needs."""
+        trainer, args = self.trainer, self.trainer.args
+        with trainer.checkpoints.saving():
+            self._write(Path(str(args.output_dir), f"checkpoint-{trainer.state.global_step}"))
+        self.notify("on_save")
+        if args.push_to_hub and args.hub_strategy != HubStrategy.END:
+            trainer.push_to_hub(f"Updates done: {trainer.state.global_step}", blocking=False)
+
+    def _write(self, folder: Path) -> None:
+        trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
+        trainer.save_model(str(folder), _internal_call=True)
+        if not args.save_only_model:
+            without_weights = accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.clear())
+            accelerator.save_state(str(folder))
+            without_weights.remove()
+            if args.should_save:
+                torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULE)
+        if args.should_save:
+            trainer.state.save_to_json(str(folder / STATE))
+            (folder / PROGRESS).write_text(json.dumps(asdict(self.progress)))
+
+    def _load(self, folder: Path) -> None:
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:  # accelerate holds the shards of the weights
+            accelerator.load_state(str(folder))
+        else:
+            load_weights(trainer.model, folder)
+            index, scaler = trainer.args.process_index, accelerator.scaler
+            load_accelerator_state(str(folder), [], [trainer.optimizer], [], [], index, scaler, "cpu")
+        # accelerate would unpickle the state of a schedule that it saves, and with it any code that the file holds.
+        schedule = folder / SCHEDULE if (folder / SCHEDULE).exists() else folder / "custom_checkpoint_0.pkl"
+        trainer.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        trainer.state = TrainerState.load_from_json(str(folder / STATE))
+        vars(self.progress).update(json.loads((folder / PROGRESS).read_text()))
