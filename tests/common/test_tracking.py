@@ -14,8 +14,10 @@ import pytest
 import torch
 import wandb
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 
+from trimtab_common import tracking
 from trimtab_common.accelerate_trackers import trackers_of
 from trimtab_common.tracking import (
     MAX_CELL_CHARACTERS,
@@ -219,6 +221,76 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
     assert "lr" in texts["config"]
 
 
+class Remembers(GeneralTracker):
+    """A tracker of accelerate's for a package that is not installed here."""
+
+    name, requires_logging_directory = "aim", True
+
+    def __init__(self, project, folder, **options):
+        super().__init__()
+        self.calls = [("new", project, folder, options)]
+
+    @property
+    def tracker(self):
+        return self.calls
+
+    def start(self):
+        self.calls.append("start")
+
+    def store_init_configuration(self, values):
+        self.calls.append(("config", values))
+
+    def log(self, values, step=None, **options):
+        self.calls.append(("log", values, step))
+
+    def log_images(self, values, step=None):
+        self.calls.append(("images", {name: caption for name, (_, caption) in values.items()}, step))
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+def test_another_tracker_of_accelerates_gets_what_it_has_methods_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "aim", Remembers)
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["aim"])
+    accelerator = Accelerator(cpu=True)
+    options = {"aim": {"a": 1}, "wandb": {"b": 2}}
+    with start_tracking("aim", project="p", config={"lr": 0.1}, folder=tmp_path, init_kwargs=options) as tracker:
+        accelerator.trackers = trackers_of(SimpleNamespace(tracker=tracker), "aim")
+        tracker.log({"loss": 0.5, "dist": np.arange(5)}, 3)
+        tracker.table("samples", ["text"], [["a"]], 3)
+        tracker.images("pictures", [np.zeros((4, 6, 3), np.uint8)], ["black"], 3)
+        accelerator.log({"eval": "text"})
+        calls = accelerator.get_tracker("aim", unwrap=True)
+        accelerator.get_tracker("aim").log_images({"own": (None, "c")}, step=9)
+    assert calls == [
+        ("new", "p", str(tmp_path / "aim"), {"a": 1}),
+        "start",
+        ("config", {"lr": 0.1}),
+        ("log", {"loss": 0.5}, 3),
+        ("images", {"pictures/0": "black"}, 3),
+        ("log", {"eval": "text"}, 3),
+        ("images", {"own": "c"}, 9),
+        "finish",
+    ]
+    accelerator.get_tracker("aim").log_images({"late": None})  # as on the other processes, where nothing is logged
+
+
+WITHOUT_WANDB = """
+import sys
+import trimtab_common.run, trimtab_lm, trimtab_diffusion
+from trimtab_common.tracking import start_tracking
+with start_tracking(None, project="p", config={}) as tracker:
+    tracker.log({"loss": 1.0}, 0)
+print([name for name in ("wandb", "tensorboard", "torch.utils.tensorboard", "mlflow") if name in sys.modules])
+"""
+
+
+def test_a_run_without_a_tracker_imports_none():
+    command = [sys.executable, "-c", WITHOUT_WANDB]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout.endswith("[]\n")
+
+
 OWN = [(0.1, 1), (0.2, 0), (0.3, 1000), (0.4, None)]
 """What a program logs through the accelerator, and at which step, after the trainer's steps 0, 1, 2 and 3."""
 
@@ -275,9 +347,13 @@ def test_other_processes_and_none_do_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mistakes_are_named(tmp_path):
-    with pytest.raises(ValueError, match="wandb, tensorboard, none"):
-        check_tracker_name("mlflow")
+def test_mistakes_are_named(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"mlflow.*wandb.*none"):
+        check_tracker_name("mlfow")
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking, "get_available_trackers", lambda: ["wandb"])
+        with pytest.raises(ImportError, match="pip install mlflow"):
+            start_tracking("mlflow", project="p", config={}, folder=tmp_path)
     with start_tracking("tensorboard", project="p", config={}, folder=tmp_path) as tracker:
         with pytest.raises(ValueError, match=r"stats\['loss'\] is 'high'"):
             tracker.log({"loss": "high"}, 3)

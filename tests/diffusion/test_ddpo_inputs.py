@@ -66,7 +66,7 @@ def weights(one: DDPOTrainer) -> torch.Tensor:
         ({"estimator": "reinforce"}, "'reinforce' is none of is, sf, rwr, rwr_sparse"),
         ({"mixed_precision": "fp8"}, "'fp8' is none of no, fp16, bf16"),
         ({"trajectory_dtype": "int8"}, "'int8' is none of None, float32, float16, bfloat16"),
-        ({"log_with": "comet_ml"}, "'comet_ml' is not a tracker.*one of wandb, tensorboard, none"),
+        ({"log_with": "comet"}, "'comet' is not a tracker.*one of .*comet_ml.*wandb.*none"),
         ({"group_size": 2, "per_prompt_stat_tracking": True}, "two measures"),
         ({"per_prompt_stat_tracking_min_count": 17}, "17 rewards never fit into a buffer of 16"),
         ({"init_kl_coef": 0.1, "estimator": "rwr"}, "reward-weighted regression has none"),

@@ -18,7 +18,7 @@ from trimtab_common.images import to_pil
 from trimtab_common.runs import RunRecord
 from trimtab_common.scores import checked_scores
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint, verify
-from trimtab_common.tracking import markdown_table
+from trimtab_common.writers import markdown_table
 from trimtab_diffusion import DDPOConfig
 from trimtab_lm import PPOConfig
 from trimtab_lm.dpo.variants import check_losses, mixed

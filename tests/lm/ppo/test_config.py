@@ -102,7 +102,7 @@ def updates(**config):
         ({"batch_size": 6, "mini_batch_size": 4}, r"batch_size=6 does not split .* mini_batch_size 4"),
         ({"batch_size": 8, "mini_batch_size": 2, "gradient_accumulation_steps": 3}, r"2 x .* 3 = 6 responses"),
         ({"kl_penalty": "k4"}, r"kl_penalty='k4' is none of kl, .*full"),
-        ({"log_with": "mlflow"}, r"'mlflow' is not a tracker.*wandb, tensorboard, none"),
+        ({"log_with": "mlfow"}, r"'mlfow' is not a tracker.*mlflow.*wandb.*none"),
         ({"target": None}, r"adap_kl_ctrl needs target and horizon"),
         ({"horizon": None}, r"adap_kl_ctrl needs target and horizon"),
         ({"value_learning_rate": 0}, r"value_learning_rate=0 must be a finite number above 0"),

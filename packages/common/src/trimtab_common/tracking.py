@@ -1,4 +1,4 @@
-"""Sends a run's numbers, tables and images to Weights & Biases, online or not, to TensorBoard, or nowhere."""
+"""Sends a run's numbers, tables and images to Weights & Biases, to another tracker of accelerate's, or nowhere."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
 from trimtab_common.images import Picture, to_pil
 from trimtab_common.interruption import status_of
 from trimtab_common.weights_and_biases import STEP_AXIS, WandbWriter
+from trimtab_common.writers import Cell, TensorBoardWriter, Writer
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-TRACKERS = ("wandb", "tensorboard", "none")
+TRACKERS = (*LOGGER_TYPE_TO_CLASS, "none")
+TRACKER_NAMES = ", ".join(TRACKERS)
 MAX_TABLE_ROWS = 32  # of a call
 MAX_CELL_CHARACTERS = 2000
 METRICS_FILE = "TRIMTAB_METRICS"
@@ -32,14 +31,13 @@ METRICS_FILE = "TRIMTAB_METRICS"
 
 T = TypeVar("T")
 Stats = Mapping[str, object]
-Cell = str | float | bool | None
 
 
 def check_tracker_name(name: str | None) -> str:
     """Returns the tracker's name, "none" for None; raises ValueError with the choices for an unknown one."""
     chosen = "none" if name is None else name
     if chosen not in TRACKERS:
-        raise ValueError(f"log_with={name!r} is not a tracker of trimtab. Choose one of {', '.join(TRACKERS)}.")
+        raise ValueError(f"log_with={name!r} is not a tracker of trimtab. Choose one of {TRACKER_NAMES}.")
     return chosen
 
 
@@ -64,36 +62,50 @@ def start_tracking(
     already open is used, and left open.
 
     Args:
-        log_with: "wandb", "tensorboard", "none" or None.
-        project: W&B's project.
+        log_with: the name of a tracker that accelerate knows, such as "wandb" or "mlflow"; "none" or None.
+        project: of the tracker; MLflow's experiment.
         config: the run's settings by name, plain values.
-        name: of the run. WANDB_NAME takes precedence in W&B.
+        name: of the run, where accelerate takes one. WANDB_NAME takes precedence in W&B.
         group: W&B's group of runs; None: WANDB_RUN_GROUP.
         job_type: W&B's type of the run. WANDB_JOB_TYPE takes precedence.
         tags: W&B's tags.
-        folder: W&B writes to folder/wandb, TensorBoard to folder/tensorboard.
-        run_id: the id that a checkpoint holds. Without it W&B takes WANDB_RUN_ID, or draws one. Under a sweep agent W&B
-            always takes the agent's id, so that the sweep sees its run; `Tracker.run_id` is the one in use.
-        init_kwargs: more arguments of `wandb.init` or TensorBoard's `SummaryWriter`, as they are or under the tracker's
-            name; they take precedence.
+        folder: W&B writes to folder/wandb, TensorBoard to folder/tensorboard, Aim to folder/aim.
+        run_id: the id that a checkpoint holds; W&B, TensorBoard, trackio and MLflow go on with its run, others begin a
+            new one. Without it W&B takes WANDB_RUN_ID, or draws one. Under a sweep agent W&B always takes the agent's
+            id, so that the sweep sees its run; `Tracker.run_id` is the one in use.
+        init_kwargs: more arguments of `wandb.init`, TensorBoard's `SummaryWriter` or accelerate's tracker, as they are
+            or under the tracker's name; they take precedence.
         is_main: False on every process but one, where the tracker does nothing.
+
+    Raises:
+        ImportError: the tracker's package is missing.
     """
     chosen = check_tracker_name(log_with)
     if not is_main:
         return Tracker(None, run_id)
     folder, options = Path(folder), dict(init_kwargs or {})
     extra = {key: value for key, value in options.items() if key not in TRACKERS} | options.get(chosen, {})
+    drawn = run_id or secrets.token_hex(4)
+    if chosen == "none":
+        return Tracker(None, drawn)
+    if chosen not in map(str, get_available_trackers()):
+        raise ImportError(f"log_with={chosen!r} needs its package: pip install {chosen}")
     if chosen == "wandb":
         name, job_type = os.environ.get("WANDB_NAME", name), os.environ.get("WANDB_JOB_TYPE", job_type)
         arguments = {"project": project, "name": name, "group": group, "job_type": job_type, "tags": list(tags)}
         wandb_writer = WandbWriter({**arguments, "id": run_id, **extra}, config, folder)
         return Tracker(wandb_writer, wandb_writer.run.id)
-    run_id = run_id or secrets.token_hex(4)
-    if chosen == "none":
-        return Tracker(None, run_id)
-    run_name = re.sub(r"[^\w.-]+", "-", f"{name}-{run_id}" if name else run_id)  # the name of one folder, and no path
-    log_dir = folder / "tensorboard" / run_name
-    return Tracker(_TensorBoard({"log_dir": str(log_dir), **extra}, config), run_id)
+    run_name = re.sub(r"[^\w.-]+", "-", f"{name}-{drawn}" if name else drawn)  # the name of one folder, and no path
+    if chosen == "tensorboard":
+        return Tracker(TensorBoardWriter({"log_dir": str(folder / chosen / run_name), **extra}, config), drawn)
+    kind = LOGGER_TYPE_TO_CLASS[chosen]
+    place = [str(folder / chosen)] if kind.requires_logging_directory else []
+    names: dict[str, dict[str, Any]] = {
+        "trackio": {"name": run_name, "resume": "allow"},
+        "mlflow": {"run_name": name, "run_id": run_id},
+    }
+    writer = Writer(kind(project, *place, **{**names.get(chosen, {}), **extra}), config)
+    return Tracker(writer, writer.accelerate.tracker.info.run_id if chosen == "mlflow" else drawn)
 
 
 def append_metrics(values: Mapping[str, float]) -> None:
@@ -107,33 +119,30 @@ class Tracker:
     """What trainers log to.
 
     Args:
-        writer: the kind of tracker; None drops everything, as on all processes but the main one.
+        writer: of one kind of tracker; None drops everything, as on all processes but the main one.
         run_id: the id of the tracker's run, for checkpoints; None on other processes of a new run.
     """
 
     def __init__(self, writer: Writer | None, run_id: str | None) -> None:
         self.run_id = run_id
-        self._writer = writer
+        self.writer = writer
         self._step = 0
         self._columns: dict[str, tuple[list[str], list[type]]] = {}
 
     @property
     def native(self) -> Any:
-        """W&B's run or TensorBoard's SummaryWriter; None where the tracker drops everything."""
-        return None if self._writer is None else self._writer.native
-
-    @property
-    def step(self) -> int:
-        """The latest step that was logged."""
-        return self._step
+        """The tracker's own object, such as W&B's run; None where the tracker drops everything."""
+        return None if self.writer is None else self.writer.accelerate.tracker
 
     def describe(self, settings: Stats) -> None:
         """Adds settings to the run's, such as those of the program that trains; plain values by name."""
-        if self._writer is not None:
-            self._writer.describe(settings)
+        if self.writer is not None and settings:
+            self.writer.describe(settings)
 
     def log(self, stats: Stats, step: int) -> None:
         """Logs numbers as floats, and 1-D arrays, tensors or lists as histograms of their finite values.
+
+        W&B and TensorBoard have histograms; accelerate's other trackers leave them out.
 
         Args:
             stats: numbers and columns by name.
@@ -142,7 +151,7 @@ class Tracker:
         Raises:
             ValueError: the step is smaller than in an earlier call, or a value is neither a number nor 1-D.
         """
-        if self._writer is None:
+        if self.writer is None:
             return
         self._advance(step)
         scalars, histograms = {}, {}
@@ -152,16 +161,21 @@ class Tracker:
                 scalars[name] = float(array)
             elif (finite := array[np.isfinite(array)]).size:
                 histograms[name] = finite
-        self._writer.stats(scalars, histograms, step)
+        self.writer.stats(scalars, histograms, step)
         append_metrics({**scalars, STEP_AXIS: step})
 
-    def row(self, values: Mapping[str, Any], step: int) -> None:
-        """Logs values of any kind that W&B takes, in a row of their own; `step` may be any. Nothing without W&B."""
-        if isinstance(self._writer, WandbWriter):
-            self._writer.row(values, step, latest=self._step)
+    @property
+    def accelerate(self) -> Any:
+        """Accelerate's tracker, whose methods take values of any kind that the tracker does, at any step, or None."""
+        return None if self.writer is None else self.writer.accelerate
+
+    def row(self, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
+        """Logs values as accelerate's tracker does, in a row of their own; without a step at the latest one."""
+        if self.writer is not None:
+            self.writer.accelerate.log(dict(values), step=self._step if step is None else step, **options)
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]], step: int) -> None:
-        """Logs a table of a step's rows; a first column holds the step.
+        """Logs a table of a step's rows; a first column holds the step. Nothing where accelerate has no tables.
 
         W&B shows the table of a chosen step, and those of all steps as `runs.history.concat["<name>"]`. A table that
         grew over the run would take more bytes at every step.
@@ -176,7 +190,7 @@ class Tracker:
         Raises:
             ValueError: the columns are others than before, or the step is smaller.
         """
-        if self._writer is None:
+        if self.writer is None:
             return
         self._advance(step)
         kept = [list(row) for _, row in zip(range(MAX_TABLE_ROWS), rows, strict=False)]
@@ -186,10 +200,10 @@ class Tracker:
         if known != list(columns):
             raise ValueError(f"table {name!r} has columns {known}, got {list(columns)}. Use another name for it.")
         cells = [[step, *map(cell, row, types)] for row in kept]
-        self._writer.table(name, ["step", *columns], cells, step)
+        self.writer.table(name, ["step", *columns], cells, step)
 
     def images(self, name: str, images: Sequence[Picture], captions: Sequence[str], step: int) -> None:
-        """Logs images, each with its caption.
+        """Logs images, each with its caption; nothing where accelerate has no images.
 
         Args:
             name: of the group of images.
@@ -200,12 +214,12 @@ class Tracker:
         Raises:
             ValueError: the counts differ, an image has another shape or range, or the step is smaller than before.
         """
-        if self._writer is None:
+        if self.writer is None:
             return
         if len(images) != len(captions):
             raise ValueError(f"{name}: {len(images)} images with {len(captions)} captions. Give one caption for each.")
         self._advance(step)
-        self._writer.images(
+        self.writer.images(
             name, [to_pil(image) for image in images], [text[:MAX_CELL_CHARACTERS] for text in captions], step
         )
 
@@ -216,11 +230,11 @@ class Tracker:
             summary: final numbers, such as a sweep's metric.
             exit_code: of the program, as W&B shows it; that of a preemption marks the run as preempting.
         """
-        if self._writer is not None:
+        if self.writer is not None:
             results = {name: float(_to_array(name, value)) for name, value in (summary or {}).items()}
             append_metrics(results)
-            self._writer.finish(results, exit_code)
-            self._writer = None
+            self.writer.end(results, exit_code)
+            self.writer = None
 
     def __enter__(self) -> Self:
         return self
@@ -239,18 +253,6 @@ class Tracker:
         self._step = step
 
 
-class Writer(Protocol):
-    """One kind of tracker: receives what `Tracker` has checked and converted."""
-
-    @property
-    def native(self) -> Any: ...
-    def describe(self, settings: Stats) -> None: ...
-    def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None: ...
-    def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None: ...
-    def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None: ...
-    def finish(self, summary: dict[str, float], exit_code: int) -> None: ...
-
-
 def _status_after(error: BaseException | None) -> int:
     """The exit status of a program that an error ends; 0 without one."""
     match error:
@@ -263,61 +265,6 @@ def _status_after(error: BaseException | None) -> int:
         case KeyboardInterrupt():
             return status_of(signal.SIGINT)
     return 1
-
-
-class _TensorBoard:
-    """A writer of events, which begins with the first step: a resumed run repeats steps, and replaces them."""
-
-    def __init__(self, kwargs: dict[str, Any], config: Stats) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("log_with='tensorboard' needs its package: pip install tensorboard") from error
-        self._open, self._kwargs = SummaryWriter, kwargs
-        self._config = dict(config)
-        self._opened: SummaryWriter | None = None
-
-    @property
-    def native(self) -> SummaryWriter:
-        return self._at(None)
-
-    def describe(self, settings: Stats) -> None:
-        self._config |= settings
-        if self._opened is not None:
-            self._write_config(self._opened)
-
-    def _write_config(self, writer: SummaryWriter) -> None:
-        rows = [[key, repr(value)] for key, value in self._config.items()]
-        writer.add_text("config", markdown_table(["name", "value"], rows))
-
-    def _at(self, step: int | None) -> SummaryWriter:
-        if self._opened is None:
-            self._opened = self._open(**{"purge_step": step, **self._kwargs})
-            self._write_config(self._opened)
-        return self._opened
-
-    def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
-        writer = self._at(step)
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, step)
-        for name, array in histograms.items():
-            writer.add_histogram(name, array, step)
-        writer.flush()  # a kill loses no step that a checkpoint counts as done
-
-    def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
-        self._at(step).add_text(name, markdown_table(columns, rows), step)
-
-    def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
-        writer = self._at(step)
-        for index, image in enumerate(images):
-            writer.add_image(f"{name}/{index}", np.asarray(image), step, dataformats="HWC")
-        writer.add_text(f"{name}/captions", markdown_table(["image", "caption"], list(enumerate(captions))), step)
-
-    def finish(self, summary: dict[str, float], exit_code: int) -> None:
-        if summary:
-            self._at(None).add_text("summary", markdown_table(["name", "value"], list(summary.items())))
-        if self._opened is not None:
-            self._opened.close()
 
 
 def progress(items: Iterable[T] | int, description: str) -> Iterable[T]:
@@ -355,10 +302,3 @@ def cell(value: object, kind: type) -> Cell:
         return kind(value)
     text = str(value)
     return text if len(text) <= MAX_CELL_CHARACTERS else text[: MAX_CELL_CHARACTERS - 1] + "…"
-
-
-def markdown_table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table as Markdown, which TensorBoard shows; line breaks in a cell become <br>."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
-    return "\n".join("|" + "|".join(line) + "|" for line in cells)

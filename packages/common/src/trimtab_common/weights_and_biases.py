@@ -10,9 +10,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from accelerate.tracking import WandBTracker
 from PIL import Image
 
 from trimtab_common.interruption import exit_at_sigterm, is_preemption
+from trimtab_common.writers import Writer
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -21,14 +23,14 @@ STEP_AXIS = "train/global_step"
 """The statistic that W&B draws all others over; transformers' trainers have the same one."""
 
 
-class WandbWriter:
+class WandbWriter(Writer, WandBTracker):
     """Writes to a run of its own, or to the one that is open, which then stays open."""
 
     def __init__(self, kwargs: dict[str, Any], config: Mapping[str, object], folder: Path) -> None:
         wandb = import_wandb()
-        self._wandb = wandb
+        self.accelerate, self._wandb = self, wandb
         self._owned = wandb.run is None
-        self._shift = 0  # from a step to its row
+        self._latest = self._shift = 0  # a step, and from a step to its row
         if wandb.run is None:
             folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
             self.run: Run = _init_wandb(kwargs, config, folder)
@@ -38,10 +40,6 @@ class WandbWriter:
             self.describe(config)
         self.run.define_metric(STEP_AXIS)
         self.run.define_metric("*", step_metric=STEP_AXIS, step_sync=True)
-
-    @property
-    def native(self) -> Run:
-        return self.run
 
     def describe(self, settings: Mapping[str, object]) -> None:
         self.run.config.update(dict(settings), allow_val_change=True)
@@ -60,7 +58,7 @@ class WandbWriter:
         logged = [self._wandb.Image(image, caption=text) for image, text in zip(images, captions, strict=True)]
         self._log({name: logged}, step)
 
-    def finish(self, summary: dict[str, float], exit_code: int) -> None:
+    def end(self, summary: dict[str, float], exit_code: int) -> None:
         self.run.summary.update(summary)
         if self._owned:
             exit_at_sigterm(exits=False)
@@ -69,12 +67,13 @@ class WandbWriter:
     def _log(self, values: dict[str, object], step: int) -> None:
         # A run resumed from a checkpoint repeats steps that W&B has seen; its own counter must not go back.
         self.run.log({**values, STEP_AXIS: step}, step=max(step + self._shift, self.run.step))
+        self._latest = step
 
-    def row(self, values: Mapping[str, Any], step: int, *, latest: int) -> None:
-        """Writes a row of its own at any step; what is logged at `latest` or later gets later rows."""
+    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
+        """Writes a row of its own at any step; what `_log` gets for its latest step or a later one gets later rows."""
         row = self.run.step + 1
-        self.run.log({**values, STEP_AXIS: step}, step=row)
-        self._shift = row + 1 - latest
+        self.run.log({**values, STEP_AXIS: self._latest if step is None else step}, step=row)
+        self._shift = row + 1 - self._latest
 
 
 def finish_wandb(run: Run, exit_code: int) -> None:

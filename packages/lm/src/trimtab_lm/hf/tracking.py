@@ -11,8 +11,9 @@ from transformers.integrations import TensorBoardCallback, rewrite_logs
 
 from trimtab_common.interruption import status_of
 from trimtab_common.stats import gather_stats, merge_stats
-from trimtab_common.tracking import MAX_TABLE_ROWS, append_metrics, cell, cell_type, markdown_table
+from trimtab_common.tracking import MAX_TABLE_ROWS, append_metrics, cell, cell_type
 from trimtab_common.weights_and_biases import STEP_AXIS, finish_wandb, import_wandb
+from trimtab_common.writers import markdown_table
 
 
 class Recorder:
