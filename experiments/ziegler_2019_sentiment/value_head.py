@@ -19,8 +19,7 @@ from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import load
 from trimtab_common.formulas.masking import explained_variance
 from trimtab_lm import PPOConfig
-from trimtab_lm.ppo.loss import clipped_value_loss
-from trimtab_lm.ppo.returns import gae, per_token_rewards
+from trimtab_lm.ppo.loss import clipped_value_loss, gae, per_token_rewards
 from trimtab_lm.sampling.generate import pad
 
 TOKENS, BATCH, MINIBATCH, STEPS = 16, 32, 16, 30  # as in reproduce.yaml

@@ -1,6 +1,8 @@
 """Every formula on generated numbers: it equals a slow, plain computation, and never gives NaN."""
 
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from hypothesis import given
@@ -17,8 +19,8 @@ from trimtab_lm.dpo.loss import PairLogprobs
 from trimtab_lm.dpo.variants import LOSSES
 from trimtab_lm.grpo.loss import SCALES, advantages, corrected_k3, policy_losses
 from trimtab_lm.grpo.weights import NORMALIZATIONS, Window, token_weights
-from trimtab_lm.ppo.loss import clipped_value_loss, policy_log_ratio, ppo_loss
-from trimtab_lm.ppo.returns import gae, per_token_rewards
+from trimtab_lm.ppo import PPOConfig, PPOTrainer
+from trimtab_lm.ppo.loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio
 from trimtab_lm.reward.loss import accuracy, calibration, centering, pair_loss
 from trimtab_lm.sampling.mismatch import Surprise, sampler_mismatch
 
@@ -170,17 +172,9 @@ def test_the_weights_of_a_window_do_not_depend_on_its_micro_batches(lengths, kin
 def test_the_loss_of_ppo_is_the_mean_over_the_tokens(columns, bound):
     new, old, gains, values, returns, mask = columns
     log_ratio = policy_log_ratio(new / 50, old / 50, mask)
-    policy, value, stats = ppo_loss(
-        log_ratio=log_ratio,
-        advantages=gains,
-        values=values,
-        vpreds=values + 1,
-        returns=returns,
-        mask=mask,
-        clip=bound,
-        value_clip=bound,
-        value_weight=0.5,
-    )
+    trainer = SimpleNamespace(config=PPOConfig(cliprange=bound, cliprange_value=bound, vf_coef=0.5))
+    outputs = (old / 50, values, None, values + 1, new / 50, mask, gains, returns)
+    policy, value, stats = PPOTrainer.loss(cast(Any, trainer), *outputs)
     close(policy, mean(at_mask(clipped_surrogate(log_ratio, gains, clip_low=bound, clip_high=bound), mask)), abs_=1e-6)
     worse = torch.maximum((values + 1 - returns) ** 2, (values + bound - returns) ** 2) / 2
     close(clipped_value_loss(values + 1, values, returns, clip=bound), worse)

@@ -80,7 +80,7 @@ def batch_of(module: ActorCritic):
 def batch_from(module: ActorCritic, start: int | None):
     inputs, read = padded_inputs(QUERIES, RESPONSES, Padding(0, start)), []
     hook = module.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs), with_kwargs=True)
-    score(module, module, QUERIES, RESPONSES, inputs, padding=Padding(0, start), device=torch.device("cpu"))
+    score(module, module, QUERIES, RESPONSES, inputs, padding=Padding(0, start))
     hook.remove()
     places = tiny.places_of(inputs, QUERIES, RESPONSES)
     return read[0], inputs, places["source"], places["targets"]
@@ -254,8 +254,8 @@ def test_an_adapter_of_a_sequence_classifier_goes_on_as_critic_with_its_trained_
     classifier = get_peft_model(tiny.scorer(), config).eval()
     module = ActorCritic(tiny.policy().eval(), classifier)
     rows, padding = (QUERIES[:1], RESPONSES[:1]), Padding(0)
-    inputs, device = padded_inputs(*rows, padding), torch.device("cpu")
-    values = score(module, module, *rows, inputs, padding=padding, device=device).values[0]
+    inputs = padded_inputs(*rows, padding)
+    values = score(module, module, *rows, inputs, padding=padding).values[0]
     last_read = torch.cat([QUERIES[0], RESPONSES[0]])[None, :-1]
     torch.testing.assert_close(values[-1], classifier(last_read).logits[0, 0])
     values.sum().backward()

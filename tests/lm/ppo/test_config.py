@@ -11,8 +11,8 @@ from tests.lm import tiny
 from transformers import HfArgumentParser
 
 from trimtab_lm import PPOConfig, PPOTrainer
-from trimtab_lm.ppo import loop as loop_module
-from trimtab_lm.ppo.returns import shaped
+from trimtab_lm.ppo import trainer as trainer_module
+from trimtab_lm.ppo.loss import shaped
 from trimtab_lm.ppo.statistics import ended
 
 # A policy against another model as its reference: KL is not 0 from the start.
@@ -497,7 +497,7 @@ def test_a_ratio_above_the_threshold_leaves_the_weights_alone_momentum_included(
 @pytest.mark.parametrize("flag", [False, True])
 def test_optimize_device_cache_gives_memory_back_once_a_step(flag, monkeypatch):
     calls = []
-    monkeypatch.setattr(loop_module, "clear_device_cache", lambda: calls.append(1))
+    monkeypatch.setattr(trainer_module, "clear_device_cache", lambda: calls.append(1))
     trainer = tiny.ppo(optimize_device_cache=flag)
     for _ in range(2):
         trainer.step(*tiny.batch())

@@ -7,8 +7,8 @@ import torch
 from tests.lm import tiny
 
 from trimtab_lm import PPOTrainer
-from trimtab_lm.ppo.policy import exact_kl_of
-from trimtab_lm.ppo.score import Layouts, Scores, score
+from trimtab_lm.ppo.policy import Layouts
+from trimtab_lm.ppo.score import Scores, exact_kl_of, score, scores_of
 
 DOUBLE = torch.float64
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -36,9 +36,8 @@ def scored(trainer: PPOTrainer, rows: Rows, model: Any = None, **options: Any) -
     """The scores of the policy, or of another model, at temperature 0.7."""
     queries, responses, masks = rows
     inputs = trainer.prepare_model_inputs(queries, responses)
-    where = {"padding": trainer.padding, "device": torch.device("cpu")}
     model = trainer.bare if model is None else model
-    return score(model, model, queries, responses, inputs, masks, temperature=0.7, **where, **options)
+    return score(model, model, queries, responses, inputs, masks, temperature=0.7, padding=trainer.padding, **options)
 
 
 def padded(trainer: PPOTrainer, rows: Rows, model: Any = None) -> Scores:
@@ -59,8 +58,7 @@ def padded(trainer: PPOTrainer, rows: Rows, model: Any = None) -> Scores:
             column[i, : len(response)] = row * counts
         mask[i, : len(response)] = counts
         all_logits[i, : len(response)] = at * counts[:, None]
-    scores = Scores(columns[0], all_logits, columns[2], mask, entropy=columns[1])
-    return scores
+    return scores_of((columns[0], all_logits, columns[2], mask, columns[1], None))
 
 
 @pytest.mark.parametrize("rows", SAMPLES.values(), ids=SAMPLES)

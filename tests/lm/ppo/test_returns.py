@@ -1,7 +1,6 @@
 import torch
 
-from trimtab_lm.ppo.loss import clipped_value_loss
-from trimtab_lm.ppo.returns import gae, per_token_rewards
+from trimtab_lm.ppo.loss import clipped_value_loss, gae, per_token_rewards
 
 
 def test_gae_with_lambda_one_is_discounted_return_minus_value():

@@ -5,7 +5,7 @@ A collective is called by every process.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch import Tensor
 from trimtab_common.scores import require_finite
 
 T = TypeVar("T")
+Stats: TypeAlias = dict[str, Any]
+"""Statistics by name: numbers, tensors, and summaries such as `Mean`."""
 
 
 def world_size() -> int:

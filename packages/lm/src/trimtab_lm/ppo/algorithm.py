@@ -5,19 +5,17 @@ Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trimtab_common.stats import Mean
+from trimtab_common.stats import Mean, Stats
 from trimtab_lm.sampling.mismatch import corrected
 
 from .loss import policy_log_ratio
-from .passes import Models, forward, kl_terms
 from .rollout import Minibatch, Rollout
-from .score import at_tokens, joined
+from .score import Models, Replaced, at_tokens, forward, forward_in_parts, kl_terms
 from .update import OptimizerStep
 
 
@@ -26,31 +24,34 @@ class Boxes(Models, Protocol):
 
     optimizer_step: OptimizerStep
 
-    def compute_rewards(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]: ...
-    def compute_advantages(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]: ...
-    def train_minibatch(self, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
+    @property
+    def compute_rewards(self) -> Callable[..., tuple[Tensor, ...]]: ...
+    @property
+    def compute_advantages(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
+    @property
+    def train_minibatch(self) -> Callable[..., Stats]: ...
     def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor: ...
 
 
 @torch.no_grad()
-def evaluate(boxes: Boxes, rollout: Rollout, scores: Tensor, lap: Callable[[str], None]) -> Rollout:
+def evaluate(boxes: Boxes, rollout: Rollout, scores: Tensor, replaced: Replaced, lap: Callable[[str], None]) -> Rollout:
     """The rollout with all columns, under the policy before its updates.
 
     Args:
         boxes: the trainer.
         rollout: without columns.
         scores: [B], shaped.
+        replaced: says who reads logits.
         lap: called with the name of each part of the work when it is done.
     """
     config = boxes.config
-    order = rollout.minibatches(torch.arange(len(rollout.queries)), config.mini_batch_size)
-    parts = [rollout[rows] for rows in order]
-    policy = joined(order, [forward(boxes, boxes.actor_critic, part) for part in parts])
-    ref = joined(order, [forward(boxes, boxes.reference_policy, part) for part in parts])
+    order = rollout.minibatches(torch.arange(len(scores)), config.mini_batch_size)
+    policy = forward_in_parts(boxes, boxes.actor_critic, rollout, order, replaced)
+    ref = forward_in_parts(boxes, boxes.reference_policy, rollout, order, replaced)
     lap("forward_pass")
     mask = policy.mask
-    place = partial(at_tokens, response_masks=rollout.response_masks, mask=mask, like=policy.logprobs)
-    sampled, turn_rewards = place(rollout.sampler_logprobs), place(rollout.response_rewards)
+    sampled = at_tokens(rollout.sampler_logprobs, rollout, policy)
+    turn_rewards = at_tokens(rollout.response_rewards, rollout, policy)
     logprobs, ref_logprobs, *exact_kl = kl_terms(boxes, policy, ref, sampled)
     rewards, non_score_rewards, *kl = boxes.compute_rewards(scores, logprobs, ref_logprobs, mask, *exact_kl)
     kl = kl or [boxes._kl_penalty(logprobs, ref_logprobs)]  # early methods of 2024 return two columns
@@ -58,10 +59,10 @@ def evaluate(boxes: Boxes, rollout: Rollout, scores: Tensor, lap: Callable[[str]
     rewards = rewards if turn_rewards is None else rewards + turn_rewards
     values, advantages, returns = boxes.compute_advantages(policy.values, rewards, mask)
     lap("compute_advantages")
+    at = mask.bool()
     columns = (values, kl[0], non_score_rewards, advantages, returns)
-    values, kl[0], non_score_rewards, advantages, returns = (torch.where(mask.bool(), x, 0.0) for x in columns)
+    values, kl[0], non_score_rewards, advantages, returns = (torch.where(at, x, 0.0) for x in columns)
     if (cap := config.importance_sampling_cap) is not None:
-        at = mask.bool()
         told, lengths = None if sampled is None else sampled[at], mask.sum(1)
         weighed, _ = corrected(advantages[at], policy.logprobs[at], told, lengths=lengths, cap=cap)
         advantages = advantages.masked_scatter(at, weighed)
@@ -81,7 +82,7 @@ def evaluate(boxes: Boxes, rollout: Rollout, scores: Tensor, lap: Callable[[str]
     )
 
 
-def update(boxes: Boxes, rollout: Rollout, batches: Iterable[Tensor]) -> list[Minibatch]:
+def update(boxes: Boxes, rollout: Rollout, batches: Iterable[Tensor], replaced: Replaced) -> list[Minibatch]:
     """An optimizer step over each batch of rows, until one shows that the policy has moved too far: it is not taken."""
     step, recorded, counts = boxes.optimizer_step, list[Minibatch](), rollout.mask.sum(1).cpu()
     for rows in batches:
@@ -92,7 +93,7 @@ def update(boxes: Boxes, rollout: Rollout, batches: Iterable[Tensor]) -> list[Mi
             # The gradient is that of all tokens of the step at once, averaged over processes.
             with step.part(share=float(counts[part].sum()) * step.processes / tokens, is_last=is_last):
                 old = rollout[part]
-                new = forward(boxes, boxes.actor_critic, old)
+                new = forward(boxes, boxes.actor_critic, old, replaced)
                 span = (slice(None), slice(new.mask.shape[1]))
                 log_ratio = policy_log_ratio(new.logprobs.detach(), old.old_logprobs[span], new.mask)
                 divergence += Mean.of(0.5 * log_ratio**2, new.mask)

@@ -1,21 +1,29 @@
-"""The arguments of a step are checked here, once; the code after it trusts them."""
+"""The checks of a step: its arguments, once, and what must hold before the first update."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
+from trimtab_common.conditions import OTHER_REFERENCE, OTHER_SAMPLER, OTHER_START
+from trimtab_common.health import check_rows, warn_at_start
 from trimtab_common.scores import checked_scores
 from trimtab_common.stats import total_over_ranks
+from trimtab_lm.compat.generation import cache_found
 from trimtab_lm.environments.rollout import EnvironmentRollout
-from trimtab_lm.models.value_head import PreTrainedModelWrapper
+from trimtab_lm.sampling.generate import SAMPLING_ALONE, pad
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
-from trimtab_lm.tokens.positions import Positions
 
 from .config import PPOConfig
+from .policy import ActorCritic
 from .rollout import Rollout
+
+TOKENS = 4  # of two queries: enough to see a wrong mask, position or temperature
 
 
 def check_step(
@@ -26,8 +34,9 @@ def check_step(
     response_rewards: list[Tensor] | None,
     sampler_logprobs: list[Tensor] | None,
     config: PPOConfig,
-    model: PreTrainedModelWrapper,
+    policy: ActorCritic,
     decoder_start: int | None,
+    prepare: Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]],
     *,
     is_first: bool,
     place: torch.device,
@@ -43,8 +52,9 @@ def check_step(
         response_rewards: for each response token, the reward that an environment gave at it; None: none.
         sampler_logprobs: for each response token its log-probability as it was sampled, in nats; None if unknown.
         config: of the trainer.
-        model: the policy.
+        policy: not wrapped.
         decoder_start: what an encoder-decoder policy reads first, which is taken off the responses; else None.
+        prepare: makes model inputs of queries and responses.
         is_first: whether no step was taken before. Only then responses are searched for their queries, because a
             policy may learn to repeat them.
         place: for token ids and masks, which are laid out on the host, unless a forward pass of 2024 reads them.
@@ -75,10 +85,13 @@ def check_step(
                 f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
                 "batch, or make the config with the batch_size that you use."
             )
-    vocab_size = vocabulary_size(model.pretrained_model)
+    vocab_size = vocabulary_size(policy.pretrained_model)
     for name, column in {"queries": queries, "responses": responses}.items():
         check_ids(name, column, vocab_size)
-    _check_room(queries, responses, model)
+    for i, (query, row) in enumerate(zip(queries, responses, strict=True)):
+        encoder, decoder = (len(query), len(row)) if decoder_start is not None else (0, len(query) + len(row))
+        remedy = "Shorten the query, or sample fewer tokens (max_new_tokens)."
+        policy.positions.check(f"queries[{i}] with responses[{i}]", encoder=encoder, decoder=decoder, remedy=remedy)
     if is_first and decoder_start is None and response_masks is None:
         _check_no_prompt(queries, responses)
     if response_masks is not None:
@@ -100,23 +113,35 @@ def check_step(
             "asynchronous_rollouts=False."
         )
     numbers = checked_scores(scores, [f"response {i}" for i in range(batch_size)], source="scores")
-    given = torch.tensor(numbers, device=device)
     # `model.generate` returns the decoder start token in front of a response.
     leads = [int(decoder_start is not None and len(row) > 1 and int(row[0]) == decoder_start) for row in responses]
-
-    def after_start(column: list[Tensor] | None, at: torch.device) -> list[Tensor] | None:
-        return None if column is None else [row[lead:].to(at) for row, lead in zip(column, leads, strict=True)]
-
-    rewards = after_start(response_rewards, device)
-    rollout = Rollout(
-        queries=[row.to(place) for row in queries],
-        responses=after_start(responses, place) or [],
-        response_masks=after_start(response_masks, place),
-        response_rewards=rewards,
-        sampler_logprobs=after_start(sampler_logprobs, device),
-        model_inputs={},
-        scores=given if rewards is None else given + torch.stack([row.float().sum() for row in rewards]),
+    cut: dict[str, list[Tensor]] = {}
+    for name, rows, at in (
+        ("responses", responses, place),
+        ("response_masks", response_masks, place),
+        ("response_rewards", response_rewards, device),
+        ("sampler_logprobs", sampler_logprobs, device),
+    ):
+        if rows is not None:
+            cut[name] = [row[lead:].to(at) for row, lead in zip(rows, leads, strict=True)]
+    given, queries, responses = (
+        torch.tensor(numbers, device=device),
+        [row.to(place) for row in queries],
+        cut["responses"],
     )
+    rollout = Rollout(
+        queries=queries,
+        responses=responses,
+        response_masks=cut.get("response_masks"),
+        response_rewards=cut.get("response_rewards"),
+        sampler_logprobs=cut.get("sampler_logprobs"),
+        model_inputs=prepare(queries, responses),
+        lengths=torch.tensor(list(map(len, queries))) + torch.tensor(list(map(len, responses))),
+        scores=given,
+    )
+    if rollout.response_rewards is not None:
+        of_turns = torch.stack([row.float().sum() for row in rollout.response_rewards])
+        return replace(rollout, scores=given + of_turns), given
     return rollout, given
 
 
@@ -130,6 +155,74 @@ def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) 
         )
     if not all(bool(row.isfinite().all()) for row in sampler_logprobs):
         raise ValueError("sampler_logprobs holds a number that is not finite. Nothing was trained; check the sampler.")
+
+
+def check_rollout(rollout: Rollout, *, other_reference_from: float | None) -> None:
+    """Raises TrainingDivergedError that names the rows that are not finite.
+
+    Args:
+        rollout: evaluated.
+        other_reference_from: nats from which policy and reference differ: before the first update they are the same
+            model, unless the caller gave another reference. None: there were updates.
+    """
+    check_rows(
+        {
+            "logprobs": rollout.logprobs,
+            "ref_logprobs": rollout.ref_logprobs,
+            "values": rollout.values,
+            "kl": rollout.kl,
+            "non_score_rewards": rollout.non_score_rewards,
+            "advantages": rollout.advantages,
+            "returns": rollout.returns,
+        },
+        what="response",
+    )
+    if other_reference_from is not None:
+        gap = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
+        warn_at_start(OTHER_REFERENCE, gap, rounding=other_reference_from)
+
+
+def check_ratio(largest_log_ratio: Tensor, *, most: float) -> None:
+    """Before the first update the policy gave the log-probabilities of the rollout."""
+    warn_at_start(OTHER_START, float(largest_log_ratio), rounding=most)
+
+
+@torch.no_grad()
+def check_sampler(
+    model: Any,
+    logprobs_of: Callable[[list[Tensor], list[Tensor]], Tensor],
+    queries: Sequence[Tensor],
+    config: GenerationConfig,
+    *,
+    most: float,
+) -> None:
+    """`model.generate`, with left padding and a cache, and the trainer find the same tokens equally likely."""
+    config = copy.deepcopy(config)
+    config.do_sample, config.max_length, config.max_new_tokens = False, None, TOKENS
+    config.output_logits = config.return_dict_in_generate = True
+    for name in SAMPLING_ALONE:
+        setattr(config, name, None)
+    # The longest and the shortest: padding is what goes wrong.
+    order = sorted(queries, key=len)
+    chosen = [order[0], order[-1]] if len(order) > 1 else order
+    input_ids, mask = pad(chosen, config.pad_token_id, side="left")
+    with cache_found(model):
+        output = model.generate(
+            input_ids=input_ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config
+        )
+    prompt = 1 if model.config.is_encoder_decoder else input_ids.shape[1]
+    responses = list(output.sequences[:, prompt:])
+    sampled = (
+        torch.stack(output.logits, 1).float().log_softmax(-1).gather(-1, torch.stack(responses)[..., None])[..., 0]
+    )
+
+    scored = logprobs_of([query.to(model.device) for query in chosen], responses)
+    # After an end token generate only pads.
+    ends = torch.tensor(config.eos_token_id if config.eos_token_id is not None else [], device=model.device).view(-1)
+    ended = torch.isin(torch.stack(responses), ends).cumsum(1)
+    counts = (ended == 0) | ((ended == 1) & torch.isin(torch.stack(responses), ends))
+    gap = float(((sampled - scored) * counts).abs().max())
+    warn_at_start(OTHER_SAMPLER, gap, rounding=most)
 
 
 def check_generate(
@@ -161,17 +254,6 @@ def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], col
         raise ValueError(
             f"{len(rewards)} rewards, but {len(batch[uneven[0]])} rows in {uneven[0]!r}: give one reward per row."
         )
-
-
-def _check_room(queries: Sequence[Tensor], responses: Sequence[Tensor], model: PreTrainedModelWrapper) -> None:
-    positions = Positions.of(model.pretrained_model)
-    remedy = "Shorten the query, or sample fewer tokens (max_new_tokens)."
-    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
-        what = f"queries[{i}] with responses[{i}]"
-        if model.is_encoder_decoder:
-            positions.check(what, encoder=len(query), decoder=len(response), remedy=remedy)
-        else:
-            positions.check(what, decoder=len(query) + len(response), remedy=remedy)
 
 
 def _check_no_prompt(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:

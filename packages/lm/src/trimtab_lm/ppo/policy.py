@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -15,16 +15,46 @@ from transformers import PreTrainedModel
 from trimtab_common.compat.fsdp import set_precision
 from trimtab_common.sharding import on_one_device, prepared_for_inference, whole_weights
 from trimtab_lm.compat.models import undivided
-from trimtab_lm.models.interface import base_of, trunk_of
+from trimtab_lm.models.interface import Model, base_of, trunk_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
-from trimtab_lm.tokens.forward import model_inputs
+from trimtab_lm.tokens.forward import best_layout, model_inputs
 from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
-from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl
-from trimtab_lm.tokens.positions import positioned
+from trimtab_lm.tokens.layout import Layout
+from trimtab_lm.tokens.logprobs import LanguageHead
+from trimtab_lm.tokens.positions import Positions, positioned
 from trimtab_lm.tokens.router import refuse_router_loss
 
-from .score import Layouts, Scores, TokenOutputs
+
+class Layouts(NamedTuple):
+    """How a model reads samples: `apart` where no query repeats, `shared` where one prefix serves equal queries."""
+
+    apart: Layout
+    shared: Layout
+
+    @classmethod
+    def of(cls, model: Model) -> "Layouts":
+        """The leanest layouts that give the model's own outputs; see `best_layout`."""
+        apart = best_layout(model, share_prefix=False)
+        return cls(apart, best_layout(model, share_prefix=True) if apart == "packed" else apart)
+
+
+class TokenOutputs(NamedTuple):
+    """A model's outputs at the N tokens with mask 1.
+
+    Attributes:
+        logprobs: [N], in nats.
+        entropy: [N], in nats, of the distributions that the tokens come from.
+        values: [N], what the critic expects; None for a reference.
+        logits: [N, V], where they were asked for.
+        head_inputs: [N, ...], what the LM head read at these tokens, where it was asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None = None
+    logits: Tensor | None = None
+    head_inputs: Tensor | None = None
 
 
 class Critic(nn.Module):
@@ -98,7 +128,7 @@ class ActorCritic(nn.Module):
         self.policy = policy
         self.critic = None if critic is None else Critic(critic)
         self.head = LanguageHead(policy.pretrained_model)
-        self.layouts = Layouts.of(policy.pretrained_model)
+        self.layouts, self.positions = Layouts.of(policy.pretrained_model), Positions.of(policy.pretrained_model)
         if self.critic is not None:  # else an unused head would wait for gradients that never come
             policy.v_head.requires_grad_(False)
 
@@ -235,31 +265,3 @@ def whole_models(policy: ActorCritic, ref: ReferencePolicy | None = None) -> Ite
     """
     with whole_weights(policy), nullcontext() if ref is None else whole_weights(ref.actor):
         yield
-
-
-@torch.no_grad()
-def exact_kl_of(
-    policy: ActorCritic, ref: ReferencePolicy, scores: Scores, ref_scores: Scores, *, temperature: float
-) -> Tensor:
-    """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats.
-
-    Args:
-        policy: not wrapped.
-        ref: the reference.
-        scores: of the policy, with what its head read.
-        ref_scores: of the reference, with what its head read.
-        temperature: of both distributions.
-    """
-    mask, head, ref_head = scores.mask.bool(), policy.head, ref.actor.head
-    assert scores.head_inputs is not None
-    assert ref_scores.head_inputs is not None
-
-    def ref_logits(inputs: HeadInputs) -> Tensor:
-        with ref.reference.active():
-            return ref_head.logits(inputs)
-
-    read, ref_read = head.unpacked(scores.head_inputs[mask]), ref_head.unpacked(ref_scores.head_inputs[mask])
-    with whole_models(policy, ref), ref.accelerator.autocast():
-        size = head.config.vocab_size
-        flat = exact_kl(head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=temperature)
-    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

@@ -1,6 +1,6 @@
 """The record of a batch of responses, and that of a minibatch's update."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ class Rollout:
     response_rewards: list[Tensor] | None  # what an environment gave at each token
     sampler_logprobs: list[Tensor] | None  # log-probabilities of the tokens as they were sampled, in nats
     model_inputs: dict[str, Tensor]
+    lengths: Tensor  # [B], tokens of query and response, on the host
     scores: Tensor  # [B], as given, with the rewards of an environment
     mask: Tensor = UNKNOWN  # 1 where a token counts
     logprobs: Tensor = UNKNOWN  # of the policy before the updates, in nats
@@ -32,24 +33,37 @@ class Rollout:
     advantages: Tensor = UNKNOWN
     returns: Tensor = UNKNOWN
 
-    @property
-    def lengths(self) -> Tensor:
-        """[B], tokens of query and response."""
-        return torch.tensor([len(pair[0]) + len(pair[1]) for pair in zip(self.queries, self.responses, strict=True)])
-
     def __getitem__(self, rows: Tensor) -> "Rollout":
-        def chosen(column: Any) -> Any:
+        chosen = dict(vars(self))
+        for name, column in chosen.items():
             if isinstance(column, list):
-                return [column[i] for i in rows.tolist()]
-            if isinstance(column, dict):
-                return {name: chosen(value) for name, value in column.items()}
-            return column if column is None or column is UNKNOWN else column[rows.to(column.device)]
+                chosen[name] = [column[i] for i in rows.tolist()]
+            elif isinstance(column, dict):
+                chosen[name] = {key: value[rows.to(value.device)] for key, value in column.items()}
+            elif column is not None and column is not UNKNOWN:
+                chosen[name] = column[rows.to(column.device)]
+        return Rollout(**chosen)
 
-        return Rollout(**{field.name: chosen(getattr(self, field.name)) for field in fields(self)})
+    def columns(self) -> dict[str, Any]:
+        """The columns under the names that `PPOTrainer.record_step_stats` takes."""
+        return {
+            "queries": self.queries,
+            "responses": self.responses,
+            "scores": self.scores,
+            "masks": self.mask,
+            "logprobs": self.logprobs,
+            "ref_logprobs": self.ref_logprobs,
+            "kls": self.kl,
+            "non_score_reward": self.non_score_rewards,
+            "values": self.values,
+            "advantages": self.advantages,
+            "returns": self.returns,
+            "entropy": self.entropy,
+        }
 
-    def minibatches(self, rows: Tensor, size: int) -> list[Tensor]:
+    def minibatches(self, rows: Tensor, size: int) -> tuple[Tensor, ...]:
         """The rows in minibatches of like length."""
-        return list(rows[self.lengths[rows].argsort(stable=True)].split(size))
+        return rows[self.lengths[rows].argsort(stable=True)].split(size)
 
 
 class Minibatch(NamedTuple):

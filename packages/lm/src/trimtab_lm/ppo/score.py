@@ -1,30 +1,22 @@
 """Scores response tokens under a model, without padding: the one place where PPO calls `tokens/`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trimtab_lm.models.interface import Model
+from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.generate import pad
-from trimtab_lm.tokens.forward import best_layout
-from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out, lean_width, pad_right
+from trimtab_lm.tokens.dropout import without_dropout
+from trimtab_lm.tokens.layout import TokenGroup, lay_out
+from trimtab_lm.tokens.logprobs import HeadInputs, exact_kl
 from trimtab_lm.tokens.scores import score_logits
 
-
-class Layouts(NamedTuple):
-    """How a model reads samples: `apart` where no query repeats, `shared` where one prefix serves equal queries."""
-
-    apart: Layout
-    shared: Layout
-
-    @classmethod
-    def of(cls, model: Model) -> "Layouts":
-        """The leanest layouts that give the model's own outputs; see `best_layout`."""
-        apart = best_layout(model, share_prefix=False)
-        return cls(apart, best_layout(model, share_prefix=True) if apart == "packed" else apart)
+from .config import PPOConfig
+from .policy import ActorCritic, ReferencePolicy, whole_models
+from .rollout import UNKNOWN, Rollout
 
 
 class Padding(NamedTuple):
@@ -39,25 +31,7 @@ class Padding(NamedTuple):
     decoder_start: int | None = None
 
 
-class TokenOutputs(NamedTuple):
-    """A model's outputs at the N tokens with mask 1.
-
-    Attributes:
-        logprobs: [N], in nats.
-        entropy: [N], in nats, of the distributions that the tokens come from.
-        values: [N], what the critic expects; None for a reference.
-        logits: [N, V], where they were asked for.
-        head_inputs: [N, ...], what the LM head read at these tokens, where it was asked for.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    values: Tensor | None = None
-    logits: Tensor | None = None
-    head_inputs: Tensor | None = None
-
-
-class Documented(NamedTuple):
+class Columns(NamedTuple):
     """The four columns that `batched_forward_pass` returns: [b, R], logits [b, R, V]; 0 where the mask is 0."""
 
     logprobs: Tensor
@@ -66,60 +40,154 @@ class Documented(NamedTuple):
     mask: Tensor
 
 
-class Scores(Documented):
-    """The same four, with two more that only the built-in pass knows.
+class Scores(Columns):
+    """The same four, with two more that only the built-in pass sets.
 
     Attributes:
         entropy: [b, R], in nats; None if the pass did not compute it.
         head_inputs: [b, R, ...], what the LM head read, where it was asked for.
     """
 
-    entropy: Tensor | None
-    head_inputs: Tensor | None
-
-    def __new__(
-        cls,
-        logprobs: Tensor,
-        logits: Tensor | None,
-        values: Tensor | None,
-        mask: Tensor,
-        *,
-        entropy: Tensor | None = None,
-        head_inputs: Tensor | None = None,
-    ) -> "Scores":
-        scores = super().__new__(cls, logprobs, logits, values, mask)
-        scores.entropy, scores.head_inputs = entropy, head_inputs
-        return scores
-
-    def without_logits(self) -> "Scores":
-        """The same, to keep."""
-        kept = {"entropy": self.entropy, "head_inputs": self.head_inputs}
-        return Scores(self.logprobs, None, self.values, self.mask, **kept)
+    entropy: Tensor | None = None
+    head_inputs: Tensor | None = None
 
 
-class Reader(Protocol):
-    """A model that takes laid-out tokens: `ActorCritic`, or `ReferencePolicy`."""
+class Replaced(NamedTuple):
+    """What the replaced methods of a trainer read, beyond what the built-in ones do.
+
+    Attributes:
+        forward_pass: model inputs on the device, for a `batched_forward_pass`.
+        rewards: logits of the whole vocabulary, for a `compute_rewards` with the full KL.
+        updates: the same, for a `loss` or a `train_minibatch`.
+    """
+
+    forward_pass: bool
+    rewards: bool
+    updates: bool
+
+    @classmethod
+    def of(cls, is_replaced: Callable[..., bool], config: PPOConfig) -> "Replaced":
+        """`is_replaced` tells whether one of the methods whose names it gets is replaced."""
+        forward_pass = is_replaced("batched_forward_pass")
+        rewards = config.kl_penalty == "full" and (forward_pass or is_replaced("compute_rewards"))
+        return cls(forward_pass, rewards, is_replaced("loss", "train_minibatch"))
+
+
+_Group = tuple[list[int], list[list[int]], list[list[int]]]
+"""The rows of one query, the ids of their responses, and for each response token 1 where it counts."""
+
+
+class Models(Protocol):
+    """What a trainer has for its forward passes."""
+
+    config: PPOConfig
+    padding: Padding
+    model: PreTrainedModelWrapper
+    ref_model: PreTrainedModelWrapper | None
+    actor_critic: nn.Module
+    bare: ActorCritic
+    reference_policy: ReferencePolicy
 
     @property
-    def readers(self) -> Mapping[str, Layouts]:
-        """The layouts of its trunks, by the keyword that each trunk's tokens come under."""
+    def temperature(self) -> float: ...
+    def batched_forward_pass(
+        self,
+        model: nn.Module | None,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        model_inputs: dict[str, Tensor],
+        return_logits: bool = False,
+        response_masks: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]: ...
 
 
-Row = tuple[list[int], list[int], list[int]]
-"""The ids of a query and of its response, and for each response token 1 where it counts."""
+def forward(models: Models, model: nn.Module, rollout: Rollout, replaced: Replaced) -> Scores:
+    """What `batched_forward_pass` says of a minibatch, in its own width and mask.
+
+    Args:
+        models: the trainer.
+        model: its `actor_critic` or `reference_policy`.
+        rollout: a minibatch; evaluated before, if this is an update.
+        replaced: says who reads logits.
+    """
+    keeps_logits = replaced.updates if torch.is_grad_enabled() else replaced.rewards
+    columns = models.batched_forward_pass(
+        *(model, rollout.queries, rollout.responses, rollout.model_inputs),
+        # The entropy of a replaced pass comes from its logits.
+        return_logits=keeps_logits or (replaced.forward_pass and model is models.actor_critic),
+        response_masks=rollout.response_masks,
+    )
+    scores = columns if isinstance(columns, Scores) else completed(columns, rollout.mask, models.temperature)
+    logprobs, logits, values, mask = scores
+    return scores_of((logprobs, logits if keeps_logits else None, values, mask, scores.entropy, scores.head_inputs))
+
+
+def built_in_pass(
+    models: Models,
+    model: nn.Module | None,
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    model_inputs: Mapping[str, Tensor],
+    response_masks: Sequence[Tensor] | None,
+    *,
+    return_logits: bool,
+) -> Scores:
+    """See `PPOTrainer.batched_forward_pass`."""
+    reader: ActorCritic | ReferencePolicy = models.bare
+    run: nn.Module = models.actor_critic
+    if model is models.reference_policy or model is models.ref_model:
+        reader = run = models.reference_policy
+    elif model is not run and model is not reader and model is not models.model:
+        raise ValueError("batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model.")
+    with without_dropout(models.actor_critic):
+        return score(
+            *(reader, run, queries, responses, model_inputs, response_masks),
+            padding=models.padding,
+            temperature=models.temperature,
+            return_logits=return_logits,
+            return_head_inputs=models.config.kl_penalty == "full" and not (return_logits or torch.is_grad_enabled()),
+        )
+
+
+def forward_in_parts(
+    models: Models, model: nn.Module, rollout: Rollout, order: Sequence[Tensor], replaced: Replaced
+) -> Scores:
+    """The scores of B rows, [B, W, ...], from a forward pass over each minibatch, whose row numbers are `order`."""
+    parts = [forward(models, model, rollout[rows], replaced) for rows in order]
+    width, whole = max(part.mask.shape[1] for part in parts), list[Tensor | None]()
+    for values in zip(*((*part, part.entropy, part.head_inputs) for part in parts), strict=True):
+        column = None
+        for rows, value in zip(order, values, strict=True):
+            if value is None:
+                column = None
+                break
+            if column is None:
+                column = value.new_zeros(len(rollout.queries), width, *value.shape[2:])
+            column[rows.to(value.device), : value.shape[1]] = value
+        whole.append(column)
+    return scores_of(whole)
+
+
+def scores_of(columns: Sequence[Tensor | None]) -> Scores:
+    """The scores out of log-probabilities, logits, values, mask, entropy and head inputs."""
+    logprobs, logits, values, mask, entropy, head_inputs = columns
+    assert logprobs is not None
+    assert mask is not None
+    scores = Scores(logprobs, logits, values, mask)
+    scores.entropy, scores.head_inputs = entropy, head_inputs
+    return scores
 
 
 def score(
-    reader: Reader,
-    run: Callable[..., TokenOutputs],
+    reader: ActorCritic | ReferencePolicy,
+    run: nn.Module,
     queries: Sequence[Tensor],
     responses: Sequence[Tensor],
     model_inputs: Mapping[str, Tensor],
     response_masks: Sequence[Tensor] | None = None,
     *,
     padding: Padding,
-    device: torch.device,
-    **options: Any,
+    **options: float,
 ) -> Scores:
     """Scores the responses of b rows in one forward pass, which reads no padding, and an equal query once.
 
@@ -131,68 +199,38 @@ def score(
         model_inputs: the ids, as from `padded_inputs`, padded on either side. On the host nothing waits for a device.
         response_masks: for each response, 1 where a token counts; None: all count.
         padding: what layouts add.
-        device: the model's.
         options: of `ActorCritic.forward`.
     """
-    rows = _rows(queries, responses, model_inputs, response_masks)
-    rows_of_query: dict[tuple[int, ...], list[int]] = {}
-    for i, (query, _, _) in enumerate(rows):
-        rows_of_query.setdefault(tuple(query), []).append(i)
-    members = list(rows_of_query.values())
-    tokens = {name: _tokens(rows, members, layouts, padding, device) for name, layouts in reader.readers.items()}
+    read = {name: column.cpu().numpy() for name, column in model_inputs.items()}
+    counts = np.zeros((len(responses), max(map(len, responses))), dtype=np.int64)
+    groups: dict[tuple[int, ...], _Group] = {}
+    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        counts[i, : len(response)] = True if response_masks is None else response_masks[i].cpu().numpy() > 0
+        ids = read["input_ids"][i][read["attention_mask"][i] > 0].tolist()
+        prompt, answer = ids[: len(query)], ids[len(query) :]
+        if "decoder_input_ids" in read:
+            prompt, answer = ids, read["decoder_input_ids"][i][read["decoder_attention_mask"][i] > 0][1:].tolist()
+        rows, branches, counted = groups.setdefault(tuple(prompt), ([], [], []))
+        rows.append(i)
+        branches.append(answer)
+        counted.append(counts[i, : len(response)].tolist())
+    pieces = [TokenGroup(prompt, branches, counted) for prompt, (_, branches, counted) in groups.items()]
+    device, (filler, start), tokens = next(reader.parameters()).device, padding, {}
+    for name, layouts in reader.readers.items():
+        layout = layouts.apart if len(groups) == len(queries) else layouts.shared
+        columns = lay_out(pieces, layout, pad_token_id=filler, decoder_start_token_id=start, is_lean=True)
+        tokens[name] = {column: ids.to(device) for column, ids in columns.items()}
     outputs = run(**tokens, **options)
 
-    mask, _ = pad_right([counts for _, _, counts in rows], 0)
-    order = [i for group in members for i in group]
-    places = np.arange(mask.numel()).reshape(mask.shape)[order][mask.numpy()[order] > 0]
-    index, mask = torch.from_numpy(places).to(device), mask.to(device)
-
-    def spread(flat: Tensor | None) -> Tensor | None:
-        if flat is None:
-            return None
-        spread = flat.new_zeros(mask.numel(), *flat.shape[1:]).index_copy(0, index, flat)
-        return spread.view(*mask.shape, *flat.shape[1:])
-
-    logprobs, entropy, values, logits, head_inputs = map(spread, outputs)
-    assert logprobs is not None
-    return Scores(logprobs, logits, values, mask, entropy=entropy, head_inputs=head_inputs)
-
-
-def _rows(
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    model_inputs: Mapping[str, Tensor],
-    response_masks: Sequence[Tensor] | None,
-) -> list[Row]:
-    """What a model reads, without the padding, split into queries and responses."""
-
-    def unpadded(prefix: str) -> list[list[int]]:
-        ids, is_read = (model_inputs[prefix + name].cpu().numpy() for name in ("input_ids", "attention_mask"))
-        return [row[keep > 0].tolist() for row, keep in zip(ids, is_read, strict=True)]
-
-    read = unpadded("")
-    pairs = [(ids[: len(query)], ids[len(query) :]) for ids, query in zip(read, queries, strict=True)]
-    if "decoder_input_ids" in model_inputs:
-        pairs = [(ids, decoded[1:]) for ids, decoded in zip(read, unpadded("decoder_"), strict=True)]
-    counts = [[1] * len(row) for row in responses]
-    if response_masks is not None:
-        counts = [(mask.cpu().numpy() > 0).astype(int).tolist() for mask in response_masks]
-    return [(query, response, row) for (query, response), row in zip(pairs, counts, strict=True)]
-
-
-def _tokens(
-    rows: Sequence[Row], members: Sequence[Sequence[int]], layouts: Layouts, padding: Padding, device: torch.device
-) -> dict[str, Tensor]:
-    """The rows as one model reads them, each query once: the columns of `lay_out`."""
-    layout = layouts.apart if len(members) == len(rows) else layouts.shared
-    groups = [TokenGroup(rows[m[0]][0], [rows[i][1] for i in m], [rows[i][2] for i in m]) for m in members]
-    lengths = [len(query) + len(response) for query, response, _ in rows]
-    if layout == "tree":
-        lengths = [len(group.prefix) + sum(map(len, group.branches)) for group in groups]
-    width = lean_width(lengths) if layout in ("packed", "tree") else None
-    start = padding.decoder_start
-    tokens = lay_out(groups, layout, pad_token_id=padding.pad_token_id, width=width, decoder_start_token_id=start)
-    return {name: column.to(device) for name, column in tokens.items()}
+    order = [row for rows, _, _ in groups.values() for row in rows]
+    places = np.arange(counts.size).reshape(counts.shape)[order][counts[order] > 0]
+    index, mask = torch.from_numpy(places).to(device), torch.from_numpy(counts).to(device)
+    spread = list[Tensor | None]()
+    for flat in outputs:
+        whole = None if flat is None else flat.new_zeros(mask.numel(), *flat.shape[1:]).index_copy(0, index, flat)
+        spread.append(None if whole is None else whole.view(*mask.shape, *whole.shape[1:]))
+    logprobs, entropy, values, logits, head_inputs = spread
+    return scores_of((logprobs, logits, values, mask, entropy, head_inputs))
 
 
 def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], padding: Padding) -> dict[str, Tensor]:
@@ -220,68 +258,95 @@ def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], paddin
     }
 
 
-def joined(order: Sequence[Tensor], parts: Sequence[Scores]) -> Scores:
-    """The scores of B rows, [B, R, ...], from those of minibatches, [b, r, ...], whose row numbers are `order`."""
-
-    def column(values: Sequence[Tensor | None]) -> Tensor | None:
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
-            return None
-        width = max(value.shape[1] for value in known)
-        whole = known[0].new_zeros(sum(map(len, known)), width, *known[0].shape[2:])
-        for rows, value in zip(order, known, strict=True):
-            whole[rows.to(value.device), : value.shape[1]] = value
-        return whole
-
-    logprobs, logits, values, mask = map(column, zip(*parts, strict=True))
-    assert logprobs is not None
-    assert mask is not None
-    entropy, head_inputs = column([part.entropy for part in parts]), column([part.head_inputs for part in parts])
-    return Scores(logprobs, logits, values, mask, entropy=entropy, head_inputs=head_inputs)
-
-
-def completed(columns: Sequence[Any], mask: Tensor | None, *, temperature: float) -> Scores:
-    """The scores that a forward pass of 2024 returned, 0 where its mask is 0, with the entropy if it gave logits.
+def completed(columns: Sequence[Tensor | None], before: Tensor, temperature: float) -> Scores:
+    """The scores that a replaced forward pass returned, 0 where its mask is 0, with the entropy if it gave logits.
 
     Args:
         columns: log-probabilities, logits or None, values or None, and the mask, in any width.
-        mask: the one that it returned for the same rows before the updates; None: it is the first.
+        before: the mask that it returned for the same rows before the updates; UNKNOWN: it is the first.
         temperature: of the entropy.
 
     Raises:
         ValueError: it counts other tokens than it did before.
     """
-    logprobs, logits, values, own_mask = columns
-    width = own_mask.shape[1]
-    if mask is not None and (not torch.equal(own_mask.bool(), mask[:, :width].bool()) or mask[:, width:].any()):
+    logprobs, logits, values, mask = columns
+    assert logprobs is not None
+    assert mask is not None
+    width, counts = mask.shape[1], mask.bool()
+    if before is not UNKNOWN and (not torch.equal(counts, before[:, :width].bool()) or before[:, width:].any()):
         raise ValueError(
-            f"batched_forward_pass counts {own_mask.sum(1).tolist()} tokens in the rows of a minibatch, and counted "
-            f"{mask.sum(1).tolist()} in the same rows before the updates, or it counts them in other columns. Its "
+            f"batched_forward_pass counts {mask.sum(1).tolist()} tokens in the rows of a minibatch, and counted "
+            f"{before.sum(1).tolist()} in the same rows before the updates, or it counts them in other columns. Its "
             "masks must depend on queries, responses, response_masks and the width of model_inputs alone."
         )
-    counts = own_mask.bool()
     values = None if values is None else torch.where(counts, values, 0.0)
-    entropy = None if logits is None else token_entropy(logits, own_mask, temperature=temperature)
-    return Scores(torch.where(counts, logprobs, 0.0), logits, values, own_mask, entropy=entropy)
+    entropy = None if logits is None else token_entropy(logits, mask, temperature=temperature)
+    return scores_of((torch.where(counts, logprobs, 0.0), logits, values, mask, entropy, None))
 
 
-def at_tokens(
-    rows: Sequence[Tensor] | None, response_masks: Sequence[Tensor] | None, mask: Tensor, *, like: Tensor
-) -> Tensor | None:
+def kl_terms(models: Models, policy: Scores, reference: Scores, sampled: Tensor | None) -> tuple[Tensor, ...]:
+    """What `compute_rewards` takes of policy and reference, and the exact KL where it takes that too.
+
+    Args:
+        models: the trainer.
+        policy: of the whole batch.
+        reference: of the whole batch.
+        sampled: [B, R], log-probabilities of the policy that sampled. Where it is an older one, the estimates of the
+            KL on its samples are those of its own KL.
+    """
+    temperature = models.temperature
+    if models.config.kl_penalty != "full":
+        is_older = models.config.asynchronous_rollouts
+        return (sampled if sampled is not None and is_older else policy.logprobs), reference.logprobs
+    if policy.head_inputs is None or reference.head_inputs is None:
+        return full_logprobs(policy.logits, temperature), full_logprobs(reference.logits, temperature)
+    exact = exact_kl_of(models.bare, models.reference_policy, policy, reference, temperature=temperature)
+    return policy.logprobs, reference.logprobs, exact
+
+
+@torch.no_grad()
+def exact_kl_of(
+    policy: ActorCritic, ref: ReferencePolicy, scores: Scores, ref_scores: Scores, *, temperature: float
+) -> Tensor:
+    """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats.
+
+    Args:
+        policy: not wrapped.
+        ref: the reference.
+        scores: of the policy, with what its head read.
+        ref_scores: of the reference, with what its head read.
+        temperature: of both distributions.
+    """
+    mask, head, ref_head = scores.mask.bool(), policy.head, ref.actor.head
+    assert scores.head_inputs is not None
+    assert ref_scores.head_inputs is not None
+
+    def ref_logits(inputs: HeadInputs) -> Tensor:
+        with ref.reference.active():
+            return ref_head.logits(inputs)
+
+    read, ref_read = head.unpacked(scores.head_inputs[mask]), ref_head.unpacked(ref_scores.head_inputs[mask])
+    with whole_models(policy, ref), ref.accelerator.autocast():
+        size = head.config.vocab_size
+        flat = exact_kl(head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=temperature)
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
+
+
+def at_tokens(rows: Sequence[Tensor] | None, rollout: Rollout, scores: Scores) -> Tensor | None:
     """Numbers of response tokens at the places of those that count, [B, W]; 0 elsewhere.
 
     Args:
         rows: B rows, a number for each response token; None if the numbers are unknown.
-        response_masks: for each response, 1 where a token counts; None: all count.
-        mask: [B, W], 1 where a token counts.
-        like: has the dtype and the device.
+        rollout: has the masks of the responses.
+        scores: have the mask [B, W], and the dtype and the device of the numbers.
     """
     if rows is None:
         return None
-    if response_masks is not None:
-        rows = [row[counts.to(row.device) > 0] for row, counts in zip(rows, response_masks, strict=True)]
-    flat = torch.cat([row.to(like) for row in rows])
-    return flat.new_zeros(mask.shape).masked_scatter(mask.bool(), flat)
+    if rollout.response_masks is not None:
+        pairs = zip(rows, rollout.response_masks, strict=True)
+        rows = [row[counts.to(row.device) > 0] for row, counts in pairs]
+    flat = torch.cat([row.to(scores.logprobs) for row in rows])
+    return flat.new_zeros(scores.mask.shape).masked_scatter(scores.mask.bool(), flat)
 
 
 def token_entropy(logits: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -292,7 +357,7 @@ def token_entropy(logits: Tensor, mask: Tensor, *, temperature: float = 1.0) -> 
     return entropy.new_zeros(mask.shape).masked_scatter(mask.bool(), entropy)
 
 
-def full_logprobs(logits: Tensor | None, *, temperature: float) -> Tensor:
+def full_logprobs(logits: Tensor | None, temperature: float) -> Tensor:
     """Log-probabilities of the whole vocabulary, in float32 at least; shape of `logits`."""
     if logits is None:
         raise ValueError(

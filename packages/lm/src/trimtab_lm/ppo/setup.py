@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from datasets import Dataset
 from peft import PeftType
@@ -40,6 +39,7 @@ from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.router import refuse_router_loss
 
 from .config import PPOConfig
+from .generation import Generation
 from .policy import ActorCritic
 
 WITHOUT_EFFECT = (
@@ -260,12 +260,13 @@ def dataloader_of(trainer: Any, rows: Any, data_collator: Callable[[Sequence[Any
     )
 
 
-def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, dataset: object) -> Run:
-    """The run that the config asks for, with a record of its settings and data under a new id. Collective."""
-    data = rows_fingerprint(dataset) if isinstance(dataset, Dataset) else None
+def run_of(trainer: "Resumed") -> Run:
+    """The run that the config asks for, with what checkpoints hold, under a new id. Collective."""
+    config, accelerator = trainer.config, trainer.accelerator
+    data = rows_fingerprint(trainer.dataset) if isinstance(trainer.dataset, Dataset) else None
     run = Run(
         accelerator,
-        model,
+        trainer.actor_critic,
         RunRecord.of(config, without=WITHOUT_EFFECT, data=data),
         health=HealthMonitor(kl_target=config.kl_target),
         start_tracker=partial(
@@ -282,7 +283,29 @@ def run_of(config: PPOConfig, accelerator: Accelerator, model: nn.Module, datase
         held=HELD,
     )
     accelerator.trackers = trackers_of(run, config.log_with)
+    run.keep(trainer, "optimizer", "lr_scheduler", "kl_ctl", "running", "batches", "steps_done", "best_score")
+    run.keep(trainer.generation, "sampler")
+    run.keep(accelerator, "scaler")
+    run.keep_per_rank("pending", trainer.generation.pending)
     return run
+
+
+class Resumed(Protocol):
+    """What a trainer has that a run records and that its checkpoints hold."""
+
+    config: PPOConfig
+    accelerator: WeighingAccelerator
+    actor_critic: nn.Module
+    dataset: object
+    dataloader: DataLoader[Any] | None
+    generation: Generation
+
+
+def prompts_of_run(trainer: "Resumed") -> DataLoader[Any]:
+    """The batches of prompts of a trainer, which `train` needs."""
+    if trainer.dataloader is None:
+        raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
+    return trainer.dataloader
 
 
 def rewards_of_run(trainer: Any, reward: Any, weights: Sequence[float] | None) -> RewardSet:

@@ -3,18 +3,19 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.config import flattened
 from trimtab_common.formulas.kl import k3
 from trimtab_common.formulas.masking import explained_variance
-from trimtab_common.stats import Correlation, Deviation, Mean, Summary, Variance, gather_stats, merge_stats
+from trimtab_common.stats import Correlation, Deviation, Mean, Stats, Summary, Variance, gather_stats, merge_stats
 from trimtab_lm.rewards.functions import Scored, function_stats
 from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
 from trimtab_lm.sampling.rollout import Rollout as Sampled
@@ -23,24 +24,6 @@ from .config import PPOConfig
 from .rollout import Minibatch, Rollout
 
 LENGTH_CORRELATION = "tokens/responses_len_score_correlation"
-
-
-def step_data(rollout: Rollout) -> dict[str, Any]:
-    """The columns of a rollout under the names that `PPOTrainer.record_step_stats` takes."""
-    return {
-        "queries": rollout.queries,
-        "responses": rollout.responses,
-        "scores": rollout.scores,
-        "masks": rollout.mask,
-        "logprobs": rollout.logprobs,
-        "ref_logprobs": rollout.ref_logprobs,
-        "kls": rollout.kl,
-        "non_score_reward": rollout.non_score_rewards,
-        "values": rollout.values,
-        "advantages": rollout.advantages,
-        "returns": rollout.returns,
-        "entropy": rollout.entropy,
-    }
 
 
 def training_stats(rollout: Rollout, recorded: Sequence[Minibatch], *, cap: float | None) -> dict[str, Tensor]:
@@ -54,37 +37,41 @@ def training_stats(rollout: Rollout, recorded: Sequence[Minibatch], *, cap: floa
         recorded: of its updates.
         cap: `importance_sampling_cap`.
     """
-    mask = rollout.mask
-    numbers = gather_stats(
-        {
-            **merge_stats(map(minibatch_stats, recorded)),
-            "policy/advantages_mean": Mean.of(rollout.advantages, mask),
-            "returns/mean": Mean.of(rollout.returns, mask),
-            "returns/var": Variance.of(rollout.returns, mask),
-            "val/mean": Mean.of(rollout.values, mask),
-            "val/var": Variance.of(rollout.values, mask),
-            **sampler_stats(rollout, cap=cap),
-        }
-    )
-    numbers = with_largest(numbers)
+    mask, at = rollout.mask, rollout.mask.bool()
+    local = {
+        **merge_stats(map(token_means, recorded)),
+        "policy/advantages_mean": Mean.of(rollout.advantages, mask),
+        "returns/mean": Mean.of(rollout.returns, mask),
+        "returns/var": Variance.of(rollout.returns, mask),
+        "val/mean": Mean.of(rollout.values, mask),
+        "val/var": Variance.of(rollout.values, mask),
+    }
+    if rollout.sampled is not None:
+        columns = (rollout.advantages[at], rollout.logprobs[at], rollout.sampled[at])
+        local |= corrected(*columns, lengths=mask.sum(1), cap=cap)[1]
+    numbers = with_largest(gather_stats(local))
     stats = {name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}
-    return {**stats, "policy/advantages": rollout.advantages[mask.bool()][None]}
+    return {**stats, "policy/advantages": rollout.advantages[at][None]}
 
 
-def minibatch_stats(minibatch: Minibatch) -> dict[str, Any]:
-    """What `train_minibatch` returned, weighed by the minibatch's tokens, and the entropy of a token where known."""
-    entropy, mask = minibatch.entropy, minibatch.mask
-    known = {} if entropy is None else {"policy/entropy": Mean.of(entropy, mask)}
-    return known | token_means(minibatch.stats, mask)
+def token_means(minibatch: Minibatch) -> Stats:
+    """Statistics of a minibatch with mask [b, R], each weighed by its tokens, so that minibatches add up.
 
-
-def sampler_stats(rollout: Rollout, *, cap: float | None) -> dict[str, Mean | Tensor]:
-    """How far the sampler's probabilities are from the trainer's, if it tells them; see `mismatch.corrected`."""
-    if rollout.sampled is None:
-        return {}
-    at, lengths = rollout.mask.bool(), rollout.mask.sum(1)
-    columns = (rollout.advantages[at], rollout.logprobs[at], rollout.sampled[at])
-    return corrected(*columns, lengths=lengths, cap=cap)[1]
+    A tensor of the mask's shape becomes its mean over the tokens that count; a number, and the mean of any other
+    tensor, weigh as much as the minibatch has tokens.
+    """
+    mask, entropy, weighed = minibatch.mask, minibatch.entropy, Stats()
+    if entropy is not None:
+        weighed["policy/entropy"] = Mean.of(entropy, mask)
+    for name, value in named(minibatch.stats).items():
+        if isinstance(value, Summary):
+            weighed[name] = value
+        elif isinstance(value, Tensor) and value.shape == mask.shape:
+            weighed[name] = Mean.of(value, mask)
+        else:
+            number = float(torch.as_tensor(value, dtype=torch.float64).mean())
+            weighed[name] = Mean(number * float(mask.sum()), float(mask.sum()))
+    return weighed
 
 
 @torch.no_grad()
@@ -103,11 +90,12 @@ def rollout_stats(
     advantages: Tensor,
     returns: Tensor,
     entropy: Tensor | None,
-) -> dict[str, Any]:
+    train_stats: Mapping[str, Tensor],
+) -> Stats:
     """Statistics of this process's part of the batch, to be gathered; `objective/kl` is the KL of the penalty."""
     mask = masks.bool()
     kl_per_response = kls.sum(1)
-    stats: dict[str, Any] = {
+    stats: Stats = {
         "objective/kl": Mean.of(kl_per_response),
         "objective/kl_dist": kl_per_response,
         "objective/kl_k3": Mean.of((k3(logprobs, ref_logprobs) * mask).sum(1)),
@@ -123,11 +111,11 @@ def rollout_stats(
         stats["objective/surprise"] = Surprise.of_tokens(logprobs, entropy, mask)
         stats["objective/entropy"] = Mean.of(entropy.sum(1))
     for name, rows in (("queries", queries), ("responses", responses)):
-        lengths = torch.tensor([float(len(row)) for row in rows])
+        lengths = torch.tensor(list(map(len, rows)), dtype=torch.float32)
         stats[f"tokens/{name}_len_mean"] = Mean.of(lengths)
         stats[f"tokens/{name}_len_std"] = Deviation.of(lengths)
         stats[f"tokens/{name}_dist"] = lengths
-    return stats
+    return stats | {f"ppo/{name}": value.mean(0) for name, value in train_stats.items()}
 
 
 def vitals(stats: Mapping[str, float], config: PPOConfig) -> Vitals:
@@ -186,7 +174,7 @@ def token_stats(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, *, ends: S
         stats["tokens/doubled_bos"] = Mean(twice.sum(), len(rollout.queries))
     if tokenizer.pad_token_id in ends:
         stats["tokens/ended"] = Mean.of(ended(rollout.responses, ends).float())
-    lengths = torch.tensor([len(response) for response in rollout.responses])
+    lengths = torch.tensor(list(map(len, rollout.responses)))
     stats[LENGTH_CORRELATION] = Correlation.of(lengths, rollout.scores.cpu())
     return stats
 
@@ -197,27 +185,9 @@ def ended(responses: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
     return torch.isin(last, last.new_tensor(ends))
 
 
-def named(stats: Mapping[str, Any]) -> dict[str, Any]:
+def named(stats: Mapping[str, object]) -> Stats:
     """Nested statistics under joined names, `policy/ratio`; NumPy's arrays become tensors."""
     return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in flattened(stats).items()}
-
-
-def token_means(stats: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
-    """Statistics of a minibatch with mask [b, R], each weighed by its tokens, so that minibatches add up.
-
-    A tensor of the mask's shape becomes its mean over the tokens that count; a number, and the mean of any other
-    tensor, weigh as much as the minibatch has tokens.
-    """
-    weighed: dict[str, Any] = {}
-    for name, value in named(stats).items():
-        if isinstance(value, Summary):
-            weighed[name] = value
-        elif isinstance(value, Tensor) and value.shape == mask.shape:
-            weighed[name] = Mean.of(value, mask)
-        else:
-            number = float(torch.as_tensor(value, dtype=torch.float64).mean())
-            weighed[name] = Mean(number * float(mask.sum()), float(mask.sum()))
-    return weighed
 
 
 def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, step: int) -> dict[str, Summary]:
@@ -235,29 +205,10 @@ def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, st
     return stats | function_stats(names, scored) if len(names) > 1 else stats
 
 
-def one_dimensional(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Statistics that `gather_stats` can merge: tensors of more axes are flattened."""
-    return {
-        name: value.flatten() if isinstance(value, Tensor) and value.dim() > 1 else value
-        for name, value in named(stats).items()
-    }
-
-
-def as_numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Statistics with means, variances and tensors without axes as floats, without a correlation that is unknown."""
-    numbers = {name: value.value if isinstance(value, Summary) else value for name, value in stats.items()}
-    if math.isnan(numbers.get(LENGTH_CORRELATION, 0.0)):  # lengths or scores do not vary
-        del numbers[LENGTH_CORRELATION]
-    return {
-        name: float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
-        for name, value in numbers.items()
-    }
-
-
-def documented(
-    trainer: Any, stats: dict[str, Any], rollout: Rollout, clock: "Clock", *, ends: Sequence[int]
-) -> dict[str, Any]:
+def documented(trainer: "Reporter", stats: Stats, rollout: Rollout, clock: "Clock", *, ends: Sequence[int]) -> Stats:
     """The statistics of a step over all processes: floats and 1-D tensors. Collective.
+
+    A correlation that is unknown, because lengths or scores do not vary, is left out.
 
     Args:
         trainer: a PPOTrainer.
@@ -266,9 +217,29 @@ def documented(
         clock: of the step.
         ends: the tokens that end a response.
     """
-    rate = {"ppo/learning_rate": float(trainer.optimizer.param_groups[0]["lr"])}
-    more = token_stats(rollout, trainer.tokenizer, ends=ends)
-    return as_numbers(trainer.gather_stats(one_dimensional({**stats, **more, **rate, **clock.stats()})))
+    local = named({**stats, **token_stats(rollout, trainer.tokenizer, ends=ends), **clock.stats()})
+    local["ppo/learning_rate"] = float(trainer.optimizer.param_groups[0]["lr"])
+    for name, value in local.items():
+        if isinstance(value, Tensor) and value.dim() > 1:
+            local[name] = value.flatten()
+    numbers = trainer.gather_stats(local)
+    for name, value in numbers.items():
+        if isinstance(value, Summary):
+            numbers[name] = value.value
+        elif isinstance(value, Tensor) and value.dim() == 0:
+            numbers[name] = float(value)
+    if math.isnan(numbers.get(LENGTH_CORRELATION, 0.0)):
+        del numbers[LENGTH_CORRELATION]
+    return numbers
+
+
+class Reporter(Protocol):
+    """What a trainer has for its statistics; `gather_stats` may be replaced."""
+
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: Optimizer
+
+    def gather_stats(self, stats: Mapping[str, object]) -> Stats: ...
 
 
 class Clock:
@@ -281,10 +252,9 @@ class Clock:
     def lap(self, name: str) -> None:
         """The time since the last lap, or the start, was `name`'s."""
         now = time.perf_counter()
-        self.laps[name] = now - self.last
+        self.laps[f"time/ppo/{name}"] = now - self.last
         self.last = now
 
     def stats(self) -> dict[str, float]:
-        return {
-            f"time/ppo/{name}": lap for name, lap in {**self.laps, "total": time.perf_counter() - self.started}.items()
-        }
+        """The seconds of each phase, and of all of them."""
+        return {**self.laps, "time/ppo/total": time.perf_counter() - self.started}

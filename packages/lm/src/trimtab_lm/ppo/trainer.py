@@ -1,12 +1,12 @@
 """PPO for language models: the program around `algorithm`, and the documented methods that it calls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -14,10 +14,14 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.formulas.kl import SAMPLED_KL, full
-from trimtab_common.formulas.masking import rescale, whiten
+from trimtab_common.formulas.masking import masked_mean, rescale, whiten
+from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_common.health import rounding_of
 from trimtab_common.overrides import is_replaced
-from trimtab_common.stats import Mean, gather_stats
+from trimtab_common.sealing import save_or_warn
+from trimtab_common.stats import Mean, Stats, gather_stats
+from trimtab_common.tracking import progress
+from trimtab_lm.data.prompts import endless
 from trimtab_lm.legacy.arguments import refuses_arguments_of_2024
 from trimtab_lm.legacy.ppo_names import NamesOf2024, RunningMoments
 from trimtab_lm.models.interface import decoder_start_of
@@ -28,17 +32,13 @@ from trimtab_lm.tokens.dropout import without_dropout
 
 from . import files, setup
 from .algorithm import evaluate, update
-from .checks import check_step
+from .checks import check_ratio, check_rollout, check_step
 from .config import PPOConfig
-from .generation import Generation
-from .loop import after_step, run_steps
-from .loss import policy_log_ratio, ppo_loss
-from .passes import Wanted, built_in_pass
+from .generation import Generation, completions_of, step_arguments
+from .loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio, shaped, value_stats
 from .policy import ActorCritic, ReferencePolicy, keep_value_dtype
-from .returns import gae, per_token_rewards, shaped
-from .score import Padding, padded_inputs, token_entropy
-from .selfcheck import check_ratio, check_rollout
-from .statistics import Clock, documented, ended, rollout_stats, step_data, training_stats
+from .score import Padding, Replaced, built_in_pass, padded_inputs, token_entropy
+from .statistics import Clock, documented, ended, rollout_stats, sampling_stats, training_stats, vitals
 from .update import OptimizerStep, rows_of_updates
 
 
@@ -102,11 +102,7 @@ class PPOTrainer(NamesOf2024):
         self.rollout = self.generation.ahead_if_asked(rollout)
         self.steps_done, self.best_score, self.data_collator = 0, float("-inf"), data_collator
         self.dataset, self.dataloader, self.batches = setup.open_data(self, dataset, data_collator)
-        self.run = setup.run_of(self.config, self.accelerator, self.actor_critic, self.dataset)
-        self.run.keep(self, "optimizer", "lr_scheduler", "kl_ctl", "running", "batches", "steps_done", "best_score")
-        self.run.keep(self.generation, "sampler")
-        self.run.keep(self.accelerator, "scaler")
-        self.run.keep_per_rank("pending", self.generation.pending)
+        self.run = setup.run_of(self)
 
     def train(
         self,
@@ -115,9 +111,9 @@ class PPOTrainer(NamesOf2024):
         generation_kwargs: Mapping[str, Any] | None = None,
         steps: int | None = None,
         resume_from: str | Path | None = None,
-        on_step: Callable[[int, dict[str, Any], dict[str, Any]], None] | None = None,
+        on_step: Callable[[int, Stats, Stats], None] | None = None,
         reward_weights: Sequence[float] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Stats]:
         """Generates, scores and steps over the dataset until `steps` are done; logs, saves, and returns the numbers.
 
         Args:
@@ -129,13 +125,32 @@ class PPOTrainer(NamesOf2024):
             on_step: called with the step's number, the logged statistics and the batch.
             reward_weights: one per reward; None: 1.
         """
-        if self.dataloader is None:
-            raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
-        rewards = setup.rewards_of_run(self, reward, reward_weights)
+        loader, rewards = setup.prompts_of_run(self), setup.rewards_of_run(self, reward, reward_weights)
         files.resume(self.run, self.config, resume_from)
         options = self.generation.options(generation_kwargs or {})
-        with self.run.training(self.config.output_dir):
-            return run_steps(self, rewards, options, self.dataloader, steps or self.config.steps, on_step)
+        config, generation, total = self.config, self.generation, steps or self.config.steps
+        history, batches = list[Stats](), endless(loader)
+        with self.run.training(config.output_dir):
+            for number in progress(range(self.steps_done + 1, total + 1), "PPO steps"):
+                batch = next(batches)
+                self.run.begin_step(config.output_dir)
+                generation.begin_step(self.steps_done, loader if number < total else None)
+                sampled = generation.sample(batch, options, self.generate)
+                scored = rewards(*completions_of(batch, sampled, self.tokenizer, self.is_encoder_decoder))
+                scores = scored.rewards.tolist()
+                stats = self.step(batch["input_ids"], sampled.completions, scores, **step_arguments(sampled))
+                if more := sampling_stats(sampled, rewards.names, scored, step=self.steps_done - 1):
+                    stats |= self.gather_stats(more)
+                if (episodes := sampled.episodes) is not None:
+                    scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
+                logs = self.log_stats(stats, batch, scores)
+                history.append({name: value for name, value in logs.items() if isinstance(value, float)})
+                if on_step is not None:
+                    on_step(self.steps_done, logs, batch)
+                if config.save_steps and self.steps_done % config.save_steps == 0:
+                    save_or_warn(self.save_checkpoint, config.on_save_error)
+                self.run.interruption.end_if_asked(self.save_checkpoint)
+        return history
 
     def step(
         self,
@@ -146,7 +161,7 @@ class PPOTrainer(NamesOf2024):
         *,
         sampler_logprobs: list[Tensor] | None = None,
         response_rewards: list[Tensor] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Stats:
         """One PPO iteration over this process's batch; returns its statistics, equal on all processes.
 
         Args:
@@ -154,40 +169,47 @@ class PPOTrainer(NamesOf2024):
             responses: `batch_size` rows of token ids, 1-D.
             scores: a number for each response.
             response_masks: for each response token 1, or 0 where the policy did not write it (the output of a tool).
-            sampler_logprobs: for each response token its log-probability as it was sampled, in nats, for statistics and
-                for `config.importance_sampling_cap`; None: the sampler does not tell it.
-            response_rewards: for each response token the reward of an environment beside the score at the last token;
-                settings that scale and clip scores leave it as it is. None: there are none.
+            sampler_logprobs: log-probabilities of the response tokens as they were sampled, in nats; None: unknown.
+            response_rewards: for each response token an environment's reward, which no setting scales or clips.
         """
         self.run.begin_step(self.config.output_dir)
         clock, config, is_first = Clock(), self.config, self.steps_done == 0
+        replaced = Replaced.of(partial(is_replaced, self, PPOTrainer), config)
         rollout, given = check_step(
             *(queries, responses, scores, response_masks, response_rewards, sampler_logprobs),
-            *(config, self.model, self.padding.decoder_start),
+            *(config, self.bare, self.padding.decoder_start, self.prepare_model_inputs),
             is_first=is_first,
-            place=self.current_device if self.wanted().has_own_pass else torch.device("cpu"),
+            place=self.current_device if replaced.forward_pass else torch.device("cpu"),
             device=self.current_device,
         )
-        inputs = self.prepare_model_inputs(rollout.queries, rollout.responses)
         ends = self.generation.sampler.ends(self.model)
         scores_shaped = shaped(given, ended(rollout.responses, ends), config, self.running)
         batches = rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done)
         with without_dropout(self.actor_critic):
-            rollout = evaluate(self, replace(rollout, model_inputs=inputs), scores_shaped, clock.lap)
+            rollout = evaluate(self, rollout, scores_shaped, replaced, clock.lap)
             check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
-            recorded = update(self, rollout, batches)
+            recorded = update(self, rollout, batches, replaced)
         if is_first and not config.clips_to_sampler:
             check_ratio(recorded[0].largest_log_ratio, most=self.rounding)
-
         train_stats = training_stats(rollout, recorded, cap=config.importance_sampling_cap)
         clock.lap("optimize_step")
-        local = self.record_step_stats(kl_coef=self.kl_ctl.value, **step_data(rollout), train_stats=train_stats)
+        local = self.record_step_stats(kl_coef=self.kl_ctl.value, **rollout.columns(), train_stats=train_stats)
         clock.lap("calc_stats")
-        return after_step(self, documented(self, local, rollout, clock, ends=ends))
-
-    def wanted(self) -> Wanted:
-        """What the replaced methods read; nothing else asks whether a method is replaced."""
-        return Wanted.of(partial(is_replaced, self, PPOTrainer), self.config)
+        stats = documented(self, local, rollout, clock, ends=ends)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.steps_done += 1
+        best, is_due = config.push_to_hub_if_best_kwargs, self.steps_done % config.compare_steps == 0
+        if best and is_due and stats["ppo/mean_scores"] > self.best_score:
+            self.best_score = stats["ppo/mean_scores"]
+            self.push_to_hub(**best)
+        if config.optimize_device_cache:
+            clear_device_cache()
+        numbers = {name: value for name, value in stats.items() if isinstance(value, float)}
+        stats |= self.run.check_health(vitals(numbers, config), numbers, when=f"step {self.steps_done}")
+        self.kl_ctl.update(stats["objective/kl"], config.batch_size * self.accelerator.num_processes)
+        self.run.interruption.end_step(self.save_checkpoint, is_last=self.steps_done >= config.steps)
+        return stats
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
         """The ids that a model reads, padded, as `batched_forward_pass` takes them."""
@@ -205,9 +227,8 @@ class PPOTrainer(NamesOf2024):
         """Log-probabilities in nats, logits or None, values or None, and mask of B responses, [B, R] and [B, R, V].
 
         `step` calls it for one minibatch at a time, with gradients in the updates. A subclass's method may return
-        columns of its own layout, such as [B, T - 1] over query and response, or over what the decoder reads: they are
-        read where the mask is 1, and must lie in the same columns each time. `model` is then a module that gives
-        (logits, loss, values) of the model inputs.
+        columns of its own layout, such as [B, T - 1] over query and response: they are read where the mask is 1, and
+        must lie in the same columns each time. `model` then gives (logits, loss, values) of the model inputs.
 
         Args:
             model: `trainer.model`, or `trainer.ref_model`, which is None where the adapters are switched off.
@@ -228,22 +249,18 @@ class PPOTrainer(NamesOf2024):
         `kl` is the exact KL, where it is known. A subclass's method takes `kl_penalty="full"` from log-probabilities of
         the whole vocabulary, [B, R, V], and may return the first two alone: the KL is then that of `kl_penalty`.
         """
-        if kl is None:
-            kl = self._kl_penalty(logprobs, ref_logprobs)
-        kl = torch.where(masks.bool(), kl, 0.0)
+        kl = torch.where(masks.bool(), self._kl_penalty(logprobs, ref_logprobs) if kl is None else kl, 0.0)
         rewards, non_score_rewards = per_token_rewards(scores, kl, masks, kl_coef=self.kl_ctl.value)
         return rewards, non_score_rewards, kl
 
     def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
         """The KL per token, [...], that `config.kl_penalty` names; for "full" out of log-probabilities [..., V]."""
-        penalty = full if self.config.kl_penalty == "full" else SAMPLED_KL[self.config.kl_penalty]
-        return penalty(logprob, ref_logprob)
+        return (SAMPLED_KL | {"full": full})[self.config.kl_penalty](logprob, ref_logprob)
 
     def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values, advantages whitened over the tokens of all processes, and returns, each [B, R]."""
         values = values * mask
-        if self.config.whiten_rewards:
-            rewards = rescale(rewards, mask)
+        rewards = rescale(rewards, mask) if self.config.whiten_rewards else rewards
         advantages = gae(rewards, values, mask=mask, gamma=self.config.gamma, lam=self.config.lam)
         return values, whiten(advantages, mask), advantages + values
 
@@ -257,18 +274,17 @@ class PPOTrainer(NamesOf2024):
         mask: Tensor,
         advantages: Tensor,
         returns: Tensor,
-    ) -> dict[str, Any]:
+    ) -> Stats:
         """Backward for one minibatch, and the optimizer step if it is due; returns its statistics.
 
         Arguments as of `loss`. Called by itself, outside of `step`, the minibatch is an optimizer step. Inside,
         accelerate weighs the loss by the minibatch's share of the step's tokens, and its `sync_gradients` says which
         minibatch is the last. A loss or a gradient that is not finite raises TrainingDivergedError.
         """
-        policy_loss, value_loss, stats = self.loss(
-            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
-        )
+        columns = (old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns)
+        policy_loss, value_loss, stats = self.loss(*columns)
         ratio = Mean.of(policy_log_ratio(logprobs, old_logprobs, mask).exp(), mask)
-        outputs, loss = (logprobs, vpreds), policy_loss + value_loss
+        loss, outputs = policy_loss + value_loss, (logprobs, vpreds)
         return {**stats, **self.optimizer_step.descend(loss, ratio, outputs=outputs, step=self.steps_done)}
 
     def loss(
@@ -281,46 +297,43 @@ class PPOTrainer(NamesOf2024):
         mask: Tensor,
         advantages: Tensor,
         returns: Tensor,
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, Tensor, Stats]:
         """Policy loss, weighted value loss, both means over the tokens of the minibatch, and its statistics.
 
-        Columns are [b, R]: log-probabilities and values of the rollout (`old_logprobs`, `values`) and of the model as
-        it is (`logprobs`, `vpreds`). `step` computes logits [b, R, V] only for a subclass that replaces this method or
-        `train_minibatch`. Statistics are numbers, tensors with a number per token, or `Mean` objects, in a dict that
-        may be nested; minibatches are averaged by their tokens.
+        Columns are [b, R], of the rollout (`old_logprobs`, `values`) and of the model as it is (`logprobs`, `vpreds`).
+        `step` computes logits [b, R, V] only for a subclass that replaces this method or `train_minibatch`. Statistics
+        are numbers, tensors with a number per token, or `Mean`s, in a dict that may be nested, weighed by tokens.
         """
-        policy_loss, value_loss, stats = ppo_loss(
-            log_ratio=policy_log_ratio(logprobs, old_logprobs, mask),
-            advantages=advantages,
-            values=values,
-            vpreds=vpreds,
-            returns=returns,
-            mask=mask,
-            clip=self.config.cliprange,
-            value_clip=self.config.cliprange_value,
-            value_weight=self.config.vf_coef,
-        )
+        config, clip = self.config, {"clip_low": self.config.cliprange, "clip_high": self.config.cliprange}
+        log_ratio = policy_log_ratio(logprobs, old_logprobs, mask)
+        policy_losses = clipped_surrogate(log_ratio, advantages, **clip)
+        value_losses = clipped_value_loss(vpreds, values, returns, clip=config.cliprange_value)
+        stats: Stats = {
+            "loss/policy": Mean.of(policy_losses, mask),
+            "loss/value": Mean.of(value_losses, mask),
+            "loss/total": Mean.of(policy_losses + config.vf_coef * value_losses, mask),
+            **{f"policy/{name}": mean for name, mean in surrogate_stats(log_ratio, advantages, mask, **clip).items()},
+            **value_stats(vpreds, values, returns, mask, clip=config.cliprange_value),
+        }
         if logits is not None:
             stats["policy/entropy"] = Mean.of(token_entropy(logits, mask), mask)
-        return policy_loss, value_loss, stats
+        return masked_mean(policy_losses, mask), config.vf_coef * masked_mean(value_losses, mask), stats
 
-    def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
-        """This process's statistics of a step, from the columns of `step_data` and the `train_stats` of updates."""
-        train_stats = data.pop("train_stats")
-        of_updates = {f"ppo/{name}": value.mean(0) for name, value in train_stats.items()}
-        return {**rollout_stats(kl_coef=kl_coef, **data), **of_updates}
+    def record_step_stats(self, kl_coef: float, **data: Any) -> Stats:
+        """This process's statistics of a step, from `Rollout.columns` and the `train_stats` of the updates."""
+        return rollout_stats(kl_coef=kl_coef, **data)
 
-    def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+    def gather_stats(self, stats: Mapping[str, Any]) -> Stats:
         """The statistics of all processes: floats and 1-D tensors, equal on each of them."""
         return gather_stats(stats)
 
     def log_stats(
         self,
-        stats: dict[str, Any],
+        stats: Stats,
         batch: Mapping[str, Sequence[Any]],
         rewards: Sequence[Any],
         columns_to_log: Sequence[str] = ("query", "response"),
-    ) -> dict[str, Any]:
+    ) -> Stats:
         """Sends statistics and rewards to the tracker, a table every `log_table_every` steps; returns what was sent."""
         return files.log_step(self, stats, batch, rewards, columns_to_log)
 
@@ -350,10 +363,8 @@ class PPOTrainer(NamesOf2024):
             generation_kwargs: of transformers' GenerationConfig; see `Sampler`. A rollout takes none.
         """
         self.run.interruption.end_if_saved()
-        if length_sampler is not None:
-            generation_kwargs["max_new_tokens"] = length_sampler()
         shape = {"return_prompt": return_prompt, "generate_ref_response": generate_ref_response}
-        return self.generation(query_tensor, batch_size=batch_size, **shape, **generation_kwargs)
+        return self.generation(query_tensor, length_sampler, batch_size=batch_size, **shape, **generation_kwargs)
 
     @property
     def temperature(self) -> float:

@@ -20,19 +20,6 @@ from trimtab_lm.tokens.dropout import without_dropout
 from .config import PPOConfig
 
 
-def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tensor]:
-    """The rows of each optimizer step of a PPO step, in `ppo_epochs` shuffled passes over the batch.
-
-    Args:
-        config: sizes and seed.
-        rank: a number above those of the ranks, whose random numbers `generate` draws.
-        step: PPO steps done before.
-    """
-    shuffle = torch.Generator().manual_seed(sampling_seed(config.seed, rank=rank, draw=step))
-    for _ in range(config.ppo_epochs):
-        yield from torch.randperm(config.batch_size, generator=shuffle).split(cast(int, config.backward_batch_size))
-
-
 class OptimizerStep:
     """The next optimizer step on the policy, of one or several minibatches.
 
@@ -149,6 +136,19 @@ class OptimizerStep:
         parts = [_number(part, self.accelerator.device) for part in (divergence.total, divergence.weight)]
         total, weight = sum_over_ranks(torch.stack(parts)).tolist()
         return total / weight > 1.5 * self.config.target_kl
+
+
+def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tensor]:
+    """The rows of each optimizer step of a PPO step, in `ppo_epochs` shuffled passes over the batch.
+
+    Args:
+        config: sizes and seed.
+        rank: a number above those of the ranks, whose random numbers `generate` draws.
+        step: PPO steps done before.
+    """
+    shuffle = torch.Generator().manual_seed(sampling_seed(config.seed, rank=rank, draw=step))
+    for _ in range(config.ppo_epochs):
+        yield from torch.randperm(config.batch_size, generator=shuffle).split(cast(int, config.backward_batch_size))
 
 
 def _number(x: Tensor | float, device: torch.device) -> Tensor:

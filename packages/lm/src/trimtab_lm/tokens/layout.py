@@ -14,7 +14,7 @@ prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts gr
 import bisect
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -116,6 +116,7 @@ def lay_out(
     *,
     pad_token_id: int,
     width: int | None = None,
+    is_lean: bool = False,
     decoder_start_token_id: int | None = None,
 ) -> dict[str, Tensor]:
     """Lays groups out as the inputs of a model, in R rows of W positions.
@@ -126,6 +127,7 @@ def lay_out(
         pad_token_id: fills the rest of the rows.
         width: the least W for tree and packed. Default: the longest piece (a group, or a branch with its prefix). A row
             is as wide as all groups.
+        is_lean: whether tree and packed get the `lean_width` of their pieces.
         decoder_start_token_id: what the decoder reads first; needed for encoder-decoder alone.
 
     Returns:
@@ -150,9 +152,16 @@ def lay_out(
     is_tree = layout in ("tree", "row")
     pieces = groups if is_tree else [piece for group in groups for piece in _with_one_branch(group)]
     lengths = [len(piece.prefix) + sum(map(len, piece.branches)) for piece in pieces]
+    if is_lean and layout in ("tree", "packed"):
+        width = lean_width(lengths)
     width = max(sum(lengths), 1) if layout == "row" else max([*lengths, width or 1])
     rows = [[i] for i in range(len(pieces))] if layout == "padded" else best_fit(lengths, width)
-    places = {index: (row, start) for row, items in enumerate(rows) for index, start in _starts(items, lengths)}
+    places: dict[int, tuple[int, int]] = {}
+    for row, items in enumerate(rows):
+        start = 0
+        for index in items:
+            places[index] = row, start
+            start += lengths[index]
 
     ids = np.full((len(rows), width), pad_token_id)  # NumPy reads lists several times as fast as torch
     positions, branch = np.zeros_like(ids), np.zeros_like(ids)
@@ -179,7 +188,7 @@ def lay_out(
         inputs |= {"position_ids": positions}
     if is_tree:
         inputs |= {"document": document, "branch": branch}
-    return {name: torch.from_numpy(column) for name, column in inputs.items()} | tokens.columns()
+    return tokens.with_columns(inputs)
 
 
 def from_labels(labels: Tensor, *, is_encoder_decoder: bool = False) -> dict[str, Tensor]:
@@ -222,14 +231,14 @@ def token_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: batch[name] for name in TOKEN_KEYS if name in batch}
 
 
+@dataclass(frozen=True)
 class _Tokens:
     """The columns of counted tokens and of branches, built up branch by branch."""
 
-    def __init__(self) -> None:
-        self.source: list[Integers] = []
-        self.targets: list[Integers] = []
-        self.lengths: list[int] = []
-        self.ends: list[int] = []
+    source: list[Integers] = field(default_factory=list)
+    targets: list[Integers] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
     def add(self, ids: Integers, counts: Sequence[int], start: int, before: int | None) -> None:
         """Adds a branch. Its first token is at the flattened place `start`, and `before` predicts it, if anything."""
@@ -243,8 +252,10 @@ class _Tokens:
         self.lengths.append(int(is_counted.sum()))
         self.ends.append(start + len(ids) - 1)
 
-    def columns(self) -> dict[str, Tensor]:
+    def with_columns(self, inputs: Mapping[str, Integers]) -> dict[str, Tensor]:
+        """The inputs of a layout and these columns, as tensors."""
         columns = {
+            **inputs,
             "source": np.concatenate([NOTHING, *self.source]),
             "targets": np.concatenate([NOTHING, *self.targets]),
             "sequence": np.repeat(np.arange(len(self.lengths)), self.lengths),
@@ -258,15 +269,6 @@ def _with_one_branch(group: TokenGroup) -> list[TokenGroup]:
     """Returns for each branch a group of it alone, with a copy of the prefix."""
     parts = zip(group.branches, group.counts, strict=True)
     return [TokenGroup(group.prefix, [ids], [counts]) for ids, counts in parts]
-
-
-def _starts(row: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns each item of a row with the position at which it starts."""
-    start, places = 0, []
-    for index in row:
-        places.append((index, start))
-        start += lengths[index]
-    return places
 
 
 def _encoder_decoder(
@@ -289,7 +291,7 @@ def _encoder_decoder(
         tokens.ends[-1] -= 1
     rows = [row for row, group in enumerate(groups) for _ in group.branches]
     encoder = {"input_ids": source, "attention_mask": mask, "encoder_row": torch.tensor(rows)}
-    return {**encoder, "decoder_input_ids": read, "decoder_attention_mask": read_mask, **tokens.columns()}
+    return {**encoder, "decoder_input_ids": read, "decoder_attention_mask": read_mask, **tokens.with_columns({})}
 
 
 def pad_right(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
