@@ -18,7 +18,7 @@ from trimtab_common.stats import world_size
 from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
 from trimtab_diffusion.ddpo.sampling import Samples
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
-from trimtab_diffusion.recording import Trajectories
+from trimtab_diffusion.trajectories import Trajectories
 
 PROMPTS = ["a cat", "two dogs", "a red ant", "an owl"]
 COUNT = 8  # pictures of an epoch, over all processes

@@ -11,7 +11,7 @@ from tests.diffusion import tiny
 from tests.diffusion.run_ddpo_distributed import brightness, config, trainer
 from torch import Tensor
 
-from trimtab_diffusion.ddpo.algorithm import learn
+from trimtab_diffusion.ddpo.algorithm import update
 from trimtab_diffusion.ddpo.replay import Pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,7 +51,7 @@ def test_each_sample_trains_its_share_of_steps_once_in_a_pass(tmp_path: Path, fr
         train_gradient_accumulation_steps=2,
     )
     optimizer, advantages = Counting(), torch.arange(8.0)
-    learnt = learn(
+    updated = update(
         advantages,
         torch.tensor([0, 1, 3, 5]),
         pairs_of,
@@ -66,8 +66,8 @@ def test_each_sample_trains_its_share_of_steps_once_in_a_pass(tmp_path: Path, fr
     assert {step for _, step in seen} <= {0, 1, 3, 5}
     assert [row for row, _ in seen] != sorted(row for row, _ in seen)
     assert [sum(shares) for shares in optimizer.shares] == [pytest.approx(1)] * 2 * passes + [0]
-    assert len(learnt.norms) == 2 * passes
-    assert all(bool(is_own) and float(second) == 2 for _, (is_own, second), _ in learnt.parts)  # each pair's advantage
+    assert len(updated.norms) == 2 * passes
+    assert all(bool(is_own) and float(second) == 2 for _, (is_own, second), _ in updated.parts)  # each pair's advantage
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -16,7 +16,7 @@ from torch.distributions import Normal, kl_divergence
 from trimtab_diffusion.ddpo import DDPOTrainer
 from trimtab_diffusion.ddpo.loss import denoising_loss, rwr_weights, score_function_loss, sparse_weights
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
-from trimtab_diffusion.recording import Trajectories
+from trimtab_diffusion.trajectories import Trajectories
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PICTURES, STEPS, SCALE, CLIP = 4, 3, 3.0, 2e-3

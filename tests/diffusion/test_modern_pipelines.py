@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
 from trimtab_diffusion.recorder import record
-from trimtab_diffusion.recording import Trajectories
+from trimtab_diffusion.trajectories import Trajectories
 
 BUILD: dict[str, Callable[[], Any]] = {
     "flux": modern.flux,

@@ -12,7 +12,7 @@ from tests.diffusion import tiny
 from torch.distributions import Normal
 
 from trimtab_diffusion.recorder import record
-from trimtab_diffusion.recording import Trajectories
+from trimtab_diffusion.trajectories import Trajectories
 
 PROMPTS = ["a red cat", "two dogs"]
 NEGATIVE = ["dull", "blurred, grey"]

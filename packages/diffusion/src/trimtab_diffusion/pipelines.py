@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_diffusion.lora import LORA_FILE, add_lora, base_of_lora, save_lora, stored_file, without_lora
 from trimtab_diffusion.recorder import denoiser_name, record
-from trimtab_diffusion.recording import Schedule, Trajectories
 from trimtab_diffusion.steps import Scheduler, Steps, gaussian_sample
+from trimtab_diffusion.trajectories import Schedule, Trajectories
 
 
 @dataclass

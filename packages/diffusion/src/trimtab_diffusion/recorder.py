@@ -13,8 +13,8 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from trimtab_diffusion.recording import Arguments, Call, Conditions, Path, Trajectories, replaced
 from trimtab_diffusion.steps import Steps, gaussian_sample
+from trimtab_diffusion.trajectories import Arguments, Call, Conditions, Path, Trajectories, replaced
 
 POSITIONS = ("txt_ids", "img_ids")
 """Arguments of denoisers that have a row per token and none per image."""

@@ -19,7 +19,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Mapping[str, object]], 
 
 
 @dataclass(frozen=True)
-class Moved:
+class PolicyChange:
     """How far the policy moved n steps: the loss without its penalty, the log-ratio [n] and the KL [n], if any, in nats
     per dimension; without gradients."""
 
@@ -29,13 +29,13 @@ class Moved:
 
 
 class Losses(tuple[Tensor, ...]):
-    """The three that `DDPOTrainer.calculate_loss` is documented to return, and `moved`, of which they are means."""
+    """The three that `DDPOTrainer.calculate_loss` is documented to return, and `change`, of which they are means."""
 
-    moved: Moved
+    change: PolicyChange
 
-    def __new__(cls, loss: Tensor, approx_kl: Tensor, clipped: Tensor, *, moved: Moved) -> Losses:
+    def __new__(cls, loss: Tensor, approx_kl: Tensor, clipped: Tensor, *, change: PolicyChange) -> Losses:
         losses = super().__new__(cls, (loss, approx_kl, clipped))
-        losses.moved = moved
+        losses.change = change
         return losses
 
 
@@ -53,10 +53,10 @@ class Optimizer(Protocol):
 
 
 @dataclass
-class Learnt:
+class Updated:
     """What an epoch's updates computed: of each part its pairs and their losses, of each update its gradient's norm."""
 
-    parts: list[tuple[int, Sequence[Tensor], Moved | None]] = field(default_factory=list)
+    parts: list[tuple[int, Sequence[Tensor], PolicyChange | None]] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
 
 
@@ -76,7 +76,7 @@ def advantages_of(rewards: Tensor, prompts: Tensor, config: DDPOConfig) -> Tenso
     return group_whitened(rewards, torch.arange(len(rewards)) // size, correction=0)
 
 
-def learn(
+def update(
     advantages: Tensor,
     random_steps: Tensor,
     pairs_of: Callable[[Tensor, Tensor, torch.Generator], Pairs],
@@ -85,7 +85,7 @@ def learn(
     *,
     generators: Sequence[torch.Generator],
     config: DDPOConfig,
-) -> Learnt:
+) -> Updated:
     """Passes over an epoch's samples: updates on shuffled (sample, step) pairs.
 
     Args:
@@ -100,7 +100,7 @@ def learn(
     Raises:
         ValueError: no step has noise.
     """
-    count, learnt = min(config.trained_steps, len(random_steps)), Learnt()
+    count, updated = min(config.trained_steps, len(random_steps)), Updated()
     if count == 0:
         raise ValueError("No step of this schedule has noise: there is nothing to train. Use another scheduler.")
     for generator in generators:
@@ -115,6 +115,6 @@ def learn(
                 )
                 optimizer.backward(losses[0], len(part) / len(rows))
                 values = [torch.as_tensor(each).detach() for each in losses]
-                learnt.parts.append((len(part), values, losses.moved if isinstance(losses, Losses) else None))
-            learnt.norms.append(optimizer.step())
-    return learnt
+                updated.parts.append((len(part), values, losses.change if isinstance(losses, Losses) else None))
+            updated.norms.append(optimizer.step())
+    return updated

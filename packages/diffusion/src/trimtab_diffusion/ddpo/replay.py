@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
-from trimtab_diffusion.recording import Arguments, Call, Schedule, Trajectories
 from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.trajectories import Arguments, Call, Schedule, Trajectories
 
 from .config import DDPOConfig
 

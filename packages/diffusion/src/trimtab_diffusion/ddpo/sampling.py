@@ -13,7 +13,7 @@ from trimtab_common.scores import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
-from trimtab_diffusion.recording import Trajectories
+from trimtab_diffusion.trajectories import Trajectories
 
 from .config import DDPOConfig
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from trimtab_common.conditions import OTHER_REFERENCE
 from trimtab_common.health import rounding_of, warn_at_start
-from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
+from trimtab_diffusion.trajectories import Trajectories
 
 from .config import DDPOConfig
 from .replay import sampled_pairs

@@ -9,7 +9,7 @@ from torch import Tensor
 from trimtab_common.conditions import Vitals
 from trimtab_common.stats import Deviation, Mean
 
-from .algorithm import Learnt
+from .algorithm import Updated
 from .config import DDPOConfig
 from .sampling import Samples
 
@@ -31,17 +31,17 @@ def of_samples(samples: Samples, advantages: Tensor, config: DDPOConfig) -> dict
     }
 
 
-def of_updates(learnt: Learnt, *, dimensions: int, random_steps: int) -> dict[str, Mean]:
+def of_updates(updated: Updated, *, dimensions: int, random_steps: int) -> dict[str, Mean]:
     """Statistics of an epoch's updates.
 
     Args:
-        learnt: holds the three documented losses of each part, or only the first.
+        updated: holds the three documented losses of each part, or only the first.
         dimensions: numbers in the latents of a sample.
         random_steps: steps of a sample that have a log-probability.
     """
-    counts = torch.tensor([float(count) for count, _, _ in learnt.parts])
-    columns = dict(zip(OF_LOSSES, zip(*(losses for _, losses, _ in learnt.parts), strict=True), strict=False))
-    moved = [each for _, _, each in learnt.parts if each is not None]
+    counts = torch.tensor([float(count) for count, _, _ in updated.parts])
+    columns = dict(zip(OF_LOSSES, zip(*(losses for _, losses, _ in updated.parts), strict=True), strict=False))
+    moved = [each for _, _, each in updated.parts if each is not None]
     stats: dict[str, Mean] = {}
     if moved:
         columns["loss"] = tuple(each.surrogate for each in moved)

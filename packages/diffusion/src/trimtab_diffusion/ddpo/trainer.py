@@ -23,12 +23,12 @@ from trimtab_common.stats import gather_over_ranks, gather_stats, merge_stats
 from trimtab_common.tracking import Tracker, progress
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
-from trimtab_diffusion.recording import Trajectories
 from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
+from trimtab_diffusion.trajectories import Trajectories
 
 from . import setup, statistics
-from .algorithm import Learnt, Losses, Moved, advantages_of, learn
+from .algorithm import Losses, PolicyChange, Updated, advantages_of, update
 from .config import DDPOConfig
 from .hook import HookTracker
 from .hub import write_card
@@ -145,7 +145,7 @@ class DDPOTrainer:
         if self.image_samples_callback is not None:
             self.image_samples_callback(samples.batches, global_step, HookTracker(self.tracker))
         is_regression, passes = self.config.is_regression, self.config.train_num_inner_epochs
-        learnt = learn(
+        updated = update(
             advantages,
             path.steps.is_random.nonzero().flatten(),
             partial(noised_pairs if is_regression else sampled_pairs, path, device),
@@ -154,9 +154,9 @@ class DDPOTrainer:
             generators=[self._generator(TRAIN, epoch * passes + i) for i in range(passes)],
             config=self.config,
         )
-        self.first_epoch, self.global_step = epoch + 1, global_step + len(learnt.norms)
+        self.first_epoch, self.global_step = epoch + 1, global_step + len(updated.norms)
         times = {"time/sampling": sampled - started, "time/training": time.perf_counter() - sampled}
-        self._log(epoch, samples, advantages, learnt, checks | times)
+        self._log(epoch, samples, advantages, updated, checks | times)
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
 
@@ -266,8 +266,8 @@ class DDPOTrainer:
         approx_kl, clipped = (
             torch.as_tensor(moved[name].total / moved[name].weight) for name in ("approxkl", "clipfrac")
         )
-        raw = Moved(surrogate.detach(), log_ratio.detach(), None if kl is None else kl.detach())
-        return Losses(loss, approx_kl, clipped, moved=raw)
+        raw = PolicyChange(surrogate.detach(), log_ratio.detach(), None if kl is None else kl.detach())
+        return Losses(loss, approx_kl, clipped, change=raw)
 
     def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
         """The clipped loss of B steps, a mean; `calculate_loss` calls it for `estimator="is"`.
@@ -292,7 +292,7 @@ class DDPOTrainer:
         seed = sampling_seed(self.config.seed, rank=self.accelerator.process_index, draw=2 * number + use)
         return torch.Generator(device).manual_seed(seed)
 
-    def _log(self, epoch: int, samples: Samples, advantages: Tensor, learnt: Learnt, more: Mapping[str, float]) -> None:
+    def _log(self, epoch: int, samples: Samples, advantages: Tensor, updated: Updated, more: dict[str, float]) -> None:
         """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""
         path = samples.trajectories
         random_steps = int(path.steps.is_random.sum())
@@ -302,9 +302,9 @@ class DDPOTrainer:
             "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
             **more,
             **statistics.of_samples(samples, advantages, self.config),
-            **statistics.of_updates(learnt, dimensions=path.dimensions, random_steps=random_steps),
+            **statistics.of_updates(updated, dimensions=path.dimensions, random_steps=random_steps),
         }
-        gathered = gather_stats(merge_stats([summary, *map(self.accelerator.norm_stats, learnt.norms)]))
+        gathered = gather_stats(merge_stats([summary, *map(self.accelerator.norm_stats, updated.norms)]))
         if "objective/kl" in gathered:
             gathered["objective/kl_coef"] = self.kl_ctl.value
         self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
