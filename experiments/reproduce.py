@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from experiments.claims import HEADINGS, Verdict, from_json
 from experiments.provenance import ROOT
 from experiments.reports import HOW, MARKDOWN, NUMBERS, markdown
 from trimtab_cli.sweep.runner import log_of
-from trimtab_cli.sweep.study import JOURNAL, read_study, trials_of
+from trimtab_cli.sweep.spec import SweepError
+from trimtab_cli.sweep.study import read_study, trials_of
 
 RUNS = Path("runs", "reproduce")
 TIERS = {"smoke": "smoke*.yaml", "default": "reproduce*.yaml", "overnight": "overnight*.yaml", "gpu": "sweep_gpu*.yaml"}
@@ -79,7 +81,7 @@ def run(paper: str, tier: str, jobs: int) -> PaperRuns:
         sweep = out / file.stem
         command = [*sweep_program(), str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
         failures += ["its sweep could not be run"] * bool(call([*command, "--retry-failed"]))
-        if (sweep / JOURNAL).exists():
+        with suppress(SweepError):
             study = read_study(sweep)
             folders.append(str(Path("runs", paper, study.user_attrs["id"])))
             trials += [(log_of(sweep, trial.number), trial.user_attrs) for trial in trials_of(study)]

@@ -7,13 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 import yaml
 from tools.chaos.wandb_files import RunFile
 
 from trimtab_cli.sweep.command import main
 from trimtab_cli.sweep.runner import log_of
-from trimtab_cli.sweep.study import JOURNAL, read_study, status_of, trials_of
+from trimtab_cli.sweep.spec import SweepError
+from trimtab_cli.sweep.study import JOURNAL, read_study, status_of, storage_in, trials_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """\
@@ -239,7 +241,7 @@ def test_a_killed_sweep_goes_on_without_repeating_what_finished(place, sweep):
     process = start(config)
     wait_for(lambda: len(calls()) == 3)
     assert not is_alive(cut)  # or two would write to the same places
-    assert "another process runs this sweep" in sweep(config, status=2)
+    assert f"process {process.pid} on " in sweep(config, status=2)
     Path("go").touch()
     finished(process)
     assert [call[0] for call in calls()] == ["good1", "wait1", "wait1", "good2", "wait2"]
@@ -249,6 +251,19 @@ def test_a_killed_sweep_goes_on_without_repeating_what_finished(place, sweep):
 
     config["parameters"]["level"]["values"].append(3)
     assert "differs in parameters" in sweep(config, status=2)
+
+
+@pytest.mark.parametrize("written", [None, "no study", "no settings"])
+def test_a_sweep_that_a_kill_ended_before_its_settings_were_written_is_run_from_its_start(place, sweep, written):
+    if written:
+        FOLDER.mkdir(parents=True)
+        storage = storage_in(FOLDER)
+        if written == "no settings":
+            optuna.create_study(storage=storage, study_name="s")
+    with pytest.raises(SweepError, match="holds no sweep that has begun"):
+        read_study(FOLDER)
+    sweep({"method": "grid", "parameters": {"level": {"values": [1]}}}, status=0)
+    assert [trial["status"] for trial in trials()] == ["finished"]
 
 
 @pytest.mark.parametrize(

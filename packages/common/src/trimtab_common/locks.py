@@ -1,4 +1,4 @@
-"""A folder of checkpoints has one writer at a time: process 0 of a run holds a lock on a file in it.
+"""A folder of checkpoints or of a sweep has one writer at a time: process 0 of a run holds a lock on a file in it.
 
 The kernel frees the lock when the process ends, however it ends. Over NFS the server keeps it (NFS 4, or version 3 with
 its lock service), so that it holds between machines; a client that crashes keeps it until the server gives it up. A
@@ -87,8 +87,8 @@ def _locked(root: Path) -> IO[str] | None:
                 return None
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{root}: {holder or 'another process'} writes checkpoints here, and two runs would mix theirs. "
-                    "Wait until it has ended, end it, or choose another folder."
+                    f"{root}: {holder or 'another process'} writes here, and two runs would mix their files. Wait "
+                    "until it has ended, end it, or choose another folder."
                 ) from error
             time.sleep(0.05)
 

@@ -64,6 +64,8 @@ def run(flags: argparse.Namespace, options: Mapping[str, Any]) -> int:
     if sweep.program and not Path(sweep.program).is_file() and not shutil.which(sweep.program):
         raise SweepError(f"program: {sweep.program} is not below {Path.cwd()}. Run the sweep from its own folder.")
     try:
+        from trimtab_common.locks import free  # imports torch, which the help does without
+
         from . import runner, study
     except ImportError as error:
         raise SweepError(f'a sweep needs Optuna ({error}): pip install "trimtab-cli[sweeps]"') from None
@@ -73,11 +75,13 @@ def run(flags: argparse.Namespace, options: Mapping[str, Any]) -> int:
             print(f"{parameter.name}: the bounds are exponents of e, giving {low:.4g} to {high:.4g}.", file=sys.stderr)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", sweep.name).strip("-.") or "sweep"
     folder = (flags.folder or Path("runs", "sweeps", name)).resolve()
-    record, lock = study.open_study(folder, sweep, seed=flags.seed, sweep_id=flags.sweep_id)
-    with lock:
+    try:
+        record = study.open_study(folder, sweep, seed=flags.seed, sweep_id=flags.sweep_id)
         if flags.retry_failed:
             study.queue_again(record, ["failed"])
         status = runner.Runner(sweep, record, folder, count=count, jobs=flags.jobs, **options).run() if count else 0
+    finally:
+        free(sweep)
     trials = study.trials_of(record)
     print(f"sweep {record.user_attrs['id']}: {len(trials)} trial(s) in {folder}")
     if flags.report:

@@ -1,17 +1,20 @@
 """The record of a sweep: an Optuna study in the sweep's folder, which knows what each trial got and gave."""
 
-import fcntl
 import itertools
 import random
 import secrets
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
+
+from trimtab_common.locks import hold
+from trimtab_common.sealing import CheckpointError
 
 from .spec import Parameter, Sweep, SweepError
 
@@ -20,19 +23,17 @@ SAME = {"method", "metric", "parameters", "program", "command", "early_terminate
 """What makes it the same sweep; the rest of the file may change between two calls."""
 
 
-def open_study(folder: Path, sweep: Sweep, *, seed: int | None, sweep_id: str | None) -> tuple[optuna.Study, TextIO]:
-    """The study of a sweep, and a lock that keeps other processes off it until it is closed.
+def open_study(folder: Path, sweep: Sweep, *, seed: int | None, sweep_id: str | None) -> optuna.Study:
+    """The study of a sweep; other processes are kept out of its folder until `locks.free(sweep)`.
 
     Raises:
         SweepError: another process runs the sweep, or the folder holds another one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("w")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        message = "another process runs this sweep. Wait for it, or give this one its own --folder."
-        raise SweepError(f"{folder}: {message}") from None
+        hold(folder, sweep)
+    except CheckpointError as error:
+        raise SweepError(str(error)) from None
     (folder / f"{JOURNAL}.lock").unlink(missing_ok=True)  # Optuna's own, which a kill leaves there
     study = new_study(sweep, storage_in(folder))
     config = sweep.model_dump(include=SAME)
@@ -48,7 +49,7 @@ def open_study(folder: Path, sweep: Sweep, *, seed: int | None, sweep_id: str | 
             f"{folder} holds a sweep that differs in {', '.join(changed)}. Undo the change to go on with it, "
             "or give this sweep another `name` or --folder."
         )
-    return study, lock
+    return study
 
 
 def new_study(sweep: Sweep, storage: optuna.storages.BaseStorage | None = None) -> optuna.Study:
@@ -62,8 +63,13 @@ def new_study(sweep: Sweep, storage: optuna.storages.BaseStorage | None = None) 
 
 
 def read_study(folder: Path) -> optuna.Study:
-    """The study of a sweep that has been run."""
-    return optuna.load_study(study_name="s", storage=storage_in(folder))
+    """The study of a sweep that has been run; SweepError where none has got as far as its first trial."""
+    if (folder / JOURNAL).is_file():
+        with suppress(KeyError):  # a kill leaves a journal without the study
+            study = optuna.load_study(study_name="s", storage=storage_in(folder))
+            if "config" in study.user_attrs:
+                return study
+    raise SweepError(f"{folder} holds no sweep that has begun. Run `trimtab sweep` with it as --folder.")
 
 
 def storage_in(folder: Path) -> optuna.storages.JournalStorage:
