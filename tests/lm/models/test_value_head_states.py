@@ -23,7 +23,7 @@ from transformers import (
 
 from trimtab_lm.ppo.policy import ActorCritic
 from trimtab_lm.ppo.score import Padding, padded_inputs, score
-from trimtab_lm.tokens.heads import lm_head_of
+from trimtab_lm.tokens.logprobs import lm_head_of
 
 QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]
 RESPONSES = [torch.tensor(row) for row in ([11, 12], [13, 14, 15, 16, 1], [17, 3, 1])]

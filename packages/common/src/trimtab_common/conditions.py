@@ -156,7 +156,7 @@ class Condition:
 
     def alert(self, readings: Sequence[Reading | None]) -> Alert | None:
         """What is to be said of the readings of signs, one for each; nothing where one of them is missing."""
-        seen = [reading for reading in readings if reading is not None]
+        seen = list(filter(None, readings))
         if not seen or len(seen) < len(readings):
             return None
         words = ", and ".join(reading.words for reading in seen)

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TypedDict
 
 import torch
@@ -119,17 +118,19 @@ class HealthMonitor:
             TrainingDivergedError: a statistic or a vital is NaN or infinite.
         """
         check_finite(stats)
-        values: dict[str, float] = {name: value for name, value in asdict(vitals).items() if value is not None}
+        values: dict[str, float] = {name: value for name, value in vars(vitals).items() if value is not None}
         check_finite(values)
         self._checks += 1
         self._recent = {name: recent for name, recent in self._recent.items() if name in values}
         for name, value in values.items():
             self._first.setdefault(name, value)
             self._recent.setdefault(name, deque(maxlen=self._longest)).append(value)
-        alerts = [self._alert(condition, condition.signs) for condition in self.conditions]
-        others = [self._alert(condition, condition.or_signs) for condition in self.conditions]
-        found = [one or other for one, other in zip(alerts, others, strict=True)]
-        return [alert for alert in found if alert is not None and self._is_due(alert.name)]
+        due: list[Alert] = []
+        for condition in self.conditions:
+            alert = self._alert(condition, condition.signs) or self._alert(condition, condition.or_signs)
+            if alert is not None and self._is_due(alert.name):
+                due.append(alert)
+        return due
 
     def report(self, vitals: Vitals, stats: Mapping[str, float] = {}, *, when: str, warns: bool) -> dict[str, float]:
         """Warns of what `check` finds.
@@ -172,15 +173,16 @@ class HealthMonitor:
         self._last_alert = dict(state["last_alert"])
 
     def _alert(self, condition: Condition, signs: Sequence[Sign]) -> Alert | None:
-        return condition.alert([self._read(one) for one in signs if one.statistic in self._recent or not one.may_lack])
-
-    def _read(self, sign: Sign) -> Reading | None:
-        recent = list(self._recent.get(sign.statistic, ()))[-max(sign.slow * self.patience, 1) :]
-        units = {None: 1.0, "first": self._first.get(sign.statistic), "target": self.kl_target}
-        unit = units[sign.of]
-        if unit is None or len(recent) < max(sign.slow * self.patience, 1):
-            return None
-        return sign.reading(recent, unit)
+        readings: list[Reading | None] = []
+        for sign in signs:
+            if sign.may_lack and sign.statistic not in self._recent:
+                continue
+            checks = max(sign.slow * self.patience, 1)
+            recent = list(self._recent.get(sign.statistic, ()))[-checks:]
+            units = {None: 1.0, "first": self._first.get(sign.statistic), "target": self.kl_target}
+            unit = units[sign.of]
+            readings.append(None if unit is None or len(recent) < checks else sign.reading(recent, unit))
+        return condition.alert(readings)
 
     def _is_due(self, name: str) -> bool:
         due = name not in self._last_alert or self._checks - self._last_alert[name] >= self.repeat_after

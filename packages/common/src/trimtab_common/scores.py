@@ -51,22 +51,21 @@ def checked_scores(result: object, items: Sequence[str], *, source: str, may_abs
         raise ValueError(
             f"{source} has {len(result)} scores for {len(items)} items: {needed}. Score each item, in their order."
         )
-    values = [
-        None if value is None and may_abstain else _number(value, source, item, needed)
-        for value, item in zip(result, items, strict=True)
-    ]
-    broken = [
-        f"{value} for {item}"
-        for value, item in zip(values, items, strict=True)
-        if value is not None and not is_finite_score(value)
-    ]
+    values, broken = list[float](), list[str]()
+    for value, item in zip(result, items, strict=True):
+        if value is None and may_abstain:
+            values.append(math.nan)
+            continue
+        values.append(_number(value, source, item, needed))
+        if not is_finite_score(values[-1]):
+            broken.append(f"{values[-1]} for {item}")
     if broken:
         more = f" and {len(broken) - 4} more" if len(broken) > 4 else ""
         raise ValueError(
             f"{source} has {', '.join(broken[:4])}{more}: a score must be a finite number of float32. Nothing was "
             "trained on them; fix the reward."
         )
-    return [math.nan if value is None else value for value in values]
+    return values
 
 
 def require_finite(keeper: str, /, **numbers: float) -> None:

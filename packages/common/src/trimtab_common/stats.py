@@ -120,9 +120,10 @@ class Variance:
         squares = self.squares + other.squares + delta**2 * self.count * other.count / count
         return type(self)(count, self.mean + delta * other.count / count, squares)
 
-    def cpu(self) -> "Variance":
-        """The same: it holds plain numbers."""
-        return self
+    @property
+    def varies(self) -> bool:
+        """Whether the numbers differ by more than rounding."""
+        return self.squares > 1e-20 * self.count * self.mean**2
 
     @property
     def value(self) -> float:
@@ -155,8 +156,8 @@ class Correlation:
     @classmethod
     def of(cls, x: Tensor, y: Tensor) -> "Correlation":
         """The correlation of `x` and `y`, both [B]."""
+        x, y = x.detach().cpu().double(), y.detach().cpu().double()
         of_x, of_y = Variance.of(x), Variance.of(y)
-        x, y = (part.detach().cpu().double() for part in (x, y))
         return cls(of_x, of_y, float((x - of_x.mean) @ (y - of_y.mean)))
 
     def __add__(self, other: "Correlation") -> "Correlation":
@@ -165,15 +166,10 @@ class Correlation:
         share = self.x.count * other.x.count / x.count if x.count else 0.0
         return Correlation(x, y, self.products + other.products + deltas * share)
 
-    def cpu(self) -> "Correlation":
-        """The same: it holds plain numbers."""
-        return self
-
     @property
     def value(self) -> float:
         """In [-1, 1]; NaN of fewer than four pairs, and where one quantity does not vary but for rounding."""
-        varies = all(v.squares > 1e-20 * v.count * v.mean**2 for v in (self.x, self.y))
-        if self.x.count < 4 or not varies:
+        if self.x.count < 4 or not (self.x.varies and self.y.varies):
             return float("nan")
         return self.products / (self.x.squares * self.y.squares) ** 0.5
 
@@ -181,7 +177,7 @@ class Correlation:
 Summary = Mean | Variance | Correlation
 
 
-def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_stats(parts: Iterable[Mapping[str, Any]]) -> Stats:
     """Merges the statistics of several parts to those of the whole.
 
     Args:
@@ -195,9 +191,9 @@ def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for part in parts:
         for key, value in part.items():
             columns.setdefault(key, []).append(value)
-    merged: dict[str, Any] = {}
+    merged = Stats()
     for key, values in columns.items():
-        kinds = {_kind(value) for value in values}
+        kinds = set(map(_kind, values))
         if len(kinds) > 1 or not (isinstance(values[0], Summary) or kinds <= {"a number", "a 1-D tensor"}):
             raise TypeError(
                 f"The statistic {key!r} is {' and '.join(sorted(kinds))}: in every part it must be of one kind: a "
@@ -209,7 +205,7 @@ def merge_stats(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         elif isinstance(values[0], Tensor) and values[0].dim() == 1:
             merged[key] = torch.cat([value.detach().cpu() for value in values])
         else:
-            merged[key] = sum(float(value) for value in values) / len(values)
+            merged[key] = sum(map(float, values)) / len(values)
     return merged
 
 
@@ -220,7 +216,7 @@ def _kind(value: object) -> str:
     return "a number" if is_number else type(value).__name__
 
 
-def gather_stats(stats: Mapping[str, object]) -> dict[str, Any]:
+def gather_stats(stats: Mapping[str, object]) -> Stats:
     """Merges the statistics of all processes. One collective.
 
     Args:
@@ -229,14 +225,17 @@ def gather_stats(stats: Mapping[str, object]) -> dict[str, Any]:
     Returns:
         Numbers and 1-D tensors, equal on all processes.
     """
-    parts = gather_over_ranks({key: _on_cpu(value) for key, value in stats.items()})
-    return {k: v.value if isinstance(v, Summary) else v for k, v in merge_stats(parts).items()}
-
-
-def _on_cpu(value: object) -> object:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    return value.cpu() if isinstance(value, Summary) else value
+    local = Stats(stats)
+    for key, value in local.items():
+        if isinstance(value, Tensor):
+            local[key] = value.detach().cpu()
+        elif isinstance(value, Mean):
+            local[key] = value.cpu()
+    merged = merge_stats(gather_over_ranks(local))
+    for key, value in merged.items():
+        if isinstance(value, Summary):
+            merged[key] = value.value
+    return merged
 
 
 class RunningMoments:

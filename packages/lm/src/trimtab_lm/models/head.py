@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-from trimtab_lm.tokens.heads import linear_in_own_dtype
+from trimtab_lm.tokens.logprobs import linear_in_own_dtype
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 WEIGHT_FILES = tuple(n + s for n in ("model.safetensors", "pytorch_model.bin") for s in ("", ".index.json"))

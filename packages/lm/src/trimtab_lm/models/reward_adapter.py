@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.heads import state_width
+from trimtab_lm.tokens.logprobs import state_width
 
 SCORE = "score"
 """The name that sequence classifiers of decoder models give their head."""

@@ -41,7 +41,7 @@ from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.models.loading import AutoModel, bar_packing, load_model, prepared_for_adapter, with_quantization_config
 from trimtab_lm.models.reward_adapter import load_reward_adapter
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.heads import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width, without_logits
+from trimtab_lm.tokens.logprobs import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.positions import positioned
 
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")

@@ -19,9 +19,8 @@ from trimtab_lm.models.interface import Model, base_of, trunk_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import best_layout, model_inputs
-from trimtab_lm.tokens.heads import last_hidden_state, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.layout import Layout
-from trimtab_lm.tokens.logprobs import LanguageHead
+from trimtab_lm.tokens.logprobs import LanguageHead, last_hidden_state, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.positions import Positions, positioned
 from trimtab_lm.tokens.router import refuse_router_loss
 

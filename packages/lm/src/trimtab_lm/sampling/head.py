@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trimtab_common.compat.fsdp import forward_hooks
 from trimtab_lm.models.interface import Model
-from trimtab_lm.tokens.heads import forward_replaced, is_linear
+from trimtab_lm.tokens.logprobs import forward_replaced, is_linear
 
 FEWEST_STEPS = 8
 """Decoding steps from which the copy pays."""

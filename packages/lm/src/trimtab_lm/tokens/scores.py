@@ -176,13 +176,13 @@ class _LinearHead:
     def buffers(self) -> tuple[Tensor, Tensor]:
         """Logits and exponentials of a chunk."""
         shape = min(len(self.hidden), self.chunks[0].stop), len(self.weight)
-        logits, exponentials = (torch.empty(shape, dtype=self.dtype, device=self.hidden.device) for _ in range(2))
-        return logits, exponentials
+        logits = torch.empty(shape, dtype=self.dtype, device=self.hidden.device)
+        return logits, torch.empty_like(logits)
 
     def score(self, chunk: slice, targets: Tensor) -> _Chunk:
         """The scores of a chunk; its exponentials last until the next one is scored."""
         hidden = self.hidden[chunk]
-        logits, exponentials = (buffer[: len(hidden)] for buffer in self.buffers)
+        logits, exponentials = self.buffers[0][: len(hidden)], self.buffers[1][: len(hidden)]
         if hidden.dtype != self.dtype:
             logits.copy_(nn.functional.linear(hidden, self.weight, self.bias))
         elif self.bias is None:
@@ -235,7 +235,7 @@ class _ScoreLinear(torch.autograd.Function):
                 gradients.add(_grad_logits(part, targets[chunk], share, None), hidden, weight, chunk)
             elif len(head.chunks) == 1 and needs_hidden:
                 kept = part
-        logprobs, entropy = (torch.cat(column) for column in zip(*scores, strict=True))
+        logprobs, entropy = map(torch.cat, zip(*scores, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, *(kept or (None,) * 4), *(gradients or (None,) * 3))
         ctx.set_materialize_grads(False)
         ctx.temperature = temperature
