@@ -19,7 +19,7 @@ from experiments.shao_2024_grpo.answers import right, scores_of
 from experiments.shao_2024_grpo.variance import gradient_variances
 from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 
 PAPER = "shao_2024_grpo"

@@ -11,7 +11,7 @@ from tests.lm.sampling.test_decoding import NeverEnds, config_of, reader_of_imag
 from transformers import Cache, LlamaForCausalLM, XLMWithLMHeadModel
 
 from trimtab_lm.compat.generation import CACHE, cache_argument
-from trimtab_lm.models.interface import base_of
+from trimtab_lm.interface import base_of
 from trimtab_lm.sampling.generate import sample_groups
 
 NAMES = ("cache", "past_key_values", "kv_states")

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from trimtab_lm.compat.generation import CACHE
-from trimtab_lm.models.interface import base_of
+from trimtab_lm.interface import base_of
 from trimtab_lm.sampling.cache import PASS, ROOM, RoomyLayer
 from trimtab_lm.sampling.decoding import LARGE_VOCABULARY, draw, draw_by_inversion
 from trimtab_lm.sampling.generate import cut_at_eos, eos_token_ids, pad, sample_groups, sampling_config

@@ -10,7 +10,7 @@ from tests.lm.sampling.test_backends import lora, sliding
 from tests.lm.sampling.test_decoding import config_of
 from torch.nn.functional import scaled_dot_product_attention
 
-from trimtab_lm.models.interface import base_of
+from trimtab_lm.interface import base_of
 from trimtab_lm.sampling import ragged
 from trimtab_lm.sampling.generate import sample_groups
 from trimtab_lm.sampling.ragged import ALIGNED, MOST_ALIKE, RUN, RaggedMask, ragged_runs

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from trimtab_common.config import Count, CountFromZero, parse_config, setting
 from trimtab_lm.compat.models import undivided
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.models.loading import AutoModel
 
 GIB = 2**30

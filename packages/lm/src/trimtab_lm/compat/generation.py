@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from transformers import GenerationMixin
 
-from trimtab_lm.models.interface import Model, base_of, learns_prompt
+from trimtab_lm.interface import Model, base_of, learns_prompt
 
 OLD = "past_key_values"
 """The name of the cache before transformers 5.24, and still in PEFT 0.21 and in remote code."""

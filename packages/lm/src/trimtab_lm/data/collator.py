@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trimtab_lm.data.formats import Row
-from trimtab_lm.models.interface import Batch
+from trimtab_lm.interface import Batch
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.positions import Positions
 

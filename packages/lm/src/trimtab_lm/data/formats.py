@@ -14,7 +14,7 @@ from datasets import Dataset
 from trimtab_lm.data.kinds import check_texts
 from trimtab_lm.data.media import check_row
 from trimtab_lm.data.nulls import NULL_ARGUMENTS, has_null_arguments, without_nulls
-from trimtab_lm.models.interface import Data
+from trimtab_lm.interface import Data
 
 Row: TypeAlias = Mapping[str, Any]
 """One row of a dataset: a value for each column."""

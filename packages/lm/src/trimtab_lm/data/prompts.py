@@ -18,7 +18,7 @@ from trimtab_lm.data.nulls import without_nulls
 from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.data.truncation import report_truncation, truncate_columns
-from trimtab_lm.models.interface import Data
+from trimtab_lm.interface import Data
 from trimtab_lm.tokens.positions import Positions
 
 PROMPT_COLUMNS = ("query", "prompt")

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 
-from trimtab_lm.models.interface import Data
+from trimtab_lm.interface import Data
 
 
 def as_data(dataset: object) -> Data:

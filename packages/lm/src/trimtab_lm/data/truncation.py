@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from datasets import Dataset, IterableDataset
 
 from trimtab_lm.data.formats import Row
-from trimtab_lm.models.interface import Data
+from trimtab_lm.interface import Data
 
 Mode = Literal["keep_start", "keep_end"]
 

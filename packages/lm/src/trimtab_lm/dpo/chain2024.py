@@ -23,7 +23,7 @@ from trimtab_common.stats import Mean, gather_over_ranks, world_size
 from trimtab_lm.data.formats import Row, Text
 from trimtab_lm.hf.adapter import REAL_ROWS, TrainerAdapter
 from trimtab_lm.hf.types import Batch, BatchLoss
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.positions import Positions, positioned

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.data.formats import Row
-from trimtab_lm.models.interface import Data, Model
+from trimtab_lm.interface import Data, Model
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
 from trimtab_lm.tokens.positions import Positions
 

@@ -23,7 +23,7 @@ from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_common.tracking import progress
 from trimtab_lm.hf.types import Batch, Collate
-from trimtab_lm.models.interface import Data
+from trimtab_lm.interface import Data
 from trimtab_lm.models.reference import Reference
 
 from .collator import REFERENCE_COLUMNS

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.sharding import on_one_device
 from trimtab_lm.hf.models import load_language_model, with_adapters
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.forward import score_tokens_in_forward
 

@@ -15,8 +15,8 @@ from trimtab_common.sharding import placed, reshard
 from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerOptions
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
+from trimtab_lm.interface import Data, Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
-from trimtab_lm.models.interface import Data, Model, Processor, decoder_start_of
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.data.formats import Row, TemplateSettings
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.interface import Model, base_of
 from trimtab_lm.sampling.generate import response_texts
 from trimtab_lm.sampling.rollout import Episodes, Rollout, RolloutBackend
 from trimtab_lm.tokens.positions import Positions

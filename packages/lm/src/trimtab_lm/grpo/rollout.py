@@ -12,7 +12,7 @@ from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
 from trimtab_lm.environments.rollout import roll_out
 from trimtab_lm.hf.types import DataSource
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.interface import Model, base_of
 from trimtab_lm.rewards.functions import RewardSet, Scored, as_completions
 from trimtab_lm.sampling.generate import response_texts
 from trimtab_lm.sampling.rollout import Episodes, Rollout, RolloutBackend

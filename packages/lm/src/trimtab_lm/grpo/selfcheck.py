@@ -9,7 +9,7 @@ from torch import Tensor
 from trimtab_common.conditions import OTHER_REFERENCE, OTHER_START
 from trimtab_common.health import check_rows, warn_at_start
 from trimtab_lm.hf.types import Batch
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.tokens.layout import token_columns
 
 from .batches import Group

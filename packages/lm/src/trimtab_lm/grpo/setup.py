@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.environments.rollout import EnvironmentRollout, environment
 from trimtab_lm.hf.types import Batch
-from trimtab_lm.models.interface import Model, decoder_start_of
+from trimtab_lm.interface import Model, decoder_start_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Tokenizers
 from trimtab_lm.sampling.rollout import RolloutBackend

@@ -24,8 +24,8 @@ from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
 from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.hf.types import Batch, DataSource, EvalSource, Optimizers, Prediction, Trial, Use
+from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
-from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, Tokenizers
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request

@@ -19,7 +19,7 @@ from trimtab_common.health import TrainingDivergedError
 from trimtab_common.runs import RunRecord, layout_fingerprint, rows_fingerprint
 from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.data.media import check_features
-from trimtab_lm.models.interface import Model, Processor, check_generation_config, tokenizer_of
+from trimtab_lm.interface import Model, Processor, check_generation_config, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 
 from .checkpoints import WITHOUT_EFFECT, Checkpoints

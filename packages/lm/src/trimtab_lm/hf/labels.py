@@ -12,7 +12,7 @@ from transformers import Trainer
 from trimtab_common.stats import Mean
 from trimtab_lm.data.collator import DocumentCollator
 from trimtab_lm.data.formats import Row
-from trimtab_lm.models.interface import Model, base_of, decoder_start_of
+from trimtab_lm.interface import Model, base_of, decoder_start_of
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import from_labels, token_columns
 from trimtab_lm.tokens.positions import Positions

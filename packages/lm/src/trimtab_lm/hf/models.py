@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from trimtab_common.sharding import keep_output_precision
-from trimtab_lm.models.interface import Model, Processor, base_of
+from trimtab_lm.interface import Model, Processor, base_of
 from trimtab_lm.models.loading import AutoModel, bar_packing
 
 from .config import checkpointing_of

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import EvalPrediction, TrainerCallback
 
 from trimtab_lm.data.formats import Row
-from trimtab_lm.models.interface import Data
+from trimtab_lm.interface import Data
 
 if TYPE_CHECKING:
     import optuna

@@ -21,7 +21,7 @@ from trimtab_lm.hf.checkpoints import STATE
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
 from trimtab_lm.hf.models import load_weights
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.interface import Model, base_of
 
 from .config import IterativeSFTConfig
 

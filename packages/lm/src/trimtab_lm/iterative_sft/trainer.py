@@ -17,8 +17,8 @@ from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions,
 from trimtab_lm.hf.labels import LabelTrainer, label_stats, score_labels
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.tracking import Recorder
+from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
-from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.sft.loss import token_nll
 from trimtab_lm.tokens.ids import vocabulary_size
 from trimtab_lm.tokens.positions import Positions

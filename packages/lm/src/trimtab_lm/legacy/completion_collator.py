@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.tokenization import stop_token_ids
-from trimtab_lm.models.interface import Batch
+from trimtab_lm.interface import Batch
 
 
 class DataCollatorForCompletionOnlyLM:

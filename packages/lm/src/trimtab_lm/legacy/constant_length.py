@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row
-from trimtab_lm.models.interface import Batch
+from trimtab_lm.interface import Batch
 
 Token: TypeAlias = tuple[int, int, bool]
 """A token's id, its position in its text, and whether it counts."""

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 
 AutoModel: TypeAlias = type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]
 """A class of transformers that chooses the model's class by its configuration."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trimtab_common.sharding import prepared_for_inference, whole_weights
+from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.adapters import adapter_on, adapters_off
-from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.tokens.logprobs import lm_head_of
 

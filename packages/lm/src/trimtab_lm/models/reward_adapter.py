@@ -8,7 +8,7 @@ from peft import PeftConfig, PeftModel
 from peft.utils import load_peft_weights
 from torch import Tensor, nn
 
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.interface import Model, base_of
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.logprobs import state_width
 

@@ -28,6 +28,7 @@ from transformers import (
 from trimtab_common.hub import push_folder
 from trimtab_lm.compat.generation import CACHE, cache_argument, cache_found
 from trimtab_lm.compat.models import undivided
+from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.adapters import adapter_on
 from trimtab_lm.models.head import (
     VALUE_HEAD_FILE,
@@ -37,7 +38,6 @@ from trimtab_lm.models.head import (
     find_value_head,
     write_beside,
 )
-from trimtab_lm.models.interface import Model, base_of
 from trimtab_lm.models.loading import AutoModel, bar_packing, load_model, prepared_for_adapter, with_quantization_config
 from trimtab_lm.models.reward_adapter import load_reward_adapter
 from trimtab_lm.tokens.dropout import without_dropout
@@ -313,11 +313,7 @@ class PreTrainedModelWrapper(nn.Module):
             return self.pretrained_model.generate(*args, **kwargs)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Makes backward recompute activations, in training mode.
-
-        Args:
-            gradient_checkpointing_kwargs: for torch.utils.checkpoint.checkpoint.
-        """
+        """Makes backward recompute activations, in training mode; takes arguments of torch.utils.checkpoint."""
         # transformers 5.23 deprecates the only name that 5.17 has. Both make the embeddings' output require gradients,
         # without which reentrant checkpoints would pass none through a frozen trunk to the adapters.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):

@@ -13,7 +13,7 @@ from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import upcoming_queries
 from trimtab_lm.environments.rollout import roll_out
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config

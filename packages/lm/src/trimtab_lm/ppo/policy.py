@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from trimtab_common.compat.fsdp import set_precision
 from trimtab_common.sharding import on_one_device, prepared_for_inference, whole_weights
 from trimtab_lm.compat.models import undivided
-from trimtab_lm.models.interface import Model, base_of, trunk_of
+from trimtab_lm.interface import Model, base_of, trunk_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
 from trimtab_lm.tokens.forward import best_layout, model_inputs

@@ -24,10 +24,10 @@ from trimtab_common.run import Run
 from trimtab_common.runs import RunRecord, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
+from trimtab_lm import interface
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
 from trimtab_lm.environments.rollout import EnvironmentRollout
-from trimtab_lm.models import interface
-from trimtab_lm.models.interface import base_of
+from trimtab_lm.interface import base_of
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,

@@ -22,9 +22,9 @@ from trimtab_common.sealing import save_or_warn
 from trimtab_common.stats import Mean, Stats, gather_stats
 from trimtab_common.tracking import progress
 from trimtab_lm.data.prompts import endless
+from trimtab_lm.interface import decoder_start_of
 from trimtab_lm.legacy.arguments import refuses_arguments_of_2024
 from trimtab_lm.legacy.ppo_names import NamesOf2024, RunningMoments
-from trimtab_lm.models.interface import decoder_start_of
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.batches import AS_MANY_AS_FIT
 from trimtab_lm.sampling.rollout import RolloutBackend

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.models import pretrained_kwargs, refuse_init_kwargs
-from trimtab_lm.models.interface import Model, Processor, base_of, tokenizer_of
+from trimtab_lm.interface import Model, Processor, base_of, tokenizer_of
 
 from .config import RewardConfig
 

@@ -15,8 +15,8 @@ from trimtab_common.overrides import is_replaced
 from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
 from trimtab_lm.hf.models import with_adapters
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, Optimizers, Prediction, Use
+from trimtab_lm.interface import Model, Processor, base_of
 from trimtab_lm.legacy.arguments import REWARD, takes_constructor_of_2024
-from trimtab_lm.models.interface import Model, Processor, base_of
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_sequences_in_forward
 from trimtab_lm.tokens.layout import token_columns

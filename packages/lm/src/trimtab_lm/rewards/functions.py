@@ -18,7 +18,7 @@ from trimtab_common.scores import checked_scores
 from trimtab_common.stats import Deviation, Mean, Summary
 from trimtab_common.time_limit import reward_limit
 from trimtab_lm.data.formats import Text
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.rewards.calls import EventLoop, accepted, blaming, is_async
 from trimtab_lm.rewards.model import RewardModel
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trimtab_common.stats import everywhere
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 
 

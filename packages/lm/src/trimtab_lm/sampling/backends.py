@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedT
 from trimtab_common.seeding import private_rng
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
-from trimtab_lm.models.interface import Model, base_of, learns_prompt
+from trimtab_lm.interface import Model, base_of, learns_prompt
 from trimtab_lm.sampling.batches import AS_MANY_AS_FIT
 from trimtab_lm.sampling.generate import distortions, ends_without_eos, eos_token_ids, sample_groups
 from trimtab_lm.sampling.rollout import (

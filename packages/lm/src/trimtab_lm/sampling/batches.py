@@ -6,7 +6,7 @@ from itertools import groupby
 from torch import Tensor
 from transformers import GenerationConfig
 
-from trimtab_lm.models.interface import Model, decoder_config
+from trimtab_lm.interface import Model, decoder_config
 
 MIB = 2**20
 CPU_ROOM, DEVICE_ROOM = 256 * MIB, 1024 * MIB

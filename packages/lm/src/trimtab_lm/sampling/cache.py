@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from trimtab_lm.compat.generation import CACHE, cache_argument
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.interface import Model, base_of
 from trimtab_lm.tokens.positions import positioned
 
 ROOM = 64

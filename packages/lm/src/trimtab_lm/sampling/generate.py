@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
 from trimtab_lm.compat.generation import CACHE, cache_found
-from trimtab_lm.models.interface import Model, base_of, learns_prompt
+from trimtab_lm.interface import Model, base_of, learns_prompt
 from trimtab_lm.tokens.positions import Positions
 from trimtab_lm.tokens.router import has_router_loss
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab_common.compat.fsdp import forward_hooks
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.tokens.logprobs import forward_replaced, is_linear
 
 FEWEST_STEPS = 8

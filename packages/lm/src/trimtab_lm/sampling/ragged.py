@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
-from trimtab_lm.models.interface import base_of
+from trimtab_lm.interface import base_of
 from trimtab_lm.tokens.attention import OwnMask
 from trimtab_lm.tokens.forward import leaves_masks_to_sdpa
 

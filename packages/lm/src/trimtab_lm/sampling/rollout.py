@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trimtab_common.stats import Mean
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.sampling.generate import distortions, sampling_config
 from trimtab_lm.tokens.positions import Positions
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import DynamicCache, GenerationConfig
 
 from trimtab_lm.compat.generation import CACHE
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.tokens.positions import positions_of
 
 from .cache import RoomyLayer, empty_cache, prompt_cache

@@ -20,8 +20,8 @@ from trimtab_lm.data.tokenization import (
 )
 from trimtab_lm.data.truncation import report_truncation, truncate_columns, truncate_row
 from trimtab_lm.hf.types import DataSource
+from trimtab_lm.interface import Data
 from trimtab_lm.legacy.constant_length import ConstantLengthDataset
-from trimtab_lm.models.interface import Data
 from trimtab_lm.tokens.layout import best_fit
 from trimtab_lm.tokens.positions import Positions
 

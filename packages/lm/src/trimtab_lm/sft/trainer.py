@@ -12,9 +12,9 @@ from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerOptions
 from trimtab_lm.hf.labels import LabelTrainer, label_stats, score_labels
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Use
+from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import SFT, takes_constructor_of_2024
 from trimtab_lm.legacy.constant_length import ConstantLengthDataset
-from trimtab_lm.models.interface import Model, Processor
 from trimtab_lm.tokens.positions import Positions
 
 from .config import SFTConfig

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from trimtab_lm.compat.attention import attention_of, plain_tensors, tree_map
-from trimtab_lm.models.interface import Model, base_of, decoder_config
+from trimtab_lm.interface import Model, base_of, decoder_config
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

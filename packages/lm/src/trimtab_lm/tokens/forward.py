@@ -21,7 +21,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
-from trimtab_lm.models.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config, trunk_of
+from trimtab_lm.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config, trunk_of
 from trimtab_lm.tokens.attention import (
     GroupMask,
     OwnMask,

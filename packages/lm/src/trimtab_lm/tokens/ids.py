@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 
 
 def vocabulary_size(model: Model) -> int:

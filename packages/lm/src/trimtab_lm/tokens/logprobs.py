@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from trimtab_common.formulas.kl import full
 from trimtab_common.sharding import whole_weights
-from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of, decoder_config
+from trimtab_lm.interface import Forward, Model, ModelInputs, base_of, decoder_config
 from trimtab_lm.tokens.positions import positioned
 from trimtab_lm.tokens.router import check_reaches, has_router_loss, router_coefficient
 from trimtab_lm.tokens.scores import RoutedScores, Scores, TokenScores, chunks_of, score_linear, score_logits, upcast

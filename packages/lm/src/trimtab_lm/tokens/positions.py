@@ -6,7 +6,7 @@ from typing import NamedTuple
 from peft import PeftModel
 from torch import Tensor, nn
 
-from trimtab_lm.models.interface import Forward, Model, ModelInputs, base_of
+from trimtab_lm.interface import Forward, Model, ModelInputs, base_of
 
 TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed", "pos_encoding")
 """The names that transformers' models give a table with one row for each position."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab_lm.models.interface import Model, base_of, decoder_config
+from trimtab_lm.interface import Model, base_of, decoder_config
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 

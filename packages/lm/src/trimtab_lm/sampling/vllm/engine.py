@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from trimtab_common.seeding import load_rng_state, private_rng, rng_state, sampling_seed
 from trimtab_common.sharding import whole_weights
 from trimtab_common.stats import world_size
-from trimtab_lm.models.interface import Model, base_of, decoder_config, learns_prompt
+from trimtab_lm.interface import Model, base_of, decoder_config, learns_prompt
 from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import Notes, Rollout, SamplingSettings, check_room, require_version
 from trimtab_lm.tokens.positions import Positions

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_common.sharding import whole_weights
 from trimtab_common.stats import everywhere, gather_over_ranks, rank
-from trimtab_lm.models.interface import Model
+from trimtab_lm.interface import Model
 from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import (
     Notes,

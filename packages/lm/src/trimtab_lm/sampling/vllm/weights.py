@@ -8,7 +8,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from trimtab_lm.models.interface import Model, base_of
+from trimtab_lm.interface import Model, base_of
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from tests.lm import tiny
 from tests.lm.tiny import gpt2, t5, tokenizer
 from transformers import ProcessorMixin
 
-from trimtab_lm.models.interface import base_of, decoder_config, decoder_start_of, tokenizer_of
+from trimtab_lm.interface import base_of, decoder_config, decoder_start_of, tokenizer_of
 
 
 def test_a_causal_model_has_no_decoder_start():
