@@ -1,0 +1,305 @@
+"""What each trick of sampling and of masks brings to a whole step: without it / with it, step by step in turns.
+
+    python -m tools.bench.ablation                          every case; writes ablation.json
+    python -m tools.bench.ablation --only grpo --rounds 3   these cases
+
+Trainers of one case take turns in one process, each with one trick switched off, and the first with all of them. A
+round is a step of each; its ratios are those of the processor time to the first trainer's in the same round.
+"""
+
+import argparse
+import contextlib
+import inspect
+import json
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from datasets import Dataset
+from tools.bench.environments import FOLDER
+from tools.bench.models import load, text, tokenizer, write_language_models
+from tools.bench.sizes import SIZES, Size, token_ids
+from tools.bench.tasks import dpo, ppo
+from tools.bench.tasks.training import shared_arguments
+from transformers import LlamaForCausalLM, TrainerCallback
+from transformers.cache_utils import DynamicLayer
+
+from trimtab_lm.tokens import forward
+
+RECORD = Path(__file__).with_name("ablation.json")
+LM = "trimtab_lm"
+Patches = dict[str, object]
+
+
+@contextlib.contextmanager
+def nothing(*_: object) -> Iterator[None]:
+    """In the place of a trick that is a context."""
+    yield
+
+
+INVERSION: Patches = {"sampling.decoding.LARGE_VOCABULARY": 10**9}
+HEAD: Patches = {"sampling.decoding.head_by_columns": nothing}
+RAGGED: Patches = {"sampling.ragged.Ragged.masked": lambda self, inputs: inputs}
+WAITING: Patches = {"sampling.generate.can_wait": lambda model, config: False}
+ROOM: Patches = {"sampling.cache.RoomyLayer.update": DynamicLayer.update}
+RUNS: Patches = {"sampling.cache._starts_of_runs": lambda lengths: [0]}
+LEAVING: Patches = {"sampling.decoding.LEAVE": 0.0}
+LOOP: Patches = {"sampling.generate._unknown": lambda model, config, kwargs: ["the ablation"]}
+
+
+def agrees_without_groups(model: Any, layout: str) -> bool:
+    """Without group masks `best_layout` has rows of several sequences; other callers are answered as ever."""
+    caller = inspect.stack()[1].function
+    return not (layout == "row" and caller == "best_layout") and AGREES(model, layout)
+
+
+AGREES = forward._agrees
+GROUPS: Patches = {
+    "tokens.forward._agrees": agrees_without_groups,
+    "tokens.forward.runs_by_group": lambda model, ids: False,
+    "tokens.attention.runs_by_group": lambda model, ids: False,
+}
+SAMPLING = {
+    "draw_by_inversion": INVERSION,
+    "head by columns": HEAD,
+    "ragged": RAGGED,
+    "waiting": WAITING,
+    "roomy cache": ROOM,
+    "prompts read in runs": RUNS,
+    "rows leave": LEAVING | WAITING,
+    "own loop": LOOP,
+    "own loop without tricks": INVERSION | HEAD | RAGGED | WAITING | ROOM | RUNS | LEAVING,
+    "all of sampling": LOOP | ROOM | RUNS,
+}
+MASKS = {"GroupMask": GROUPS}
+
+
+@contextlib.contextmanager
+def without(patches: Patches) -> Iterator[None]:
+    """Runs the block with other values in the places of a trick."""
+    with contextlib.ExitStack() as stack:
+        for name, value in patches.items():
+            stack.enter_context(patch(f"{LM}.{name}", value))
+        yield
+
+
+class Turns(TrainerCallback):
+    """Runs a `Trainer` on a thread, one optimizer step at a time."""
+
+    def __init__(self) -> None:
+        self.mine, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self.mine.acquire()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.done.release()
+        self.mine.acquire()
+
+    def step(self, make: Callable[[], Any]) -> None:
+        """Runs one step of the trainer that a function makes, which is called once."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._train, args=(make(),), daemon=True)
+            self.thread.start()
+        self.mine.release()
+        self.done.acquire()
+        if self.error:
+            raise self.error
+
+    def _train(self, trainer: Any) -> None:
+        try:
+            trainer.train()
+        except BaseException as error:
+            self.error = error
+            self.done.release()
+
+
+def watched(model: Any, read: list[int]) -> Any:
+    """A model whose positions are counted."""
+
+    def seen(_: object, args: tuple[torch.Tensor, ...]) -> None:
+        read[0] += args[0].numel()
+
+    model.get_input_embeddings().register_forward_pre_hook(seen)
+    return model
+
+
+def trainer_step(
+    algorithm: str, size: Size, settings: dict[str, Any], read: list[int], folder: str, **arguments: Any
+) -> Callable[[], None]:
+    """A step of a trainer on `transformers.Trainer`."""
+    import trimtab_lm
+
+    turns = Turns()
+    settings = shared_arguments(size, tempfile.mkdtemp()) | {"max_steps": 10_000} | settings
+    args = getattr(trimtab_lm, f"{algorithm}Config")(**settings)  # resets accelerate's state: all before the first step
+
+    def make() -> Any:
+        policy = watched(load(LlamaForCausalLM, folder, "policy", size), read)
+        if algorithm == "DPO":
+            arguments["ref_model"] = watched(load(LlamaForCausalLM, folder, "reference", size), read)
+        kind = getattr(trimtab_lm, f"{algorithm}Trainer")
+        return kind(args=args, model=policy, callbacks=[turns], processing_class=tokenizer(size), **arguments)
+
+    return lambda: turns.step(make)
+
+
+def grpo_step(size: Size, read: list[int], folder: str, **settings: Any) -> Callable[[], None]:
+    """A step of GRPO on the same prompts each time."""
+    prompts = [row[: max(2 * len(row) // 3, 1)] for row in token_ids(size, size.prompts, seed=20)]
+
+    def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    shape = {
+        "per_device_train_batch_size": size.prompts,
+        "num_generations": size.group,
+        "max_completion_length": size.new_tokens,
+        "generation_kwargs": {"min_new_tokens": size.new_tokens},
+        "shuffle_dataset": False,
+    }
+    rows = Dataset.from_dict({"prompt": [text(prompt) for prompt in prompts]})
+    return trainer_step("GRPO", size, shape | settings, read, folder, reward_funcs=reward, train_dataset=rows)
+
+
+def ppo_step(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+    """Sampling and a step of PPO."""
+
+    class Counting:
+        def watch(self, *models: Any) -> None:
+            for model in models:
+                watched(model, read)
+
+    trainer = ppo.trainer_of(LM, size, {}, folder, Counting())  # type: ignore[arg-type]
+    queries, _ = ppo.texts(size)
+    tokens = dict.fromkeys(("min_new_tokens", "max_new_tokens"), size.ppo_new_tokens)
+
+    def step() -> None:
+        responses = trainer.generate(
+            queries, return_prompt=False, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0, **tokens
+        )
+        trainer.step(queries, responses, [torch.tensor(float(len(row) % 5)) for row in responses])
+
+    return step
+
+
+def sft_step(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+    """A step of SFT on the same rows each time."""
+    rows = Dataset.from_dict({"input_ids": token_ids(size, size.rows, seed=0)})
+    return trainer_step("SFT", size, {"max_length": None}, read, folder, train_dataset=rows)
+
+
+def dpo_step(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+    """A step of DPO on the same pairs each time."""
+    rows = dpo.dataset(dpo.pairs_of(size)[: size.rows])
+    return trainer_step("DPO", size, {"max_length": None}, read, folder, train_dataset=rows)
+
+
+def grpo_ends(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+    """Many answers of very different lengths: 8 prompts x 8 answers, one token in 32 ends one, 96 at most."""
+    size = replace(size, prompts=8, new_tokens=96)
+    ends = {"eos_token_id": list(range(2, 1002))}
+    return grpo_step(size, read, folder, generation_kwargs=ends)
+
+
+def grpo_large(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+    """The vocabulary of Llama 3: two prompts of eight answers."""
+    return grpo_step(replace(size, prompts=2), read, folder)
+
+
+LARGE = {"vocab_size": 128_256, "hidden_size": 512, "intermediate_size": 1024}
+FEW = {name: SAMPLING[name] for name in ("draw_by_inversion", "own loop")}
+ENDING = FEW | {name: SAMPLING[name] for name in ("waiting", "rows leave")}
+CASES: dict[str, tuple[Callable[[Size, list[int], str], Callable[[], None]], dict[str, Patches], dict[str, int]]] = {
+    "grpo": (grpo_step, SAMPLING | MASKS, {}),
+    "grpo, answers of many lengths": (grpo_ends, ENDING, {}),
+    "ppo": (ppo_step, FEW | MASKS, {}),
+    "grpo, 128,256 tokens": (grpo_large, FEW, LARGE),
+    "sft": (sft_step, MASKS, {}),
+    "dpo": (dpo_step, MASKS, {}),
+}
+
+
+def measured(case: str, rounds: int) -> dict[str, Any]:
+    """The seconds of each trainer's steps, round by round, and the positions that it reads in one."""
+    build, tricks, llama = CASES[case]
+    size = replace(SIZES["cpu"], llama=SIZES["cpu"].llama | llama)
+    folder = FOLDER / "models" / ("ablation-" + "-".join(map(str, llama.values())) if llama else "ablation")
+    if not (folder / "reward").exists():
+        write_language_models(size, folder)
+    variants: dict[str, Patches] = {"with all": {}, **tricks}
+    reads = {name: [0] for name in variants}
+    steps = {}
+    for name, patches in variants.items():
+        torch.manual_seed(0)
+        with without(patches):
+            steps[name] = build(size, reads[name], str(folder))
+    processor: dict[str, list[float]] = {name: [] for name in variants}
+    wall: dict[str, list[float]] = {name: [] for name in variants}
+    positions = dict.fromkeys(variants, 0)
+    order = random.Random(0)
+    for turn in range(rounds + 1):
+        names = list(variants)
+        order.shuffle(names)
+        for name in names:
+            reads[name][0] = 0
+            torch.manual_seed(turn)
+            with without(variants[name]):
+                begin = time.process_time(), time.perf_counter()
+                steps[name]()
+                end = time.process_time(), time.perf_counter()
+            if turn:  # the first step warms up
+                processor[name].append(end[0] - begin[0])
+                wall[name].append(end[1] - begin[1])
+                positions[name] += reads[name][0] // rounds
+        print(case, turn, {name: round(values[-1], 2) for name, values in processor.items() if values}, flush=True)
+    return {"processor_seconds": processor, "seconds": wall, "positions": positions}
+
+
+def table(results: dict[str, Any]) -> str:
+    """A row for each case and trick."""
+    lines = ["| case | without | seconds a step | ratio (range) | on the clock | positions read |", "|" + " --- |" * 6]
+    for case, result in results.items():
+        base, clock = result["processor_seconds"]["with all"], result["seconds"]["with all"]
+        lines.append(f"| {case} | nothing | {median(base):.3g} | 1 | 1 | {result['positions']['with all']} |")
+        for name, seconds in result["processor_seconds"].items():
+            if name == "with all":
+                continue
+            ratios = sorted(off / on for off, on in zip(seconds, base, strict=True))
+            clocks = median(off / on for off, on in zip(result["seconds"][name], clock, strict=True))
+            spread = f"**{median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            row = [case, name, f"{median(seconds):.3g}", spread, f"{clocks:.2f}", str(result["positions"][name])]
+            lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures the cases that the command line names, and saves them."""
+    parser = argparse.ArgumentParser(prog="tools.bench.ablation", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = ("torch", "transformers", "accelerate")
+    for case in options.only:
+        found = measured(case, options.rounds)
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        record[case] = {"day": str(date.today()), "versions": {name: version(name) for name in names}, **found}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        print(table({case: record[case]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
