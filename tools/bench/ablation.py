@@ -32,7 +32,6 @@ from tools.bench.sizes import SIZES, Size, token_ids
 from tools.bench.tasks import dpo, ppo
 from tools.bench.tasks.training import shared_arguments
 from transformers import LlamaForCausalLM, TrainerCallback
-from transformers.cache_utils import DynamicLayer
 
 from trimtab_lm.tokens import forward
 
@@ -41,20 +40,9 @@ LM = "trimtab_lm"
 Patches = dict[str, object]
 
 
-@contextlib.contextmanager
-def nothing(*_: object) -> Iterator[None]:
-    """In the place of a trick that is a context."""
-    yield
-
-
-INVERSION: Patches = {"sampling.decoding.LARGE_VOCABULARY": 10**9}
-HEAD: Patches = {"sampling.decoding.head_by_columns": nothing}
-RAGGED: Patches = {"sampling.ragged.Ragged.masked": lambda self, inputs: inputs}
-WAITING: Patches = {"sampling.generate.can_wait": lambda model, config: False}
-ROOM: Patches = {"sampling.cache.RoomyLayer.update": DynamicLayer.update}
-RUNS: Patches = {"sampling.cache._starts_of_runs": lambda lengths: [0]}
-LEAVING: Patches = {"sampling.decoding.LEAVE": 0.0}
-LOOP: Patches = {"sampling.generate._unknown": lambda model, config, kwargs: ["the ablation"]}
+INVERSION: Patches = {"sampling.fast.loop.LARGE_VOCABULARY": 10**9}
+LEAVING: Patches = {"sampling.fast.loop.LEAVE": 0.0}
+LOOP: Patches = {"sampling.generate.loop_for": lambda *_, **__: None}
 
 
 def agrees_without_groups(model: Any, layout: str) -> bool:
@@ -69,18 +57,7 @@ GROUPS: Patches = {
     "tokens.forward.runs_by_group": lambda model, ids: False,
     "tokens.attention.runs_by_group": lambda model, ids: False,
 }
-SAMPLING = {
-    "draw_by_inversion": INVERSION,
-    "head by columns": HEAD,
-    "ragged": RAGGED,
-    "waiting": WAITING,
-    "roomy cache": ROOM,
-    "prompts read in runs": RUNS,
-    "rows leave": LEAVING | WAITING,
-    "own loop": LOOP,
-    "own loop without tricks": INVERSION | HEAD | RAGGED | WAITING | ROOM | RUNS | LEAVING,
-    "all of sampling": LOOP | ROOM | RUNS,
-}
+SAMPLING = {"draw_by_inversion": INVERSION, "rows leave": LEAVING, "own loop": LOOP}
 MASKS = {"GroupMask": GROUPS}
 
 
@@ -220,13 +197,11 @@ def grpo_large(size: Size, read: list[int], folder: str) -> Callable[[], None]:
 
 
 LARGE = {"vocab_size": 128_256, "hidden_size": 512, "intermediate_size": 1024}
-FEW = {name: SAMPLING[name] for name in ("draw_by_inversion", "own loop")}
-ENDING = FEW | {name: SAMPLING[name] for name in ("waiting", "rows leave")}
 CASES: dict[str, tuple[Callable[[Size, list[int], str], Callable[[], None]], dict[str, Patches], dict[str, int]]] = {
     "grpo": (grpo_step, SAMPLING | MASKS, {}),
-    "grpo, answers of many lengths": (grpo_ends, ENDING, {}),
-    "ppo": (ppo_step, FEW | MASKS, {}),
-    "grpo, 128,256 tokens": (grpo_large, FEW, LARGE),
+    "grpo, answers of many lengths": (grpo_ends, SAMPLING, {}),
+    "ppo": (ppo_step, SAMPLING | MASKS, {}),
+    "grpo, 128,256 tokens": (grpo_large, SAMPLING, LARGE),
     "sft": (sft_step, MASKS, {}),
     "dpo": (dpo_step, MASKS, {}),
 }

@@ -74,8 +74,6 @@ MAY_END = {"generation_kwargs": None}
 FEW_STEPS = {"train_timestep_fraction": 0.1, "train_num_inner_epochs": 3}
 ONE_UPDATE = {"train_gradient_accumulation_steps": 2}
 AT_ONCE, FOUR = {"call": {"batch_size": 32}}, {"call": {"batch_size": 4}}
-# One token in sixteen ends a response.
-ENDS = {"batch_size": 8, "min_new_tokens": 0, "eos_token_id": list(range(2, 2002))}
 GENERATE, STEP, BOTH = ({"phase": phase} for phase in ("generate", "step", "both"))
 
 WORKS = [
@@ -171,15 +169,6 @@ ABLATIONS = [
         equal=SAMPLED,
     ),
     Work("ppo: generate at once", "ppo", Side(OURS, FOUR), settings=GENERATE, equal=SAMPLED),
-    # A least number of tokens makes batches, each of which samples to its last row.
-    Work(
-        "ppo: places taken over",
-        "ppo",
-        Side(OURS, {"call": {**ENDS, "min_new_tokens": 1}}),
-        Side(OURS, {"call": ENDS}),
-        settings=GENERATE,
-        equal={"sampled": 0.5},
-    ),
     Work("ddpo: channels last", "ddpo", Side(OURS), Side(OURS, {"train_channels_last": True}), equal=EPOCH),
     Work("ddpo: compiled", "ddpo", Side(OURS), Side(OURS, {"train_compile": "inductor"}), equal=EPOCH),
 ]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from tests.lm import tiny
+from tests.lm.sampling.fast.test_loop import NeverEnds, config_of, reader_of_images, sampled, tokens_read
 from tests.lm.sampling.test_backends import hybrid, lora, prompt_tuned
-from tests.lm.sampling.test_decoding import NeverEnds, config_of, reader_of_images, sampled, tokens_read
 from transformers import Cache, LlamaForCausalLM, XLMWithLMHeadModel
 
 from trimtab_lm.compat.generation import CACHE, cache_argument

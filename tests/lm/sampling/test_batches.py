@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from tests.lm import tiny
+from tests.lm.sampling.fast.test_loop import config_of, tokens_read
 from tests.lm.sampling.test_backends import hybrid, lora, prompt_tuned, sliding
-from tests.lm.sampling.test_decoding import config_of, tokens_read
 
 from trimtab_lm import PPOTrainer
 from trimtab_lm.sampling import batches
@@ -64,12 +64,8 @@ def test_a_device_has_its_own_room():
 
 def test_batches_hold_prompts_of_like_length():
     prompts = [torch.ones(length) for length in (2, 5, 3, 5, 2)]
-    options = {"is_split": False, "waits": False}
-    assert batches_of(prompts, 2, 1, **options) == [([1, 3], 1), ([2, 0], 1), ([4], 1)]
-    assert batches_of(prompts, 7, 3, **options) == [([1, 3], 3), ([2, 0], 3), ([4], 3)]
-    assert batches_of(prompts[:2], 2, 3, **options) == [([1], 2), ([1], 1), ([0], 2), ([0], 1)]
-    assert batches_of(prompts, 9, 1, is_split=True, waits=False) == [([1, 3], 1), ([2], 1), ([0, 4], 1)]
-    assert batches_of(prompts, 2, 1, is_split=False, waits=True) == [([1, 3, 2, 0, 4], 1)]
-    assert batches_of(prompts, 2, 3, is_split=False, waits=True) == [([1, 3, 2, 0, 4], 2), ([1, 3, 2, 0, 4], 1)]
-    assert batches_of([], 4, 2, **options) == []
-    assert batches_of([], 4, 2, is_split=False, waits=True) == []
+    assert batches_of(prompts, 2, 1, is_split=False) == [([1, 3], 1), ([2, 0], 1), ([4], 1)]
+    assert batches_of(prompts, 7, 3, is_split=False) == [([1, 3], 3), ([2, 0], 3), ([4], 3)]
+    assert batches_of(prompts[:2], 2, 3, is_split=False) == [([1], 2), ([1], 1), ([0], 2), ([0], 1)]
+    assert batches_of(prompts, 9, 1, is_split=True) == [([1, 3], 1), ([2], 1), ([0, 4], 1)]
+    assert batches_of([], 4, 2, is_split=False) == []

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, cast
 
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from trimtab_lm.interface import Model, base_of, learns_prompt
 
@@ -28,6 +29,24 @@ def cache_argument(function: Callable[..., Any]) -> str | None:
 
 CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation) or OLD
 """The name of the cache among the arguments of `generate` and its steps, and in the output of a model."""
+
+
+def empty_cache(model: Model) -> DynamicCache | None:
+    """A cache whose rows can be repeated and selected; None where a layer keeps a state that cannot.
+
+    Layers of linear attention keep such a state.
+    """
+    base = base_of(model)
+    has_arguments = cache_argument(base.forward) and "logits_to_keep" in inspect.signature(base.forward).parameters
+    if base.config.is_encoder_decoder or not has_arguments:
+        return None
+    cache = DynamicCache(config=base.config)
+    return cache if cache.layers and can_select(cache) else None
+
+
+def can_select(cache: DynamicCache) -> bool:
+    """Whether the rows of every layer can be repeated and selected."""
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 def decoding(model: Any) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ AS_MANY_AS_FIT = Automatic(4)
 
 
 def batches_of(
-    prompts: Sequence[Tensor], batch_size: int, num_generations: int, *, is_split: bool, waits: bool
+    prompts: Sequence[Tensor], batch_size: int, num_generations: int, *, is_split: bool
 ) -> list[tuple[list[int], int]]:
     """Prompts of like length, and how many completions of each to sample.
 
@@ -34,7 +34,6 @@ def batches_of(
         num_generations: completions of each prompt.
         is_split: prompts of one batch have one length. PEFT puts a learned prompt before the padding, which would
             otherwise stand inside the text.
-        waits: prompts for which there is no room wait for places in the batch, instead of making another.
 
     Returns:
         For each batch the numbers of its prompts, the longest first, and the completions of each.
@@ -42,7 +41,7 @@ def batches_of(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
     runs = [list(run) for _, run in groupby(order, key=lambda i: len(prompts[i]) if is_split else 0)]
     repeats = min(num_generations, batch_size)
-    size = max(len(prompts), 1) if waits else max(batch_size // num_generations, 1)
+    size = max(batch_size // num_generations, 1)
     return [
         (chosen, min(repeats, num_generations - done))
         for alike in runs

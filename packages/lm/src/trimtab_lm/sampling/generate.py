@@ -1,28 +1,23 @@
 """Sampling responses: a list of 1-D queries in, a list of 1-D responses out."""
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
 
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
-from trimtab_lm.compat.generation import CACHE, cache_found
+from trimtab_lm.compat.generation import CACHE, cache_argument, cache_found, empty_cache
 from trimtab_lm.interface import Model, base_of, learns_prompt
-from trimtab_lm.tokens.positions import Positions
+from trimtab_lm.tokens.positions import Positions, positioned
 from trimtab_lm.tokens.router import has_router_loss
 
 from .batches import AS_MANY_AS_FIT, Automatic, batches_of, completions_at_a_time, new_tokens
-from .cache import empty_cache, prompt_cache
-from .decoding import Completion, decode
-from .waiting import Waiting, can_wait
+from .fast import loop_for
 
 PLAIN_SAMPLING = {
     "temperature": 1.0,
@@ -41,6 +36,24 @@ PLAIN_SAMPLING = {
 }
 """Settings under which a sampled token follows the model's own distribution, whatever its generation config says."""
 SAMPLING_ALONE = ("temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+class Completion(NamedTuple):
+    """What a model has written.
+
+    Attributes:
+        ids: [R], the new tokens.
+        logprobs: [R], in nats, of each token under the distribution from which it was drawn, after temperature and
+            processors; None where the loop of transformers drew it.
+    """
+
+    ids: Tensor
+    logprobs: Tensor | None = None
+
+    def cut(self, length: int, device: torch.device) -> "Completion":
+        """The first tokens, on a device."""
+        logprobs = None if self.logprobs is None else self.logprobs[:length].to(device)
+        return Completion(self.ids[:length].to(device), logprobs)
 
 
 class LengthSampler:
@@ -232,12 +245,11 @@ def sample_groups(
     Collective if the model is sharded: every process calls it as often, with any number of prompts, also none.
 
     Prompts are taken in batches of like length and padded on the left; transformers derives the position ids from the
-    mask. Where the cache holds all tokens of each row, there is one batch: a completion that ends gives its place to
-    the next prompt. A completion ends with its end token, where it has one; an end token inside a prompt is harmless.
-    The decoder start token of an encoder-decoder model is not part of a completion.
+    mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The decoder
+    start token of an encoder-decoder model is not part of a completion.
 
-    transformers' `generate` prepares everything and `decode` is its loop, except where a setting or an argument is
-    asked for that `decode` does not know, such as `stop_strings` or any `cache_implementation`: then the loop is that
+    transformers' `generate` prepares everything. The loop is that of `fast.loop_for`, except where a setting or an
+    argument is asked for that it does not know, such as `stop_strings` or any `cache_implementation`: then it is that
     of transformers, and a warning says why.
 
     Args:
@@ -263,30 +275,18 @@ def sample_groups(
     if isinstance(batch_size, Automatic):
         batch_size = completions_at_a_time(model, longest + new)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    is_split, unknown = learns_prompt(model), _unknown(model, config, kwargs)
-    is_known = not unknown
-    if not (unknown or is_split or is_encoder_decoder) and empty_cache(model) is None:
-        unknown.append(f"{type(base_of(model)).__name__} takes no cache whose rows can be selected")
-    _say_once(model, unknown)
-    waits = not is_split and is_known and can_wait(model, config)
-    batches = batches_of(prompts, batch_size, num_generations, is_split=is_split, waits=waits)
+    loop = loop_for(model, config, kwargs, neutral=PLAIN_SAMPLING)
+    if loop is not None:
+        kwargs["custom_generate"] = loop
+    batches = batches_of(prompts, batch_size, num_generations, is_split=learns_prompt(model))
     with whole_weights(model):  # once, and not for each token
         for chosen, repeats in progress(batches, "generating"):
             shared = repeats if share_prompts and config.do_sample else 1
             read = [i for i in chosen for _ in range(repeats // shared)]
-            rows = _sample(
-                model,
-                [prompts[i] for i in read],
-                config,
-                places=batch_size // shared,
-                repeats=shared,
-                is_known=is_known,
-                **kwargs,
-            )
+            rows = _sample(model, [prompts[i] for i in read], config, repeats=shared, **kwargs)
             for number, row in enumerate(rows):
                 prompt = read[number // shared]
-                completion = row.cut(len(cut_at_eos(row.ids, eos_ids, padding)))
-                completions[prompt].append(completion.to(prompts[prompt].device))
+                completions[prompt].append(row.cut(len(cut_at_eos(row.ids, eos_ids, padding)), prompts[prompt].device))
     return completions
 
 
@@ -295,77 +295,48 @@ def ends_without_eos(config: GenerationConfig, kwargs: Mapping[str, object]) -> 
     return bool(config.stop_strings) or "stopping_criteria" in kwargs
 
 
-KNOWN = {
-    *("do_sample", "use_cache", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_return_sequences"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "suppress_tokens", "bad_words_ids"),
-    *("renormalize_logits", "transformers_version", "_from_model_config", *SAMPLING_ALONE, "min_p"),
-    # Without beams and without an assistant these have no effect.
-    *("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "num_assistant_tokens"),
-    *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
-}
-"""Settings that `decode` follows: each works on a row by itself."""
-
-_said = WeakKeyDictionary[nn.Module, set[str]]()
-
-
-def _unknown(model: Model, config: GenerationConfig, kwargs: Mapping[str, object]) -> list[str]:
-    """Why `decode` cannot do all that is asked for, so that the loop of transformers does it; empty if it can."""
-    base, settings = base_of(model), {name: value for name, value in config.to_diff_dict().items() if value is not None}
-    reasons = [] if settings.get("use_cache", True) else ["use_cache=False"]
-    for name, value in settings.items():
-        if name not in KNOWN and value is not False and value != PLAIN_SAMPLING.get(name):
-            reasons.append(f"{name}={value!r}")
-    reasons += [f"generate was given {name}" for name in kwargs]
-    if base.config.sub_configs:  # a model of images has positions and types of tokens of its own
-        reasons.append(f"{type(base).__name__} has more parts than its text model")
-    return reasons
-
-
-def _say_once(model: Model, reasons: Sequence[str]) -> None:
-    """Warns that sampling is slower than by `decode` with a cache, once for each model and its reasons."""
-    line, said = ", ".join(reasons), _said.setdefault(model, set())
-    if line and line not in said:
-        said.add(line)
-        warnings.warn(
-            f"Sampling takes longer, because completions that have ended stay in the batch, as in transformers' own "
-            f"loop. The reason: {line}.",
-            stacklevel=4,
-        )
-
-
 def _sample(
-    model: Any,
-    prompts: Sequence[Tensor],
-    config: GenerationConfig,
-    *,
-    places: int,
-    repeats: int,
-    is_known: bool,
-    **kwargs: object,
+    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, repeats: int, **kwargs: object
 ) -> list[Completion]:
-    """P * repeats rows of new tokens, by `decode` if `is_known`; the longest prompt comes first.
-
-    Prompts after `places` wait.
-    """
+    """P * repeats rows of new tokens; the longest prompt comes first."""
     config = copy.deepcopy(config)
     config.num_return_sequences = repeats
     device = model.get_input_embeddings().weight.device
-    input_ids, mask = pad(prompts, config.pad_token_id, side="left")
-    columns = {"input_ids": input_ids.to(device), "attention_mask": mask.to(device)}
-    inputs = {name: column[:places] for name, column in columns.items()}
-    later = {name: column[places:] for name, column in columns.items()}
+    input_ids, mask = (column.to(device) for column in pad(prompts, config.pad_token_id, side="left"))
     takes_cache = config.use_cache is not False and config.cache_implementation is None and not learns_prompt(model)
-    if takes_cache and (is_known or repeats > 1):
-        cache = prompt_cache(model, inputs["input_ids"], inputs["attention_mask"], repeats=repeats)
-        if cache is not None:
-            kwargs[CACHE] = cache
+    if repeats > 1 and takes_cache and (cache := prompt_cache(model, input_ids, mask, repeats=repeats)) is not None:
+        kwargs[CACHE] = cache
     if has_router_loss(model):  # which has no place for the cached tokens of the mask
         kwargs["output_router_logits"] = False
-    if is_known:
-        kwargs["custom_generate"] = partial(decode, waiting=Waiting(**later, repeats=repeats))
     # The weights are whole, so that no process needs to go on until the others have ended.
     with cache_found(model):
-        output = model.generate(**inputs, generation_config=config, synced_gpus=False, **kwargs)
-    if is_known:
-        return cast(list[Completion], output)
+        output = model.generate(
+            input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=False, **kwargs
+        )
+    if isinstance(output, tuple):  # of `fast.loop_for`
+        return [Completion(*row) for row in zip(*output, strict=True)]
     return [Completion(row) for row in output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]]
+
+
+def prompt_cache(model: Model, input_ids: Tensor, attention_mask: Tensor, *, repeats: int) -> DynamicCache | None:
+    """Keys and values of all but the last token of left-padded prompts, each prompt's repeated for its completions.
+
+    The last token is left to the first step of generation, which wants its logits.
+
+    Args:
+        model: a transformers model, in eval mode.
+        input_ids: [P, T].
+        attention_mask: [P, T], 0 at padding.
+        repeats: completions of each prompt.
+
+    Returns:
+        The cache, of P * repeats rows; None where the model has none whose rows can be repeated.
+    """
+    cache, forward = empty_cache(model), base_of(model).forward
+    if cache is None or input_ids.shape[1] == 1:
+        return cache
+    inputs = {"input_ids": input_ids[:, :-1], "attention_mask": attention_mask[:, :-1]}
+    options = {cache_argument(forward) or CACHE: cache, "use_cache": True, "logits_to_keep": 1}
+    model(**positioned(forward, inputs), **options)
+    cache.batch_repeat_interleave(repeats)
+    return cache

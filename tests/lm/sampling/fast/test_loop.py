@@ -10,24 +10,17 @@ from tests.lm import tiny
 from tests.lm.sampling.test_backends import hybrid, lora, prompt_tuned, sliding
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     GenerationMixin,
     LogitsProcessor,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
 )
-from transformers.cache_utils import DynamicLayer
 
-from trimtab_lm.compat.generation import CACHE
-from trimtab_lm.interface import base_of
-from trimtab_lm.sampling.cache import PASS, ROOM, RoomyLayer
-from trimtab_lm.sampling.decoding import LARGE_VOCABULARY, draw, draw_by_inversion
+from trimtab_lm.sampling.fast.loop import LARGE_VOCABULARY, draw, draw_by_inversion
 from trimtab_lm.sampling.generate import cut_at_eos, eos_token_ids, pad, sample_groups, sampling_config
-from trimtab_lm.tokens.forward import leaves_masks_to_sdpa
 
 LIMIT = 12
 SEVERAL_ENDS = [tiny.EOS, 9, 10, 11]
-# Lengths so far apart that it is worth reading the prompts of each by themselves.
 RAGGED = [*tiny.rows(9, 1, 1), *tiny.rows(12, 2, 4), *tiny.rows(9, 20, 23), *tiny.rows(3, 45, 50)]
 
 
@@ -74,7 +67,6 @@ def by_transformers(
 
 def tokens_read(model: Any, run: Callable[[], object]) -> list[tuple[int, int]]:
     """The shape of the ids of each forward pass while `run` runs."""
-    leaves_masks_to_sdpa(base_of(model))  # which asks the model with a few tokens, once
     shapes: list[tuple[int, int]] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda _, ids, __: shapes.append(tuple(ids[0].shape)))
     run()
@@ -119,14 +111,14 @@ def test_rows_that_have_ended_are_no_longer_read():
     assert shapes[-1][0] < 10
 
 
-def test_prompts_of_like_length_are_read_together_and_without_the_padding_of_longer_ones():
+def test_a_prompt_is_read_once_for_its_group():
     model, settings = tiny.llama().eval(), {"do_sample": True, "min_new_tokens": LIMIT}
-    prompts = [*tiny.rows(20, 4, 4), *tiny.rows(2, 50, 50)]
-    assert 2 * PASS < 20 * (50 - 4)
-    shapes = tokens_read(model, lambda: sampled(model, prompts, 3, settings))
-    assert shapes == [(2, 49), (20, 3), *[(66, 1)] * LIMIT]
-    alike = tiny.rows(5, 48, 50)
-    assert tokens_read(model, lambda: sampled(model, alike, 1, settings)) == [(5, 50), *[(5, 1)] * (LIMIT - 1)]
+    shapes = tokens_read(model, lambda: sampled(model, tiny.rows(5, 50, 50), 3, settings))
+    assert shapes == [(5, 49), *[(15, 1)] * LIMIT]
+    assert tokens_read(model, lambda: sampled(model, tiny.rows(5, 50, 50), 1, settings)) == [
+        (5, 50),
+        *[(5, 1)] * (LIMIT - 1),
+    ]
 
 
 @pytest.mark.parametrize("vocabulary", [32, LARGE_VOCABULARY])
@@ -166,30 +158,6 @@ def test_nothing_is_drawn_from_probabilities_that_are_not_finite(vocabulary: int
         draw(probs, torch.arange(2), 2)
 
 
-def test_a_layer_with_room_holds_what_transformers_layer_holds_and_copies_no_token_for_the_next():
-    roomy, plain = RoomyLayer(), DynamicLayer()
-
-    def grow(tokens: int, rows: int) -> None:
-        keys, values = torch.randn(rows, 2, tokens, 4), torch.randn(rows, 2, tokens, 3)
-        for ours, theirs in zip(roomy.update(keys, values), plain.update(keys, values), strict=True):
-            assert torch.equal(ours, theirs)
-
-    grow(5, rows=3)
-    for change, rows in (
-        (lambda layer: layer.batch_repeat_interleave(2), 6),
-        (lambda layer: layer.batch_select_indices(torch.tensor([4, 0, 3])), 3),
-        (lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])), 3),
-        (lambda layer: layer.crop(-2), 3),
-    ):
-        for layer in (roomy, plain):
-            change(layer)
-        places = set()
-        for _ in range(ROOM + 2):
-            grow(1, rows)
-            places.add(roomy.keys.data_ptr())
-        assert len(places) <= 2
-
-
 def refuse(model: Any, *_: object, **__: object) -> Tensor:
     raise AssertionError("our loop ran")
 
@@ -218,7 +186,7 @@ def test_what_our_loop_does_not_know_is_done_by_that_of_transformers(
     model = tiny.exact(tiny.llama()).eval()
     prompts, settings = tiny.rows(6, 2, 6), {"do_sample": True, **settings}
     expected = by_transformers(model, prompts, 2, settings, **kwargs)
-    monkeypatch.setattr("trimtab_lm.sampling.generate.decode", refuse)
+    monkeypatch.setattr("trimtab_lm.sampling.fast.loop.decode", refuse)
     assert sampled(model, prompts, 2, settings, **kwargs) == expected
 
 
@@ -231,20 +199,6 @@ def test_our_loop_is_the_one_that_samples(build: Callable, monkeypatch: pytest.M
     model = build().eval()
     monkeypatch.setattr(GenerationMixin, "_sample", refuse_too)
     assert len(sampled(model, tiny.rows(3, 2, 6), 2, {"do_sample": True})) == 3
-
-
-def test_the_cache_of_generate_is_one_whose_layers_have_room():
-    model, seen = tiny.llama().eval(), set[type]()
-
-    def note(_: object, __: object, arguments: dict[str, Any]) -> None:
-        cache = arguments[CACHE]
-        assert isinstance(cache, DynamicCache)
-        seen.update(map(type, cache.layers))
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    sampled(model, tiny.rows(3, 2, 6), 1, {"do_sample": True})
-    sampled(model, tiny.rows(3, 2, 6), 2, {"do_sample": True, "repetition_penalty": 1.5})
-    assert seen == {RoomyLayer}
 
 
 @pytest.mark.parametrize("count", [5, 128, 2048, 2049, 50257])
