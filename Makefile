@@ -20,7 +20,7 @@ REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.t
 NEWEST_PARTS := pytest pytest-timeout pytest-xdist $(PACKAGES:%=-e packages/%)
 SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py \
   tests/test_failed_ranks.py
-HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/test_scores.py \
+HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/test_reward_checks.py \
   tests/lm/ppo/test_health.py tests/lm/grpo/test_health.py tests/diffusion/test_ddpo_health.py
 SIGNALS := tests/test_signals.py tests/test_disks.py tests/test_locks.py tests/test_checkpoint_rules.py \
   tests/common/test_interruption.py

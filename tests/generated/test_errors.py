@@ -14,7 +14,7 @@ from tests.lm import tiny
 from tests.lm.data.test_tokenization import CHATML, byte_level
 
 from trimtab_common.health import check_finite, check_rows
-from trimtab_common.scores import checked_scores
+from trimtab_common.reward_checks import checked_scores
 from trimtab_diffusion import DDPOConfig
 from trimtab_diffusion.ddpo.sampling import checked_rewards
 from trimtab_lm import PPOConfig

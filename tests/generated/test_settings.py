@@ -15,8 +15,8 @@ from trimtab_common.conditions import Vitals
 from trimtab_common.config import Range, check_ranges, parse_config, read_settings, to_flat_dict, without_secrets
 from trimtab_common.health import HealthMonitor, TrainingDivergedError
 from trimtab_common.images import to_pil
+from trimtab_common.reward_checks import checked_scores
 from trimtab_common.runs import RunRecord
-from trimtab_common.scores import checked_scores
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint, verify
 from trimtab_common.writers import markdown_table
 from trimtab_diffusion import DDPOConfig

@@ -21,8 +21,8 @@ from transformers import (
     UMT5Config,
 )
 
+from trimtab_lm.ppo.passes import Padding, padded_inputs, score
 from trimtab_lm.ppo.policy import ActorCritic
-from trimtab_lm.ppo.score import Padding, padded_inputs, score
 from trimtab_lm.tokens.logprobs import lm_head_of
 
 QUERIES = [torch.tensor(row) for row in ([5, 6, 7, 8, 9, 3], [4, 2], [9, 8, 7, 3])]

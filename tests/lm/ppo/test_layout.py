@@ -7,8 +7,8 @@ import torch
 from tests.lm import tiny
 
 from trimtab_lm import PPOTrainer
+from trimtab_lm.ppo.passes import Scores, exact_kl_of, score, scores_of
 from trimtab_lm.ppo.policy import Layouts
-from trimtab_lm.ppo.score import Scores, exact_kl_of, score, scores_of
 
 DOUBLE = torch.float64
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
+from trimtab_lm.ppo.passes import Padding, padded_inputs
 from trimtab_lm.ppo.policy import ActorCritic, TokenOutputs
-from trimtab_lm.ppo.score import Padding, padded_inputs
 from trimtab_lm.tokens import scores
 from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl
 from trimtab_lm.tokens.scores import score_logits

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab_common.scores import require_finite
+from trimtab_common.reward_checks import require_finite
 
 T = TypeVar("T")
 Stats: TypeAlias = dict[str, Any]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trimtab_common.scores import require_finite
+from trimtab_common.reward_checks import require_finite
 
 LEAST_DEVIATION = 1e-2
 """The least standard deviation of a prompt, as a share of that of all rewards: it keeps near-ties small."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from trimtab_common.scores import require_finite
+from trimtab_common.reward_checks import require_finite
 
 LOG_RATIO_CLAMP = 20.0  # exp(20) is already 5e8: beyond, k3 would only overflow
 LEAST_FACTOR = 0.1  # of one update of the adaptive coefficient

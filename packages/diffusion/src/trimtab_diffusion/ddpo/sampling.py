@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab_common.health import check_rows
-from trimtab_common.scores import checked_scores
+from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline

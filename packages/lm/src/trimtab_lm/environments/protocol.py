@@ -4,7 +4,7 @@ import numbers
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from trimtab_common.scores import is_finite_score
+from trimtab_common.reward_checks import is_finite_score
 from trimtab_lm.data.formats import Conversation
 
 Observation: TypeAlias = str | Conversation | Sequence[int]

@@ -13,9 +13,9 @@ from torch import Tensor
 from trimtab_common.stats import Mean, Stats
 from trimtab_lm.sampling.mismatch import corrected
 
+from .experience import Experience, Minibatch
 from .loss import policy_log_ratio
-from .rollout import Minibatch, Rollout
-from .score import Models, Replaced, at_tokens, forward, forward_in_parts, kl_terms
+from .passes import Models, Replaced, at_tokens, forward, forward_in_parts, kl_terms
 from .update import OptimizerStep
 
 
@@ -34,7 +34,9 @@ class Boxes(Models, Protocol):
 
 
 @torch.no_grad()
-def evaluate(boxes: Boxes, rollout: Rollout, scores: Tensor, replaced: Replaced, lap: Callable[[str], None]) -> Rollout:
+def evaluate(
+    boxes: Boxes, rollout: Experience, scores: Tensor, replaced: Replaced, lap: Callable[[str], None]
+) -> Experience:
     """The rollout with all columns, under the policy before its updates.
 
     Args:
@@ -44,8 +46,7 @@ def evaluate(boxes: Boxes, rollout: Rollout, scores: Tensor, replaced: Replaced,
         replaced: says who reads logits.
         lap: called with the name of each part of the work when it is done.
     """
-    config = boxes.config
-    order = rollout.minibatches(torch.arange(len(scores)), config.mini_batch_size)
+    config, order = boxes.config, rollout.minibatches(torch.arange(len(scores)), boxes.config.mini_batch_size)
     policy = forward_in_parts(boxes, boxes.actor_critic, rollout, order, replaced)
     ref = forward_in_parts(boxes, boxes.reference_policy, rollout, order, replaced)
     lap("forward_pass")
@@ -82,7 +83,7 @@ def evaluate(boxes: Boxes, rollout: Rollout, scores: Tensor, replaced: Replaced,
     )
 
 
-def update(boxes: Boxes, rollout: Rollout, batches: Iterable[Tensor], replaced: Replaced) -> list[Minibatch]:
+def update(boxes: Boxes, rollout: Experience, batches: Iterable[Tensor], replaced: Replaced) -> list[Minibatch]:
     """An optimizer step over each batch of rows, until one shows that the policy has moved too far: it is not taken."""
     step, recorded, counts = boxes.optimizer_step, list[Minibatch](), rollout.mask.sum(1).cpu()
     for rows in batches:

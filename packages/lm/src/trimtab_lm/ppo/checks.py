@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from trimtab_common.conditions import OTHER_REFERENCE, OTHER_SAMPLER, OTHER_START
 from trimtab_common.health import check_rows, warn_at_start
-from trimtab_common.scores import checked_scores
+from trimtab_common.reward_checks import checked_scores
 from trimtab_common.stats import total_over_ranks
 from trimtab_lm.compat.generation import cache_found
 from trimtab_lm.environments.rollout import EnvironmentRollout
@@ -20,8 +20,8 @@ from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
 
 from .config import PPOConfig
+from .experience import Experience
 from .policy import ActorCritic
-from .rollout import Rollout
 
 TOKENS = 4  # of two queries: enough to see a wrong mask, position or temperature
 
@@ -41,7 +41,7 @@ def check_step(
     is_first: bool,
     place: torch.device,
     device: torch.device,
-) -> tuple[Rollout, Tensor]:
+) -> tuple[Experience, Tensor]:
     """The arguments of a step, checked. Collective.
 
     Args:
@@ -129,7 +129,7 @@ def check_step(
         [row.to(place) for row in queries],
         cut["responses"],
     )
-    rollout = Rollout(
+    rollout = Experience(
         queries=queries,
         responses=responses,
         response_masks=cut.get("response_masks"),
@@ -157,7 +157,7 @@ def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) 
         raise ValueError("sampler_logprobs holds a number that is not finite. Nothing was trained; check the sampler.")
 
 
-def check_rollout(rollout: Rollout, *, other_reference_from: float | None) -> None:
+def check_rollout(rollout: Experience, *, other_reference_from: float | None) -> None:
     """Raises TrainingDivergedError that names the rows that are not finite.
 
     Args:

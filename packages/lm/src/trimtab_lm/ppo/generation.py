@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
@@ -23,9 +24,22 @@ from trimtab_lm.tokens.dropout import without_dropout
 
 from .checks import check_generate, check_sampler
 from .config import PPOConfig
+from .passes import Padding, padded_inputs, score
 from .policy import ActorCritic, ReferencePolicy, whole_models
-from .score import Padding, padded_inputs, score
 from .statistics import ended
+
+
+class Trainer(Protocol):
+    """What a PPOTrainer has for its generation."""
+
+    config: PPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    accelerator: Accelerator
+    bare: ActorCritic
+    reference_policy: ReferencePolicy
+    padding: Padding
+    rounding: float
+    rollout: RolloutBackend | None
 
 
 class Generation:
@@ -39,13 +53,9 @@ class Generation:
         pending: what is sampled ahead.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.config: PPOConfig = trainer.config
-        self.tokenizer: PreTrainedTokenizerBase = trainer.tokenizer
-        self.policy: ActorCritic = trainer.bare
-        self.reference: ReferencePolicy = trainer.reference_policy
-        self.padding: Padding = trainer.padding
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.config, self.tokenizer = trainer, trainer.config, trainer.tokenizer
+        self.policy, self.reference, self.padding = trainer.bare, trainer.reference_policy, trainer.padding
         self.rounding = trainer.rounding
         self.sampler = Sampler.of(self.config, self.tokenizer, trainer.accelerator.process_index)
         self.pending = Pending()
@@ -265,11 +275,11 @@ class Sampler:
             )
         self.temperature = temperature
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         return {"calls": self.calls, "temperature": self.temperature}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.calls, self.temperature = state["calls"], state["temperature"]
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.calls, self.temperature = int(state["calls"]), state["temperature"]
 
 
 def rows_of(batch: Mapping[str, Sequence[object]]) -> list[Row]:

@@ -53,6 +53,27 @@ HELD = ("learning_rate", "value_learning_rate", "init_kl_coef")
 """Fields of PPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
 
 
+class Trainer(Protocol):
+    """What a PPOTrainer has before its data and its run are set up, and what they add."""
+
+    config: PPOConfig
+    accelerator: WeighingAccelerator
+    model: PreTrainedModelWrapper
+    tokenizer: PreTrainedTokenizerBase
+    is_encoder_decoder: bool
+    actor_critic: nn.Module
+    generation: Generation
+    rollout: RolloutBackend | None
+    dataset: Any
+    dataloader: DataLoader[Any] | None
+
+    @property
+    def current_device(self) -> torch.device: ...
+    def prepare_dataloader(
+        self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None = None
+    ) -> DataLoader[Any]: ...
+
+
 def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
     """The accelerator that the config asks for. Collective; see `check_engine`."""
     accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs)
@@ -224,12 +245,12 @@ def warmup_factor(steps: int, *, length: int) -> float:
 
 
 def open_data(
-    trainer: Any, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
+    trainer: Trainer, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
 ) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
     """The prompts, their batches, and the position in them, of which checkpoints hold the state.
 
     Args:
-        trainer: a PPOTrainer.
+        trainer: its parts so far.
         dataset: the caller's; None: `config.query_dataset`.
         data_collator: the caller's.
     """
@@ -246,7 +267,7 @@ def open_data(
     return rows, dataloader, batches if isinstance(batches, ShuffledBatches) else None
 
 
-def dataloader_of(trainer: Any, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
+def dataloader_of(trainer: Trainer, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
     """See `PPOTrainer.prepare_dataloader`."""
     config, accelerator, collate = trainer.config, trainer.accelerator, data_collator or collate_columns
     if config.remove_unused_columns and isinstance(rows, Dataset):
@@ -260,7 +281,7 @@ def dataloader_of(trainer: Any, rows: Any, data_collator: Callable[[Sequence[Any
     )
 
 
-def run_of(trainer: "Resumed") -> Run:
+def run_of(trainer: Trainer) -> Run:
     """The run that the config asks for, with what checkpoints hold, under a new id. Collective."""
     config, accelerator = trainer.config, trainer.accelerator
     data = rows_fingerprint(trainer.dataset) if isinstance(trainer.dataset, Dataset) else None
@@ -290,29 +311,18 @@ def run_of(trainer: "Resumed") -> Run:
     return run
 
 
-class Resumed(Protocol):
-    """What a trainer has that a run records and that its checkpoints hold."""
-
-    config: PPOConfig
-    accelerator: WeighingAccelerator
-    actor_critic: nn.Module
-    dataset: object
-    dataloader: DataLoader[Any] | None
-    generation: Generation
-
-
-def prompts_of_run(trainer: "Resumed") -> DataLoader[Any]:
+def prompts_of_run(trainer: Trainer) -> DataLoader[Any]:
     """The batches of prompts of a trainer, which `train` needs."""
     if trainer.dataloader is None:
         raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
     return trainer.dataloader
 
 
-def rewards_of_run(trainer: Any, reward: Any, weights: Sequence[float] | None) -> RewardSet:
+def rewards_of_run(trainer: Trainer, reward: Any, weights: Sequence[float] | None) -> RewardSet:
     """What scores the responses of a run; nothing where none is named and an environment gives the rewards.
 
     Args:
-        trainer: a PPOTrainer.
+        trainer: its parts so far.
         reward: see `PPOTrainer.train`; None: `config.reward_model`.
         weights: one per reward; None: 1.
     """

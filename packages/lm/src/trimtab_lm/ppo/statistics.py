@@ -21,12 +21,12 @@ from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 
 from .config import PPOConfig
-from .rollout import Minibatch, Rollout
+from .experience import Experience, Minibatch
 
 LENGTH_CORRELATION = "tokens/responses_len_score_correlation"
 
 
-def training_stats(rollout: Rollout, recorded: Sequence[Minibatch], *, cap: float | None) -> dict[str, Tensor]:
+def training_stats(rollout: Experience, recorded: Sequence[Minibatch], *, cap: float | None) -> dict[str, Tensor]:
     """Statistics of the updates, and of what they learnt from, as `record_step_stats` takes them. Collective.
 
     Each is a tensor whose mean over its first axis is the statistic. Means and variances cover the tokens of all
@@ -154,7 +154,7 @@ def _value_gain(stats: Mapping[str, float]) -> float | None:
     return 1 - during / before if before > 0 else None
 
 
-def token_stats(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, *, ends: Sequence[int]) -> dict[str, Summary]:
+def token_stats(rollout: Experience, tokenizer: PreTrainedTokenizerBase, *, ends: Sequence[int]) -> dict[str, Summary]:
     """The share of queries that begin with two BOS tokens, `tokens/doubled_bos`, and `tokens/ended`.
 
     `tokens/responses_len_score_correlation` is that of lengths and scores, NaN where one of them does not vary.
@@ -205,7 +205,7 @@ def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, st
     return stats | function_stats(names, scored) if len(names) > 1 else stats
 
 
-def documented(trainer: "Reporter", stats: Stats, rollout: Rollout, clock: "Clock", *, ends: Sequence[int]) -> Stats:
+def documented(trainer: "Reporter", stats: Stats, rollout: Experience, clock: "Clock", *, ends: Sequence[int]) -> Stats:
     """The statistics of a step over all processes: floats and 1-D tensors. Collective.
 
     A correlation that is unknown, because lengths or scores do not vary, is left out.

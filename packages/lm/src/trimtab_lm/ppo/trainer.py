@@ -36,8 +36,8 @@ from .checks import check_ratio, check_rollout, check_step
 from .config import PPOConfig
 from .generation import Generation, completions_of, step_arguments
 from .loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio, shaped, value_stats
+from .passes import Padding, Replaced, built_in_pass, padded_inputs, token_entropy
 from .policy import ActorCritic, ReferencePolicy, keep_value_dtype
-from .score import Padding, Replaced, built_in_pass, padded_inputs, token_entropy
 from .statistics import Clock, documented, ended, rollout_stats, sampling_stats, training_stats, vitals
 from .update import OptimizerStep, rows_of_updates
 
@@ -320,7 +320,7 @@ class PPOTrainer(NamesOf2024):
         return masked_mean(policy_losses, mask), config.vf_coef * masked_mean(value_losses, mask), stats
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> Stats:
-        """This process's statistics of a step, from `Rollout.columns` and the `train_stats` of the updates."""
+        """This process's statistics of a step, from `Experience.columns` and the `train_stats` of the updates."""
         return rollout_stats(kl_coef=kl_coef, **data)
 
     def gather_stats(self, stats: Mapping[str, Any]) -> Stats:

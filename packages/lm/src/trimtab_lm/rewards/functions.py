@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trimtab_common.scores import checked_scores
+from trimtab_common.reward_checks import checked_scores
 from trimtab_common.stats import Deviation, Mean, Summary
 from trimtab_common.time_limit import reward_limit
 from trimtab_lm.data.formats import Text

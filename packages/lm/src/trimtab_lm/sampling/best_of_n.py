@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from trimtab_common.scores import checked_scores
+from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.sampling.generate import eos_token_ids, sample_groups, sampling_config

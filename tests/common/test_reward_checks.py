@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab_common.scores import checked_scores
+from trimtab_common.reward_checks import checked_scores
 
 ITEMS = ["the first", "the second", "the third"]
 SOURCE = "What f returned"

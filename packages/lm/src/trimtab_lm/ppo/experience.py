@@ -10,7 +10,7 @@ UNKNOWN = torch.empty(0)
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Experience:
     """B responses. Columns are [B] per response and [B, W] per token, 0 where `mask` is 0; `evaluate` fills them."""
 
     queries: list[Tensor]
@@ -33,7 +33,7 @@ class Rollout:
     advantages: Tensor = UNKNOWN
     returns: Tensor = UNKNOWN
 
-    def __getitem__(self, rows: Tensor) -> "Rollout":
+    def __getitem__(self, rows: Tensor) -> "Experience":
         chosen = dict(vars(self))
         for name, column in chosen.items():
             if isinstance(column, list):
@@ -42,7 +42,7 @@ class Rollout:
                 chosen[name] = {key: value[rows.to(value.device)] for key, value in column.items()}
             elif column is not None and column is not UNKNOWN:
                 chosen[name] = column[rows.to(column.device)]
-        return Rollout(**chosen)
+        return Experience(**chosen)
 
     def columns(self) -> dict[str, Any]:
         """The columns under the names that `PPOTrainer.record_step_stats` takes."""

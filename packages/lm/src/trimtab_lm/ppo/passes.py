@@ -15,8 +15,8 @@ from trimtab_lm.tokens.logprobs import HeadInputs, exact_kl
 from trimtab_lm.tokens.scores import score_logits
 
 from .config import PPOConfig
+from .experience import UNKNOWN, Experience
 from .policy import ActorCritic, ReferencePolicy, whole_models
-from .rollout import UNKNOWN, Rollout
 
 
 class Padding(NamedTuple):
@@ -101,7 +101,7 @@ class Models(Protocol):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]: ...
 
 
-def forward(models: Models, model: nn.Module, rollout: Rollout, replaced: Replaced) -> Scores:
+def forward(models: Models, model: nn.Module, rollout: Experience, replaced: Replaced) -> Scores:
     """What `batched_forward_pass` says of a minibatch, in its own width and mask.
 
     Args:
@@ -150,7 +150,7 @@ def built_in_pass(
 
 
 def forward_in_parts(
-    models: Models, model: nn.Module, rollout: Rollout, order: Sequence[Tensor], replaced: Replaced
+    models: Models, model: nn.Module, rollout: Experience, order: Sequence[Tensor], replaced: Replaced
 ) -> Scores:
     """The scores of B rows, [B, W, ...], from a forward pass over each minibatch, whose row numbers are `order`."""
     parts = [forward(models, model, rollout[rows], replaced) for rows in order]
@@ -332,7 +332,7 @@ def exact_kl_of(
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
 
-def at_tokens(rows: Sequence[Tensor] | None, rollout: Rollout, scores: Scores) -> Tensor | None:
+def at_tokens(rows: Sequence[Tensor] | None, rollout: Experience, scores: Scores) -> Tensor | None:
     """Numbers of response tokens at the places of those that count, [B, W]; 0 elsewhere.
 
     Args:
