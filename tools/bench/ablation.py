@@ -55,7 +55,6 @@ AGREES = forward._agrees
 GROUPS: Patches = {
     "tokens.forward._agrees": agrees_without_groups,
     "tokens.forward.runs_by_group": lambda model, ids: False,
-    "tokens.attention.runs_by_group": lambda model, ids: False,
 }
 SAMPLING = {"draw_by_inversion": INVERSION, "rows leave": LEAVING, "own loop": LOOP}
 MASKS = {"GroupMask": GROUPS}

@@ -10,8 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -22,24 +21,19 @@ from transformers.masking_utils import find_packed_sequence_indices
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
 from trimtab_lm.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config, trunk_of
-from trimtab_lm.tokens.attention import (
-    GroupMask,
-    OwnMask,
-    attends_fully,
-    attention_mask,
-    is_verified,
-    runs_by_group,
-)
+from trimtab_lm.tokens.attention import attends_fully, is_verified, tree_mask
+from trimtab_lm.tokens.fast import GroupMask, runs_by_group
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import LanguageHead
 from trimtab_lm.tokens.positions import positioned
 from trimtab_lm.tokens.router import classifier_router_loss, has_router_loss
 from trimtab_lm.tokens.scores import Scores
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 EXACT = (torch.float32, torch.float64)
 """Types in which another order of the same sums changes results by far less than text that leaks."""
-_LEAVES_MASKS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-"""What `leaves_masks_to_sdpa` has found of models."""
 
 
 def score_tokens_in_forward(model: Model) -> LanguageHead:
@@ -168,6 +162,32 @@ def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
     return inputs
 
 
+def attention_mask(model: PreTrainedModel, document: Tensor, branch: Tensor) -> "Tensor | BlockMask":
+    """Returns the mask of a tree in the form that the model's attention takes.
+
+    Args:
+        model: the model that will read the tree.
+        document, branch: [R, W], see `lay_out`.
+    """
+    attention = attention_of(model)
+    if attention == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def reads(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            same = (document[b, q] == document[b, k]) & (k <= q)
+            return same & ((branch[b, k] == 0) | (branch[b, k] == branch[b, q]))
+
+        rows, width = document.shape
+        return create_block_mask(reads, rows, None, width, width, device=document.device)
+    if runs_by_group(model, document):
+        return GroupMask.of(document, branch)
+    mask = tree_mask(document, branch)
+    if attention != "eager":
+        return mask
+    dtype = next(model.parameters()).dtype
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
 def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> Layout:
     """Returns the layout with the fewest positions in which the model computes what it computes on padded rows.
 
@@ -211,21 +231,6 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
     return "padded"
 
 
-def leaves_masks_to_sdpa(model: PreTrainedModel) -> bool:
-    """Whether a causal model hands an `OwnMask` to SDPA unread, and computes with it what it computes on padded rows.
-
-    Each model is tried once.
-    """
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if model.config.is_encoder_decoder or not takes_positions or not attends_fully(model):
-        return False
-    if attention_of(model) != "sdpa":
-        return False
-    if model not in _LEAVES_MASKS:
-        _LEAVES_MASKS[model] = _agrees(model, "row")
-    return _LEAVES_MASKS[model]
-
-
 @torch.no_grad()
 def _agrees(model: PreTrainedModel, layout: Layout) -> bool:
     """Whether a layout changes the hidden states by little, compared with what attention across branches changes."""
@@ -262,6 +267,6 @@ def _hidden(model: PreTrainedModel, tokens: Batch) -> Tensor:
     inputs = positioned(trunk.forward, model_inputs(model, tokens))
     hidden = trunk(**inputs, use_cache=False, return_dict=True).last_hidden_state
     mask = inputs.get("attention_mask")
-    if isinstance(mask, OwnMask) and mask.was_read:
+    if isinstance(mask, GroupMask) and mask.was_read:
         raise NotImplementedError(f"{type(model).__name__} reads the attention mask outside of SDPA.")
     return hidden.flatten(0, 1)[tokens["source"]]

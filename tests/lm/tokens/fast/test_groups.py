@@ -10,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM, OPTConfig, OPTForCausalLM
 
-from trimtab_lm.tokens.attention import GroupMask, tree_mask
+from trimtab_lm.tokens.attention import tree_mask
+from trimtab_lm.tokens.fast import GroupMask
 from trimtab_lm.tokens.forward import best_layout, model_inputs, score_tokens_in_forward
 from trimtab_lm.tokens.layout import TokenGroup, lay_out
 
