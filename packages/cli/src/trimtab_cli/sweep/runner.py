@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+import operator
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from wandb.sdk.lib.config_util import save_config_file_from_dict
 from trimtab_common.tracking import METRICS_FILE
 
 from .spec import Sweep, SweepError
-from .study import new_id, next_trial, queue_again, trials_of
+from .study import next_trial, queue_again, trials_of
 
 PREEMPTED = 128 + signal.SIGTERM
 """The exit status by which a training says that SIGTERM ended it; see trimtab_common.interruption.status_of."""
@@ -58,10 +60,8 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 
 def end_leftovers(log: Path, patience: float) -> None:
     """End the processes that still have a log open: those of a trial whose sweep was killed."""
-    left = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to someone else
-            left += [process] if any(file.path == str(log) for file in process.open_files()) else []
+    found = psutil.process_iter(["open_files"])  # None for a process of someone else's
+    left = [process for process in found if str(log) in {file.path for file in process.info["open_files"] or ()}]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in left:
             signal_group(process.pid, number)
@@ -125,8 +125,8 @@ class Runner:
     def _next(self) -> optuna.Trial | None:
         metric = self.sweep.metric
         if metric and metric.target is not None:
-            values = [metric.sign * trial.value for trial in trials_of(self.study) if trial.value is not None]
-            if min(values, default=math.inf) <= metric.sign * metric.target:
+            reaches = operator.le if metric.goal == "minimize" else operator.ge
+            if any(reaches(trial.value, metric.target) for trial in trials_of(self.study) if trial.value is not None):
                 return None
         return next_trial(self.sweep, self.study, seed=self.study.user_attrs["seed"], count=self.count)
 
@@ -158,7 +158,7 @@ class Runner:
         self._record(trial, log, code, reason, round(time.monotonic() - began, 3))
 
     def _start(self, trial: optuna.Trial, log: Path) -> Any:
-        run_id = new_id()
+        run_id = secrets.token_hex(4)
         configs = Path(self.env["WANDB_DIR"], "wandb", f"sweep-{self.env['WANDB_SWEEP_ID']}").resolve()
         trial.set_user_attr("run_id", run_id)
         file, metrics = configs / f"config-{run_id}.yaml", log.with_suffix(".jsonl")
@@ -187,9 +187,8 @@ class Runner:
             status, message, state = "interrupted", "the next call of the sweep runs it again", TrialState.FAIL
         elif code != 0:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
-            message = "\n".join(
-                [f"{f'exit status {code}' if code > 0 else f'signal {-code}'}; the end of {log}:", *lines]
-            )
+            ended = f"exit status {code}" if code > 0 else f"signal {-code}"
+            message = "\n".join([f"{ended}; the end of {log}:", *lines])
         elif value is None:
             names = ", ".join(sorted(logged)) or f"nothing into the file of {METRICS_FILE}"
             message = f"no {self.metric!r} was logged; it has logged {names}."

@@ -37,11 +37,6 @@ class Metric(Section):
     impute: Literal["worst"] = "worst"
     impute_while_running: Literal["false"] = "false"
 
-    @property
-    def sign(self) -> int:
-        """1 where less is better."""
-        return 1 if self.goal == "minimize" else -1
-
 
 class Hyperband(Section):
     """When a run is stopped early: at an iteration, which is a time that it logs the metric."""

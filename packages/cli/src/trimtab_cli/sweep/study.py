@@ -38,7 +38,7 @@ def open_study(folder: Path, sweep: Sweep, *, seed: int | None, sweep_id: str | 
     study = new_study(sweep, storage_in(folder))
     config = sweep.model_dump(include=SAME)
     if "config" not in study.user_attrs:
-        for name, value in {"id": sweep_id or new_id(), "seed": seed or 0, "config": config}.items():
+        for name, value in {"id": sweep_id or secrets.token_hex(4), "seed": seed or 0, "config": config}.items():
             study.set_user_attr(name, value)
     about = study.user_attrs
     changed = sorted(key for key in SAME if about["config"][key] != config[key])
@@ -75,11 +75,6 @@ def read_study(folder: Path) -> optuna.Study:
 def storage_in(folder: Path) -> optuna.storages.JournalStorage:
     """The storage of a sweep's folder."""
     return optuna.storages.JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
-
-
-def new_id() -> str:
-    """Eight letters and digits, as W&B names sweeps and runs."""
-    return secrets.token_hex(4)
 
 
 def trials_of(study: optuna.Study) -> list[FrozenTrial]:
