@@ -11,6 +11,8 @@ from tests.docs.test_metrics import explained
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from trimtab_common.tracking import TRACKERS
+
 PACKAGES = ("trimtab_common", "trimtab_diffusion", "trimtab_lm", "trimtab_lm.environments")
 OTHERS = {
     "migration.md",
@@ -27,7 +29,6 @@ ELSEWHERE = {
     "num_frames",
     "TERM",
     "stage3_gather_16bit_weights_on_model_save",
-    "trackio",
     "zero_to_fp32",
 }
 """Names of other libraries and programs."""
@@ -51,7 +52,12 @@ def known_words() -> set[str]:
     """The words of the sources, of pages' own code, and the settings that come from transformers."""
     files = [path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in ENDINGS]
     files += [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
-    words = ELSEWHERE | {field.name for field in fields(TrainingArguments)} | {name.value for name in OptimizerNames}
+    words = (
+        ELSEWHERE
+        | {*TRACKERS}
+        | {field.name for field in fields(TrainingArguments)}
+        | {name.value for name in OptimizerNames}
+    )
     metrics = " ".join(name for page in (ROOT / "docs" / "trainers").glob("*.md") for name in explained(page))
     words |= {f"{prefix}{word}" for word in re.findall(r"\w+", metrics) for prefix in ("", "eval_")}
     for path in files:
