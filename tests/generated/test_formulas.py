@@ -17,8 +17,15 @@ from trimtab_diffusion.ddpo.loss import rwr_weights, sparse_weights
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_lm.dpo.loss import PairLogprobs
 from trimtab_lm.dpo.variants import LOSSES
-from trimtab_lm.grpo.loss import SCALES, advantages, corrected_k3, policy_losses
-from trimtab_lm.grpo.weights import NORMALIZATIONS, Window, token_weights
+from trimtab_lm.grpo.loss import (
+    NORMALIZATIONS,
+    SCALES,
+    Totals,
+    advantages,
+    corrected_k3,
+    policy_losses,
+    token_weights,
+)
 from trimtab_lm.ppo import PPOConfig, PPOTrainer
 from trimtab_lm.ppo.loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio
 from trimtab_lm.reward.loss import accuracy, calibration, centering, pair_loss
@@ -152,14 +159,14 @@ def test_advantages_of_grpo_ignore_what_does_not_count(columns, scale):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(sorted(NORMALIZATIONS)), st.data())
-def test_the_weights_of_a_window_do_not_depend_on_its_micro_batches(lengths, kind, data):
-    window = Window(len(lengths), sum(lengths), sum(lengths))
+def test_the_weights_of_a_step_do_not_depend_on_its_micro_batches(lengths, kind, data):
+    totals = Totals(len(lengths), sum(lengths), sum(lengths))
     cut = data.draw(st.integers(0, len(lengths)))
     parts = [part for part in (lengths[:cut], lengths[cut:]) if part]
 
     def weights(some):
         sequence = torch.repeat_interleave(torch.arange(len(some)), torch.tensor(some))
-        return token_weights(kind, sequence, torch.tensor(some), window=window, max_completion_length=9)
+        return token_weights(kind, sequence, torch.tensor(some), totals=totals, max_completion_length=9)
 
     close(torch.cat([weights(part) for part in parts]), weights(lengths))
     total = float(weights(lengths).sum())

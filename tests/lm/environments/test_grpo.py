@@ -50,10 +50,9 @@ def learner(make, talk=None, **settings):
     return grpo
 
 
-def group_of(grpo):
-    (group,) = grpo.roll_out([{"prompt": "x", "prompt_ids": ids_of("x")}], draw=0, training=True)
-    grpo._attach_reference([group])
-    return group
+def rollout_of(grpo):
+    sampled = grpo.roll_out([{"prompt": "x", "prompt_ids": ids_of("x")}], draw=0, training=True)
+    return grpo.with_reference(sampled.rollout, [[0]])
 
 
 def gradients(grpo, loss):
@@ -67,9 +66,9 @@ def test_loss_and_gradients_of_two_turns_are_those_worked_by_hand(make, kind):
     """6 tokens of the policy's: "ab" and "c." with advantage a, "d." with -a; the environment's "ab." is only read."""
     talk = kind(Script(TURNS), Partner, tiny.tokenizer(), max_completion_length=48)
     grpo = learner(make, talk)
-    group = group_of(grpo)
-    assert group.advantages.tolist() == pytest.approx([ADVANTAGE, -ADVANTAGE])
-    loss = grpo.compute_loss(grpo.model, grpo.lay_out([group]))
+    whole = rollout_of(grpo)
+    assert whole.advantages.tolist() == pytest.approx([ADVANTAGE, -ADVANTAGE])
+    loss = grpo.compute_loss(grpo.model, {**grpo.lay_out(whole.groups), "rollout": whole})
     actual = gradients(grpo, loss)
 
     terms = []
@@ -101,8 +100,7 @@ def test_statistics_count_what_the_policy_wrote(make):
         assert logs["environment/errors"] == logs["environment/cut"] == logs["completions/clipped_ratio"] == 0
         assert logs["num_tokens"] == (1 + 7) + (1 + 2)  # all that is read
         scripted = torch.tensor([-1.0, -2, -1, -2, -1, -2])
-        group = group_of(grpo)
-        assert torch.equal(group.logprobs["sampler"], scripted)
+        assert torch.equal(rollout_of(grpo).sampler_logprobs, scripted)
         assert logs["sampling/logp_difference/mean"] > 0  # not NaN
 
 
@@ -126,11 +124,11 @@ def test_the_reward_of_the_environment_stands_beside_others(make):
 
 def test_an_episode_that_was_cut_can_be_left_out(make):
     talk = rollout(Script({"x": ["ab", "d."], "xabab.": ["cd"]}), Partner, max_turns=2)
-    group = group_of(learner(make, talk, mask_truncated_completions=True))
-    assert group.is_counted == [False, True]
-    assert (group.num_sequences, group.num_tokens) == (1, 2)
-    assert group.tokens().counts == [[0], [1, 1]]
-    assert len(group.logprobs["sampler"]) == len(group.logprobs["ref"]) == 2
+    whole = rollout_of(learner(make, talk, mask_truncated_completions=True))
+    assert whole.is_counted.tolist() == [False, True]
+    assert (whole.totals.sequences, whole.totals.tokens) == (1, 2)
+    assert whole.groups[0].counts == [[0], [1, 1]]
+    assert len(whole.sampler_logprobs) == len(whole.ref_logprobs) == 2
 
 
 class Lottery:

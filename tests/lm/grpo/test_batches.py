@@ -1,4 +1,6 @@
-"""Prompts for calls of generation, groups, and the buffer that gives a rollout out."""
+"""Prompts for calls of generation, the record of a rollout, and the buffer that gives it out."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,18 +8,10 @@ from datasets import Dataset, IterableDataset
 from tests.lm import tiny
 
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
-from trimtab_lm.grpo.batches import (
-    Group,
-    PromptBatches,
-    PromptLoader,
-    RolloutBuffer,
-    as_groups,
-    column,
-    everyones_advantages,
-    micro_batch,
-    window_of,
-)
-from trimtab_lm.sampling.rollout import Rollout
+from trimtab_lm.grpo.batches import PromptBatches, PromptLoader, RolloutBuffer
+from trimtab_lm.grpo.rollout import everyones_advantages, rollout_of
+from trimtab_lm.sampling.rollout import Rollout as Sampled
+from trimtab_lm.tokens.layout import lay_out
 
 DECODER = {"is_encoder_decoder": False, "needed_for": "GRPO"}
 
@@ -27,12 +21,16 @@ def batches(rows=23, steps=2, prompts_per_step=4, repeats=3, **options):
     return PromptBatches(rows, **sizes | options)
 
 
-def group(seed=0, *, counted=(True, True, True), with_logprobs=True):
-    prompt, *completions = (row.tolist() for row in tiny.rows(1 + len(counted), 2, 5, seed))
-    built = Group(prompt, completions, list(counted), torch.arange(3.0) + 10 * seed)
-    if with_logprobs:
-        built.logprobs["old"] = torch.arange(built.num_tokens) + 100.0 * seed
-    return built
+def rollout(*seeds, counted=True):
+    """A prompt and three completions for each seed; `old_logprobs` count up from 100 times it, advantages from 10."""
+    rows = [tiny.rows(4, 2, 5, seed) for seed in seeds]
+    sampled = Sampled([ids for row in rows for ids in row[1:]], [True] * 3 * len(rows))
+    counted = torch.tensor(counted).expand(len(rows), 3)
+    values = torch.arange(3.0) + 10 * torch.tensor(seeds)[:, None]
+    built, _ = rollout_of([row[0] for row in rows], sampled, is_counted=counted, advantages=values)
+    counts = built.lengths.view(-1, 3).sum(1).tolist()
+    old = [torch.arange(count) + 100.0 * seed for count, seed in zip(counts, seeds, strict=True)]
+    return replace(built, old_logprobs=torch.cat(old))
 
 
 # Prompts
@@ -144,42 +142,50 @@ def test_what_is_no_dataset_of_prompts_is_refused():
         tokenize_prompts(stream, tiny.tokenizer(), **DECODER)
 
 
-# Groups
+# The record of a rollout
 
 
-def test_a_rollout_becomes_groups_side_by_side():
-    prompts, completions = tiny.rows(2, 2, 4), tiny.rows(4, 1, 5, seed=1)
+def test_completions_are_side_by_side_and_those_that_do_not_count_have_no_tokens():
+    prompts, completions = tiny.rows(2, 2, 4), tiny.rows(4, 2, 5, seed=1)
     logprobs = [torch.full((len(row),), float(i)) for i, row in enumerate(completions)]
-    rollout = Rollout(completions, [True, False, True, True], logprobs)
     counted, values = torch.tensor([[True, False], [True, True]]), torch.tensor([[1.0, 0.0], [2.0, -2.0]])
-    first, second = as_groups(prompts, rollout, is_counted=counted, advantages=values)
-    assert first.prompt == prompts[0].tolist()
-    assert second.completions[1] == completions[3].tolist()
-    assert first.logprobs["sampler"].tolist() == [0.0] * len(completions[0])
-    assert second.logprobs["sampler"].tolist() == [2.0] * len(completions[2]) + [3.0] * len(completions[3])
-    assert (first.num_sequences, first.num_tokens) == (1, len(completions[0]))
-    assert window_of([first, second]).sequences == 3
+    sampled = Sampled(completions, [True, False, True, True], logprobs)
+    built, written = rollout_of(prompts, sampled, is_counted=counted, advantages=values)
+    lengths = list(map(len, completions))
+    assert [group.prefix for group in built.groups] == [prompt.tolist() for prompt in prompts]
+    assert built.groups[1].branches == [ids.tolist() for ids in completions[2:]]
+    assert written.tolist() == lengths
+    assert built.lengths.tolist() == [lengths[0], 0, *lengths[2:]]
+    assert built.advantages.tolist() == [1, 0, 2, -2]
+    assert built.sequence.tolist() == [0] * lengths[0] + [2] * lengths[2] + [3] * lengths[3]
+    assert built.sampler_logprobs.tolist() == built.sequence.tolist()  # as the completions are numbered
+    assert (built.totals.sequences, built.totals.tokens) == (3, len(built.sequence))
 
 
-def test_a_completion_that_does_not_count_gives_no_tokens_and_keeps_its_number():
-    groups = [group(1, counted=(True, False, True)), group(2)]
-    batch = micro_batch(groups, "tree", pad_token_id=tiny.PAD)
-    lengths = [len(ids) for one in groups for ids in one.completions]
-    assert batch["lengths"].tolist() == [lengths[0], 0, *lengths[2:]]
-    assert batch["sequence"].unique().tolist() == [0, 2, 3, 4, 5]
-    assert len(batch["source"]) == len(column(groups, "old", torch.device("cpu"))) == window_of(groups).tokens
-    read = sum(len(one.prompt) for one in groups) + window_of(groups).tokens + 1  # one token of what is masked
+def test_the_tokens_are_those_of_the_layout():
+    built = rollout(1, 2, counted=[[True, False, True], [True] * 3])
+    batch = lay_out(built.groups, "tree", pad_token_id=tiny.PAD)
+    assert torch.equal(batch["lengths"], built.lengths)
+    assert torch.equal(batch["sequence"], built.sequence)
+    read = sum(len(group.prefix) for group in built.groups) + len(built.sequence) + 1  # one token of what is masked
     assert int((batch["document"] >= 0).sum()) == read
-    assert not any(value.is_floating_point() for value in batch.values() if isinstance(value, torch.Tensor))
 
 
-def test_columns_are_in_the_order_of_the_tokens():
-    groups = [group(1), group(2)]
-    batch = micro_batch(groups, "tree", pad_token_id=tiny.PAD)
-    targets = [token for one in groups for ids in one.completions for token in ids]
-    assert batch["targets"].tolist() == targets
-    assert column(groups, "old", torch.device("cpu"))[groups[0].num_tokens] == 200.0
-    assert column(groups, "ref", torch.device("cpu")) is None
+def test_some_of_the_prompts_are_a_rollout_of_their_own():
+    counted = [[True, False, True], [True] * 3, [False, True, True]]
+    whole, parts = rollout(1, 2, 3, counted=counted), rollout(3, 1, counted=[counted[2], counted[0]])
+    taken = whole[[2, 0]]
+    assert taken.groups == parts.groups
+    for name in ("is_counted", "lengths", "sequence", "advantages", "old_logprobs"):
+        assert torch.equal(getattr(taken, name), getattr(parts, name)), name
+    assert taken.ref_logprobs is None
+
+
+def test_once_the_policy_has_moved_the_sampler_knows_the_old_one():
+    told = replace(rollout(1), sampler_logprobs=torch.zeros(9))
+    assert told.after_update() is told  # which has log-probabilities of the trainer's
+    moved = replace(told, old_logprobs=None).after_update()
+    assert (moved.old_logprobs, moved.sampler_logprobs) == (told.sampler_logprobs, None)
 
 
 def test_batch_scaling_takes_all_prompts_and_group_scaling_each_by_itself():
@@ -195,15 +201,15 @@ def test_batch_scaling_takes_all_prompts_and_group_scaling_each_by_itself():
 
 def filled(passes=3):
     buffer = RolloutBuffer(micro_batches=2, passes=passes)
-    buffer.fill([group(i) for i in range(6)], seed=5)
+    buffer.fill(rollout(*range(6)), seed=5)
     return buffer
 
 
 def taken(buffer, count):
-    return [[group.advantages[0].item() // 10 for group in buffer.next()] for _ in range(count)]
+    return [[int(value) // 10 for value in buffer.next().advantages[::3]] for _ in range(count)]
 
 
-def test_each_pass_takes_each_group_once_and_later_ones_in_orders_of_their_own():
+def test_each_pass_takes_each_prompt_once_and_later_ones_in_orders_of_their_own():
     buffer = filled()
     orders = [[*one, *other] for one, other in (taken(buffer, 2) for _ in range(3))]
     assert orders[0] == [0, 1, 2, 3, 4, 5]
@@ -222,7 +228,7 @@ def test_a_buffer_goes_on_from_its_state(tmp_path):
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert taken(resumed, 3) == expected[3:]
     assert resumed.is_used_up
-    assert torch.equal(resumed.groups[1].logprobs["old"], half.groups[1].logprobs["old"])
+    assert torch.equal(resumed.rollout.old_logprobs, half.rollout.old_logprobs)
 
 
 def test_a_used_up_rollout_is_not_saved_and_one_of_another_shape_not_taken():
@@ -230,7 +236,7 @@ def test_a_used_up_rollout_is_not_saved_and_one_of_another_shape_not_taken():
     with pytest.raises(ValueError, match="has 2 micro-batches and 1 passes, the settings say 4 and 1"):
         other.load_state_dict(buffer.state_dict())
     taken(buffer, 2)
-    assert buffer.state_dict()["groups"] == []
+    assert buffer.state_dict()["rollout"] is None
     other.load_state_dict(buffer.state_dict())
     assert other.is_used_up
 

@@ -8,14 +8,16 @@ import torch
 from trimtab_common.formulas.kl import k3
 from trimtab_lm.grpo.loss import (
     LOG_RATIOS,
+    NORMALIZATIONS,
+    Totals,
     advantages,
     corrected_k3,
     policy_losses,
     sequence_log_ratio,
     token_log_ratio,
+    token_weights,
 )
 from trimtab_lm.grpo.statistics import policy_stats
-from trimtab_lm.grpo.weights import NORMALIZATIONS, Window, token_weights
 
 EPSILONS = {"epsilon_low": 0.2, "epsilon_high": 0.3}
 LENGTHS = [3, 1, 4, 2, 2]  # tokens of five completions
@@ -126,7 +128,7 @@ def test_the_first_update_is_the_policy_gradient_at_either_level(level):
     old = torch.randn(12, dtype=torch.float64)
     logprobs, values = old.clone().requires_grad_(), torch.randn(5, dtype=torch.float64)
     log_ratio = LOG_RATIOS[level](logprobs, old, sequence, lengths)
-    weights = token_weights("grpo", sequence, lengths, window=Window(5, 12, 12), max_completion_length=9)
+    weights = token_weights("grpo", sequence, lengths, totals=Totals(5, 12, 12), max_completion_length=9)
     (policy_losses(log_ratio, values[sequence], **EPSILONS) * weights).sum().backward()
     torch.testing.assert_close(logprobs.grad, (-values / (5 * lengths))[sequence], rtol=1e-6, atol=0)
 
@@ -135,7 +137,7 @@ def test_gspo_is_a_mean_over_completions_of_their_clipped_ratios():
     sequence, lengths = flat([2, 4])
     log_ratio = torch.tensor([0.1, 0.3, 0.9, -0.1, 0.5, 0.3], dtype=torch.float64, requires_grad=True)
     ratios = sequence_log_ratio(log_ratio, torch.zeros(6), sequence, lengths)
-    weights = token_weights("grpo", sequence, lengths, window=Window(2, 6, 6), max_completion_length=9)
+    weights = token_weights("grpo", sequence, lengths, totals=Totals(2, 6, 6), max_completion_length=9)
     losses = policy_losses(ratios, torch.tensor([2.0, 1.0])[sequence], **EPSILONS)
     loss = (losses * weights).sum()
     assert loss.item() == pytest.approx((-2 * math.exp(0.2) - 1.3) / 2)  # the second, exp(0.4), is clipped
@@ -199,10 +201,10 @@ def summed(loss_type: str, ranks: list[list[int]]) -> float:
     losses, lengths = list(LOSSES.split(LENGTHS)), list(LENGTHS)
     for micro_batches in ranks:
         count = sum(lengths[first : first + sum(micro_batches)])
-        window = Window(sequences=len(lengths), tokens=sum(lengths), rank_tokens=count, ranks=len(ranks))
+        totals = Totals(sequences=len(lengths), tokens=sum(lengths), rank_tokens=count, ranks=len(ranks))
         for size in micro_batches:
             rows = slice(first, first + size)
-            weights = token_weights(loss_type, *flat(lengths[rows]), window=window, max_completion_length=9)
+            weights = token_weights(loss_type, *flat(lengths[rows]), totals=totals, max_completion_length=9)
             total += (weights * torch.cat(losses[rows])).sum().item()
             first += size
     return total
@@ -226,23 +228,23 @@ def test_bnpo_is_the_mean_of_each_processs_own_mean(ranks):
 
 
 def test_masking_a_completion_is_leaving_it_out():
-    """The second of three completions has no tokens and is in none of the window's counts."""
+    """The second of three completions has no tokens and is in none of the step's counts."""
     losses = torch.tensor([1.0, 3.0, 5.0])
-    window = Window(sequences=2, tokens=3, rank_tokens=3)
+    totals = Totals(sequences=2, tokens=3, rank_tokens=3)
     for loss_type, expected in {"grpo": 3.5, "dapo": 3.0, "bnpo": 3.0, "dr_grpo": 9 / 8}.items():
-        weights = token_weights(loss_type, *flat([2, 0, 1]), window=window, max_completion_length=4)
+        weights = token_weights(loss_type, *flat([2, 0, 1]), totals=totals, max_completion_length=4)
         assert (weights * losses).sum().item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("loss_type", NORMALIZATIONS)
-def test_a_window_where_all_is_masked_has_no_loss(loss_type):
-    weights = token_weights(loss_type, *flat([0, 0]), window=Window(0, 0, 0), max_completion_length=4)
+def test_a_step_where_all_is_masked_has_no_loss(loss_type):
+    weights = token_weights(loss_type, *flat([0, 0]), totals=Totals(0, 0, 0), max_completion_length=4)
     assert weights.shape == (0,)
 
 
 def test_an_unknown_normalisation_lists_those_there_are():
     with pytest.raises(ValueError, match="choose from grpo, bnpo, dr_grpo, dapo"):
-        token_weights("ppo", *flat([1]), window=Window(1, 1, 1), max_completion_length=4)
+        token_weights("ppo", *flat([1]), totals=Totals(1, 1, 1), max_completion_length=4)
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------

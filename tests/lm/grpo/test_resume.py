@@ -104,6 +104,11 @@ def test_a_checkpoint_that_lost_its_rollout_is_refused_and_one_of_fewer_processe
         Progress(RolloutBuffer(micro_batches=1, passes=1)).load(str(checkpoint), 1, processes=2)
     with pytest.warns(UserWarning, match=r"one of 1 processes: training goes on with a new rollout"):
         Progress(RolloutBuffer(micro_batches=1, passes=1)).load(str(checkpoint), 0, processes=2)
+    older = torch.load(checkpoint / "rollout_0.pt", weights_only=True)
+    (tmp_path / "older").mkdir()
+    torch.save(older | {"buffer": {"groups": []}}, tmp_path / "older" / "rollout_0.pt")
+    with pytest.warns(UserWarning, match=r"is of another release: training goes on with a new rollout"):
+        Progress(RolloutBuffer(micro_batches=1, passes=1)).load(str(tmp_path / "older"), 0, processes=1)
     (checkpoint / "rollout_0.pt").unlink()
     with pytest.raises(CheckpointError, match=r"rollout_0\.pt: missing"):
         make(tmp_path, settings).train(resume_from_checkpoint=str(checkpoint))

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -15,9 +16,11 @@ from tests.lm import tiny
 from tests.lm.grpo.run_distributed import Fixed, Scripted, prompts, trainer, vowels
 from transformers import GPT2LMHeadModel
 
-from trimtab_lm.grpo.batches import Group
+from trimtab_lm.grpo.rollout import rollout_of
 from trimtab_lm.sampling.backends import TransformersRollout
+from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
+from trimtab_lm.tokens.layout import TokenGroup
 
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0)
 MODELS = {
@@ -34,25 +37,43 @@ def make(tmp_path):
     return partial(trainer, str(tmp_path))
 
 
-def groups_of(count=2, size=3, seed=0, counted=True):
-    """Groups with advantages, and old and reference log-probabilities that are plausible."""
+def rollout(count=2, size=3, seed=0, counted=True):
+    """A rollout with advantages, and old and reference log-probabilities that are plausible."""
     generator = torch.Generator().manual_seed(seed)
-    sampled = []
-    for i in range(count):
-        prompt, *completions = (row.tolist() for row in tiny.rows(1 + size, 2, 6, 10 * seed + i))
-        flags = [counted or k > 0 for k in range(size)]
-        group = Group(prompt, completions, flags, torch.randn(size, generator=generator, dtype=torch.float64))
-        for name in ("old", "ref"):
-            group.logprobs[name] = -3 + torch.randn(group.num_tokens, generator=generator, dtype=torch.float64)
-        sampled.append(group)
-    return sampled
+    rows = [tiny.rows(1 + size, 2, 6, 10 * seed + i) for i in range(count)]
+    sampled = Sampled([ids for row in rows for ids in row[1:]], [True] * size * count)
+    flags = torch.tensor([counted or k > 0 for k in range(size)]).expand(count, size)
+    values = torch.randn(count, size, generator=generator, dtype=torch.float64)
+    built, _ = rollout_of([row[0] for row in rows], sampled, is_counted=flags, advantages=values)
+    old, ref = -3 + torch.randn(2, len(built.sequence), generator=generator, dtype=torch.float64)
+    return replace(built, old_logprobs=old, ref_logprobs=ref)
 
 
-def gradients(grpo, groups, model=None):
+def apart(whole, only=None):
+    """The same completions, each with a prompt of its own; `only` some of them."""
+    pairs = [
+        TokenGroup(group.prefix, [ids], [counts])
+        for group in whole.groups
+        for ids, counts in zip(group.branches, group.counts, strict=True)
+    ]
+    alone = replace(whole, groups=pairs)
+    return alone if only is None else alone[only]
+
+
+def batch_of(grpo, whole):
+    return {**grpo.lay_out(whole.groups), "rollout": whole}
+
+
+def sampled_of(batch):
+    """The completions of a micro-batch, as lists of ids."""
+    return [ids for group in batch["rollout"].groups for ids in group.branches]
+
+
+def gradients(grpo, whole, model=None):
     """Loss and all gradients of a micro-batch by itself."""
     model = model or grpo.model
     model.zero_grad()
-    loss = grpo.compute_loss(model, grpo.lay_out(groups))
+    loss = grpo.compute_loss(model, batch_of(grpo, whole))
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -138,14 +159,14 @@ def test_generation_and_rewards_do_not_touch_the_random_numbers_of_training(make
     grpo._begin()
     again = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)[0][0]
     assert draws[0] == draws[-1]  # a step's numbers do not depend on where the global generators are
-    assert [group.completions for group in first["groups"]] == [group.completions for group in again["groups"]]
+    assert sampled_of(first) == sampled_of(again)
 
 
 def test_the_end_token_is_learnt_and_special_tokens_are_not_in_the_texts(make):
     texts = []
     grpo = make(reward=lambda completions, **_: texts.extend(completions) or vowels(completions))
     batch = grpo.get_batch_samples(iter([grpo.train_dataset.select(range(2)).to_list()]), 1, grpo.args.device)[0][0]
-    completions = [ids for group in batch["groups"] for ids in group.completions]
+    completions = sampled_of(batch)
     assert any(ids[-1] == tiny.EOS for ids in completions)
     assert batch["targets"].tolist() == [token for ids in completions for token in ids]
     assert not any("</s>" in text for text in texts)
@@ -207,20 +228,11 @@ def test_async_functions_models_and_weights(make):
 )
 def test_a_prompt_once_is_a_prompt_for_each_completion(make, name, settings):
     grpo = make(MODELS[name](), beta=0.3, temperature=0.7, **settings)
-    groups = groups_of(3)
+    whole = rollout(3)
     assert grpo.lay_out.keywords["layout"] == ("encoder-decoder" if name == "t5" else "row")
-    loss, grads = gradients(grpo, groups)
-    apart = [
-        Group(group.prompt, [ids], [True], group.advantages[k : k + 1], {})
-        for group in groups
-        for k, ids in enumerate(group.completions)
-    ]
-    for column in ("old", "ref"):
-        values = torch.cat([group.logprobs[column] for group in groups]).split([one.num_tokens for one in apart])
-        for one, value in zip(apart, values, strict=True):
-            one.logprobs[column] = value
+    loss, grads = gradients(grpo, whole)
     grpo.lay_out = partial(grpo.lay_out, layout="encoder-decoder" if name == "t5" else "padded")
-    other_loss, other_grads = gradients(grpo, apart)
+    other_loss, other_grads = gradients(grpo, apart(whole))
     torch.testing.assert_close(loss, other_loss, rtol=1e-9, atol=1e-12)
     assert grads.keys() == other_grads.keys()
     assert loss != 0
@@ -232,17 +244,14 @@ def test_on_policy_the_gradient_is_reinforce_with_a_baseline(make):
     """d/dw of -(1/S) sum_i A_i (1/|o_i|) sum_t log pi(o_it), at the sampling temperature, by plain forward passes."""
     model = tiny.gpt2(dtype=torch.float64)
     grpo = make(model, loss_type="grpo", temperature=0.7)
-    groups = groups_of(2)
-    for group in groups:
-        group.logprobs = {}
-    _, grads = gradients(grpo, groups)
+    whole = replace(rollout(2), old_logprobs=None, ref_logprobs=None)
+    _, grads = gradients(grpo, whole)
     model.eval().zero_grad()
     total = torch.zeros((), dtype=torch.float64)
-    for group in groups:
-        for ids, advantage in zip(group.completions, group.advantages, strict=True):
-            logits = model(input_ids=torch.tensor([group.prompt + ids])).logits[0, len(group.prompt) - 1 : -1]
-            taken = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
-            total = total - advantage * taken.mean() / 6
+    for group, advantage in zip(apart(whole).groups, whole.advantages, strict=True):
+        logits = model(input_ids=torch.tensor([group.prefix + group.branches[0]])).logits[0, len(group.prefix) - 1 : -1]
+        taken = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(group.branches[0])[:, None])
+        total = total - advantage * taken.mean() / 6
     total.backward()
     for name, parameter in model.named_parameters():
         # Tokens are weighted in float32, so that parts which cancel leave its rounding.
@@ -251,12 +260,9 @@ def test_on_policy_the_gradient_is_reinforce_with_a_baseline(make):
 
 def test_a_completion_that_is_masked_might_as_well_not_be_there(make):
     grpo = make(tiny.gpt2(dtype=torch.float64))
-    masked = groups_of(2, counted=False)
-    without = [
-        Group(group.prompt, group.completions[1:], [True] * 2, group.advantages[1:], group.logprobs) for group in masked
-    ]
+    masked = rollout(2, counted=False)
     loss, grads = gradients(grpo, masked)
-    other_loss, other_grads = gradients(grpo, without)
+    other_loss, other_grads = gradients(grpo, apart(masked, only=[1, 2, 4, 5]))
     torch.testing.assert_close(loss, other_loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(grads, other_grads, rtol=1e-9, atol=1e-12)
 
@@ -271,15 +277,15 @@ def test_truncated_completions_are_in_neither_baseline_nor_loss(make):
         max_completion_length=3,
     )
     rows = grpo.train_dataset.select(range(2)).to_list()
-    batches, window = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)
-    assert [group.advantages.tolist() for group in batches[0]["groups"]] == [[-2.0, 2.0, 0.0]] * 2
+    batches, totals = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)
+    assert batches[0]["rollout"].advantages.tolist() == [-2.0, 2.0, 0.0] * 2
     assert batches[0]["targets"].tolist() == [5, 6, 6] * 2
-    assert (window.sequences, window.tokens) == (4, 6)
+    assert (totals.sequences, totals.tokens) == (4, 6)
     grpo.config.mask_truncated_completions = False
     grpo._begin()
-    batches, window = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)
-    assert (window.sequences, window.tokens) == (6, 12)
-    assert batches[0]["groups"][0].advantages.sum() == pytest.approx(0, abs=1e-5)
+    batches, totals = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)
+    assert (totals.sequences, totals.tokens) == (6, 12)
+    assert batches[0]["rollout"].advantages[:3].sum() == pytest.approx(0, abs=1e-5)
 
 
 def test_a_step_in_which_all_is_masked_changes_nothing(make):
@@ -309,12 +315,9 @@ def test_adapters_off_are_a_frozen_copy(make, corrected):
     model.load_state_dict(merged.merge_and_unload().state_dict())
     losses = []
     for grpo in (adapted, copied):
-        groups = groups_of(2)
-        for group in groups:
-            group.logprobs = {}
-            group.advantages.zero_()
-        grpo._attach_reference(groups)
-        losses.append(grpo.compute_loss(grpo.model, grpo.lay_out(groups)))
+        bare = replace(rollout(2), advantages=torch.zeros(6), old_logprobs=None, ref_logprobs=None)
+        whole = grpo.with_reference(bare, [range(2)])
+        losses.append(grpo.compute_loss(grpo.model, batch_of(grpo, whole)))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=1e-12)
     assert losses[0] > 0.01
 
@@ -338,11 +341,11 @@ def test_old_logprobs_are_kept_where_the_policy_moves_and_only_there(make):
     for settings, expected in (({}, False), ({"num_iterations": 2}, True), ({"steps_per_generation": 2}, True)):
         grpo = make(**settings)
         rows = grpo.train_dataset.select(range(2 * settings.get("steps_per_generation", 1))).to_list()
-        group = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)[0][0]["groups"][0]
-        assert ("old" in group.logprobs) == expected
+        whole = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)[0][0]["rollout"]
+        assert (whole.old_logprobs is not None) == expected
         if expected:
-            row, ids = torch.tensor(group.prompt), torch.tensor(group.completions[0])
-            first = group.logprobs["old"][: len(ids)]
+            row, ids = torch.tensor(whole.groups[0].prefix), torch.tensor(whole.groups[0].branches[0])
+            first = whole.old_logprobs[: len(ids)]
             torch.testing.assert_close(first, tiny.taken_of(grpo.model, row, ids), rtol=1e-4, atol=1e-4)
 
 
@@ -420,7 +423,7 @@ def letter_a(completions, **_):
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_it_learns_to_write_the_letter_a_and_not_with_a_broken_loss(make, monkeypatch, is_broken):
     if is_broken:
-        import trimtab_lm.grpo.trainer as module
+        import trimtab_lm.grpo.algorithm as module
 
         monkeypatch.setattr(module, "policy_losses", wrong_sign(module.policy_losses))
     grpo = make(

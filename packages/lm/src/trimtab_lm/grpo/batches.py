@@ -1,27 +1,19 @@
 """Prompts for one call of generation, and the rollout that it becomes, micro-batch by micro-batch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import epoch_order
-from trimtab_lm.hf.types import Batch
-from trimtab_lm.sampling.rollout import Rollout
-from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
+from trimtab_lm.tokens.layout import TokenGroup
 
+from .algorithm import Completions
 from .config import GRPOConfig
-from .loss import advantages
-from .weights import Window
-
-# Prompts -------------------------------------------------------------------------------------------------------------
 
 
 class PromptBatches(Sampler[list[int]]):
@@ -138,11 +130,6 @@ def as_list(rows: Sequence[Row]) -> Any:
     return list(rows)
 
 
-def halves(batch: list[Row]) -> tuple[list[Row], list[Row]]:
-    """The rows of a call of generation and those of the next, of a `PromptBatches` that looks ahead."""
-    return batch[: len(batch) // 2], batch[len(batch) // 2 :]
-
-
 class _Remembering:
     """Rows of a dataset; those that were asked for last are not read again."""
 
@@ -159,177 +146,60 @@ class _Remembering:
         return self._last[1]
 
 
-# Rollouts ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Group:
-    """A prompt and its G completions, as they are learnt from.
-
-    prompt, completions: token ids. is_counted: [G], whether a completion is learnt from. advantages: [G]. logprobs:
-    columns of the N tokens that count, [N] each: `old` (of the policy that sampled them), `ref`, `sampler`; on the CPU.
-    masks: for each completion, 1 where the policy wrote the token; None: it wrote all of them. policy_step: optimizer
-    steps of the policy that sampled; None: it did not sample ahead. is_policy: see `Rollout`.
-    """
-
-    prompt: list[int]
-    completions: list[list[int]]
-    is_counted: list[bool]
-    advantages: Tensor
-    logprobs: dict[str, Tensor] = field(default_factory=dict)
-    masks: list[list[int]] | None = None
-    policy_step: int | None = None
-    is_policy: bool = False
-
-    @property
-    def written(self) -> list[list[int]]:
-        """For each completion, 1 where the policy wrote the token."""
-        return [[1] * len(ids) for ids in self.completions] if self.masks is None else self.masks
-
-    @property
-    def counts(self) -> list[list[int]]:
-        """For each completion, 1 where a token is learnt from."""
-        pairs = zip(self.written, self.is_counted, strict=True)
-        return [mask if counted else [0] * len(mask) for mask, counted in pairs]
-
-    @property
-    def num_sequences(self) -> int:
-        return sum(self.is_counted)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(sum, self.counts))
-
-    def leave_out(self) -> None:
-        """Learn from none of the completions."""
-        self.is_counted = [False] * len(self.completions)
-        self.logprobs = {name: values[:0] for name, values in self.logprobs.items()}
-
-    def only(self, i: int) -> "Group":
-        """The prompt with one of its completions, without log-probabilities."""
-        part = slice(i, i + 1)
-        masks = None if self.masks is None else self.masks[part]
-        return Group(self.prompt, self.completions[part], self.is_counted[part], self.advantages[part], masks=masks)
-
-    def tokens(self) -> TokenGroup:
-        """A completion that does not count is a branch of one token, which does not count either."""
-        kept = [None if counted else 1 for counted in self.is_counted]
-        branches, counts = (
-            [row[:end] for row, end in zip(rows, kept, strict=True)] for rows in (self.completions, self.counts)
-        )
-        return TokenGroup(self.prompt, branches, counts)
-
-
-def as_groups(prompts: Sequence[Tensor], rollout: Rollout, *, is_counted: Tensor, advantages: Tensor) -> list[Group]:
-    """A rollout of P prompts with G completions each as groups. is_counted, advantages: [P, G]."""
-    size = advantages.shape[1]
-    groups = []
-    for i, prompt in enumerate(prompts):
-        rows = slice(i * size, (i + 1) * size)
-        group = Group(
-            prompt.tolist(),
-            [ids.tolist() for ids in rollout.completions[rows]],
-            is_counted[i].tolist(),
-            advantages[i].clone(),
-            masks=None if rollout.episodes is None else [mask.tolist() for mask in rollout.episodes.masks[rows]],
-            policy_step=rollout.policy_step,
-            is_policy=rollout.is_policy,
-        )
-        if rollout.logprobs is not None:
-            counts = torch.tensor([one for row in group.counts for one in row], dtype=torch.bool)
-            group.logprobs["sampler"] = torch.cat(rollout.logprobs[rows])[counts]
-        groups.append(group)
-    return groups
-
-
-def everyones_advantages(rewards: Tensor, is_counted: Tensor, *, scale: str, rank: int = 0) -> Tensor:
-    """The advantages [P, G] of this process's completions; see `advantages`. Collective where scale is "batch"."""
-    if scale != "batch":
-        return advantages(rewards, scale=scale, mask=is_counted)
-    parts = gather_over_ranks((rewards, is_counted))
-    all_advantages = advantages(torch.cat([r for r, _ in parts]), scale=scale, mask=torch.cat([c for _, c in parts]))
-    start = sum(len(r) for r, _ in parts[:rank])
-    return all_advantages[start : start + len(rewards)]
-
-
-def window_of(groups: Sequence[Group]) -> Window:
-    """These groups as all that a step learns from, on one process."""
-    tokens = sum(group.num_tokens for group in groups)
-    return Window(sum(group.num_sequences for group in groups), tokens, rank_tokens=tokens)
-
-
-def micro_batch(
-    groups: Sequence[Group], layout: Layout, *, pad_token_id: int, decoder_start_token_id: int | None = None
-) -> Batch:
-    """Whole groups as model inputs (see `lay_out`); what belongs to their tokens stays in `groups`, in their order.
-
-    Numbers of float32 must not be among the inputs: Trainer gives those the dtype of a DeepSpeed model.
-    """
-    batch = lay_out(
-        [group.tokens() for group in groups],
-        layout,
-        pad_token_id=pad_token_id,
-        decoder_start_token_id=decoder_start_token_id,
-    )
-    return {**batch, "groups": list(groups)}
-
-
-def column(groups: Sequence[Group], name: str, device: torch.device) -> Tensor | None:
-    """[N], log-probabilities of the tokens of a micro-batch; None if there are none of this name."""
-    if name not in groups[0].logprobs:
-        return None
-    return torch.cat([group.logprobs[name] for group in groups]).to(device)
-
-
-def add_column(groups: Sequence[Group], name: str, logprobs: Tensor) -> None:
-    """Give each group its part of the log-probabilities [N] of the tokens of a micro-batch."""
-    for group, part in zip(groups, logprobs.cpu().split([group.num_tokens for group in groups]), strict=True):
-        group.logprobs[name] = part.clone()
-
-
 class RolloutBuffer:
-    """The groups of one call of generation, given out in micro-batches, each of them once per pass.
+    """The rollout of one call of generation, given out in micro-batches: each prompt once per pass.
 
-    micro_batches: of a pass. The first pass takes the groups in their order, later ones in orders fixed by the seed.
+    micro_batches: of a pass. The first pass takes the prompts in their order, later ones in orders fixed by the seed.
     """
 
     def __init__(self, *, micro_batches: int, passes: int):
         self.micro_batches, self.passes = micro_batches, passes
-        self.groups: list[Group] = []
+        self.rollout: Completions | None = None
         self.seed, self.used = 0, micro_batches * passes
 
     @property
     def is_used_up(self) -> bool:
         return self.used == self.micro_batches * self.passes
 
-    def fill(self, groups: Sequence[Group], *, seed: int) -> None:
-        """The next rollout; the number of groups is a multiple of micro_batches."""
-        self.groups, self.seed, self.used = list(groups), seed, 0
+    def serves(self, prompts: int) -> bool:
+        """Whether micro-batches are left of a rollout with this many prompts."""
+        return self.rollout is not None and not self.is_used_up and len(self.rollout.groups) == prompts
 
-    def slices(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """Groups in the micro-batches of the first pass."""
-        size = len(groups) // self.micro_batches
-        return [list(groups[start : start + size]) for start in range(0, len(groups), size)]
-
-    def next(self) -> list[Group]:
-        """The groups of the next micro-batch."""
-        number, place = divmod(self.used, self.micro_batches)
-        order = list(range(len(self.groups)))
+    def prompts_of(self, rollout: Completions, number: int = 0) -> list[list[int]]:
+        """The prompts of each micro-batch of a pass; their number is a multiple of `micro_batches`."""
+        order = list(range(len(rollout.groups)))
         if number:
             generator = torch.Generator().manual_seed(sampling_seed(self.seed, rank=0, draw=number))
             order = torch.randperm(len(order), generator=generator).tolist()
+        size = len(order) // self.micro_batches
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def fill(self, rollout: Completions, *, seed: int) -> None:
+        """The next rollout."""
+        self.rollout, self.seed, self.used = rollout, seed, 0
+
+    def next(self) -> Completions:
+        """The next micro-batch."""
+        assert self.rollout is not None
+        number, place = divmod(self.used, self.micro_batches)
         self.used += 1
-        return self.slices([self.groups[i] for i in order])[place]
+        return self.rollout[self.prompts_of(self.rollout, number)[place]]
+
+    def after_update(self) -> None:
+        """The policy is about to move: see `Completions.after_update`."""
+        if self.rollout is not None:
+            self.rollout = self.rollout.after_update()
 
     def state_dict(self) -> dict[str, object]:
-        """For torch.save; the groups of a rollout that is used up are left out."""
-        groups = [] if self.is_used_up else [vars(group) for group in self.groups]
-        shape = [self.micro_batches, self.passes]
-        return {"groups": groups, "seed": self.seed, "used": self.used, "shape": shape}
+        """For torch.save; a rollout that is used up is left out."""
+        rollout = None
+        if self.rollout is not None and not self.is_used_up:
+            rollout = {**vars(self.rollout), "groups": [vars(group) for group in self.rollout.groups]}
+        return {"rollout": rollout, "seed": self.seed, "used": self.used, "shape": [self.micro_batches, self.passes]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for a half-used rollout of a buffer of another shape."""
-        if not state["groups"]:
+        if state["rollout"] is None:
             return
         if state["shape"] != [self.micro_batches, self.passes]:
             raise ValueError(
@@ -337,5 +207,6 @@ class RolloutBuffer:
                 f"the settings say {self.micro_batches} and {self.passes}. Resume with the settings of the checkpoint "
                 "(gradient_accumulation_steps, steps_per_generation, num_iterations)."
             )
-        self.groups = [Group(**group) for group in state["groups"]]
+        groups = [TokenGroup(**group) for group in state["rollout"]["groups"]]
+        self.rollout = Completions(**state["rollout"] | {"groups": groups})
         self.seed, self.used = state["seed"], state["used"]

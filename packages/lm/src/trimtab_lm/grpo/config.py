@@ -11,8 +11,7 @@ from trimtab_lm.legacy.translations import GRPO_ARGUMENTS
 from trimtab_lm.sampling.backends import BACKENDS
 from trimtab_lm.sampling.rollout import SamplingSettings
 
-from .loss import LOG_RATIOS, SCALES
-from .weights import NORMALIZATIONS
+from .loss import LOG_RATIOS, NORMALIZATIONS, SCALES
 
 
 @dataclass

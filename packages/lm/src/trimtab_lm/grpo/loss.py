@@ -4,10 +4,11 @@ A micro-batch is N completion tokens that count, of S completions: `logprobs` an
 the number of the completion that a token belongs to, 0 to S - 1; `tokens_per_sequence` is [S]. No completion is split
 between micro-batches. One that is masked for being truncated has no tokens among the N.
 
-The loss of a step is the sum of `weights * losses` over all tokens of its window, with the weights of `weights.py`.
+The loss of an optimizer step is the sum of `weights * losses` over all its tokens, with the weights of `token_weights`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -90,3 +91,64 @@ def corrected_k3(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -
     """
     ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     return ratio * k3(logprobs, ref_logprobs)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one optimizer step learns from; completions that are masked count nowhere.
+
+    sequences, tokens: completions and their tokens, over all micro-batches and processes. rank_tokens: tokens of all
+    micro-batches of this process. ranks: number of processes.
+    """
+
+    sequences: int
+    tokens: int
+    rank_tokens: int
+    ranks: int = 1
+
+
+def _per_sequence(lengths: Tensor, totals: Totals, max_completion_length: int) -> Tensor:
+    return 1 / (lengths * totals.sequences)
+
+
+def _per_rank_token(lengths: Tensor, totals: Totals, max_completion_length: int) -> Tensor:
+    return torch.ones_like(lengths) / (totals.rank_tokens * totals.ranks)
+
+
+def _per_constant(lengths: Tensor, totals: Totals, max_completion_length: int) -> Tensor:
+    return torch.ones_like(lengths) / (totals.sequences * max_completion_length)
+
+
+def _per_token(lengths: Tensor, totals: Totals, max_completion_length: int) -> Tensor:
+    return torch.ones_like(lengths) / totals.tokens
+
+
+NORMALIZATIONS: dict[str, Callable[[Tensor, Totals, int], Tensor]] = {
+    "grpo": _per_sequence,
+    "bnpo": _per_rank_token,
+    "dr_grpo": _per_constant,
+    "dapo": _per_token,
+}
+"""The weight of a token of each completion, [S], by `loss_type`; infinite only where there is no token to weigh."""
+
+
+def token_weights(
+    loss_type: str, sequence: Tensor, tokens_per_sequence: Tensor, *, totals: Totals, max_completion_length: int
+) -> Tensor:
+    """Weights [N], float32, with which the tokens' losses add up to the loss of the step.
+
+    - "grpo": mean over the tokens of each completion, then over completions (Shao et al. 2024, arXiv:2402.03300,
+      Eq. 3).
+    - "dapo": mean over all tokens of the step, of all processes (Yu et al. 2025, arXiv:2503.14476, Eq. 8).
+    - "bnpo": mean over the tokens of each process, then over processes: the mean over the local batch, whose tokens
+      weigh more where they are fewer. The local batch is all that a process learns from in the step, not one
+      micro-batch, so that accumulation changes nothing; with one process it is "dapo".
+    - "dr_grpo": sum over completions x max_completion_length, a constant (Liu et al. 2025, arXiv:2503.20783).
+
+    Whatever the split into micro-batches, the sum is the same. Where gradients are averaged over processes, as DDP and
+    FSDP do, multiply it by `totals.ranks`.
+    """
+    if loss_type not in NORMALIZATIONS:
+        raise ValueError(f"loss_type={loss_type!r}: choose from {', '.join(NORMALIZATIONS)}.")
+    lengths = tokens_per_sequence.float()
+    return NORMALIZATIONS[loss_type](lengths, totals, max_completion_length)[sequence]

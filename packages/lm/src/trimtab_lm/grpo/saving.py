@@ -38,9 +38,12 @@ class Progress:
     def load(self, folder: str, rank: int, processes: int) -> None:
         """Take up what `save` wrote; warn, and begin with a new rollout, where this process has no part of it."""
         file = _file(folder, rank)
-        state: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {"processes": 0}
-        if state["processes"] != processes:
-            problem = f"was saved by one of {state['processes']} processes" if file.exists() else "does not exist"
+        state: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {}
+        if state.get("processes") != processes or "rollout" not in state["buffer"]:
+            problem = "does not exist"
+            if state:
+                is_older = state["processes"] == processes
+                problem = "is of another release" if is_older else f"was saved by one of {state['processes']} processes"
             warnings.warn(
                 f"{file} {problem}: training goes on with a new rollout, and not to the bit as it would have. Resume "
                 f"with as many processes as before ({processes} now), from a checkpoint of save_only_model=False.",
@@ -50,7 +53,7 @@ class Progress:
         self.buffer.load_state_dict(state["buffer"])
         self.health.load_state_dict(state["health"])
         self.num_tokens = state["num_tokens"]
-        self.pending.load_state_dict(state.get("pending", {}))  # older checkpoints have none
+        self.pending.load_state_dict(state["pending"])
 
 
 def _file(folder: str, rank: int) -> Path:

@@ -14,59 +14,64 @@ from trimtab_common.formulas.surrogate import surrogate_stats
 from trimtab_common.stats import Correlation, Mean
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
-from trimtab_lm.rewards.functions import Scored, reward_stats
-from trimtab_lm.sampling.mismatch import with_largest
+from trimtab_lm.rewards.functions import reward_stats
+from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
+from trimtab_lm.tokens.scores import Scores
 
-from .batches import Group
+from .algorithm import Completions, Losses
 from .config import GRPOConfig
-from .rollout import SampledGroups
+from .loss import Totals
+from .rollout import ScoredRollout
 
 LENGTHS, SURPRISE = "completions/lengths", "sampling/surprise"
 LENGTH_CORRELATION = "completions/length_reward_correlation"
 
 
-def rollout_stats(
-    groups: Sequence[Group], sampled: SampledGroups, *, names: Sequence[str], bos: int | None
-) -> Mapping[str, object]:
-    """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of some groups.
+def rollout_stats(sampled: ScoredRollout, *, names: Sequence[str], bos: int | None) -> Mapping[str, object]:
+    """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of a rollout.
 
     `completions/clipped_ratio` is the share that was cut at the length limit. Lengths count what the policy wrote.
     `completions/length_reward_correlation` is that of lengths and rewards within groups, where both vary.
 
     Args:
-        groups: the first ones of the rollout.
-        sampled: the whole rollout.
+        sampled: the rollout.
         names: of the reward functions.
         bos: the token that begins a text, if there is one.
     """
-    lengths = torch.tensor([sum(mask) for group in groups for mask in group.written], dtype=torch.float32)
+    lengths, ended, scored = sampled.written, sampled.ended, sampled.scored
     if not len(lengths):
         return {}
-    size, ended = len(groups[0].completions), torch.tensor(sampled.ended[: len(lengths)])
-    scored = Scored(*(column[: len(lengths)] for column in sampled.scored))
-    environment = {} if sampled.episodes is None else sampled.episodes.stats(len(lengths))
-    by_group = (column.double().reshape(-1, size) for column in (lengths, scored.rewards))
+    size, groups = len(lengths) // len(sampled.prompts), sampled.rollout.groups[: len(sampled.prompts)]
+    doubled = [bos is not None and list(group.prefix[:2]) == [bos, bos] for group in groups]
+    by_group = (column.double().view(-1, size) for column in (lengths, scored.rewards))
     within = ((column - column.mean(1, keepdim=True)).flatten() for column in by_group)
     return reward_stats(names, scored, num_generations=size) | {
         LENGTH_CORRELATION: Correlation.of(*within),
-        **environment,
+        **({} if sampled.episodes is None else sampled.episodes.stats(len(lengths))),
         "completions/mean_length": Mean.of(lengths),
         "completions/mean_terminated_length": Mean.of(lengths, ended),
         "completions/clipped_ratio": Mean.of(1 - ended.float()),
-        "prompts/doubled_bos": Mean.of(torch.tensor([float(begins_twice(group.prompt, bos)) for group in groups])),
+        "prompts/doubled_bos": Mean.of(torch.tensor(doubled, dtype=torch.float32)),
         LENGTHS: lengths,
     }
 
 
-def steps_behind(groups: Sequence[Group], step: int) -> dict[str, Mean]:
-    """`sampling/steps_behind`: optimizer steps since the policy sampled, as the updates on these groups start.
-
-    Args:
-        groups: of a rollout.
-        step: optimizer steps so far.
-    """
-    steps = [step if group.policy_step is None else group.policy_step for group in groups]
-    return {"sampling/steps_behind": Mean.of(step - torch.tensor(steps, dtype=torch.float32))}
+def update_stats(
+    losses: Losses, scores: Scores, rollout: Completions, config: GRPOConfig, *, totals: Totals | None
+) -> dict[str, Any]:
+    """Statistics of a micro-batch; of one that is evaluated, for which `totals` are given, the loss among them."""
+    kl, sampler, lengths = losses.kl, rollout.sampler_logprobs, rollout.lengths
+    stats: dict[str, Any] = policy_stats(losses.log_ratio, losses.advantages, **config.clip, kl=kl)
+    if sampler is not None:
+        cap = config.importance_sampling_cap
+        stats |= corrected(losses.advantages, losses.trainer_logprobs, sampler, lengths=lengths, cap=cap)[1]
+    stats["entropy"] = Mean.of(scores.entropy)
+    if rollout.old_logprobs is None and config.samples_tell_surprise:
+        stats[SURPRISE] = Surprise.of_tokens(scores.logprobs, scores.entropy)
+    if totals is not None:
+        weight = totals.tokens if config.loss_type in ("bnpo", "dapo") else totals.sequences
+        stats["loss"] = Mean(losses.loss.detach() * weight, weight)
+    return stats
 
 
 @torch.no_grad()
@@ -100,11 +105,6 @@ def policy_stats(
     if delta is not None:
         result["clip_ratio/dual_mean"] = Mean.of(((advantages < 0) & (ratio > delta)).to(ratio.dtype))
     return result if kl is None else result | {"kl": Mean.of(kl)}
-
-
-def begins_twice(ids: Sequence[int], bos: int | None) -> bool:
-    """Whether token ids begin with two BOS tokens."""
-    return bos is not None and list(ids[:2]) == [bos, bos]
 
 
 def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
@@ -151,14 +151,13 @@ class SampleTable:
         self.names, self.printed = list(names), printed
         self._rows: dict[bool, deque[list[object]]] = {flag: deque(maxlen=MAX_TABLE_ROWS) for flag in (True, False)}
 
-    def add(self, groups: Sequence[Group], sampled: SampledGroups, *, training: bool) -> None:
-        """Keep the completions of some groups, the first ones of a rollout."""
-        numbers = torch.cat([sampled.scored.scores, sampled.scored.rewards[:, None]], dim=1).tolist()
-        number = 0
-        for group, prompt in zip(groups, sampled.prompts, strict=False):
-            for advantage in group.advantages.tolist():
-                self._rows[training].append([prompt, sampled.texts[number], *numbers[number], advantage])
-                number += 1
+    def add(self, sampled: ScoredRollout, *, training: bool) -> None:
+        """Keep the completions of a rollout."""
+        scored, size = sampled.scored, len(sampled.texts) // max(len(sampled.prompts), 1)
+        advantages = sampled.rollout.advantages[: len(sampled.texts), None]
+        numbers = torch.cat([scored.scores, scored.rewards[:, None], advantages], dim=1).tolist()
+        for place, text in enumerate(sampled.texts):
+            self._rows[training].append([sampled.prompts[place // size], text, *numbers[place]])
 
     def show(self, trainer: Trainer, tables: Tables, name: str, *, training: bool) -> None:
         """Put the completions that were kept since the last call into a table, and print some."""

@@ -1,6 +1,7 @@
 """GRPO on transformers.Trainer."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,47 +15,42 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from trimtab_common.formulas.kl import k3
 from trimtab_common.health import TrainingDivergedError, rounding_of
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS
+from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
 from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.hf.types import Batch, DataSource, EvalSource, Optimizers, Prediction, Trial, Use
-from trimtab_lm.interface import Model, Processor
+from trimtab_lm.interface import Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, Tokenizers
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request
 from trimtab_lm.sampling.backends import make_backend
-from trimtab_lm.sampling.mismatch import Surprise, corrected
-from trimtab_lm.sampling.rollout import RolloutBackend
+from trimtab_lm.sampling.mismatch import Surprise
+from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.forward import score_tokens_in_forward
-from trimtab_lm.tokens.layout import token_columns
+from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.layout import lay_out, token_columns
+from trimtab_lm.tokens.scores import Scores
 
-from .batches import Group, PromptLoader, RolloutBuffer, add_column, as_list, column, halves, window_of
+from .algorithm import Completions, policy_loss, with_old_logprobs
+from .batches import PromptLoader, RolloutBuffer, as_list
 from .config import GRPOConfig
-from .loss import LOG_RATIOS, corrected_k3, policy_losses
-from .old_policy import old_policy
-from .rollout import GroupSampler
+from .loss import NORMALIZATIONS, Totals
+from .rollout import GroupSampler, ScoredRollout, rewards_of
 from .saving import Progress
 from .selfcheck import check_completions, check_start
-from .setup import layout_of, reference_of, rewards_of
-from .statistics import SURPRISE, SampleTable, numbers_of, policy_stats, rollout_stats, steps_behind, vitals
-from .weights import NORMALIZATIONS, Window, token_weights
+from .statistics import SURPRISE, SampleTable, numbers_of, rollout_stats, update_stats, vitals
 
-EVALUATION = 2**31  # draws of evaluation begin here: steps of training, which number its draws, never get so far
-IS_START = "is_start"
-"""In the first micro-batch of a run: the policy must still give the log-probabilities of the rollout."""
-IS_FRESH = "is_fresh"
-"""In the first optimizer step on a rollout: a policy that did not sample ahead has not moved since it sampled."""
+EVALUATION = 2**31  # evaluation's draws begin here: steps of training, which number its draws, never get so far
 
 
-class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
+class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
     """Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300).
 
     An epoch leaves out the rows after the last whole call of generation.
@@ -108,19 +104,26 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         if args.asynchronous_rollouts:
             self.backend = AsynchronousRollout(self.backend, self.pending)
         rewards = rewards_of(reward_funcs, args, reward_processing_classes, self.backend)
-        has_own_limit = rollout is not None
-        self.sampler = GroupSampler.of(self.model, args, self.tokenizer, rewards, has_own_limit=has_own_limit)
-        self.lay_out = layout_of(self.model, self.tokenizer, is_noisy=self.is_noisy)
-        self.version = 0  # of the weights, as backends count it
-        self._evaluated = 0
+        has_own_limit, is_noisy = rollout is not None, self.is_noisy
+        self.sampler = GroupSampler(
+            self.model, args, self.tokenizer, rewards, has_own_limit=has_own_limit, is_noisy=is_noisy
+        )
+        require_eos(self.tokenizer)
+        self.lay_out = partial(
+            lay_out,
+            layout=best_layout(self.model, share_prefix=True, is_noisy=is_noisy),
+            pad_token_id=padding_id(self.tokenizer),  # padding is masked by its place, so it may be EOS
+            decoder_start_token_id=decoder_start_of(self.model),
+        )
+        self.weights_version = 0  # of the policy's weights, as backends count them
+        self.eval_batches = 0  # of this evaluation so far
         self._begin()
         self.prepare_datasets()
 
     def _begin(self) -> None:
         args = self.config
-        micro_batches = args.gradient_accumulation_steps * args.steps_per_generation
         self.pending.drop()
-        self._rollout_step = -1  # the optimizer steps before the rollout in use; a resumed one is no longer fresh
+        micro_batches = args.gradient_accumulation_steps * args.steps_per_generation
         buffer = RolloutBuffer(micro_batches=micro_batches, passes=args.num_iterations)
         self.progress = Progress(buffer, pending=self.pending)
         printed = args.num_completions_to_print if args.log_completions else 0
@@ -130,7 +133,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         """The model with its adapters, and with a forward that scores tokens; its reference is the model as it is."""
         model = with_adapters(model, self.peft_config, self.config)
         if self.config.beta:
-            self.reference = reference_of(model)
+            self.reference = Reference.of(model)
+            score_tokens_in_forward(self.reference.model)
         score_tokens_in_forward(model)  # not before: a reference copied from this would run the policy
         return model
 
@@ -156,134 +160,113 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         Generation is here and not in training_step, because the number of tokens that the whole step learns from must
         be known before its first micro-batch.
         """
-        laid_out: list[Batch] = []
-        buffer = self.progress.buffer
+        buffer, parts = self.progress.buffer, list[Completions]()
         for batch in batches:
-            rows, next_rows = halves(batch) if self.config.asynchronous_rollouts else (batch, [])
-            if buffer.is_used_up or len(buffer.groups) != len(rows):
-                self._roll_out_for_training(rows, next_rows)
-            step = self.state.global_step
-            flags = {IS_START: step == 0 and not laid_out, IS_FRESH: step == self._rollout_step}
-            laid_out.append({**self.lay_out(buffer.next()), **flags})
-        return laid_out
+            count = len(batch) // 2 if self.config.asynchronous_rollouts else len(batch)
+            if not buffer.serves(count):
+                self._roll_out_for_training(batch[:count], batch[count:])
+            parts.append(buffer.next())
+        buffer.after_update()  # which comes next
+        return [self._batch(part) for part in parts]
+
+    def _batch(self, rollout: Completions) -> Batch:
+        # Trainer leaves the rollout as it is. It would give numbers of float32 the dtype of a DeepSpeed model.
+        return {**self.lay_out(rollout.groups), "rollout": rollout}
 
     def _roll_out_for_training(self, rows: Sequence[Row], next_rows: Sequence[Row]) -> None:
         """Lines 5 to 9: sample a group for each prompt, score it, compute advantages; what the policy thought of it."""
-        args, draw = self.config, self.state.global_step
+        args, step, buffer = self.config, self.state.global_step, self.progress.buffer
         steps = args.steps_per_generation * args.num_iterations
         if isinstance(self.backend, AsynchronousRollout):
-            prompts, seed = [torch.tensor(row[PROMPT_IDS]) for row in next_rows], self._seed(draw + steps)
+            prompts, seed = [torch.tensor(row[PROMPT_IDS]) for row in next_rows], self._seed(step + steps)
             upcoming = Request.of(prompts, num_generations=args.num_generations, seed=seed)
-            self.backend.begin_step(draw, upcoming if draw + steps < self.state.max_steps else None)
-        groups = self.roll_out(rows, draw=draw, training=True)
-        if args.asynchronous_rollouts:
-            self.recorder.add(steps_behind(groups, draw), training=True)
-        # As long as the policy has not moved since it sampled, its own log-probabilities are the old ones. Afterwards
-        # they are the sampler's, where that is the policy itself.
-        is_told = args.importance_sampling_cap is None and self._tells_policy(groups)
-        needs_old = steps > 1 and not args.clips_to_sampler and not is_told
-        for part in self.progress.buffer.slices(groups):
-            if needs_old:
-                self._attach("old", part, self.model_wrapped)
-            self._attach_reference(part)
-        self.progress.buffer.fill(groups, seed=self._seed(draw))
-        self._rollout_step = draw
-        local_count = sum(len(group.prompt) + len(ids) for group in groups for ids in group.completions)
-        self.progress.num_tokens += sum(gather_over_ranks(local_count))
+            self.backend.begin_step(step, upcoming if step + steps < self.state.max_steps else None)
+        self.weights_version += 1
+        sampled = self.roll_out(rows, draw=step, training=True)
+        if sampled.policy_step is not None:
+            behind = Mean(float(step - sampled.policy_step), 1.0)
+            self.recorder.add({"sampling/steps_behind": behind}, training=True)
+        rollout = with_old_logprobs(sampled.rollout, self._old_logprobs, args, steps=steps)
+        rollout = self.with_reference(rollout, buffer.prompts_of(rollout))
+        buffer.fill(rollout, seed=self._seed(step))
+        self.progress.num_tokens += sum(gather_over_ranks(sampled.num_tokens))
 
-    def roll_out(self, rows: Sequence[Row], *, draw: int, training: bool, count: int | None = None) -> list[Group]:
-        """A group of completions for each row, with its advantages; statistics are recorded of the first `count`.
+    def roll_out(
+        self, rows: Sequence[Row], *, draw: int, training: bool, real_rows: int | None = None
+    ) -> ScoredRollout:
+        """A group of completions for each row, with its advantages; its statistics are recorded.
 
         draw: which random numbers to take. With scale_rewards="batch" collective: the same number of calls everywhere.
         """
-        model = self.accelerator.unwrap_model(self.model)
-        sampled = self.sampler.sample(self.backend, model, rows, version=self.version, seed=self._seed(draw))
-        real, bos = sampled.groups[:count], self.tokenizer.bos_token_id
-        self.recorder.add(rollout_stats(real, sampled, names=self.sampler.rewards.names, bos=bos), training=training)
-        self.samples.add(real, sampled, training=training)
-        return sampled.groups
+        model, version, seed = self.accelerator.unwrap_model(self.model), self.weights_version, self._seed(draw)
+        sampled = self.sampler.sample(self.backend, model, rows, version=version, seed=seed, real_rows=real_rows)
+        stats = rollout_stats(sampled, names=self.sampler.rewards.names, bos=self.tokenizer.bos_token_id)
+        self.recorder.add(stats, training=training)
+        self.samples.add(sampled, training=training)
+        return sampled
+
+    def _old_logprobs(self, rollout: Completions) -> Tensor:
+        scores = self._score(rollout, self.progress.buffer.prompts_of(rollout), self.model_wrapped)
+        for one in scores if self.config.samples_tell_surprise else []:
+            self.recorder.add({SURPRISE: Surprise.of_tokens(one.logprobs, one.entropy)}, training=True)
+        return torch.cat([one.logprobs.cpu() for one in scores])
+
+    def with_reference(self, rollout: Completions, parts: Sequence[Sequence[int]]) -> Completions:
+        """The rollout with the log-probabilities of the reference, if there is one; parts: prompts at a time."""
+        if self.reference is None:
+            return rollout
+        self.reference.prepare(self.accelerator)
+        with self.reference.active() as reference:
+            scores = self._score(rollout, parts, reference)
+        return replace(rollout, ref_logprobs=torch.cat([one.logprobs.cpu() for one in scores]))
 
     @torch.no_grad()
-    def _attach(self, name: str, groups: Sequence[Group], model: nn.Module) -> None:
-        """Give each group the log-probabilities that `model` gives its tokens."""
-        batch = send_to_device(self.lay_out(groups), self.config.device)
+    def _score(self, rollout: Completions, parts: Sequence[Sequence[int]], model: nn.Module) -> list[Scores]:
+        """What a model gives the tokens, prompts by prompts."""
+        batches = (self.lay_out(rollout[prompts].groups) for prompts in parts)
         with without_dropout(model), self.accelerator.autocast():
-            scores = model(tokens=token_columns(batch), temperature=self.config.temperature)
-        if name == "old" and self.config.samples_tell_surprise:
-            self.recorder.add({SURPRISE: Surprise.of_tokens(scores.logprobs, scores.entropy)}, training=True)
-        add_column(groups, name, scores.logprobs)
+            return [
+                model(tokens=send_to_device(tokens, self.config.device), temperature=self.config.temperature)
+                for tokens in batches
+            ]
 
-    def _tells_policy(self, groups: Sequence[Group]) -> bool:
-        """Whether the sampler told what the forward passes of training give, up to the rounding of float32."""
-        if self.is_noisy or not all(group.is_policy for group in groups):
-            return False
-        return self.backend.settings.temperature == self.config.temperature
-
-    def _attach_reference(self, groups: Sequence[Group]) -> None:
-        if self.reference is not None:
-            self.reference.prepare(self.accelerator)
-            with self.reference.active() as reference:
-                self._attach("ref", groups, reference)
-
-    def items_of(self, batches: Sequence[Batch], *, of_all_processes: bool = True) -> Window:
+    def items_of(self, batches: Sequence[Batch], *, of_all_processes: bool = True) -> Totals:
         """What the loss of these micro-batches divides by."""
-        local = window_of([group for batch in batches for group in batch["groups"]])
+        local = [batch["rollout"].totals for batch in batches]
+        sequences, tokens = sum(part.sequences for part in local), sum(part.tokens for part in local)
         if not of_all_processes:
-            return local
-        sequences, tokens = (int(self.total([count])) for count in (local.sequences, local.tokens))
-        return Window(sequences, tokens, rank_tokens=local.tokens, ranks=self.num_averaged)
+            return Totals(sequences, tokens, rank_tokens=tokens)
+        everyones = [int(self.total([count])) for count in (sequences, tokens)]
+        return Totals(everyones[0], everyones[1], rank_tokens=tokens, ranks=self.num_averaged)
 
-    def part_of_step(self, batch: Batch, items: Window) -> tuple[float, float]:
+    def part_of_step(self, batch: Batch, items: Totals) -> tuple[float, float]:
         """What of the loss of the optimizer step a micro-batch's own loss is: a part of a whole."""
         one, normalize, limit = torch.ones(1), NORMALIZATIONS[self.config.loss_type], self.config.max_completion_length
-        whole, part = (float(normalize(one, window, limit)) for window in (items, window_of(batch["groups"])))
+        whole, part = (float(normalize(one, totals, limit)) for totals in (items, batch["rollout"].totals))
         return whole * self.num_averaged, part
 
-    def batch_loss(self, model: nn.Module, batch: Batch, items: Window) -> BatchLoss:
+    def batch_loss(self, model: nn.Module, batch: Batch, items: Totals) -> BatchLoss:
         """The clipped surrogate and the KL, as this micro-batch's part of the loss of the step."""
-        args, groups = self.config, batch["groups"]
-        scores = model(tokens=token_columns(batch), temperature=args.temperature)
-        logprobs, sequence, lengths = scores.logprobs, batch["sequence"], batch["lengths"]
-        advantages = torch.cat([group.advantages for group in groups]).to(logprobs)[sequence]
-
-        is_fresh, ref = batch.get(IS_FRESH, True), column(groups, "ref", logprobs.device)
-        old = old_policy(groups, logprobs, is_fresh=is_fresh, clips_to_sampler=args.clips_to_sampler)
-        cap = args.importance_sampling_cap
-        advantages, mismatch = corrected(advantages, old.trainer, old.sampler, lengths=lengths, cap=cap)
-        if batch.get(IS_START, False):
-            start = old.sampler if self._tells_policy(groups) else old.trainer
-            check_start(logprobs, start, ref, most=rounding_of(self.model.dtype, is_mixed=args.bf16 or args.fp16))
-        log_ratio = LOG_RATIOS[args.importance_sampling_level](logprobs, old.logprobs, sequence, lengths)
-        losses, kl = policy_losses(log_ratio, advantages, **args.clip), None
-        if ref is not None:
-            kl = corrected_k3(logprobs, old.logprobs, ref) if args.use_bias_correction_kl else k3(logprobs, ref)
-            losses = losses + args.beta * kl
-        limit = args.max_completion_length
-        weights = token_weights(args.loss_type, sequence, lengths, window=items, max_completion_length=limit)
-        share = window_of(groups).sequences / max(items.sequences, 1)
-        loss = (weights * losses).sum() + scores.router_loss * share
-
-        stats = policy_stats(log_ratio, advantages, **args.clip, kl=kl) | mismatch
-        stats["entropy"] = Mean.of(scores.entropy)
-        if old.is_current and args.samples_tell_surprise:
-            stats[SURPRISE] = Surprise.of_tokens(logprobs, scores.entropy)
-        if not model.training:
-            weight = items.tokens if args.loss_type in ("bnpo", "dapo") else items.sequences
-            stats["loss"] = Mean(loss.detach() * weight, weight)
-        return BatchLoss(loss, stats, {"logprobs": logprobs, "entropy": scores.entropy})
+        args, scores = self.config, model(tokens=token_columns(batch), temperature=self.config.temperature)
+        rollout = batch["rollout"].to(scores.logprobs.device)
+        if self.is_in_train and model.training and not self.state.global_step:
+            most = rounding_of(self.model.dtype, is_mixed=args.bf16 or args.fp16)
+            check_start(scores.logprobs, rollout, most=most)
+        losses = policy_loss(scores.logprobs, rollout, items, args)
+        share = batch["rollout"].totals.sequences / max(items.sequences, 1)
+        losses = losses._replace(loss=losses.loss + scores.router_loss * share)
+        stats = update_stats(losses, scores, rollout, args, totals=None if model.training else items)
+        return BatchLoss(losses.loss, stats, {"logprobs": scores.logprobs, "entropy": scores.entropy})
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of a micro-batch; after the last one of a step the sampler's weights are old."""
+        """Forward and backward of a micro-batch; an error names the completions whose numbers are not finite."""
         try:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            return super().training_step(model, inputs, num_items_in_batch)
         except TrainingDivergedError:
             if not divides_weights(self.accelerator):  # a forward pass would wait for the other processes
-                policy = self.accelerator.unwrap_model(self.model)
-                check_completions(inputs["groups"], policy, self.lay_out, temperature=self.config.temperature)
+                policy, temperature = self.accelerator.unwrap_model(self.model), self.config.temperature
+                check_completions(inputs["rollout"].groups, policy, self.lay_out, temperature=temperature)
             raise
-        if self.accelerator.sync_gradients:
-            self.version += 1  # the optimizer comes next
-        return loss
 
     # Evaluation and logs ----------------------------------------------------------------------------------------------
 
@@ -291,20 +274,18 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Prediction:
         """Completions of a batch of prompts, their rewards, and the loss on them."""
-        real = self.real_rows()
-        groups = self.roll_out(inputs, draw=EVALUATION + self._evaluated, training=False, count=real)
-        self._evaluated += 1
-        for repeated in [] if real is None else groups[real:]:
-            repeated.leave_out()
-        self._attach_reference(groups)
-        batch = send_to_device(self.lay_out(groups), self.config.device)
+        sampled = self.roll_out(inputs, draw=EVALUATION + self.eval_batches, training=False, real_rows=self.real_rows())
+        self.eval_batches += 1
+        rollout = with_old_logprobs(sampled.rollout, self._old_logprobs, self.config, steps=1)
+        rollout = self.with_reference(rollout, [range(len(rollout.groups))])
+        batch = send_to_device(self._batch(rollout), self.config.device)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, batch).detach(), None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in transformers, with the statistics of the completions; every evaluation samples by the same seeds."""
-        self._evaluated = 0
-        self.version += 1  # the caller may have changed the weights
+        self.eval_batches = 0
+        self.weights_version += 1
         with private_rngs(self._seed(EVALUATION)):  # a data loader draws some too
             return super().evaluation_loop(*args, **kwargs)
 
@@ -341,10 +322,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Window]):
     ) -> TrainOutput:
         """Train; from a checkpoint in the middle of a rollout, with what is left of that."""
         self._begin()
-        self.version += 1
-        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        self.version += 1  # the best model may have been loaded
-        return output
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
         """Begin a run, or take one up, with the rollout that its checkpoint was in. Collective."""

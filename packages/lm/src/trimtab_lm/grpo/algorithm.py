@@ -1,0 +1,120 @@
+"""GRPO (Shao et al. 2024, arXiv:2402.03300, Algorithm 1): what is known of a rollout, and the loss of a part of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trimtab_common.formulas.kl import k3
+from trimtab_lm.sampling.mismatch import corrected
+from trimtab_lm.tokens.layout import TokenGroup
+
+from .config import GRPOConfig
+from .loss import LOG_RATIOS, Totals, corrected_k3, policy_losses, token_weights
+
+
+@dataclass(frozen=True)
+class Completions:
+    """P prompts with G completions each, side by side, S in all, and the N tokens that the policy learns from.
+
+    Attributes:
+        groups: P prompts with their completions, as the model reads them.
+        is_counted, advantages: [S], false and 0 where the completion is masked.
+        lengths: [S], how many of the N tokens a completion has.
+        sequence: [N], the completion of a token, 0 to S - 1.
+        sampler_logprobs: [N], nats, as the sampler returned them; None once they say nothing about the trained policy.
+        old_logprobs: [N], nats, under the policy that the ratio is to; None while that is the policy as it is.
+        ref_logprobs: [N], nats, under the reference, if there is one.
+        sampler_is_policy: whether the sampler's log-probabilities are the policy's, up to the rounding of float32.
+    """
+
+    groups: Sequence[TokenGroup]
+    is_counted: Tensor
+    lengths: Tensor
+    sequence: Tensor
+    advantages: Tensor
+    sampler_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    sampler_is_policy: bool = False
+
+    @property
+    def totals(self) -> Totals:
+        """What the loss divides by if an optimizer step learns from this alone, on one process."""
+        return Totals(int(self.is_counted.sum()), len(self.sequence), rank_tokens=len(self.sequence))
+
+    def __getitem__(self, prompts: Sequence[int]) -> "Completions":
+        """Some of the prompts, in this order."""
+        by_prompt = self.lengths.view(len(self.groups), -1)
+        rows = torch.arange(len(self.lengths)).view_as(by_prompt)[list(prompts)].flatten()
+        places = torch.arange(len(self.sequence)).split(by_prompt.sum(1).tolist())
+        tokens = torch.cat([places[prompt] for prompt in prompts])
+        columns = (self.sampler_logprobs, self.old_logprobs, self.ref_logprobs)
+        sampler, old, ref = (None if column is None else column[tokens] for column in columns)
+        return Completions(
+            [self.groups[prompt] for prompt in prompts],
+            self.is_counted[rows],
+            self.lengths[rows],
+            torch.arange(len(rows)).repeat_interleave(self.lengths[rows]),
+            self.advantages[rows],
+            *(sampler, old, ref, self.sampler_is_policy),
+        )
+
+    def to(self, device: torch.device) -> "Completions":
+        """The rollout with its tensors on a device."""
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
+    def after_update(self) -> "Completions":
+        """The rollout once the policy has moved: only the sampler can tell the log-probabilities of the old one."""
+        moved = replace(self, old_logprobs=self.sampler_logprobs, sampler_logprobs=None)
+        return moved if self.old_logprobs is None else self
+
+
+def with_old_logprobs(
+    rollout: Completions, score: Callable[[Completions], Tensor], config: GRPOConfig, *, steps: int
+) -> Completions:
+    """Decides which policy the ratio is to, before the `steps` updates on a rollout.
+
+    - asynchronous rollouts without a cap: to the policy that sampled, by the sampler's log-probabilities;
+    - otherwise to the policy as it is now. Later updates need its log-probabilities: the sampler's, if those are the
+      policy's (`after_update`), else those that `score` computes now, [N].
+    """
+    if config.clips_to_sampler:
+        return replace(rollout, old_logprobs=rollout.sampler_logprobs)
+    if steps == 1 or (rollout.sampler_is_policy and config.importance_sampling_cap is None):
+        return rollout
+    return replace(rollout, old_logprobs=score(rollout))
+
+
+class Losses(NamedTuple):
+    """The loss, a scalar with gradient; [N] each, for statistics, what it was computed from."""
+
+    loss: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    trainer_logprobs: Tensor
+    kl: Tensor | None
+
+
+def policy_loss(logprobs: Tensor, rollout: Completions, totals: Totals, config: GRPOConfig) -> Losses:
+    """The clipped surrogate and the KL to the reference (Eq. 3), as this rollout's part of the loss of a step.
+
+    logprobs: [N], nats, of the policy, with gradient. totals: what the step learns from.
+    """
+    sequence, lengths, ref, kl = rollout.sequence, rollout.lengths, rollout.ref_logprobs, None
+    old = logprobs.detach() if rollout.old_logprobs is None else rollout.old_logprobs
+    trainer = logprobs.detach() if config.clips_to_sampler else old  # of the policy that was to sample
+    advantages = rollout.advantages.to(logprobs)[sequence]
+    if (cap := config.importance_sampling_cap) is not None:
+        advantages, _ = corrected(advantages, trainer, rollout.sampler_logprobs, lengths=lengths, cap=cap)
+    log_ratio = LOG_RATIOS[config.importance_sampling_level](logprobs, old, sequence, lengths)
+    losses = policy_losses(log_ratio, advantages, **config.clip)
+    if ref is not None:
+        kl = corrected_k3(logprobs, old, ref) if config.use_bias_correction_kl else k3(logprobs, ref)
+        losses = losses + config.beta * kl
+    limit = config.max_completion_length
+    weights = token_weights(config.loss_type, sequence, lengths, totals=totals, max_completion_length=limit)
+    return Losses((weights * losses).sum(), log_ratio, advantages, trainer, kl)
