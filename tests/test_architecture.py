@@ -155,15 +155,16 @@ def package_faults(source: str, package: str) -> list[str]:
 
 def trainer_faults(source: str, package: str, folder: str, trainers: set[str]) -> list[str]:
     """Imports that would keep a copy of a trainer's folder from running, or that tie it to another trainer."""
-    faults = []
+    faults, shared = [], (["loss"], ["algorithm"])
     for line, level, name in imports(source):
         parts = name.split(".")
+        is_trainers = parts[0] == package and parts[1:2] and parts[1] in trainers
         if level > 1:
             faults.append(f"line {line}: write {package}.{name}, shared files are imported absolutely")
         elif level == 0 and parts[:2] == [package, folder]:
             faults.append(f"line {line}: write .{'.'.join(parts[2:])}, a trainer imports its own files relatively")
-        elif level == 0 and parts[0] == package and parts[1:2] and parts[1] in trainers and parts[2:3] != ["loss"]:
-            faults.append(f"line {line}: {name}: only the loss of another trainer may be imported")
+        elif level == 0 and is_trainers and parts[2:3] not in shared:
+            faults.append(f"line {line}: {name}: only the loss or the algorithm of another trainer may be imported")
         elif level == 0 and parts[0] == package and (len(parts) == 1 or parts[1] in EXPORTS[package]):
             faults.append(f"line {line}: {name}: import it from the module that defines it")
     return faults
@@ -226,6 +227,7 @@ def test_a_wrong_direction_is_seen(package: str, source: str):
         ("from trimtab_lm.tokens import logprobs", 0),
         ("from trimtab_common.formulas.kl import x", 0),
         ("from trimtab_lm.dpo.loss import x", 0),
+        ("from trimtab_lm.dpo.algorithm import x", 0),
         ("from trimtab_lm.dpo import loss", 0),
         ("from trimtab_lm.dpo.trainer import x", 1),
         ("from trimtab_lm.dpo import DPOTrainer", 1),

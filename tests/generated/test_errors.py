@@ -21,7 +21,7 @@ from trimtab_lm import PPOConfig
 from trimtab_lm.data.formats import RowFormat, preference_parts, row_format
 from trimtab_lm.data.tokenization import encode_messages, encode_prompt_completion, encode_text
 from trimtab_lm.data.truncation import truncate_pair
-from trimtab_lm.dpo.variants import check_losses
+from trimtab_lm.dpo.loss import check_losses
 from trimtab_lm.rewards.functions import RewardSet
 from trimtab_lm.sampling.generate import LengthSampler
 from trimtab_lm.sampling.rollout import SamplingSettings

@@ -15,8 +15,7 @@ from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance, merge_stats
 from trimtab_diffusion.ddpo.loss import rwr_weights, sparse_weights
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
-from trimtab_lm.dpo.loss import PairLogprobs
-from trimtab_lm.dpo.variants import LOSSES
+from trimtab_lm.dpo.loss import LOSSES, PairLogprobs
 from trimtab_lm.grpo.loss import (
     NORMALIZATIONS,
     SCALES,

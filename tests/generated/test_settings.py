@@ -21,7 +21,7 @@ from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint,
 from trimtab_common.writers import markdown_table
 from trimtab_diffusion import DDPOConfig
 from trimtab_lm import PPOConfig
-from trimtab_lm.dpo.variants import check_losses, mixed
+from trimtab_lm.dpo.loss import check_losses, mixed
 from trimtab_lm.sampling.generate import LengthSampler
 from trimtab_lm.sampling.rollout import SamplingSettings
 

@@ -20,6 +20,7 @@ from trimtab_lm import (
     SFTConfig,
     SFTTrainer,
 )
+from trimtab_lm.dpo.evaluation import sample_answers
 from trimtab_lm.sampling.rollout import Rollout
 
 COLUMNS = {
@@ -171,10 +172,10 @@ def test_completions_of_a_sampler_of_the_callers_are_measured_as_they_come(tmp_p
 def test_a_table_of_samples_is_as_long_as_the_positions_allow(tmp_path):
     rows = Dataset.from_dict({"prompt": ["ab" * 25], "chosen": ["b"], "rejected": ["c"]})
     trainer = make("dpo", tmp_path, rows, max_new_tokens=100)
-    policy, reference = trainer.sample_answers(trainer.model, [torch.full((50,), 9)])
+    policy, reference = sample_answers(trainer, trainer.model, [torch.full((50,), 9)])
     assert len(policy) == len(reference) == 1
     with pytest.raises(ValueError, match="64 positions"):
-        trainer.sample_answers(trainer.model, [torch.full((65,), 9)])
+        sample_answers(trainer, trainer.model, [torch.full((65,), 9)])
 
 
 def test_a_text_in_rows_of_constant_length_is_measured(tmp_path):

@@ -7,7 +7,7 @@ from transformers import HfArgumentParser
 
 from trimtab_common.config import parse_config
 from trimtab_lm.dpo import DPOConfig
-from trimtab_lm.dpo.variants import LOSSES
+from trimtab_lm.dpo.loss import LOSSES
 
 
 def config(**settings):

@@ -7,9 +7,9 @@ from tests.lm import tiny
 from tests.lm.dpo import run_training as dpo
 
 from trimtab_lm.dpo import DPOConfig, DPOTrainer
-from trimtab_lm.dpo.collator import DPODataCollatorWithPadding, PreferencePairCollator
+from trimtab_lm.dpo.chain2024 import get_batch_logps
+from trimtab_lm.dpo.collator import DPODataCollatorWithPadding, PreferencePairCollator, tokens_to_score
 from trimtab_lm.dpo.data import PairTokenizer, tokenize_pairs
-from trimtab_lm.dpo.pairs import get_batch_logps, tokens_to_score
 
 ROW = {"prompt": "abcdef ", "chosen": "ghijkl", "rejected": "mn"}
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant {% endif %}"  # noqa: E501

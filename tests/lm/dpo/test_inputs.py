@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from trimtab_lm.dpo import DPOConfig, DPOTrainer
 from trimtab_lm.dpo.collator import DPODataCollatorWithPadding
-from trimtab_lm.dpo.variants import LOSSES
+from trimtab_lm.dpo.loss import LOSSES
 from trimtab_lm.legacy.arguments import DPO
 
 # Every documented argument of 2024 ------------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from trimtab_lm.dpo import variants
-from trimtab_lm.dpo.loss import PairLogprobs, implicit_rewards, sigmoid
-from trimtab_lm.dpo.variants import COUPLED, LOSSES, check_losses, mixed
+from trimtab_lm.dpo import loss as losses
+from trimtab_lm.dpo.loss import COUPLED, LOSSES, PairLogprobs, check_losses, implicit_rewards, mixed, sigmoid
 
 BETA = 0.5
 LOG = math.log
@@ -160,7 +159,7 @@ def test_the_label_flipped_is_the_margin_negated(label_smoothing):
     difference = sigmoid(flipped, beta=0.1) - sigmoid(pairs, beta=0.1)
     torch.testing.assert_close(difference, 0.1 * pairs.margin)  # -log s(-x) + log s(x) = x
 
-    noisy = [variants.robust(x, beta=0.1, label_smoothing=label_smoothing) for x in (pairs, flipped)]
+    noisy = [losses.robust(x, beta=0.1, label_smoothing=label_smoothing) for x in (pairs, flipped)]
     unbiased = (1 - label_smoothing) * noisy[0] + label_smoothing * noisy[1]
     torch.testing.assert_close(unbiased, sigmoid(pairs, beta=0.1))
 
@@ -191,22 +190,22 @@ def test_least_where_the_paper_says(name, a, b, value):
 
 
 def test_hinge_by_hand():
-    assert variants.hinge(pairs_of([0.5, -1.0], [0.0, 1.0]), beta=BETA).tolist() == [0.75, 2.0]
+    assert losses.hinge(pairs_of([0.5, -1.0], [0.0, 1.0]), beta=BETA).tolist() == [0.75, 2.0]
 
 
 def test_ipo_is_about_log_probs_per_token():
     numbers = {"beta": 0.1}
     short, long = pairs_of(6.0, 3.0, lengths=(2, 3)), pairs_of(60.0, 30.0, lengths=(20, 30))
-    assert variants.ipo(short, **numbers).item() == pytest.approx((3 - 1 - 5) ** 2)
-    torch.testing.assert_close(variants.ipo(short, **numbers), variants.ipo(long, **numbers))
+    assert losses.ipo(short, **numbers).item() == pytest.approx((3 - 1 - 5) ** 2)
+    torch.testing.assert_close(losses.ipo(short, **numbers), losses.ipo(long, **numbers))
 
 
 def test_kto_measures_each_answer_against_the_others():
     pairs = pairs_of([1.0, 3.0], [-4.0, 8.0])  # KL estimates 2 of both
     s = [1 / (1 + math.exp(-BETA * x)) for x in (1.0 - 2, 3.0 - 2, 2 + 4.0, 2 - 8.0)]
-    assert variants.kto_pair(pairs, beta=BETA).tolist() == pytest.approx([1 - (s[0] + s[2]) / 2, 1 - (s[1] + s[3]) / 2])
+    assert losses.kto_pair(pairs, beta=BETA).tolist() == pytest.approx([1 - (s[0] + s[2]) / 2, 1 - (s[1] + s[3]) / 2])
     below = pairs_of(-2.0, -6.0)  # a KL is never negative
-    assert variants.kto_pair(below, beta=BETA).item() == pytest.approx(
+    assert losses.kto_pair(below, beta=BETA).item() == pytest.approx(
         1 - (1 / (1 + math.e) + 1 / (1 + math.exp(-3))) / 2
     )
 
@@ -222,27 +221,27 @@ def test_aot_compares_quantiles():
     x = torch.tensor
     pairs = PairLogprobs(x([-1.0, -2.0]), x([-6.0, -3.0]), x([-3.0, -2.0]), x([-5.0, -6.0]), x([1, 1]), x([1, 1]))
     expected = torch.nn.functional.softplus(x([0.5, -0.5]))
-    torch.testing.assert_close(variants.aot(pairs, beta=BETA), expected)
+    torch.testing.assert_close(losses.aot(pairs, beta=BETA), expected)
     # log-ratios of the chosen answers 2, 0, of the rejected -1, 3: 0 meets -1, and 2 meets 3
-    torch.testing.assert_close(variants.aot_pair(pairs, beta=BETA), torch.nn.functional.softplus(x([-0.5, 0.5])))
+    torch.testing.assert_close(losses.aot_pair(pairs, beta=BETA), torch.nn.functional.softplus(x([-0.5, 0.5])))
 
 
 def test_aot_of_unpaired_answers_needs_no_pairing():
     pairs, order = random_pairs(6), [3, 0, 5, 1, 4, 2]
     other = replace(pairs, rejected=pairs.rejected[order], ref_rejected=pairs.ref_rejected[order])
-    torch.testing.assert_close(variants.aot_pair(other, beta=0.1), variants.aot_pair(pairs, beta=0.1))
-    assert not torch.allclose(variants.aot(other, beta=0.1), variants.aot(pairs, beta=0.1))
+    torch.testing.assert_close(losses.aot_pair(other, beta=0.1), losses.aot_pair(pairs, beta=0.1))
+    assert not torch.allclose(losses.aot(other, beta=0.1), losses.aot(pairs, beta=0.1))
 
 
 def test_exo_without_smoothing_has_that_of_its_default():
     pairs = random_pairs(4)
     torch.testing.assert_close(
-        variants.exo_pair(pairs, beta=0.1), variants.exo_pair(pairs, beta=0.1, label_smoothing=1e-3), rtol=0, atol=0
+        losses.exo_pair(pairs, beta=0.1), losses.exo_pair(pairs, beta=0.1, label_smoothing=1e-3), rtol=0, atol=0
     )
 
 
 def test_robust_without_noise_is_dpo():
-    torch.testing.assert_close(variants.robust(random_pairs(4), beta=0.1), sigmoid(random_pairs(4), beta=0.1))
+    torch.testing.assert_close(losses.robust(random_pairs(4), beta=0.1), sigmoid(random_pairs(4), beta=0.1))
 
 
 def test_implicit_rewards_and_the_free_reference():

@@ -13,6 +13,7 @@ from tests.lm.dpo.test_trainer import LORA, adapted, assert_equal_weights
 
 from trimtab_lm.dpo import DPOTrainer
 from trimtab_lm.dpo.collator import REFERENCE_COLUMNS, DPODataCollatorWithPadding
+from trimtab_lm.dpo.evaluation import runnable
 from trimtab_lm.dpo.precompute import fingerprint
 from trimtab_lm.models.reference import Reference
 
@@ -105,9 +106,9 @@ def test_the_policy_itself_serves_and_no_copy_is_held(tmp_path):
     model = tiny.gpt2()
     trainer = dpo.trainer(model, tmp_path, precompute_ref_log_probs=True)
     assert trainer.reference.model is model
-    assert not trainer.has_reference_model
+    assert runnable(trainer.reference, model) is None
     trainer.train()
-    assert trainer.has_reference_model is False
+    assert runnable(trainer.reference, model) is None
 
 
 def test_a_new_set_after_training_is_refused_unless_it_is_known(tmp_path):

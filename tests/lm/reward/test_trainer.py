@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trimtab_lm.hf.config import checkpointing_of
 from trimtab_lm.reward import RewardTrainer
-from trimtab_lm.reward import trainer as module
+from trimtab_lm.reward import algorithm as module
 from trimtab_lm.reward.collator import PairCollator, RewardDataCollatorWithPadding
 
 LAYOUTS: dict[str, Any] = {

@@ -52,8 +52,7 @@ def plain_loop(
 ) -> Measurement:
     """Measures the same steps on our collator, forward pass and loss, in a loop that does nothing else."""
     from trimtab_lm import SFTConfig, SFTTrainer
-    from trimtab_lm.hf.labels import score_labels
-    from trimtab_lm.sft.loss import token_nll
+    from trimtab_lm.sft.algorithm import score_labels, token_nll
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = SFTTrainer(args=SFTConfig(**shared_arguments(size, folder) | settings), **arguments)
@@ -63,8 +62,8 @@ def plain_loop(
 
     def step() -> None:
         batch = trainer.data_collator([next(rows) for _ in range(size.rows)])
-        logprobs = score_labels(model, batch, policy=model).logprobs
-        loss = token_nll(logprobs, count=len(logprobs))
+        scores = score_labels(model, batch, policy=model)
+        loss = token_nll(scores, count=len(scores.logprobs))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         optimizer.step()

@@ -1,18 +1,19 @@
-"""Batches of preference pairs: laid out with the prompt once, or padded in the documented columns.
+"""Batches of preference pairs: laid out with the prompt once, or padded in the documented columns; as tokens to score.
 
 Rows have the columns of `DPOTrainer.tokenize_row`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab_lm.data.formats import Row
-from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
+from trimtab_lm.tokens.layout import Layout, TokenGroup, from_labels, lay_out, token_columns
 
 SIDES = ("chosen", "rejected")
 REFERENCE_COLUMNS = ("reference_chosen_logps", "reference_rejected_logps")
@@ -86,3 +87,88 @@ class DPODataCollatorWithPadding:
         side = "left" if name.startswith("prompt_") and not self.is_encoder_decoder else "right"
         rows = [torch.as_tensor(value, dtype=torch.long) for value in values]
         return pad_sequence(rows, batch_first=True, padding_value=padding[kind], padding_side=side)
+
+
+def is_laid_out(batch: Mapping[str, Tensor]) -> bool:
+    """Whether a batch is of `PreferencePairCollator`, and not of padded columns."""
+    return "sequence" in batch
+
+
+def count_pairs(batch: Mapping[str, Tensor]) -> int:
+    """The pairs of a batch of either kind."""
+    return len(batch["lengths"]) // 2 if is_laid_out(batch) else len(batch["chosen_labels"])
+
+
+def concatenated_inputs(
+    batch: Mapping[str, Tensor],
+    is_encoder_decoder: bool = False,
+    label_pad_token_id: int = -100,
+    padding_value: int = 0,
+    device: torch.device | str | None = None,
+) -> dict[str, Tensor]:
+    """Padded columns of B pairs as rows of one batch: B chosen answers, then B rejected ones.
+
+    Returns `concatenated_input_ids`, `concatenated_attention_mask` and `concatenated_labels`, each [2B, T] with a T of
+    its own; of an encoder-decoder model the first two are those of the prompts, twice.
+    """
+    padding = {"labels": label_pad_token_id}
+    joined = {}
+    if is_encoder_decoder:
+        for name in ("input_ids", "attention_mask"):
+            joined[f"concatenated_{name}"] = batch[f"prompt_{name}"].repeat(2, 1).to(device)
+    else:
+        padding |= {"input_ids": padding_value, "attention_mask": 0}
+    for name, value in padding.items():
+        sides = [batch[f"{side}_{name}"] for side in SIDES]
+        width = max(side.shape[1] for side in sides)
+        rows = [F.pad(side, (0, width - side.shape[1]), value=value) for side in sides]
+        joined[f"concatenated_{name}"] = torch.cat(rows).to(device)
+    return joined
+
+
+def tokens_to_score(
+    batch: Mapping[str, Tensor],
+    *,
+    is_encoder_decoder: bool,
+    label_pad_token_id: int,
+    padding_value: int,
+    decoder_start_token_id: int | None = None,
+) -> dict[str, Tensor]:
+    """A batch as `model(tokens=...)` takes it: sequence 2i is the chosen answer of pair i, 2i + 1 its rejected one."""
+    if is_laid_out(batch):
+        return token_columns(dict(batch))
+    joined = concatenated_inputs(
+        batch,
+        is_encoder_decoder=is_encoder_decoder,
+        label_pad_token_id=label_pad_token_id,
+        padding_value=padding_value,
+    )
+    labels = joined["concatenated_labels"]
+    labels = labels.masked_fill(labels == label_pad_token_id, -100)
+    tokens = from_labels(labels, is_encoder_decoder=is_encoder_decoder)
+    check_lengths(tokens["lengths"])
+    count = len(labels) // 2
+    tokens["sequence"] = tokens["sequence"] % count * 2 + tokens["sequence"] // count
+    tokens["lengths"] = tokens["lengths"].view(2, count).T.flatten()
+    tokens |= {name: joined[f"concatenated_{name}"] for name in ("input_ids", "attention_mask")}
+    if is_encoder_decoder:
+        tokens |= decoder_inputs(labels, start=cast(int, decoder_start_token_id), padding_value=padding_value)
+    return tokens
+
+
+def check_lengths(lengths: Tensor) -> None:
+    """Raise ValueError for an answer without a token that counts; lengths: all chosen answers', then all rejected."""
+    if not bool(lengths.all()):
+        raise ValueError(
+            f"Answers of this batch have {lengths.tolist()} labels that count (all chosen, then all "
+            "rejected), and each needs one. Drop such pairs, or fix data_collator."
+        )
+
+
+def decoder_inputs(labels: Tensor, *, start: int, padding_value: int) -> dict[str, Tensor]:
+    """What a decoder reads for labels [B, T], -100 where there is none: the token before each."""
+    read = F.pad(labels, (1, 0), value=start)[:, :-1]
+    return {
+        "decoder_input_ids": read.masked_fill(read == -100, padding_value),
+        "decoder_attention_mask": F.pad((labels != -100).long(), (1, 0), value=1)[:, :-1],
+    }

@@ -10,7 +10,7 @@ from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import DPO_ARGUMENTS
 
-from .variants import LOSSES, check_losses, mixed
+from .loss import LOSSES, check_losses, mixed
 
 
 @dataclass

@@ -9,12 +9,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_common.overrides import source_of
+from trimtab_common.sharding import placed, reshard
 from trimtab_lm.data.formats import (
     Row,
     RowFormat,
@@ -43,10 +45,17 @@ from trimtab_lm.data.truncation import (
     truncate_pair,
     truncate_row,
 )
+from trimtab_lm.hf.adapter import shard_model
+from trimtab_lm.hf.types import DataSource
 from trimtab_lm.tokens.positions import Positions
 
+from .chain2024 import SCORING
 from .collator import REFERENCE_COLUMNS, SIDES
 from .config import DPOConfig
+from .precompute import ReferenceCache
+
+if TYPE_CHECKING:
+    from .trainer import DPOTrainer
 
 
 @dataclass(frozen=True)
@@ -252,3 +261,88 @@ def _with_prompt(tokenize_row: Callable[[Row], Mapping[str, object]], row: Row) 
     """What a replaced method makes of a row, with the prompt that both answers may hold in their beginnings."""
     parts = preference_parts(row) if {"chosen", "rejected"} <= row.keys() else ()
     return tokenize_row({**row, **dict(zip(("prompt", "chosen", "rejected"), parts, strict=False))})
+
+
+class Datasets:
+    """The datasets of a DPOTrainer: what the caller gave, and what present settings and methods make of it."""
+
+    def __init__(self, trainer: "DPOTrainer") -> None:
+        self.trainer = trainer
+        self.given: list[Any] = [None, None]  # the training set and the evaluation sets
+        self.prepared: list[Any] = [None, None]
+        self.prepared_by: object = None
+        self.open_cache()
+
+    def open_cache(self) -> None:
+        """Open the cache of the reference's log-probabilities, if they are to be precomputed."""
+        trainer = self.trainer
+        self.cache: ReferenceCache | None = None
+        if trainer.config.precompute_ref_log_probs and trainer.reference is not None:
+            if trainer.reference.model is trainer.model:
+                shard_model(trainer)
+            precision = trainer.accelerator.mixed_precision
+            self.cache = ReferenceCache(trainer.reference, trainer.config.cache_folder, precision=precision)
+
+    @property
+    def tokenizer(self) -> PairTokenizer:
+        """What tokenizes a row by the present settings."""
+        trainer = self.trainer
+        return PairTokenizer.of(
+            trainer.config,
+            trainer.tokenizer,
+            is_encoder_decoder=trainer.is_encoder_decoder,
+            positions=trainer.positions,
+            build=trainer.build_tokenized_answer if trainer.chain.replaces("build_tokenized_answer") else None,
+        )
+
+    @property
+    def preparation(self) -> tuple[object, ...]:
+        """Everything that the columns of a prepared dataset depend on."""
+        trainer = self.trainer
+        scores = () if self.cache is None else tuple(getattr(trainer, name) for name in SCORING)
+        return self.tokenizer, trainer.chain.runs, trainer.tokenize_row, self.cache, scores
+
+    def update(self) -> None:
+        """Prepare the datasets, again if the caller has replaced one, or a setting or method that prepares them."""
+        trainer = self.trainer
+        current = [trainer.train_dataset, trainer.eval_dataset]
+        kept = [now is prepared for now, prepared in zip(current, self.prepared, strict=True)]
+        if all(kept) and self.preparation == self.prepared_by:
+            return
+        self.given = [given if is_kept else now for given, is_kept, now in zip(self.given, kept, current, strict=True)]
+        trainer.train_dataset, trainer.eval_dataset = self.given
+        trainer.prepare_datasets()
+        self.prepared, self.prepared_by = [trainer.train_dataset, trainer.eval_dataset], self.preparation
+
+    def tokenized(self, dataset: DataSource) -> Dataset | IterableDataset:
+        """A dataset as token columns; one that has them is returned as it is."""
+        trainer = self.trainer
+        return tokenize_pairs(
+            dataset,
+            self.tokenizer,
+            keep_columns=trainer.keeps_columns or trainer.chain.runs,  # replaced methods read them in batches
+            num_proc=trainer.config.dataset_num_proc,
+            tokenize_row=trainer.tokenize_row if trainer.chain.replaces("tokenize_row") else None,
+        )
+
+    def with_reference(self, dataset: Any) -> Any:
+        """A tokenized dataset with the reference's log-probabilities, where they are precomputed. Collective."""
+        trainer, cache = self.trainer, self.cache
+        if dataset is None or cache is None or set(REFERENCE_COLUMNS) <= set(dataset.column_names or ()):
+            return dataset
+        dataset = cache.with_columns(
+            dataset,
+            trainer.compute_reference_log_probs,
+            trainer.data_collator,
+            batch_size=trainer.config.per_device_eval_batch_size,
+            rank=trainer.config.process_index,
+            code=source_of(trainer, trainer.chain.documented, *SCORING),
+        )
+        reshard(cache.reference.model)
+        if cache.reference.model is not trainer.model and not cache.reference.is_policy:
+            placed(cache.reference.model, "cpu")  # it leaves its memory to training
+        return dataset
+
+    def without_reference(self, dataset: Any) -> Any:
+        """The pairs of a prepared dataset without what is computed again where its cache is gone."""
+        return dataset if self.cache is None or dataset is None else dataset.remove_columns([*REFERENCE_COLUMNS])

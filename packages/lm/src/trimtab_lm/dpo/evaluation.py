@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
@@ -10,12 +11,67 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
+from trimtab_common.sharding import placed
+from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_lm.data.formats import Row
 from trimtab_lm.interface import Data, Model
+from trimtab_lm.models.reference import Reference
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
+from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.positions import Positions
 
+from .collator import DPODataCollatorWithPadding
 from .config import DPOConfig
+
+if TYPE_CHECKING:
+    from .trainer import DPOTrainer
+
+
+def runnable(reference: Reference | None, policy: Model) -> Reference | None:
+    """The reference, if it is a model that can be run at any time, also after training."""
+    is_apart = reference is not None and (reference.is_policy or reference.model is not policy)
+    return reference if is_apart else None
+
+
+def sample_answers(trainer: "DPOTrainer", model: Model, prompts: Sequence[Tensor]) -> tuple[list[str], list[str]]:
+    """Answers of the model, and of the reference if it can be run, to prompts (1-D token ids), as texts."""
+
+    def sample(unwrapped: Model) -> list[str]:
+        return sampled_texts(
+            unwrapped,
+            prompts,
+            tokenizer=trainer.tokenizer,
+            config=trainer.config,
+            padding_value=trainer.padding_value,
+            step=trainer.state.global_step,
+        )
+
+    with without_dropout(model), torch.no_grad():
+        policy = sample(trainer.accelerator.unwrap_model(model))
+    if (fixed := runnable(trainer.reference, trainer.model)) is None:
+        return policy, []
+    with fixed.active() as reference:
+        return policy, sample(placed(reference, trainer.config.device))
+
+
+def log_answers(trainer: "DPOTrainer", dataset: Data, name: str) -> None:
+    """A table of prompts of a tokenized dataset, and of the answers of policy and reference. Collective."""
+    config = trainer.config
+    seed = sampling_seed(config.seed, rank=0, draw=trainer.state.global_step)
+    prompts = prompts_to_sample(dataset, config.num_eval_samples, seed=seed)
+    prompts = prompts[config.process_index :: world_size()]
+    texts = [trainer.tokenizer.decode(prompt) for prompt in prompts]
+    answers: tuple[list[str], list[str]] = ([], [])
+    if prompts:
+        rows = [{"prompt_input_ids": prompt, "prompt_attention_mask": torch.ones_like(prompt)} for prompt in prompts]
+        collate = DPODataCollatorWithPadding(trainer.padding_value, is_encoder_decoder=trainer.is_encoder_decoder)
+        answers = trainer.get_batch_samples(trainer.model, {**collate(rows), "prompt": texts})
+    names = ["prompt", "policy"]
+    if runnable(trainer.reference, trainer.model) is not None:
+        names.append("reference")
+    table = list(zip(*[texts, *answers][: len(names)], strict=True))
+    turns = itertools.zip_longest(*gather_over_ranks(table))
+    trainer.tables.add(trainer, name, names, [row for turn in turns for row in turn if row is not None])
 
 
 def prompts_to_sample(dataset: Data, count: int, *, seed: int) -> list[Tensor]:

@@ -1,11 +1,15 @@
-"""The loss of DPO, and the log-probabilities of pairs that it and its relatives in `variants` are functions of."""
+"""The losses of DPO and its relatives, by the names that configurations use, and weighted sums of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+EXO_SMOOTHING = 1e-3
+DISCOPOP_TAU = 0.05  # as the loss was discovered
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,21 @@ class PairLogprobs:
     rejected_length: Tensor
 
     def __post_init__(self) -> None:
-        shapes = {field.name: tuple(getattr(self, field.name).shape) for field in fields(self)}
-        if self.chosen.dim() != 1 or len(set(shapes.values())) != 1:
+        answers = self.chosen.shape == self.rejected.shape == self.ref_chosen.shape == self.ref_rejected.shape
+        lengths = self.chosen.shape == self.chosen_length.shape == self.rejected_length.shape
+        if self.chosen.dim() != 1 or not (answers and lengths):
+            shapes = {field.name: tuple(getattr(self, field.name).shape) for field in fields(self)}
             raise ValueError(f"Pairs need one number per pair, tensors of one shape [B]; got {shapes}.")
+
+    @classmethod
+    def of(
+        cls, policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor] | None
+    ) -> "PairLogprobs":
+        """Pairs from tensors of the chosen and of the rejected answers; without lengths, these are averages."""
+        one = torch.ones_like(policy[0])
+        chosen_length, rejected_length = lengths or (one, one)
+        ref_chosen, ref_rejected = reference[0].to(policy[0].dtype), reference[1].to(policy[1].dtype)
+        return cls(*policy, ref_chosen, ref_rejected, chosen_length, rejected_length)
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -68,7 +84,7 @@ class Loss(Protocol):
 
     In the docstrings a = log pi(chosen) - log ref(chosen) and b = log pi(rejected) - log ref(rejected) are the
     log-ratios of the two answers, m = a - b is the margin, e the label smoothing and s the logistic function. Losses
-    that are not in `variants.SMOOTHED` have no use for `label_smoothing`.
+    that are not in `SMOOTHED` have no use for `label_smoothing`.
     """
 
     def __call__(self, pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor: ...
@@ -86,3 +102,200 @@ def sigmoid(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -
     preferences", Eq. 3): least where s(beta m) = 1 - e.
     """
     return smoothed_logistic(beta * pairs.margin, label_smoothing)
+
+
+def hinge(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """max(0, 1 - beta m): SLiC (Zhao et al. 2023, arXiv:2305.10425), against a reference as in RSO (Liu et al. 2023,
+    arXiv:2309.06657)."""
+    return F.relu(1 - beta * pairs.margin)
+
+
+def ipo(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """(m' - 1 / (2 beta))^2 with the margin m' of the log-probs per token (Azar et al. 2023, arXiv:2310.12036, Eq. 17).
+
+    beta is the paper's tau. The paper's margin is a sum; averages, as its authors advise, make the target free of the
+    answers' lengths.
+    """
+    margin = pairs.chosen_ratio / pairs.chosen_length - pairs.rejected_ratio / pairs.rejected_length
+    return (margin - 1 / (2 * beta)) ** 2
+
+
+def kto_pair(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """(1 - s(beta (a - z_b)) + 1 - s(beta (z_a - b))) / 2: KTO on pairs (Ethayarajh et al. 2024, arXiv:2402.01306).
+
+    z_a = max(0, mean of a) and z_b = max(0, mean of b) over the batch are its estimates of the KL to the reference,
+    each compared with the other answers; as in the paper no gradient flows through them.
+    """
+    a, b = pairs.chosen_ratio, pairs.rejected_ratio
+    kl_chosen, kl_rejected = (ratio.detach().mean().clamp(min=0) for ratio in (a, b))
+    return 0.5 * (torch.sigmoid(-beta * (a - kl_rejected)) + torch.sigmoid(-beta * (kl_chosen - b)))
+
+
+def robust(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """(-(1 - e) log s(beta m) + e log s(-beta m)) / (1 - 2e) (Chowdhury et al. 2024, arXiv:2403.00409).
+
+    Its mean over labels that are flipped with probability e < 1/2 is the loss `sigmoid` of the true labels.
+    """
+    x = beta * pairs.margin
+    mixture = -(1 - label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)
+    return mixture / (1 - 2 * label_smoothing)
+
+
+def exo_pair(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """KL((s(beta m), s(-beta m)), (1 - e, e)): EXO on pairs (Ji et al. 2024, arXiv:2402.00856, Eq. 16).
+
+    The reverse KL to labels without noise would be infinite: e = 0 means e = 0.001.
+    """
+    x = beta * pairs.margin
+    noise = torch.tensor(label_smoothing or EXO_SMOOTHING, dtype=x.dtype, device=x.device)
+    right = torch.sigmoid(x) * (F.logsigmoid(x) - torch.log1p(-noise))
+    return right + torch.sigmoid(-x) * (F.logsigmoid(-x) - noise.log())
+
+
+def nca_pair(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-log s(beta a) - (log s(-beta a) + log s(-beta b)) / 2: NCA on pairs (Chen et al. 2024, arXiv:2402.05369)."""
+    chosen, rejected = implicit_rewards(pairs, beta=beta)
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def apo_zero(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """1 - s(beta a) + s(beta b): APO-zero, where the chosen answers are better than the model's own.
+
+    D'Oosterlinck et al. 2024, arXiv:2408.06266, Eq. 7.
+    """
+    chosen, rejected = implicit_rewards(pairs, beta=beta)
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def apo_down(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """s(beta a) + 1 - s(beta m): APO-down, where the chosen answers are worse than the model's own.
+
+    D'Oosterlinck et al. 2024, arXiv:2408.06266, Eq. 8.
+    """
+    return torch.sigmoid(beta * pairs.chosen_ratio) + torch.sigmoid(-beta * pairs.margin)
+
+
+def sppo_hard(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """(a - 1 / (2 beta))^2 + (b + 1 / (2 beta))^2: SPPO where the chosen answer wins for sure.
+
+    Wu et al. 2024, arXiv:2405.00675, with eta = 1 / beta and probabilities 1 and 0 of winning.
+    """
+    return (pairs.chosen_ratio - 0.5 / beta) ** 2 + (pairs.rejected_ratio + 0.5 / beta) ** 2
+
+
+def aot(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """The loss `sigmoid` between the k-th smallest margins of policy and reference: AOT, for pairs of one prompt.
+
+    Melnyk et al. 2024, arXiv:2406.05882: the policy's log pi(chosen) - log pi(rejected) shall exceed the reference's
+    at every quantile of the batch. Returns [B] in the order of quantiles, not of pairs.
+    """
+    policy = (precise(pairs.chosen) - precise(pairs.rejected)).sort().values
+    reference = (precise(pairs.ref_chosen) - precise(pairs.ref_rejected)).sort().values
+    return smoothed_logistic(beta * (policy - reference), label_smoothing)
+
+
+def aot_pair(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """The loss `sigmoid` between the k-th smallest a and the k-th smallest b: AOT for chosen and rejected answers that
+    need not share a prompt, whatever the name, which is that of other libraries.
+
+    Melnyk et al. 2024, arXiv:2406.05882. Returns [B] in the order of quantiles, not of pairs.
+    """
+    margin = pairs.chosen_ratio.sort().values - pairs.rejected_ratio.sort().values
+    return smoothed_logistic(beta * margin, label_smoothing)
+
+
+def discopop(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - g) log s(x) + g exp(-x) with x = beta m and g = s(x / 0.05): the loss that a language model discovered.
+
+    Lu et al. 2024, arXiv:2406.08414, Eq. 5 ("LRML", DiscoPOP). Not convex: it rises between x = 0 and about 0.1.
+    """
+    x = beta * pairs.margin
+    exponential = torch.exp(F.logsigmoid(x / DISCOPOP_TAU) - x)  # g exp(-x), where exp(-x) alone would overflow
+    return -torch.sigmoid(-x / DISCOPOP_TAU) * F.logsigmoid(x) + exponential
+
+
+def sft(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-log pi(chosen) / n, nats per token of the chosen answer: the term that RPO adds to DPO.
+
+    Pang et al. 2024, arXiv:2404.19733, Eq. 1-2. `loss_type=["sigmoid", "sft"]`, `loss_weights=[1, alpha]` is RPO.
+    """
+    return -precise(pairs.chosen) / pairs.chosen_length
+
+
+LOSSES: dict[str, Loss] = {
+    "sigmoid": sigmoid,
+    "hinge": hinge,
+    "ipo": ipo,
+    "kto_pair": kto_pair,
+    "kto": kto_pair,
+    "robust": robust,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "sppo_hard": sppo_hard,
+    "aot": aot,
+    "aot_pair": aot_pair,
+    "discopop": discopop,
+    "sft": sft,
+}
+"""The losses under their names in configurations; `kto` is another name of `kto_pair`."""
+
+SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_pair"})
+"""Losses that know label smoothing."""
+
+COUPLED = frozenset({"kto_pair", "kto", "aot", "aot_pair"})
+"""Losses that compare the pairs of a micro-batch with each other, so that its size matters."""
+
+
+def check_losses(names: str | Sequence[str], *, beta: float, label_smoothing: float) -> None:
+    """ValueError unless these losses exist and are defined at these numbers.
+
+    beta must be positive. label_smoothing lies in [0, 0.5]: at 0.5 the labels say nothing, and `robust` would divide
+    by zero. One that no loss of `names` uses is refused.
+    """
+    names = _known(names)
+    if not beta > 0:
+        raise ValueError(f"beta={beta}: the losses need a positive beta, such as 0.1.")
+    if not 0 <= label_smoothing <= 0.5:
+        raise ValueError(
+            f"label_smoothing={label_smoothing} must lie between 0 and 0.5: it is the share of labels that are wrong."
+        )
+    if label_smoothing == 0.5 and "robust" in names:
+        raise ValueError("label_smoothing=0.5 leaves the loss 'robust' nothing to learn from: use less than 0.5.")
+    if label_smoothing and not SMOOTHED.intersection(names):
+        raise ValueError(
+            f"label_smoothing={label_smoothing} has no meaning for {', '.join(names)}: set it to 0, or use one of "
+            f"{', '.join(sorted(SMOOTHED))}."
+        )
+
+
+def mixed(names: str | Sequence[str], weights: Sequence[float] | None = None) -> Loss:
+    """The sum of these losses of `LOSSES`, times `weights` (1 each by default; they need not sum to 1).
+
+    ValueError for an unknown name, for weights that are not one per name, and for negative weights.
+    """
+    names = _known(names)
+    if weights is None:
+        weights = [1.0] * len(names)
+    elif len(weights) != len(names) or not all(0 <= weight < float("inf") for weight in weights):
+        raise ValueError(f"Losses {names} need one weight each, none negative; got {list(weights)}.")
+
+    def mixture(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+        parts = []
+        for name, weight in zip(names, weights, strict=True):
+            parts.append(weight * LOSSES[name](pairs, beta=beta, label_smoothing=label_smoothing))
+        return torch.stack(parts).sum(0)
+
+    return mixture
+
+
+def _known(names: str | Sequence[str]) -> list[str]:
+    names = [names] if isinstance(names, str) else list(names)
+    if not names or not LOSSES.keys() >= set(names):
+        unknown = [name for name in names if name not in LOSSES]
+        raise ValueError(
+            f"Unknown losses {unknown or names}: choose from {', '.join(LOSSES)}. A loss of your own takes a subclass "
+            "of DPOTrainer that replaces dpo_loss."
+        )
+    return names

@@ -1,46 +1,55 @@
 """DPO and its relatives on transformers.Trainer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from trimtab_common.overrides import is_replaced, source_of
-from trimtab_common.sharding import placed, reshard
-from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerOptions
+from trimtab_common.sharding import placed
+from trimtab_lm.data.formats import Row, Text
+from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
 from trimtab_lm.hf.models import load_language_model
-from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
-from trimtab_lm.interface import Data, Model, Processor, decoder_start_of
+from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Use
+from trimtab_lm.interface import Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
+from trimtab_lm.models.reference import Reference
+from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
-from .chain2024 import CHAIN, SCORING, DocumentedMethods
-from .collator import REFERENCE_COLUMNS, DPODataCollatorWithPadding, PreferencePairCollator
+from .algorithm import compare, losses_and_rewards
+from .chain2024 import Chain2024, Setting, get_batch_logps
+from .collator import (
+    REFERENCE_COLUMNS,
+    PreferencePairCollator,
+    concatenated_inputs,
+    count_pairs,
+    tokens_to_score,
+)
 from .config import DPOConfig
-from .data import tokenize_pairs
-from .loss import PairLogprobs, implicit_rewards
-from .pairs import PairScores, count_pairs, pair_statistics, tokens_to_score
-from .precompute import ReferenceCache
-from .setup import check_kind, load_reference, make_reference, make_trainable
-from .variants import mixed
+from .data import Datasets
+from .evaluation import log_answers, sample_answers, unpadded
+from .loss import PairLogprobs, mixed
+from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of
+from .statistics import pair_statistics
 
 
-class DPOTrainer(DocumentedMethods):
+class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and the losses of its family.
 
-    The loss is the mean over the pairs of the optimizer step, of all processes. Losses of `variants.COUPLED` compare
+    The loss is the mean over the pairs of the optimizer step, of all processes. Losses of `loss.COUPLED` compare
     the pairs of a micro-batch with each other, so that for them per_device_train_batch_size matters.
 
     Logs rewards/{chosen,rejected,accuracies,margins} (a tie is no success), logps/{chosen,rejected} (summed over
     tokens) and entropy/{chosen,rejected} (nats per token). Arguments of TRL 0.7 to 0.11 are taken with a FutureWarning.
 
-    Where a subclass or an assignment replaces a documented method, 2024's chain of methods trains: see `chain2024`.
+    Where a subclass or an assignment replaces a documented method, 2024's chain of them trains: see `chain2024`.
 
     Args:
         model: a causal or encoder-decoder model, with adapters or without, or the name of one.
@@ -62,6 +71,14 @@ class DPOTrainer(DocumentedMethods):
             through preprocess_logits_for_metrics.
     """
 
+    reference: Reference | None = None
+
+    beta, label_smoothing, loss_type, reference_free = Setting(), Setting(), Setting(), Setting()
+    max_length, max_prompt_length, max_target_length, truncation_mode = Setting(), Setting(), Setting(), Setting()
+    label_pad_token_id, padding_value, generate_during_eval = Setting(), Setting(), Setting()
+    dataset_num_proc, precompute_ref_log_probs = Setting(), Setting()
+    model_adapter_name, ref_adapter_name = Setting(), Setting()
+
     @takes_constructor_of_2024(DPOConfig, DPO)
     def __init__(
         self,
@@ -81,8 +98,8 @@ class DPOTrainer(DocumentedMethods):
         optimizer_cls_and_kwargs: OptimizerChoice | None = None,
     ):
         assert args is not None  # takes_constructor_of_2024 fills it in
-        self.check_loss(args)
-        self.reference = None
+        self.chain = Chain2024(self, DPOTrainer)
+        self.chain.check_loss(args)
         reference = load_reference(ref_model, args)
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
@@ -91,138 +108,56 @@ class DPOTrainer(DocumentedMethods):
         hooks["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
+        self.config.padding_value = padding_of(self.tokenizer, self.config)
         self.reference = make_reference(self.model, reference, self.config, self.accelerator)
         self.is_encoder_decoder = check_kind(self.model, self.config)
-        self.positions = Positions.of(self.model)
-        self.decoder_start_token_id = decoder_start_of(self.model)
+        self.positions, self.decoder_start_token_id = Positions.of(self.model), decoder_start_of(self.model)
         if data_collator is None:
-            layout = best_layout(self.model, share_prefix=True, is_noisy=self.is_noisy)
-            self.data_collator = PreferencePairCollator(
-                self.padding_value, args.label_pad_token_id, layout, self.decoder_start_token_id
-            )
-        self.given: list[Any] = [None, None]  # the training and evaluation sets of the caller, and what became of them
-        self.prepared: list[Any] = [None, None]
-        self.open_cache()
-        self.prepare_datasets()
-
-    def open_cache(self) -> None:
-        """Open the cache of the reference's log-probabilities, if they are to be precomputed."""
-        self.cache: ReferenceCache | None = None
-        if self.config.precompute_ref_log_probs and self.reference is not None:
-            if self.reference.model is self.model:
-                self.shard_model()
-            precision = self.accelerator.mixed_precision
-            self.cache = ReferenceCache(self.reference, self.config.cache_folder, precision=precision)
+            layout, marker = best_layout(self.model, share_prefix=True, is_noisy=self.is_noisy), args.label_pad_token_id
+            self.data_collator = PreferencePairCollator(self.padding_value, marker, layout, self.decoder_start_token_id)
+        self.datasets = Datasets(self)
+        self.datasets.update()
 
     def prepare_model(self, model: Model) -> Model:
         """The model with the adapter that trains, and with a forward that scores tokens."""
         model = make_trainable(model, self.peft_config, self.config)
         score_tokens_in_forward(model)
-        return model
-
-    def call_model_init(self, trial: Trial = None) -> Model:
-        """A new model from `model_init`, which is its own reference by its adapters if the last one was."""
-        model = super().call_model_init(trial)
-        if self.reference is not None and self.reference.model is self.model:
+        if self.reference is not None and self.reference.model is self.model:  # model_init made another
             self.reference.model = model
         return model
 
-    # Which path runs --------------------------------------------------------------------------------------------------
-
-    @property
-    def runs_chain(self) -> bool:
-        """Whether 2024's chain trains, because a subclass or an assignment replaces one of its methods."""
-        return is_replaced(self, DPOTrainer, *CHAIN)
+    # Data -------------------------------------------------------------------------------------------------------------
 
     @property
     def data_collator(self) -> Any:
-        """The caller's collator, or else the one of the path that runs, with the present settings."""
-        own = self._collator
-        if isinstance(own, PreferencePairCollator):
-            if self.runs_chain:
-                kind, pad = self.is_encoder_decoder, self.padding_value
-                return DPODataCollatorWithPadding(pad, self.label_pad_token_id, is_encoder_decoder=kind)
-            own.pad_token_id, own.label_pad_token_id = self.padding_value, self.label_pad_token_id
-        return own
+        """The caller's collator, or else the one of the path that runs."""
+        return self.chain.collator(self._collator)
 
     @data_collator.setter
     def data_collator(self, collator: Callable[..., Batch]) -> None:
         self._collator = collator
 
-    def check_loss(self, config: DPOConfig) -> None:
-        """Check that somebody knows the config's loss.
-
-        Raises:
-            ValueError: its name is not in `LOSSES`, and no method that computes a loss is replaced.
-        """
-        if not is_replaced(self, DPOTrainer, "dpo_loss", "get_batch_loss_metrics", "compute_loss"):
-            mixed(config.loss_type, config.loss_weights)
-
-    # Data -------------------------------------------------------------------------------------------------------------
-
-    @property
-    def tokenization(self) -> tuple[object, ...]:
-        """Everything that the columns of a prepared dataset depend on."""
-        scores = () if self.cache is None else tuple(getattr(self, name) for name in SCORING)
-        return self.pair_tokenizer, self.runs_chain, self.tokenize_row, self.cache, scores
-
     def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
         """The dataset as token columns; one that has them is returned as it is."""
-        return tokenize_pairs(
-            dataset,
-            self.pair_tokenizer,
-            keep_columns=self.keeps_columns or self.runs_chain,  # replaced methods read them in batches
-            num_proc=self.config.dataset_num_proc,
-            tokenize_row=self.tokenize_row if is_replaced(self, DPOTrainer, "tokenize_row") else None,
-        )
+        return self.datasets.tokenized(dataset)
 
-    def prepare_datasets(self) -> None:
-        """Prepare the datasets that the caller gave, which are kept to be prepared again by other settings."""
-        current = [self.train_dataset, self.eval_dataset]
-        pairs = zip(self.given, self.prepared, current, strict=True)
-        self.given = [given if prepared is now else now for given, prepared, now in pairs]
-        self.train_dataset, self.eval_dataset = self.given
-        super().prepare_datasets()
-        self.prepared, self.tokenized_by = [self.train_dataset, self.eval_dataset], self.tokenization
-
-    def update_datasets(self) -> None:
-        """Prepare the datasets again if the caller has replaced one, or a setting or method that tokenizes."""
-        is_current = self.train_dataset is self.prepared[0] and self.eval_dataset is self.prepared[1]
-        if not is_current or self.tokenization != self.tokenized_by:
-            self.prepare_datasets()
-
-    def prepare_dataset(self, dataset: Data | None, use: Use = "train") -> Any:
+    def prepare_dataset(self, dataset: DataSource | None, use: Use = "train") -> Any:
         """The dataset as token columns, with the reference's log-probabilities where they are precomputed."""
-        dataset = super().prepare_dataset(dataset, use)
-        if dataset is None or self.cache is None or set(REFERENCE_COLUMNS) <= set(dataset.column_names or ()):
-            return dataset
-        dataset = self.cache.with_columns(
-            dataset,
-            self.compute_reference_log_probs,
-            self.data_collator,
-            batch_size=self.config.per_device_eval_batch_size,
-            rank=self.config.process_index,
-            code=source_of(self, DPOTrainer, *SCORING),
-        )
-        reshard(self.cache.reference.model)
-        if self.has_reference_model and not self.cache.reference.is_policy:
-            placed(self.cache.reference.model, "cpu")  # it leaves its memory to training
-        return dataset
+        return self.datasets.with_reference(super().prepare_dataset(dataset, use))
 
     def data_of_run(self) -> DataSource | None:
-        """The pairs without the reference's log-probabilities, which are computed again where their cache is gone."""
-        self.update_datasets()
-        rows = self.train_dataset
-        return rows if self.cache is None or rows is None else rows.remove_columns([*REFERENCE_COLUMNS])  # type: ignore[union-attr]
+        """The pairs without the reference's log-probabilities."""
+        self.datasets.update()
+        return self.datasets.without_reference(self.train_dataset)
 
     def get_train_dataloader(self) -> DataLoader[Batch]:
-        """Batches for training."""
-        self.update_datasets()
+        """Batches for training, from datasets that are prepared by the present settings and methods."""
+        self.datasets.update()
         return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: DataSource | str | None = None) -> DataLoader[Batch]:
         """Batches for evaluation; a dataset that was not given to the constructor is prepared here."""
-        self.update_datasets()
+        self.datasets.update()
         return super().get_eval_dataloader(eval_dataset)
 
     # The loss ---------------------------------------------------------------------------------------------------------
@@ -233,34 +168,92 @@ class DPOTrainer(DocumentedMethods):
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:
         """The sum of the losses of pairs, divided by the pairs of the whole step."""
-        if self.runs_chain:
-            return self.documented_loss(model, batch, items)
-        reference, policy = self.compute_reference_log_probs(batch), self.score_pairs(model, batch)
-        losses, chosen, rejected = self.dpo_loss(
-            policy.chosen_logps,
-            policy.rejected_logps,
-            *reference,
-            chosen_length=policy.chosen_length,
-            rejected_length=policy.rejected_length,
-        )
-        losses = losses + policy.router_loss
-        stats = pair_statistics(policy, losses, chosen, rejected, count=batch.get(REAL_ROWS))
-        predictions = torch.stack([chosen, rejected, policy.chosen_logps, policy.rejected_logps], dim=1).detach()
+        if self.chain.runs:
+            return self.chain.loss(model, batch, items)
+        losses, chosen, rejected, scores = compare(self, model, batch, self.tokens_of(batch))
+        stats = pair_statistics(scores, losses, chosen, rejected, count=batch.get(REAL_ROWS))
+        predictions = torch.stack([chosen, rejected, *scores[:2]], dim=1).detach()
         labels = torch.zeros(len(losses), dtype=torch.long, device=losses.device)
         return BatchLoss(losses.sum() / items, stats, {"predictions": predictions, "labels": labels})
 
-    def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
-        """Log-probabilities, entropies and lengths of both answers of each pair, in one forward pass without logits."""
-        tokens = tokens_to_score(
+    def tokens_of(self, batch: Batch) -> dict[str, Tensor]:
+        """A batch as `model(tokens=...)` takes it: sequence 2i is the chosen answer of pair i, 2i + 1 its rejected."""
+        columns = tokens_to_score(
             batch,
             is_encoder_decoder=self.is_encoder_decoder,
             label_pad_token_id=self.config.label_pad_token_id,
             padding_value=self.padding_value,
             decoder_start_token_id=self.decoder_start_token_id,
         )
-        tokens = send_to_device(tokens, self.config.device)
-        with self.dropout_off(model):
-            return PairScores.of(model(tokens=tokens), tokens)
+        return send_to_device(columns, self.config.device)
+
+    def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
+        """A table of prompts and the answers of policy and reference, if `generate_during_eval` asks for it."""
+        if self.config.generate_during_eval:
+            log_answers(self, dataloader.dataset, f"{prefix}_samples")
+
+    # What TRL 0.7 to 0.11 document: see chain2024 ---------------------------------------------------------------------
+
+    concatenated_inputs = staticmethod(concatenated_inputs)
+    get_batch_logps = staticmethod(get_batch_logps)
+
+    @property
+    def ref_model(self) -> Model | None:
+        """The reference where it is a model of its own; None where it is the policy, or where there is none."""
+        if self.reference is None or self.reference.is_policy or self.reference.model is self.model:
+            return None
+        return placed(self.reference.model, self.config.device)
+
+    @ref_model.setter
+    def ref_model(self, model: Model | str | None) -> None:
+        self.reference = make_reference(self.model, load_reference(model, self.config), self.config, self.accelerator)
+        self.datasets.open_cache()
+
+    @property
+    def is_peft_model(self) -> bool:
+        """Whether the policy has adapters."""
+        return isinstance(self.model, PeftModel)
+
+    def tokenize_row(self, feature: Row, model: Model | None = None) -> dict[str, object]:
+        """A row's columns of token ids, attention masks and labels: see `data.PairTokenizer.row`."""
+        return self.datasets.tokenizer.row(feature, model)
+
+    def build_tokenized_answer(self, prompt: Text, answer: Text) -> dict[str, list[int]]:
+        """Token ids and masks of a prompt and of the answer to it: see `data.PairTokenizer.split`."""
+        return self.datasets.tokenizer.split(prompt, answer)
+
+    def concatenated_forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+        """Log-probabilities [B] of both answers of each pair and their logits, in one forward pass of padded rows.
+
+        Where the chain does not run, entropies and lengths take the place of the logits.
+        """
+        return self.chain.forward(model, batch)
+
+    @torch.no_grad()
+    def compute_reference_log_probs(self, padded_batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [B] of the chosen and of the rejected answers under the reference; zeros without one.
+
+        Those that the batch brings along, as columns of its dataset, are taken as they are.
+        """
+        device = self.config.device
+        if set(REFERENCE_COLUMNS) <= set(padded_batch):
+            return padded_batch[REFERENCE_COLUMNS[0]].to(device), padded_batch[REFERENCE_COLUMNS[1]].to(device)
+        if self.reference is None:
+            nothing = torch.zeros(count_pairs(padded_batch), device=device)
+            return nothing, nothing
+        # A policy that is its own reference is run as it is wrapped, so that its shards are gathered.
+        is_policy = self.reference.is_policy
+        model = self.model_wrapped if is_policy else placed(self.reference.model, device)
+        context = self.null_ref_context() if is_policy else self.reference.active()
+        with context, without_dropout(model), self.accelerator.autocast():
+            scores = self.concatenated_forward(model, padded_batch)
+        return scores[0], scores[1]
+
+    @contextmanager
+    def null_ref_context(self) -> Iterator[None]:
+        """The policy as its own reference inside the block, by its adapters; nothing changes with a ref_model."""
+        with self.reference.active() if self.reference is not None and self.reference.is_policy else nullcontext():
+            yield
 
     def dpo_loss(
         self,
@@ -278,20 +271,38 @@ class DPOTrainer(DocumentedMethods):
         chosen_length, rejected_length: [B], tokens of each answer, which ipo and sft divide by; without them, and
         outside of `get_batch_loss_metrics`, which knows them, log-probabilities are taken for averages.
         """
-        one = torch.ones_like(policy_chosen_logps)
-        if chosen_length is None and rejected_length is None and self._lengths is not None:
-            chosen_length, rejected_length = self._lengths
-        pairs = PairLogprobs(
-            policy_chosen_logps,
-            policy_rejected_logps,
-            reference_chosen_logps.to(policy_chosen_logps.dtype),
-            reference_rejected_logps.to(policy_rejected_logps.dtype),
-            one if chosen_length is None else chosen_length,
-            one if rejected_length is None else rejected_length,
-        )
-        if reference_free or self.config.reference_free:
+        config, lengths = self.config, self.chain.lengths
+        if chosen_length is not None and rejected_length is not None:
+            lengths = chosen_length, rejected_length
+        reference = reference_chosen_logps, reference_rejected_logps
+        pairs = PairLogprobs.of((policy_chosen_logps, policy_rejected_logps), reference, lengths)
+        if reference_free or config.reference_free:
             pairs = pairs.reference_free()
-        loss = mixed(self.config.loss_type, self.config.loss_weights)
-        losses = loss(pairs, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
-        chosen, rejected = implicit_rewards(pairs, beta=self.config.beta)
-        return losses, chosen.detach(), rejected.detach()
+        loss = mixed(config.loss_type, config.loss_weights)
+        return losses_and_rewards(pairs, loss=loss, beta=config.beta, label_smoothing=config.label_smoothing)
+
+    def get_batch_loss_metrics(
+        self, model: nn.Module, batch: Batch, train_eval: str = "train"
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The mean loss of a batch and its statistics, whose names begin with eval_ if train_eval is "eval"."""
+        return self.chain.loss_and_metrics(model, batch, train_eval)
+
+    def store_metrics(self, metrics: Mapping[str, Any], train_eval: str = "train") -> None:
+        """Keep numbers for the next log of training, or for the metrics of the evaluation that runs, as means.
+
+        An evaluation (train_eval="eval") puts its prefix, such as eval_, before names that lack it.
+        """
+        self.chain.store(metrics, train_eval)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Of a model and a batch what `generate_from_model_and_ref` returns; else transformers' hook of this name."""
+        if kwargs or isinstance(args[0], nn.Module):
+            return self.generate_from_model_and_ref(*args, **kwargs)
+        return super().get_batch_samples(*args)
+
+    def generate_from_model_and_ref(self, model: Model, batch: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Sampled answers of the model and of the reference to a batch's `prompt_input_ids`, as texts.
+
+        There are none of the reference where it is not a model that can be run.
+        """
+        return sample_answers(self, model, unpadded(batch))

@@ -22,7 +22,7 @@ from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
+from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, num_averaged, real_rows, total
 from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.hf.types import Batch, DataSource, EvalSource, Optimizers, Prediction, Trial, Use
 from trimtab_lm.interface import Model, Processor, decoder_start_of
@@ -236,14 +236,14 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         sequences, tokens = sum(part.sequences for part in local), sum(part.tokens for part in local)
         if not of_all_processes:
             return Totals(sequences, tokens, rank_tokens=tokens)
-        everyones = [int(self.total([count])) for count in (sequences, tokens)]
-        return Totals(everyones[0], everyones[1], rank_tokens=tokens, ranks=self.num_averaged)
+        everyones = [int(total(self, [count])) for count in (sequences, tokens)]
+        return Totals(everyones[0], everyones[1], rank_tokens=tokens, ranks=num_averaged(self))
 
     def part_of_step(self, batch: Batch, items: Totals) -> tuple[float, float]:
         """What of the loss of the optimizer step a micro-batch's own loss is: a part of a whole."""
         one, normalize, limit = torch.ones(1), NORMALIZATIONS[self.config.loss_type], self.config.max_completion_length
         whole, part = (float(normalize(one, totals, limit)) for totals in (items, batch["rollout"].totals))
-        return whole * self.num_averaged, part
+        return whole * num_averaged(self), part
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Totals) -> BatchLoss:
         """The clipped surrogate and the KL, as this micro-batch's part of the loss of the step."""
@@ -274,7 +274,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Prediction:
         """Completions of a batch of prompts, their rewards, and the loss on them."""
-        sampled = self.roll_out(inputs, draw=EVALUATION + self.eval_batches, training=False, real_rows=self.real_rows())
+        sampled = self.roll_out(inputs, draw=EVALUATION + self.eval_batches, training=False, real_rows=real_rows(self))
         self.eval_batches += 1
         rollout = with_old_logprobs(sampled.rollout, self._old_logprobs, self.config, steps=1)
         rollout = self.with_reference(rollout, [range(len(rollout.groups))])

@@ -1,30 +1,27 @@
 """The one class between `transformers.Trainer` and our trainers: it knows no algorithm, and uses documented hooks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Generic, TypeVar, Unpack, cast
 
 import torch
 from accelerate.utils import send_to_device
-from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import set_seed
-from transformers.trainer_utils import BestRun, EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
-from trimtab_common.runs import RunRecord, layout_fingerprint, rows_fingerprint
 from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.data.media import check_features
 from trimtab_lm.interface import Model, Processor, check_generation_config, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 
-from .checkpoints import WITHOUT_EFFECT, Checkpoints
+from .checkpoints import Checkpoints, make_output_dir
 from .config import Config, for_own_collators
-from .hooks import HooksOf2024
+from .hooks import HooksOf2024, predictions_of
 from .interruption import EndsBySignal
 from .models import load_processing_class, prepare_sharding
 from .streams import Passes, check_batches, check_evaluated
@@ -35,21 +32,17 @@ Items = TypeVar("Items")
 """What the loss of a step divides by: a number of tokens or pairs."""
 
 REAL_ROWS = "real_rows"
-"""In a batch of an evaluation: how many of its rows are real, see `TrainerAdapter.real_rows`."""
+"""In a batch of an evaluation: how many of its rows are real, see the function `real_rows`."""
 
 
 class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     """`transformers.Trainer` for losses that are means over the items of an optimizer step, such as tokens or pairs.
 
-    A subclass supplies `prepare_model`, `tokenize_dataset`, `count_items` and `batch_loss`. The adapter gives it
-
-    - exact division of the loss by the items of all micro-batches and processes,
-    - evaluation in which each row counts once, however the processes' last batches are filled,
-    - statistics as means over all that was recorded, in the log and in the metrics,
-    - an error before a loss that is not finite moves a weight,
-    - dropout off until the end of backward, for trainers that ask for it,
-    - sealed checkpoints of one run in a folder: `resume_from_checkpoint=True` resumes the newest, with the same
-      settings, data and model (or `resume_with_changes=True`). A finished run that is resumed trains nothing.
+    A subclass supplies `prepare_model`, `tokenize_dataset`, `count_items` and `batch_loss`. The adapter divides the
+    loss by the items of all micro-batches and processes, counts each row of an evaluation once, logs statistics as
+    means over all that was recorded, raises an error before a loss that is not finite moves a weight, and seals the
+    checkpoints of one run in a folder: `resume_from_checkpoint=True` resumes the newest, with the same settings, data
+    and model (or `resume_with_changes=True`). A finished run that is resumed trains nothing.
     """
 
     model: Model
@@ -57,9 +50,8 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     data_collator: Any
     config: Config
     loss_is_scaled_for_ga = True  # batch_loss divides by the items of the whole optimizer step
-    search_objective = "eval_loss"
-    """The metric that a hyperparameter search goes by, unless the caller names another."""
-    trains_without_dropout = False
+    search_objective = "eval_loss"  # the metric of a hyperparameter search, unless the caller names another
+    trains_without_dropout = False  # True: dropout is off until the end of backward
 
     def __init__(
         self,
@@ -75,21 +67,18 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         """Prepare model and tokenizer, then construct the Trainer; the subclass calls `prepare_datasets` at its end.
 
         Args:
-            model: a loaded model; None with model_init.
+            model: a loaded model; None with model_init, which makes it now and at each start of training.
             config: stays as it is; the trainer works on a copy.
             processing_class: a tokenizer or processor; None loads the one beside the model.
-            model_init: makes the model, now and at each start of training.
+            model_init: see model.
             peft_config: adapters that `prepare_model` adds.
             data: see `DataOptions`.
             options: see `TrainerOptions`.
         """
         if (model is None) == (model_init is None):
             raise ValueError(f"{type(self).__name__} needs either a model or model_init, and not both.")
-        eval_dataset = data["eval_dataset"]
-        sets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-        self.keeps_columns = not config.remove_unused_columns
-        self.args = self.config = for_own_collators(config, [data["train_dataset"], *sets])
-        self.peft_config = peft_config
+        self.keeps_columns, self.peft_config = not config.remove_unused_columns, peft_config
+        self.args = self.config = for_own_collators(config, data["train_dataset"], data["eval_dataset"])
         self.recorder, self.tables = Recorder(), Tables()
         if model_init is not None:
             set_seed(config.seed)  # as Trainer does before it calls model_init
@@ -100,8 +89,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         self.tokenizer = tokenizer_of(processing_class)
         model = self.prepare_model(loaded)
         check_generation_config(model, self.tokenizer)
-        if config.should_save:  # Trainer makes no folder where a link waits for its target
-            Path(str(config.output_dir)).resolve().mkdir(parents=True, exist_ok=True)
+        make_output_dir(config)
         super().__init__(model=model, args=self.config, processing_class=processing_class, **data, **options)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
@@ -126,12 +114,9 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         raise NotImplementedError
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Items) -> BatchLoss:
-        """The loss of a micro-batch and its statistics.
+        """The loss of a micro-batch, its sum divided by `items` (from `items_of`), and its statistics.
 
-        Args:
-            model: the model, as it is wrapped.
-            batch: on the device; in an evaluation it may have the entry `REAL_ROWS`.
-            items: what the sum of losses is divided by, from `items_of`.
+        model: as it is wrapped. batch: on the device; in an evaluation it may have the entry `REAL_ROWS`.
         """
         raise NotImplementedError
 
@@ -143,24 +128,26 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         """A batch of an evaluation, of which only the first `real_rows` rows count; None: all of them."""
         return {**batch, REAL_ROWS: real_rows}
 
+    def statistics(self, *, training: bool) -> dict[str, float]:
+        """The statistics since the last call, over all processes. Collective."""
+        return self.recorder.flush(training=training)
+
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """Put samples into tables at the end of an evaluation, under names that begin with the prefix."""
-
-    # Models and data --------------------------------------------------------------------------------------------------
 
     def load_processing_class(self, processing_class: Processor | None, model: Model) -> Processor:
         """The processing class, or the one that is saved beside the model."""
         return load_processing_class(processing_class, model)
 
+    def data_of_run(self) -> DataSource | None:
+        """The dataset by which a run is told from another."""
+        return self.train_dataset
+
+    # Models and data --------------------------------------------------------------------------------------------------
+
     def call_model_init(self, trial: Trial = None) -> Model:
         """A new model from `model_init`, prepared as the first one was."""
         return self.prepare_model(cast(Model, super().call_model_init(trial)))
-
-    def shard_model(self) -> None:
-        """Shard the model before it is trained, if FSDP shards it at all: Trainer cannot evaluate it until then."""
-        if self.accelerator.is_fsdp2 and self.optimizer is None:
-            self.model, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
-            self.model_wrapped = self.model
 
     def prepare_datasets(self) -> None:
         """Prepare the training set and all evaluation sets, once everything that they need is set up."""
@@ -195,57 +182,26 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
     # The loss ---------------------------------------------------------------------------------------------------------
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], Any]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of an optimizer step, and what their loss divides by; none once all steps are done."""
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        check_batches(batches, is_first=not self.state.global_step)
+        if not self.state.global_step:
+            check_batches(batches)
         batches = self.micro_batches(batches)
         return batches, self.items_of(batches)
 
     def items_of(self, batches: Sequence[Batch], *, of_all_processes: bool = True) -> Any:
         """What the loss of these micro-batches divides by: their items, at least 1, so that no items give loss 0.
 
-        Args:
-            batches: of an optimizer step, on this process.
-            of_all_processes: add those of the other processes, as Trainer does. Collective.
+        of_all_processes: add those of the other processes, as Trainer does. Collective then.
         """
-        return self.total(map(self.count_items, batches), of_all_processes=of_all_processes).clamp(min=1)
+        return total(self, map(self.count_items, batches), of_all_processes=of_all_processes).clamp(min=1)
 
-    def total(self, counts: Iterable[Tensor | int], *, of_all_processes: bool = True) -> Tensor:
-        """The sum of counts, a float32 scalar; over all processes if the arguments do not keep them apart."""
-        device = self.args.device
-        total = sum((torch.as_tensor(count, device=device) for count in counts), start=torch.zeros((), device=device))
-        if of_all_processes and self.args.average_tokens_across_devices:
-            total = self.accelerator.reduce(total, reduction="sum")
-        return total
-
-    @property
-    def num_averaged(self) -> int:
-        """How many processes' gradients are averaged although the loss was divided by the items of all of them."""
-        return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The loss of a micro-batch, as its part of the loss of the optimizer step; its statistics are recorded.
-
-        Args:
-            model: the model, as it is wrapped.
-            inputs: a batch.
-            return_outputs: return the outputs that `batch_loss` names, too.
-            num_items_in_batch: what the loss of the step divides by; None, the micro-batch alone.
-        """
-        is_alone = num_items_in_batch is None
-        items = self.items_of([inputs], of_all_processes=False) if is_alone else num_items_in_batch
-        with self.dropout_off(model) if is_alone else nullcontext():  # else training_step keeps it off, in backward too
-            loss, stats, outputs = self.batch_loss(model, inputs, items)
-        self.recorder.add(stats, training=model.training)
-        loss = loss if is_alone else loss * self.num_averaged
-        return (loss, outputs) if return_outputs else loss
+    def part_of_step(self, batch: Batch, items: Any) -> tuple[Any, Any]:
+        """How many items a micro-batch has, and how many its optimizer step has; hooks of 2024 return means."""
+        return self.count_items(batch) * num_averaged(self), items
 
     @property
     def is_noisy(self) -> bool:
@@ -253,88 +209,67 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         has_neftune = self.config.neftune_noise_alpha is not None
         return has_neftune or (has_dropout(self.model) and not self.trains_without_dropout)
 
-    def dropout_off(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Without dropout inside the block, if the trainer asks for it."""
-        return dropout_rates_at_zero(model) if self.trains_without_dropout else nullcontext()
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a micro-batch, as its part of the loss of the optimizer step; its statistics are recorded.
+
+        num_items_in_batch: what the loss of the step divides by; None, the micro-batch alone.
+        """
+        is_alone = num_items_in_batch is None
+        items = self.items_of([inputs], of_all_processes=False) if is_alone else num_items_in_batch
+        with (
+            dropout_off(self, model) if is_alone else nullcontext()
+        ):  # else training_step keeps it off, in backward too
+            loss, stats, outputs = self.batch_loss(model, inputs, items)
+        self.recorder.add(stats, training=model.training)
+        loss = loss if is_alone else loss * num_averaged(self)
+        return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of a micro-batch, which computes checkpointed layers again: dropout is off in both.
-
-        Raises:
-            TrainingDivergedError: the loss is not finite; the optimizer has not seen its gradient.
-        """
+        """Forward and backward of a micro-batch; TrainingDivergedError if the loss is not finite."""
         items = self.items_of_step if num_items_in_batch is None else num_items_in_batch
-        with self.dropout_off(model):
+        with dropout_off(self, model):  # checkpointed layers are computed again in backward
             loss = super().training_step(model, inputs, items)
         if not bool(torch.isfinite(loss)):
-            raise TrainingDivergedError(
-                f"The loss is {float(loss)} in step {self.state.global_step + 1}; no weight has moved since the step "
-                "before. Resume from the last checkpoint with a lower learning rate, clip gradients (max_grad_norm), "
-                "use bf16 instead of fp16, and look for rows of the data that are all padding or truncated."
-            )
+            raise diverged(loss, step=self.state.global_step + 1)
         return loss
 
     # Evaluation and logs ----------------------------------------------------------------------------------------------
-
-    def real_rows(self) -> int | None:
-        """How many rows of this process's evaluation batch do not repeat others; None, if all are real.
-
-        Processes repeat rows to fill their last batches. The length of a stream is not known: all its rows are real.
-        """
-        state, accelerator = self.accelerator.gradient_state, self.accelerator
-        if accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return None
-        rows = self.args.eval_batch_size // (accelerator.num_processes if accelerator.split_batches else 1)
-        return min(max(state.remainder - accelerator.process_index * rows, 0), rows)
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Prediction:
         """The loss, and the `predictions` and `labels` of `batch_loss`."""
-        batch = self.without_repetitions(send_to_device(inputs, self.args.device), self.real_rows())
+        batch = self.without_repetitions(send_to_device(inputs, self.args.device), real_rows(self))
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:
                 return self.compute_loss(model, batch).detach(), None, None
             loss, outputs = self.compute_loss(model, batch, return_outputs=True)
-        return loss.detach(), *self.predictions_of(outputs)
+        return loss.detach(), *predictions_of(outputs, are_needed=self.compute_metrics is not None)
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader[Batch],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: DataLoader[Batch], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in transformers, with statistics over all rows instead of means over batches, and tables of samples."""
-        self.shard_model()
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        prefix = args[3] if len(args) > 3 else kwargs.get("metric_key_prefix", "eval")
+        shard_model(self)
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
         check_evaluated(output.num_samples)
-        recorded = {f"{metric_key_prefix}_{name}": value for name, value in self.statistics(training=False).items()}
-        mean_loss = {name: value for name, value in recorded.items() if name == f"{metric_key_prefix}_loss"}
-        self.log_samples(dataloader, metric_key_prefix)
+        metrics = with_statistics(output.metrics or {}, self.statistics(training=False), prefix=prefix)
+        self.log_samples(dataloader, prefix)
         reshard(self.model)
-        metrics = recorded | (output.metrics or {}) | mean_loss  # compute_metrics may have names of its own
         return output._replace(metrics=metrics)
-
-    def statistics(self, *, training: bool) -> dict[str, float]:
-        """The statistics since the last call, over all processes. Collective."""
-        return self.recorder.flush(training=training)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what was recorded since the last log of training."""
         super().log((self.statistics(training=True) if "loss" in logs else {}) | logs, start_time)
 
     def hyperparameter_search(
-        self,
-        hp_space: Callable[..., dict[str, float]] | None = None,
-        compute_objective: Callable[[dict[str, float]], float] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> BestRun | list[BestRun]:
+        self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """As in transformers, whose objective would sum all statistics; here it is `search_objective`."""
-        objective = compute_objective or itemgetter(self.search_objective)
-        return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
+        return super().hyperparameter_search(
+            hp_space, compute_objective or itemgetter(self.search_objective), *args, **kwargs
+        )
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -344,12 +279,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         trial: Trial = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `Trainer.train` does; the class says what is asked of a checkpoint.
-
-        Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last complete one in output_dir.
-            trial: of a hyperparameter search.
-            ignore_keys_for_eval: as in transformers.
+        """Train as `Trainer.train` does; resume_from_checkpoint is a folder, or True for the newest whole checkpoint.
 
         Raises:
             CheckpointError: the checkpoint is damaged or of another run; or a new run would save beside the
@@ -360,24 +290,10 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         with self.ending.during_train():
             return super().train(checkpoint, trial, ignore_keys_for_eval)
 
-    def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
+    def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
         """Begin a run, or take one up: the folder of its verified checkpoint. Collective; raises as `train` does."""
-        data, model = self.data_of_run(), self.model  # a trial makes its model later
-        record = RunRecord.of(
-            self.config,
-            without=WITHOUT_EFFECT,
-            data=rows_fingerprint(data) if isinstance(data, Dataset) else None,
-            model=layout_fingerprint(model) if isinstance(model, nn.Module) else None,
-            processes=self.config.world_size,
-        )
-        if resume_from_checkpoint:
-            return self.checkpoints.resume(self.config, record, resume_from_checkpoint)
-        self.checkpoints.begin_run(self.config, record, is_trial=trial is not None)
-        return None
-
-    def data_of_run(self) -> DataSource | None:
-        """The dataset by which a run is told from another."""
-        return self.train_dataset
+        data = self.data_of_run()
+        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=trial is not None)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.checkpoints.saving():
@@ -391,3 +307,60 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         is_checkpoint = _internal_call and self.checkpoints.begin_save(output_dir)
         with nullcontext() if is_checkpoint else full_state_dicts(self.accelerator):
             super().save_model(output_dir, _internal_call)
+
+
+AnyTrainer = TrainerAdapter[Any, Any]
+
+
+def total(trainer: AnyTrainer, counts: Iterable[Tensor | int], *, of_all_processes: bool = True) -> Tensor:
+    """The sum of counts, a float32 scalar; over all processes if the arguments do not keep them apart."""
+    own = torch.zeros((), device=trainer.args.device)
+    for count in counts:
+        own = own + torch.as_tensor(count, device=own.device)
+    if of_all_processes and trainer.args.average_tokens_across_devices:
+        own = trainer.accelerator.reduce(own, reduction="sum")
+    return own
+
+
+def num_averaged(trainer: AnyTrainer) -> int:
+    """How many processes' gradients are averaged although the loss was divided by the items of all of them."""
+    return trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
+
+
+def dropout_off(trainer: AnyTrainer, model: nn.Module) -> AbstractContextManager[None]:
+    """Without dropout inside the block, if the trainer asks for it."""
+    return dropout_rates_at_zero(model) if trainer.trains_without_dropout else nullcontext()
+
+
+def diverged(loss: Tensor, *, step: int) -> TrainingDivergedError:
+    """The error for a loss that is not finite. The optimizer has not seen its gradient."""
+    return TrainingDivergedError(
+        f"The loss is {float(loss)} in step {step}; no weight has moved since the step before. Resume from the last "
+        "checkpoint with a lower learning rate, clip gradients (max_grad_norm), use bf16 instead of fp16, and look for "
+        "rows of the data that are all padding or truncated."
+    )
+
+
+def real_rows(trainer: AnyTrainer) -> int | None:
+    """How many rows of this process's evaluation batch do not repeat others; None, if all are real.
+
+    Processes repeat rows to fill their last batches. The length of a stream is not known: all its rows are real.
+    """
+    state, accelerator = trainer.accelerator.gradient_state, trainer.accelerator
+    if accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+        return None
+    rows = trainer.args.eval_batch_size // (accelerator.num_processes if accelerator.split_batches else 1)
+    return min(max(state.remainder - accelerator.process_index * rows, 0), rows)
+
+
+def with_statistics(metrics: Mapping[str, float], stats: Mapping[str, float], *, prefix: str) -> dict[str, float]:
+    """Metrics of an evaluation with its statistics, which compute_metrics may replace; but the loss is ours."""
+    recorded = {f"{prefix}_{name}": value for name, value in stats.items()}
+    return {**recorded, **metrics, **{name: recorded[name] for name in recorded if name == f"{prefix}_loss"}}
+
+
+def shard_model(trainer: AnyTrainer) -> None:
+    """Shard the model before it is trained, if FSDP shards it at all: Trainer cannot evaluate it until then."""
+    if trainer.accelerator.is_fsdp2 and trainer.optimizer is None:
+        trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.create_optimizer())
+        trainer.model_wrapped = trainer.model

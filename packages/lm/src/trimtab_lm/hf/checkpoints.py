@@ -8,13 +8,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from datasets import Dataset
 from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trimtab_common.checkpoint import bytes_of
 from trimtab_common.locks import free, hold
-from trimtab_common.runs import RunRecord
+from trimtab_common.runs import RunRecord, layout_fingerprint, rows_fingerprint
 from trimtab_common.sealing import (
     CheckpointError,
     SaveError,
@@ -35,6 +36,7 @@ from trimtab_common.shards import refuse_code
 from trimtab_common.stats import everywhere, gather_over_ranks
 
 from .config import TrainerConfig
+from .types import DataSource
 
 WITHOUT_EFFECT = (
     "output_dir", "overwrite_output_dir", "resume_*", "run_name", "project", "trackio_*", "report_to", "log_*",
@@ -46,7 +48,7 @@ WITHOUT_EFFECT = (
     "dataloader_multiprocessing_context", "dataset_num_proc", "num_train_epochs", "max_steps", "num_eval_samples",
     "generate_during_eval", "max_new_tokens", "generation_kwargs.*", "ref_log_probs_cache", "log_completions",
     "num_completions_to_print", "optimize_device_cache", "model_init_kwargs", "ref_model_init_kwargs",
-    "reward_timeout", "on_save_error", "gradient_checkpointing*", "activation_checkpointing*",
+    "reward_timeout", "on_save_error", "padding_value", "gradient_checkpointing*", "activation_checkpointing*",
 )  # fmt: skip
 """Settings that a resumed run may change. A longer run (`max_steps`, `num_train_epochs`) is one of them."""
 
@@ -56,6 +58,12 @@ STATE = "trainer_state.json"
 
 HELD = ("learning_rate", "weight_decay", "adam_*")
 """Settings whose values the optimizer brings along from a checkpoint."""
+
+
+def make_output_dir(args: TrainingArguments) -> None:
+    """Make the folder of the checkpoints, also where a link waits for its target; Trainer makes none there."""
+    if args.should_save:
+        Path(str(args.output_dir)).resolve().mkdir(parents=True, exist_ok=True)
 
 
 class Checkpoints(TrainerCallback):
@@ -71,14 +79,30 @@ class Checkpoints(TrainerCallback):
         self._resumed: int | None = None  # the steps of the checkpoint, until training goes on
         self._is_finished = False
 
-    def begin_run(self, args: Any, record: RunRecord, *, is_trial: bool) -> None:
-        """Start a run under a new id; CheckpointError if its folder holds the checkpoints of another."""
-        self.run = record
-        saves_here = args.save_strategy != "no" and not is_trial  # a trial has a folder of its own
-        if saves_here:
-            everywhere(lambda: self._hold(args))
-        if saves_here and not args.overwrite_output_dir:
-            record.claim(args.output_dir)
+    def open_run(
+        self, config: TrainerConfig, data: DataSource | None, resume_from: str | Path | bool | None, *, is_trial: bool
+    ) -> str | None:
+        """Begin a run on this data under a new id, or take one up: the folder of its verified checkpoint. Collective.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or of another run, or the folder holds those of another run.
+        """
+        model = self.trainer.model  # a trial makes its model later
+        record = RunRecord.of(
+            config,
+            without=WITHOUT_EFFECT,
+            data=rows_fingerprint(data) if isinstance(data, Dataset) else None,
+            model=layout_fingerprint(model) if isinstance(model, nn.Module) else None,
+            processes=config.world_size,
+        )
+        if resume_from:
+            return self.resume(config, record, resume_from)
+        self.run, args = record, cast(Any, config)
+        if args.save_strategy != "no" and not is_trial:  # a trial has a folder of its own
+            everywhere(lambda: self._hold(config))
+            if not args.overwrite_output_dir:
+                record.claim(args.output_dir)
+        return None
 
     def resume(self, args: TrainerConfig, record: RunRecord, where: str | Path | Literal[True]) -> str:
         """Take up the run of a checkpoint, which is verified; returns its folder."""

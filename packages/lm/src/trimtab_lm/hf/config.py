@@ -1,7 +1,6 @@
 """What the configs of the trainers on `transformers.Trainer` share."""
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,7 +60,7 @@ def checkpointing_of(args: TrainingArguments) -> tuple[bool, dict[str, object] |
     return bool(getattr(args, CHECKPOINTING)), getattr(args, f"{CHECKPOINTING}_kwargs")
 
 
-def for_own_collators(config: Config, data: Iterable[object]) -> Config:
+def for_own_collators(config: Config, train_dataset: object, eval_dataset: object) -> Config:
     """A copy of the config for a trainer whose collator makes the model's inputs; the caller's stays as it is.
 
     Trainer does not drop columns by the names of the model's inputs. Each process reads its own rows of a stream,
@@ -69,12 +68,15 @@ def for_own_collators(config: Config, data: Iterable[object]) -> Config:
 
     Args:
         config: as the caller gave it.
-        data: all datasets of the trainer.
+        train_dataset: of the trainer.
+        eval_dataset: of the trainer, or a dict of several.
     """
     config = copy.copy(config)
     config.remove_unused_columns = False
     config.enable_jit_checkpoint = False  # EndsBySignal saves in its place
-    if any(isinstance(one, torch.utils.data.IterableDataset | datasets.IterableDataset) for one in data):
+    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    streams = (torch.utils.data.IterableDataset, datasets.IterableDataset)
+    if any(isinstance(one, streams) for one in [train_dataset, *evaluated]):
         config.accelerator_config = copy.copy(config.accelerator_config)
         config.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
     if config.use_liger_kernel:

@@ -6,6 +6,7 @@ from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 
@@ -77,23 +78,24 @@ class HooksOf2024(Trainer):
             value = value if fitted is value else MethodType(fitted, self)
         super().__setattr__(name, value)
 
-    def part_of_step(self: Any, batch: Any, items: Any) -> tuple[Any, Any]:
-        """How many items a micro-batch has, and how many its optimizer step has."""
-        return self.count_items(batch) * self.num_averaged, items
 
-    def predictions_of(self, outputs: Any) -> tuple[Any, Any]:
-        """What `compute_metrics` gets of a batch: the `predictions` and `labels` among the outputs of `compute_loss`.
+def predictions_of(outputs: Any, *, are_needed: bool) -> tuple[Any, Any]:
+    """What `compute_metrics` gets of a batch: the `predictions` and `labels` among the outputs of `compute_loss`.
 
-        Raises:
-            ValueError: a replaced method returns none, and there is a compute_metrics.
-        """
-        known = outputs if isinstance(outputs, Mapping) else {}
-        if self.compute_metrics is not None and known.get("predictions") is None:
-            raise ValueError(
-                "compute_metrics needs the predictions and labels of each batch, and a replaced method gives none. Let "
-                "compute_loss return them with return_outputs=True, or replace prediction_step as well."
-            )
-        return known.get("predictions"), known.get("labels")
+    Raises:
+        ValueError: a replaced method returns none, and they are needed.
+    """
+    known = outputs if isinstance(outputs, Mapping) else {}
+    if "predictions" not in known and {"rewards_chosen", "rewards_rejected"} <= set(known):  # a reward model's, of 2024
+        sides = [known[f"rewards_{side}"].detach() for side in ("chosen", "rejected")]
+        scores = torch.stack([side.reshape(len(side), -1).mean(1) for side in sides], dim=1)
+        return scores, torch.zeros(len(scores), dtype=torch.long, device=scores.device)
+    if are_needed and known.get("predictions") is None:
+        raise ValueError(
+            "compute_metrics needs the predictions and labels of each batch, and a replaced method gives none. Let "
+            "compute_loss return them with return_outputs=True, or replace prediction_step as well."
+        )
+    return known.get("predictions"), known.get("labels")
 
 
 def _without_trainer(method: Method, trainer: object, *args: Any, **kwargs: Any) -> Any:

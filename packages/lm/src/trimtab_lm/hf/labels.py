@@ -14,12 +14,12 @@ from trimtab_lm.data.collator import DocumentCollator
 from trimtab_lm.data.formats import Row
 from trimtab_lm.interface import Model, base_of, decoder_start_of
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
-from trimtab_lm.tokens.layout import from_labels, token_columns
+from trimtab_lm.tokens.layout import from_labels
 from trimtab_lm.tokens.positions import Positions
 from trimtab_lm.tokens.router import refuse_router_loss
 from trimtab_lm.tokens.scores import Scores, score_logits
 
-from .adapter import TrainerAdapter
+from .adapter import TrainerAdapter, real_rows
 from .config import Config
 from .models import with_adapters
 from .types import Batch, Collate, DataSource, Prediction
@@ -35,15 +35,11 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
     def prepare_model(self, model: Model) -> Model:
         """The model with its adapters, and with a forward that scores tokens."""
         model = with_adapters(model, self.peft_config, self.config)
+        self.is_encoder_decoder = bool(base_of(model).config.is_encoder_decoder)  # the labels are the decoder's
         score_tokens_in_forward(model)
         if self.config.label_smoothing_factor:
             refuse_router_loss(model, "label_smoothing_factor", ", or leave label_smoothing_factor out")
         return model
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether an encoder reads the inputs, and the labels are the decoder's."""
-        return bool(base_of(self.model).config.is_encoder_decoder)
 
     def document_collator(self, pad_token_id: int) -> DocumentCollator:
         """A collator of `input_ids` and `labels` in the layout that the model reads best; its place masks padding."""
@@ -86,7 +82,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
         """The loss, and logits and labels where they are asked for."""
         if prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only)
-        inputs = self.without_repetitions(inputs, self.real_rows())
+        inputs = self.without_repetitions(inputs, real_rows(self))
         loss, logits, labels = Trainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
         if not self._has_loss_of_logits:
             stats = stats_of_logits(logits, labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
@@ -118,23 +114,6 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
             yield
         finally:
             self.data_collator = collator
-
-
-def score_labels(model: nn.Module, batch: Batch, *, policy: Model) -> Scores:
-    """Scores [N] of the labels that count, for a loss that is their sum or mean.
-
-    Args:
-        model: as it is wrapped; its forward takes `tokens`.
-        batch: model inputs and `labels` [B, T], -100 where a token does not count. Decoder inputs of an encoder-decoder
-            model that a collator leaves out are made of the labels.
-        policy: the same model, not wrapped.
-    """
-    base: Any = base_of(policy)
-    is_encoder_decoder = bool(base.config.is_encoder_decoder)
-    if is_encoder_decoder and "decoder_input_ids" not in batch:
-        batch = {**batch, "decoder_input_ids": base.prepare_decoder_input_ids_from_labels(batch["labels"])}
-    labels = from_labels(batch["labels"], is_encoder_decoder=is_encoder_decoder)
-    return model(tokens=token_columns(batch) | labels, is_summed=True)
 
 
 def label_stats(scores: Scores) -> dict[str, Mean]:

@@ -14,12 +14,12 @@ from transformers.trainer_utils import TrainOutput
 
 from trimtab_common.seeding import sampling_seed
 from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use
-from trimtab_lm.hf.labels import LabelTrainer, label_stats, score_labels
+from trimtab_lm.hf.labels import LabelTrainer, label_stats
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
-from trimtab_lm.sft.loss import token_nll
+from trimtab_lm.sft.algorithm import score_labels, token_nll
 from trimtab_lm.tokens.ids import vocabulary_size
 from trimtab_lm.tokens.positions import Positions
 
@@ -178,7 +178,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         stats = label_stats(scores)
         if model.training:
             self.call_stats.add({"loss": stats["loss"]}, training=True)
-        return BatchLoss(token_nll(scores.logprobs - scores.router_loss, count=items), stats)
+        return BatchLoss(token_nll(scores, count=items), stats)
 
     def train(
         self,

@@ -19,14 +19,14 @@ from trimtab_lm.interface import Model, Processor, base_of
 from trimtab_lm.legacy.arguments import REWARD, takes_constructor_of_2024
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_sequences_in_forward
-from trimtab_lm.tokens.layout import token_columns
 from trimtab_lm.tokens.positions import Positions
 from trimtab_lm.tokens.router import has_router_loss
 
-from .collator import SIDES, PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
+from .algorithm import compare, score
+from .collator import PairCollator, RewardDataCollatorWithPadding, pair_rows
 from .config import RewardConfig
 from .data import prepare_pairs
-from .loss import accuracy, calibration, centering, pair_loss
+from .evaluation import PairTable, pair_statistics
 from .model import (
     check_padding,
     for_scores,
@@ -82,8 +82,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         peft_config: PeftConfig | None = None,
     ):
         assert args is not None  # takes_constructor_of_2024 fills it in
-        self._samples: list[list[object]] = []  # rows of the table of the evaluation that runs
-        self._table, self._most = "eval", args.num_eval_samples  # the table's prefix, and how many rows it gets
+        self.samples = PairTable(args.num_eval_samples)
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
@@ -152,38 +151,23 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
 
         The outputs are `scores` [B, 2], of chosen and rejected, also as `predictions`; `losses` [B]; and `labels` [B].
         """
-        rows = self._rows(batch)
-        router_loss = 0.0
-        if self.scores_in_forward and has_router_loss(self.model):
-            logits, router_loss = model(tokens=token_columns(rows), with_router_loss=True)
-        elif self.scores_in_forward:
-            logits = model(tokens=token_columns(rows))
-        else:
-            logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
-        # [labels, 2, B]. Almost every model has one label: each label is a score of its own.
-        labels = logits.reshape(-1, 2, self.num_labels).permute(2, 1, 0)
-        losses = torch.stack([self._losses(*label, margin=rows.get("margin")) for label in labels])
-        losses = losses.mean(0) + router_loss
-        chosen, rejected = scores = labels.mean(0)
-        real = batch.get(REAL_ROWS)
+        rows, router = self._rows(batch), self.scores_in_forward and has_router_loss(self.model)
+        logits, router_loss = score(model, rows, reads_tokens=self.scores_in_forward, has_router=router)
+        center = self.config.center_rewards_coefficient
+        pairs = compare(logits, num_labels=self.num_labels, margin=rows.get("margin"), center=center)
+        losses, real = pairs.losses + router_loss, batch.get(REAL_ROWS)
+        chosen, rejected = pairs.scores.unbind(1)
         columns = {"chosen": chosen, "rejected": rejected, "loss": losses}
         stats = {name: column[:real].detach() for name, column in columns.items()}
         better = torch.zeros(len(losses), dtype=torch.long, device=losses.device)
-        outputs = {"scores": scores.T, "losses": losses, "predictions": scores.T, "labels": better}
-        outputs |= {"rewards_chosen": labels[:, 0].T, "rewards_rejected": labels[:, 1].T}  # [B, labels], of 2024
+        outputs = {"scores": pairs.scores, "losses": losses, "predictions": pairs.scores, "labels": better}
+        outputs |= {"rewards_chosen": pairs.by_label[:, 0].T, "rewards_rejected": pairs.by_label[:, 1].T}  # of 2024
         return BatchLoss(losses.sum() / items, stats, outputs)
 
     @property
     def num_labels(self) -> int:
         """How many scores the model gives a text."""
         return int(base_of(self.model).config.num_labels or 1)
-
-    def _losses(self, chosen: Tensor, rejected: Tensor, *, margin: Tensor | None) -> Tensor:
-        """The losses [B] of pairs, from the scores [B] of their two answers."""
-        losses = pair_loss(chosen, rejected, margin=margin)
-        if self.config.center_rewards_coefficient is not None:
-            losses = losses + self.config.center_rewards_coefficient * centering(chosen, rejected)
-        return losses
 
     def _rows(self, batch: Batch) -> dict[str, Tensor]:
         pad, side = self.tokenizer.pad_token_id, self.tokenizer.padding_side
@@ -194,40 +178,20 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
     ) -> Prediction:
         """The mean loss, the scores [B, 2] and the better column [B]; the first pairs are kept for the table."""
         loss, scores, better = super().prediction_step(model, inputs, False, ignore_keys)
-        if scores is not None:
-            self._keep_samples(self._rows(inputs), scores)
+        if scores is not None and self.is_world_process_zero():
+            self.samples.add(self._rows(inputs), scores, self.tokenizer)
         return (loss, None, None) if prediction_loss_only else (loss, scores, better)
 
     def statistics(self, *, training: bool) -> dict[str, float]:
         """Of all pairs since the last time, on all processes."""
-        columns = self.recorder.flush(training=training)
-        if not columns:
-            return {}
-        chosen, rejected = columns["chosen"], columns["rejected"]
-        means: dict[str, Tensor] = {
-            "accuracy": accuracy(chosen, rejected),
-            "scores/margin": chosen - rejected,
-            "scores/chosen": chosen,
-            "scores/rejected": rejected,
-            "loss": columns["loss"],
-        }
-        statistics = {name: float(values.double().mean()) for name, values in means.items()}
-        return statistics | {"calibration_error": float(calibration(chosen, rejected))}
-
-    def predictions_of(self, outputs: Any) -> tuple[Any, Any]:
-        """The scores [B, 2] and the better column; also of the outputs of a `compute_loss` of 2024."""
-        if "predictions" not in outputs and {"rewards_chosen", "rewards_rejected"} <= set(outputs):
-            sides = [outputs[f"rewards_{side}"].detach().reshape(-1, self.num_labels) for side in SIDES]
-            scores = torch.stack([side.mean(1) for side in sides], dim=1)
-            return scores, torch.zeros(len(scores), dtype=torch.long, device=scores.device)
-        return super().predictions_of(outputs)
+        return pair_statistics(self.recorder.flush(training=training))
 
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """A table of pairs with their scores, by `visualize_samples`."""
-        self._table = prefix
-        if self._samples:
+        self.samples.name = f"{prefix}_pairs"
+        if self.samples.rows:
             self.visualize_samples(self.config.num_eval_samples)
-        self._samples = []
+        self.samples.rows = []
 
     def visualize_samples(self, num_print_samples: int) -> None:
         """Puts pairs of the evaluation set with their scores into a table of the trackers; every evaluation calls it.
@@ -236,30 +200,17 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
             num_print_samples: rows of the table; -1: all pairs.
         """
         most = sys.maxsize if num_print_samples < 0 else num_print_samples
-        if is_direct := not self._samples:
-            self._score_samples(most)
-        columns = ("chosen", "rejected", "score of chosen", "score of rejected")
-        self.tables.add(self, f"{self._table}_pairs", columns, self._samples[:most])
-        if is_direct:
-            self._samples = []
-
-    def _score_samples(self, most: int) -> None:
-        self._most, pairs = most, 0
+        if self.samples.rows:
+            self.samples.show(self, self.tables, most)
+            return
         try:
-            with without_dropout(self.model):
+            with self.samples.at_most(most), without_dropout(self.model):
+                pairs = 0
                 for batch in self.get_eval_dataloader():
                     if pairs >= most:
                         break
                     self.prediction_step(self.model, batch, False)
                     pairs += self.count_items(batch)
+                self.samples.show(self, self.tables, most)
         finally:
-            self._most = self.config.num_eval_samples
             self.recorder.flush(training=False)
-
-    def _keep_samples(self, rows: dict[str, Tensor], scores: Tensor) -> None:
-        missing = self._most - len(self._samples)
-        if missing <= 0 or not self.is_world_process_zero():
-            return
-        texts = [self.tokenizer.decode(ids) for ids in sequences(rows, 2 * missing)]
-        pairs = zip(texts[::2], texts[1::2], scores.tolist(), strict=False)
-        self._samples += [[chosen, rejected, *values] for chosen, rejected, values in pairs]

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerOptions
-from trimtab_lm.hf.labels import LabelTrainer, label_stats, score_labels
+from trimtab_lm.hf.labels import LabelTrainer, label_stats
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Use
 from trimtab_lm.interface import Model, Processor
@@ -17,9 +17,9 @@ from trimtab_lm.legacy.arguments import SFT, takes_constructor_of_2024
 from trimtab_lm.legacy.constant_length import ConstantLengthDataset
 from trimtab_lm.tokens.positions import Positions
 
+from .algorithm import score_labels, token_nll
 from .config import SFTConfig
 from .data import Formatting, pack, rows_of_constant_length, tokenize_rows
-from .loss import token_nll
 
 
 class SFTTrainer(LabelTrainer[SFTConfig]):
@@ -79,7 +79,7 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
     def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:
         """-sum of log p over the tokens that count, each with a router's loss, over their number in the whole step."""
         scores = score_labels(model, batch, policy=self.model)
-        return BatchLoss(token_nll(scores.logprobs - scores.router_loss, count=items), label_stats(scores))
+        return BatchLoss(token_nll(scores, count=items), label_stats(scores))
 
     def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
         """The dataset as `input_ids` and `labels`, packed where the config asks for it; never packed for `predict`."""

@@ -1,0 +1,85 @@
+"""Direct preference optimisation: the policy learns from pairs of answers, without a reward model.
+
+Rafailov et al. 2023, arXiv:2305.18290: both answers of a pair are scored under the policy and under a fixed reference,
+and the loss is a function of the four log-probabilities.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab_lm.tokens.layout import sum_per_sequence
+from trimtab_lm.tokens.scores import Scores
+
+from .loss import Loss, PairLogprobs, implicit_rewards
+
+
+class PairScores(NamedTuple):
+    """Of the answers of B pairs, all [B]: log-probabilities and entropies in nats, summed over the tokens that count,
+    and the number of those; and the loss of a mixture of experts' router, a scalar."""
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_entropy: Tensor
+    rejected_entropy: Tensor
+    chosen_length: Tensor
+    rejected_length: Tensor
+    router_loss: Tensor
+
+
+class Comparison(NamedTuple):
+    """Losses of B pairs, with those of a router, and the implicit rewards of their answers, all [B]; their scores."""
+
+    losses: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+    scores: PairScores
+
+
+class Boxes(Protocol):
+    """The trainer, whose documented methods may be replaced."""
+
+    def compute_reference_log_probs(self, padded_batch: Any) -> tuple[Tensor, Tensor]: ...
+    def dpo_loss(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def score(model: Callable[..., Scores], tokens: Mapping[str, Tensor]) -> PairScores:
+    """Both answers of each pair in one forward pass, without logits of the whole vocabulary.
+
+    tokens: sequence 2i is the chosen answer of pair i, sequence 2i + 1 its rejected one; see `collator`.
+    """
+    scores, lengths = model(tokens=tokens), tokens["lengths"]
+    logps = sum_per_sequence(scores.logprobs, tokens["sequence"], len(lengths)).view(-1, 2)
+    entropy = sum_per_sequence(scores.entropy, tokens["sequence"], len(lengths)).view(-1, 2)
+    sides = (*logps.unbind(1), *entropy.unbind(1), *lengths.view(-1, 2).unbind(1))
+    return PairScores._make((*sides, torch.as_tensor(scores.router_loss)))
+
+
+def compare(boxes: Boxes, model: Callable[..., Scores], batch: Any, tokens: Mapping[str, Tensor]) -> Comparison:
+    """The losses and rewards of a batch of pairs.
+
+    Args:
+        boxes: the trainer.
+        model: the policy.
+        batch: for the reference, with its log-probabilities where they are precomputed.
+        tokens: the same, for `score`.
+    """
+    reference = boxes.compute_reference_log_probs(batch)
+    policy = score(model, tokens)
+    lengths = {"chosen_length": policy.chosen_length, "rejected_length": policy.rejected_length}
+    losses, chosen, rejected = boxes.dpo_loss(policy.chosen_logps, policy.rejected_logps, *reference, **lengths)
+    return Comparison(losses + policy.router_loss, chosen, rejected, policy)
+
+
+def losses_and_rewards(
+    pairs: PairLogprobs, *, loss: Loss, beta: float, label_smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses of pairs (Eq. 7 and its relatives), and the rewards for which the policy is optimal (Eq. 5), all [B].
+
+    The rewards have no gradient.
+    """
+    losses = loss(pairs, beta=beta, label_smoothing=label_smoothing)
+    chosen, rejected = implicit_rewards(pairs, beta=beta)
+    return losses, chosen.detach(), rejected.detach()

@@ -1,0 +1,31 @@
+"""Supervised fine-tuning: minimize the cross-entropy of the tokens that count, -log p per token, in nats."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from trimtab_lm.interface import Model, base_of
+from trimtab_lm.tokens.layout import from_labels, token_columns
+from trimtab_lm.tokens.scores import Scores
+
+
+def score_labels(model: nn.Module, batch: dict[str, Any], *, policy: Model) -> Scores:
+    """Scores [N] of the labels that count, for a loss that is their sum or mean.
+
+    Args:
+        model: as it is wrapped; its forward takes `tokens`.
+        batch: model inputs and `labels` [B, T], -100 where a token does not count. Decoder inputs of an encoder-decoder
+            model that a collator leaves out are made of the labels.
+        policy: the same model, not wrapped.
+    """
+    base: Any = base_of(policy)
+    is_encoder_decoder = bool(base.config.is_encoder_decoder)
+    if is_encoder_decoder and "decoder_input_ids" not in batch:
+        batch = {**batch, "decoder_input_ids": base.prepare_decoder_input_ids_from_labels(batch["labels"])}
+    labels = from_labels(batch["labels"], is_encoder_decoder=is_encoder_decoder)
+    return model(tokens=token_columns(batch) | labels, is_summed=True)
+
+
+def token_nll(scores: Scores, *, count: Tensor | int) -> Tensor:
+    """-sum of log p [N], each with a router's loss, over `count`: the tokens of all parts of the optimizer step."""
+    return -(scores.logprobs - scores.router_loss).sum() / count
