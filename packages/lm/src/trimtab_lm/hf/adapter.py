@@ -218,9 +218,8 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         """
         is_alone = num_items_in_batch is None
         items = self.items_of([inputs], of_all_processes=False) if is_alone else num_items_in_batch
-        with (
-            dropout_off(self, model) if is_alone else nullcontext()
-        ):  # else training_step keeps it off, in backward too
+        # In a step training_step keeps dropout off, in the backward pass too.
+        with dropout_off(self, model) if is_alone else nullcontext():
             loss, stats, outputs = self.batch_loss(model, inputs, items)
         self.recorder.add(stats, training=model.training)
         loss = loss if is_alone else loss * num_averaged(self)
