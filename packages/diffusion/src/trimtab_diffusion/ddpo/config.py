@@ -17,7 +17,7 @@ from trimtab_common.config import (
 )
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
 from trimtab_common.time_limit import REWARD_TIMEOUT
-from trimtab_common.tracking import TRACKER_NAMES, check_tracker_name
+from trimtab_common.tracking import check_tracker_name
 
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
 STORAGE = (None, "float32", "float16", "bfloat16")
@@ -35,7 +35,9 @@ class DDPOConfig:
     exp_name: str = setting("Name of the run in the tracker.", default_factory=script_name)
     run_name: str | None = setting("Name of the run in the tracker, in place of exp_name.", default="")
     seed: int = setting("Seed of prompts, samples and the order of training.", default=0)
-    log_with: str | None = setting(f"Tracker: {TRACKER_NAMES}.", default=None)
+    log_with: str | None = setting(
+        "Tracker: aim, comet_ml, mlflow, tensorboard, wandb, clearml, dvclive, swanlab, trackio, none.", default=None
+    )
     tracker_kwargs: dict[str, Any] = setting("Arguments of wandb.init or SummaryWriter.", default_factory=dict)
     accelerator_kwargs: dict[str, Any] = setting("Arguments of accelerate.Accelerator.", default_factory=dict)
     project_kwargs: dict[str, Any] = setting("Arguments of accelerate's ProjectConfiguration.", default_factory=dict)

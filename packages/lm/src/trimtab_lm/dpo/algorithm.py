@@ -53,8 +53,11 @@ def score(model: Callable[..., Scores], tokens: Mapping[str, Tensor]) -> PairSco
     scores, lengths = model(tokens=tokens), tokens["lengths"]
     logps = sum_per_sequence(scores.logprobs, tokens["sequence"], len(lengths)).view(-1, 2)
     entropy = sum_per_sequence(scores.entropy, tokens["sequence"], len(lengths)).view(-1, 2)
-    sides = (*logps.unbind(1), *entropy.unbind(1), *lengths.view(-1, 2).unbind(1))
-    return PairScores._make((*sides, torch.as_tensor(scores.router_loss)))
+    chosen, rejected = logps.unbind(1)
+    chosen_entropy, rejected_entropy = entropy.unbind(1)
+    chosen_length, rejected_length = lengths.view(-1, 2).unbind(1)
+    router_loss = torch.as_tensor(scores.router_loss)
+    return PairScores(chosen, rejected, chosen_entropy, rejected_entropy, chosen_length, rejected_length, router_loss)
 
 
 def compare(boxes: Boxes, model: Callable[..., Scores], batch: Any, tokens: Mapping[str, Tensor]) -> Comparison:

@@ -7,7 +7,7 @@ the same tokens in fewer positions, without logits: see `algorithm.compare`.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,6 @@ from .collator import (
 from .config import DPOConfig
 from .loss import mixed
 from .statistics import pair_statistics
-
-if TYPE_CHECKING:
-    from .trainer import DPOTrainer
 
 SCORING = (
     *("concatenated_inputs", "concatenated_forward", "get_batch_logps", "null_ref_context"),
@@ -72,7 +69,7 @@ class Chain2024:
         documented: the class that documents them.
     """
 
-    def __init__(self, trainer: "DPOTrainer", documented: type) -> None:
+    def __init__(self, trainer: Any, documented: type) -> None:
         self.trainer, self.documented = trainer, documented
         self.lengths: tuple[Tensor, Tensor] | None = None  # of the answers whose summed log-probabilities dpo_loss gets
         self.predictions: Tensor | None = None  # of the last batch, for compute_metrics

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -53,9 +53,6 @@ from .chain2024 import SCORING
 from .collator import REFERENCE_COLUMNS, SIDES
 from .config import DPOConfig
 from .precompute import ReferenceCache
-
-if TYPE_CHECKING:
-    from .trainer import DPOTrainer
 
 
 @dataclass(frozen=True)
@@ -266,7 +263,7 @@ def _with_prompt(tokenize_row: Callable[[Row], Mapping[str, object]], row: Row) 
 class Datasets:
     """The datasets of a DPOTrainer: what the caller gave, and what present settings and methods make of it."""
 
-    def __init__(self, trainer: "DPOTrainer") -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.given: list[Any] = [None, None]  # the training set and the evaluation sets
         self.prepared: list[Any] = [None, None]

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -23,9 +23,6 @@ from trimtab_lm.tokens.positions import Positions
 from .collator import DPODataCollatorWithPadding
 from .config import DPOConfig
 
-if TYPE_CHECKING:
-    from .trainer import DPOTrainer
-
 
 def runnable(reference: Reference | None, policy: Model) -> Reference | None:
     """The reference, if it is a model that can be run at any time, also after training."""
@@ -33,7 +30,7 @@ def runnable(reference: Reference | None, policy: Model) -> Reference | None:
     return reference if is_apart else None
 
 
-def sample_answers(trainer: "DPOTrainer", model: Model, prompts: Sequence[Tensor]) -> tuple[list[str], list[str]]:
+def sample_answers(trainer: Any, model: Model, prompts: Sequence[Tensor]) -> tuple[list[str], list[str]]:
     """Answers of the model, and of the reference if it can be run, to prompts (1-D token ids), as texts."""
 
     def sample(unwrapped: Model) -> list[str]:
@@ -54,7 +51,7 @@ def sample_answers(trainer: "DPOTrainer", model: Model, prompts: Sequence[Tensor
         return policy, sample(placed(reference, trainer.config.device))
 
 
-def log_answers(trainer: "DPOTrainer", dataset: Data, name: str) -> None:
+def log_answers(trainer: Any, dataset: Data, name: str) -> None:
     """A table of prompts of a tokenized dataset, and of the answers of policy and reference. Collective."""
     config = trainer.config
     seed = sampling_seed(config.seed, rank=0, draw=trainer.state.global_step)

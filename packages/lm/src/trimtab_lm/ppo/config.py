@@ -21,7 +21,7 @@ from trimtab_common.config import (
 from trimtab_common.formulas.kl import SAMPLED_KL, FixedKLController, kl_controller
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
 from trimtab_common.time_limit import REWARD_TIMEOUT
-from trimtab_common.tracking import TRACKER_NAMES, check_tracker_name
+from trimtab_common.tracking import check_tracker_name
 from trimtab_lm.sampling.backends import BACKENDS
 
 
@@ -47,7 +47,9 @@ class PPOConfig(_Taken):
 
     exp_name: str = setting("Name of the run in the tracker.", default_factory=script_name)
     seed: Seed = setting("Seed of the shuffling and of the sampling in `generate`.", default=0)
-    log_with: str | None = setting(f"Tracker: {TRACKER_NAMES}.", default=None)
+    log_with: str | None = setting(
+        "Tracker: aim, comet_ml, mlflow, tensorboard, wandb, clearml, dvclive, swanlab, trackio, none.", default=None
+    )
     task_name: str | None = setting("Task, as a tag of the run in the tracker.", default=None)
     model_name: str | None = setting(
         "Hub id or folder of the policy, loaded if the trainer is given none.", default=None
