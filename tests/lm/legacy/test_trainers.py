@@ -107,7 +107,7 @@ def test_every_name_is_in_one_of_the_lists():
     assert {*TRANSLATED, *GONE} == set(legacy.ARGUMENTS)
 
 
-@pytest.mark.parametrize("name", TRANSLATED)
+@pytest.mark.parametrize("name", slow_but(TRANSLATED, "evaluation_strategy", "no_cuda", "split_batches"))
 def test_a_name_of_2024_on_the_config_trains(name: str, tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unset")
     with pytest.warns(FutureWarning, match=name):
