@@ -336,6 +336,17 @@ def test_an_experiment_is_run_by_its_path_too(tmp_path: Path):
     assert shown.startswith("usage: train.py [--config FILE.yaml]")
 
 
+def test_the_description_of_an_argument_says_what_it_is():
+    """`tokenizer: of the model.` is half a sentence."""
+    halves = [
+        f"{path.name}: {line.strip()}"
+        for path in (ROOT / "packages").rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\s+[a-z_]+(, [a-z_]+)*: of ", line)
+    ]
+    assert halves == []
+
+
 def test_no_file_changes_the_path_of_its_imports():
     files = [ROOT / name for name in listed_files() if name.endswith(".py")]
     insert = "sys.path" + ".insert"

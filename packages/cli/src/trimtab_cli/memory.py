@@ -55,7 +55,7 @@ class ModelSize(NamedTuple):
         parameters: numbers that the model has; a tied weight counts once.
         trainable: those that are trained.
         largest_layer: parameters of the largest part that is gathered at once: a layer, the embedding or the head.
-        layers: of the decoder, and of the encoder if there is one.
+        layers: the layers of the decoder, and of the encoder if there is one.
         hidden_size: width of a layer.
     """
 
@@ -106,8 +106,8 @@ class Memory(NamedTuple):
     """Bytes on each GPU.
 
     Attributes:
-        weights: of the model that trains.
-        gradients: of its parameters.
+        weights: the weights of the model that trains.
+        gradients: the gradients of its parameters.
         optimizer: its states.
         reference: a frozen copy of the model.
         critic: a second model that trains.
@@ -134,8 +134,8 @@ def size_of(config: PreTrainedConfig, lora_rank: int = 0) -> ModelSize:
     """The size of a model with this configuration, which is built on torch's meta device.
 
     Args:
-        config: of a causal or encoder-decoder language model.
-        lora_rank: of adapters on all linear layers, which train alone; 0: no adapters.
+        config: the config of a causal or encoder-decoder language model.
+        lora_rank: the rank of adapters on all linear layers, which train alone; 0: no adapters.
     """
     kind: AutoModel = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
@@ -166,7 +166,7 @@ def memory(size: ModelSize, engine: Engine, config: MemoryConfig) -> Memory:
     """Bytes on each GPU that a training with AdamW takes.
 
     Args:
-        size: of the model.
+        size: the model's size.
         engine: one of `engines`.
         config: how the model is trained.
     """

@@ -79,12 +79,12 @@ def one_round(
     """Sample completions of each prompt, and learn the one with the highest reward. Collective.
 
     Args:
-        trainer: of the model.
+        trainer: trains the model.
         rewards: scores completions.
         backend: samples completions.
-        rows: of the dataset, for this process, with the token ids of their prompts.
+        rows: this process's rows of the dataset, with the token ids of their prompts.
         samples: completions of a prompt.
-        number: of the round, from 0.
+        number: the round's number, from 0.
 
     Returns:
         The mean reward of all completions, and of those that were learnt, over all processes.

@@ -142,7 +142,7 @@ def settings(
     In a sweep, the folder that a run writes into is followed by the ids of the sweep and of the run.
 
     Args:
-        name: of the subcommand.
+        name: the subcommand's name.
         argv: the words after it.
         kinds: the classes of its settings, that of the trainer at the end.
         about: what --help says of it.
@@ -246,8 +246,8 @@ def errors_in_one_line(
     """End the program with status 2 and one line at an error that the user can correct.
 
     Args:
-        name: of the subcommand.
-        kinds: of the error; by default those of settings, models and data that cannot be used.
+        name: the subcommand's name.
+        kinds: kinds of errors; by default those of settings, models and data that cannot be used.
     """
     try:
         yield

@@ -131,7 +131,7 @@ def train(name: str, trainer: Trainer, run: RunConfig, use: str) -> int:
     """Train, evaluate, and save the model with its tokenizer; the last line says where.
 
     Args:
-        name: of the subcommand.
+        name: the subcommand's name.
         trainer: on transformers.Trainer.
         run: the settings of the subcommand.
         use: how one uses the model.

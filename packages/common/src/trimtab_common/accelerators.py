@@ -57,7 +57,7 @@ class WeighingAccelerator(Accelerator):
         scale, as usual at the start of a run in fp16: that norm is no number to log.
 
         Args:
-            norm: of the gradient, before it is clipped, after it was divided by the loss scale.
+            norm: the gradient's norm, before it is clipped, after it was divided by the loss scale.
         """
         if self.scaler is None:
             return {"grad_norm": Mean(norm, 1.0)}

@@ -63,8 +63,8 @@ class Checkpoint:
         path: its folder.
         step: by which the folder is named.
         weights: on the CPU; names that were tied when saved share one tensor.
-        state: of all processes.
-        rank_state: of this process.
+        state: the state that all processes share.
+        rank_state: the state of this process.
         run: which run saved it; None where it does not say.
     """
 

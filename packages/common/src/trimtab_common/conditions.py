@@ -21,19 +21,19 @@ class Vitals:
         kl: KL(policy, reference), the mean of the sampled log-ratios, nats per response.
         kl_per_token: the same, nats per token.
         kl_coef: the coefficient of the KL penalty.
-        entropy: of the policy, nats per token.
+        entropy: the policy's entropy, nats per token.
         surprise: how much less likely the sampled tokens are than samples of the policy, nats per token, beyond what
             chance explains; negative where they are likelier.
         clip_fraction: share of the ratios that are clipped, in [0, 1].
-        explained_variance: of the value function, at most 1.
+        explained_variance: the value function's explained variance, at most 1.
         value_error: variance of returns - values, of the tokens.
         value_gain: share of the values' squared error that the updates of a step remove, on average over the updates;
             None with one update a step.
         value_spread: standard deviation of the values over that of the returns.
         reward_std: standard deviation of the scores, in the unit of the reward.
-        scale: of what the policy or the value function learns from, where nothing brings it to 1.
+        scale: the scale of what the policy or the value function learns from, where nothing brings it to 1.
         response_length: mean tokens per response.
-        length_correlation: of the scores and the lengths of the responses, in [-1, 1].
+        length_correlation: the correlation of scores and lengths of the responses, in [-1, 1].
         ended: share of the responses that end by themselves; None where nothing says that they should.
         doubled_bos: share of the queries that begin with two BOS tokens.
         reference_gap: largest difference of policy and reference before the first update, nats.

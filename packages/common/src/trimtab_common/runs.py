@@ -50,7 +50,7 @@ class RunRecord:
         data: fingerprint of the dataset; None where it is not known, as for a stream.
         model: fingerprint of the model's layout; None where the checkpoint's own weights tell.
         unset: names of the settings that have their default.
-        without: of a record that is compared with a saved one: patterns of settings that change no result.
+        without: patterns of settings that change no result, where a record is compared with a saved one.
     """
 
     id: str

@@ -68,7 +68,7 @@ def save_error(folder: Path, error: BaseException, *, needed: int) -> SaveError:
 
     Args:
         folder: the checkpoint, by the name that it was to get.
-        error: of the file system, or of the library that wrote.
+        error: the error of the file system, or of the library that wrote.
         needed: bytes that the checkpoint takes, about.
     """
     root = folder.parent

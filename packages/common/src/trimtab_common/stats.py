@@ -97,8 +97,8 @@ class Variance:
     """A population variance that remembers its count and mean, so that parts add up (Chan et al. 1979).
 
     Args:
-        count: of the numbers.
-        mean: of the numbers.
+        count: how many numbers there are.
+        mean: their mean.
         squares: sum of their squared deviations from the mean.
     """
 
@@ -220,7 +220,7 @@ def gather_stats(stats: Mapping[str, object]) -> Stats:
     """Merges the statistics of all processes. One collective.
 
     Args:
-        stats: of this process; see `merge_stats`.
+        stats: this process's statistics; see `merge_stats`.
 
     Returns:
         Numbers and 1-D tensors, equal on all processes.

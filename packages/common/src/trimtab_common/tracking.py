@@ -63,9 +63,9 @@ def start_tracking(
 
     Args:
         log_with: the name of a tracker that accelerate knows, such as "wandb" or "mlflow"; "none" or None.
-        project: of the tracker; MLflow's experiment.
+        project: the tracker's project; MLflow's experiment.
         config: the run's settings by name, plain values.
-        name: of the run, where accelerate takes one. WANDB_NAME takes precedence in W&B.
+        name: the run's name, where accelerate takes one. WANDB_NAME takes precedence in W&B.
         group: W&B's group of runs; None: WANDB_RUN_GROUP.
         job_type: W&B's type of the run. WANDB_JOB_TYPE takes precedence.
         tags: W&B's tags.
@@ -119,7 +119,7 @@ class Tracker:
     """What trainers log to.
 
     Args:
-        writer: of one kind of tracker; None drops everything, as on all processes but the main one.
+        writer: writes to one kind of tracker; None drops everything, as on all processes but the main one.
         run_id: the id of the tracker's run, for checkpoints; None on other processes of a new run.
     """
 
@@ -181,7 +181,7 @@ class Tracker:
         grew over the run would take more bytes at every step.
 
         Args:
-            name: of the table.
+            name: the table's name.
             columns: their names, the same in every call.
             rows: texts, numbers or booleans; the first row fixes which of them each column holds. At most
                 MAX_TABLE_ROWS rows of a call are kept, and MAX_CELL_CHARACTERS of a text.
@@ -206,7 +206,7 @@ class Tracker:
         """Logs images, each with its caption; nothing where accelerate has no images.
 
         Args:
-            name: of the group of images.
+            name: the name of the group of images.
             images: PIL images, or arrays [3, H, W] or [H, W, 3], either uint8 or float within [0, 1].
             captions: one for each image.
             step: as for `log`.
@@ -228,7 +228,7 @@ class Tracker:
 
         Args:
             summary: final numbers, such as a sweep's metric.
-            exit_code: of the program, as W&B shows it; that of a preemption marks the run as preempting.
+            exit_code: the program's exit code, as W&B shows it; that of a preemption marks the run as preempting.
         """
         if self.writer is not None:
             results = {name: float(_to_array(name, value)) for name, value in (summary or {}).items()}

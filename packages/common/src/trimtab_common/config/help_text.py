@@ -14,7 +14,7 @@ class Flag(NamedTuple):
     """A setting as --help shows it.
 
     Attributes:
-        name: of the field.
+        name: the field's name.
         kind: its type, in words.
         default: the value without the flag, in words.
         text: the line of help.
@@ -40,7 +40,7 @@ class Flag(NamedTuple):
 
         Args:
             kind: the dataclass.
-            field: of it.
+            field: the field.
             hint: the type of the field.
             default: the value without the flag, in words.
             is_set: whether the program sets a value in place of the class's default.

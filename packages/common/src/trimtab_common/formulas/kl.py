@@ -142,7 +142,7 @@ class DampedKLController(AdaptiveKLController):
     Args:
         init_kl_coef: the integral, which is the coefficient of a KL on target, at the start.
         target: KL in nats per response.
-        horizon: of the integral; see `AdaptiveKLController`.
+        horizon: the horizon of the integral; see `AdaptiveKLController`.
         max_kl_coef: the largest integral and the largest coefficient.
         gain: the factor at twice the target is e^gain, and without any KL e^-gain.
     """

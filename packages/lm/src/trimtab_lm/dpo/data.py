@@ -150,7 +150,7 @@ class PairTokenizer:
     def row(self, row: Row, model: Any = None) -> dict[str, object]:
         """The token columns alone.
 
-        model: of an encoder-decoder, makes `{chosen,rejected}_decoder_input_ids` of the labels.
+        model: an encoder-decoder, which makes `{chosen,rejected}_decoder_input_ids` of the labels.
         """
         columns = {
             name: value for name, value in self(row).items() if name.endswith(("_input_ids", "_mask", "_labels"))

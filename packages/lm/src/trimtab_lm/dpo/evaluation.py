@@ -101,7 +101,7 @@ def sampled_texts(
     Args:
         model: not wrapped.
         prompts: 1-D token ids.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         config: with `max_new_tokens`, `generation_kwargs` and the seed.
         padding_value: the token that pads.
         step: answers at another optimizer step have other random numbers.

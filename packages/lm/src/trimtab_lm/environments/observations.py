@@ -24,11 +24,11 @@ def observation_ids(
     """The token ids of an observation, to be appended to those of the turn before it.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         observation: see `Reply`. Messages become what the chat template writes between two answers.
         text: the turn before it.
         ids: the tokens of that turn. Where they do not end in a stop token, the template's comes first.
-        role: of the message that a text becomes; None leaves it a text.
+        role: the role of the message that a text becomes; None leaves it a text.
         tools, chat_template_kwargs: see `trimtab_lm.data.tokenization`.
 
     Raises:

@@ -86,8 +86,8 @@ class EnvironmentRollout:
         tokenizer: the policy's.
         max_completion_length: the most tokens of an episode, observations included.
         max_turns: the most turns of the policy.
-        role: of the message that a text or an error becomes, for policies with a chat template. None: the policy reads
-            texts as they are.
+        role: the role of the message that a text or an error becomes, for policies with a chat template. None: the
+            policy reads texts as they are.
         time_limit: seconds that an environment has for a step, and for a reset.
         concurrency: environments that reply at a time.
         chat_template_kwargs: more arguments of the chat template, as for the prompts.
@@ -149,7 +149,7 @@ class EnvironmentRollout:
             prompts: rows of token ids, 1-D.
             num_generations: episodes of each prompt.
             version: the number of the weights to sample from.
-            seed: of the sampling.
+            seed: seeds the sampling.
             rows: a row of the dataset for each prompt, whose columns the environments get; None: they get none.
         """
         assert self.model is not None, "sync comes before generate"

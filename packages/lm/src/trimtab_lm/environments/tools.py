@@ -50,7 +50,7 @@ class ToolEnvironment:
     Args:
         tools: functions, plain or async, that are called by their names.
         parse: the calls in a text; ValueError where they are malformed.
-        max_characters: of each result; the rest is cut off.
+        max_characters: the most characters of each result; the rest is cut off.
     """
 
     def __init__(

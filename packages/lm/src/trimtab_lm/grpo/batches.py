@@ -19,11 +19,11 @@ from .config import GRPOConfig
 class PromptBatches(Sampler[list[int]]):
     """Row numbers of the prompts of each call of generation, on one process: every batch `repeats` times in a row.
 
-    rows: of the dataset; what is left of it after the last whole call is another epoch's. With fewer rows than a call
-    takes, an epoch is one call, which goes through the rows as often as it must. prompts_per_step: of an
-    optimizer step, on each process. steps: of optimizer, that a call serves. repeats: micro-batches that a call serves,
-    as often as transformers' Trainer asks for one. looks_ahead: each batch is followed by the next call's row numbers,
-    as many. The order is fixed by (seed, epoch): `set_epoch`.
+    rows: the number of rows in the dataset. Rows that are left after the last whole call wait for another epoch. With
+    fewer rows than a call takes, an epoch is one call, which goes through the rows as often as it must.
+    prompts_per_step: prompts in an optimizer step, on each process. steps: optimizer steps that a call serves. repeats:
+    micro-batches that a call serves, as often as transformers' Trainer asks for one. looks_ahead: each batch is
+    followed by the next call's row numbers, as many. The order is fixed by (seed, epoch): `set_epoch`.
 
     An optimizer step has the same prompts however many processes share it.
     """
@@ -95,9 +95,9 @@ class PromptLoader(DataLoader[Row]):
         """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch.
 
         Args:
-            rows: of the training set.
-            config: of the trainer.
-            prompts_per_step: of an optimizer step, on this process.
+            rows: the training set.
+            config: the trainer's config.
+            prompts_per_step: prompts in an optimizer step, on this process.
         """
         micro_batches = config.gradient_accumulation_steps * config.steps_per_generation
         batches = PromptBatches(
@@ -149,7 +149,7 @@ class _Remembering:
 class RolloutBuffer:
     """The rollout of one call of generation, given out in micro-batches: each prompt once per pass.
 
-    micro_batches: of a pass. The first pass takes the prompts in their order, later ones in orders fixed by the seed.
+    micro_batches: in each pass. The first pass takes the prompts in order, later ones in orders fixed by the seed.
     """
 
     def __init__(self, *, micro_batches: int, passes: int):

@@ -59,8 +59,8 @@ class GroupSampler:
 
     Args:
         model: the policy.
-        config: of the trainer.
-        tokenizer: of the policy.
+        config: the trainer's config.
+        tokenizer: the policy's tokenizer.
         rewards: scores completions.
         has_own_limit: whether the sampling backend does not go by `max_completion_length`.
         is_noisy: whether training adds noise to the policy's layers.
@@ -120,8 +120,8 @@ class GroupSampler:
             backend: samples the completions.
             model: the policy, not wrapped.
             rows: P rows with `prompt`, `prompt_ids` and the columns of the reward functions.
-            version: of the policy's weights.
-            seed: of the random numbers.
+            version: the version of the policy's weights.
+            seed: seeds the random numbers.
             real_rows: the rows after these repeat others: nothing is learnt or told of them. None: there are none.
         """
         args, is_encoder_decoder = self.config, self.is_encoder_decoder
@@ -219,8 +219,8 @@ def rewards_of(
 
     Args:
         reward_funcs: see `RewardSet`; with an environment, None leaves them out.
-        config: of the trainer.
-        tokenizers: of reward models.
+        config: the trainer's config.
+        tokenizers: the tokenizers of reward models.
         backend: samples the completions.
     """
     if isinstance(backend, EnvironmentRollout):

@@ -36,10 +36,10 @@ def check_completions(
     """Scores each completion alone, because one that is not finite may spoil those that it is laid out with.
 
     Args:
-        groups: of a micro-batch whose loss is not finite.
+        groups: the groups of a micro-batch whose loss is not finite.
         model: the policy, unwrapped, on one device.
         lay_out: lays groups out for the model.
-        temperature: of the samples.
+        temperature: the temperature of the samples.
 
     Raises:
         TrainingDivergedError: names the completions of the micro-batch whose log-probabilities are not finite.

@@ -35,7 +35,7 @@ def rollout_stats(sampled: ScoredRollout, *, names: Sequence[str], bos: int | No
 
     Args:
         sampled: the rollout.
-        names: of the reward functions.
+        names: the names of the reward functions.
         bos: the token that begins a text, if there is one.
     """
     lengths, ended, scored = sampled.written, sampled.ended, sampled.scored
@@ -119,8 +119,8 @@ def vitals(numbers: Mapping[str, float], config: GRPOConfig, *, pads_with_eos: b
     """The quantities that the steps since the last log are judged by.
 
     Args:
-        numbers: of `numbers_of`.
-        config: of the trainer.
+        numbers: what `numbers_of` returned.
+        config: the trainer's config.
         pads_with_eos: whether the pad token is the end token.
     """
     is_scaled = config.scale_rewards in ("group", "batch")
@@ -143,7 +143,7 @@ class SampleTable:
     """The last completions between logs, separate for training and evaluation.
 
     Args:
-        names: of the reward functions.
+        names: the names of the reward functions.
         printed: how many completions `show` prints; None prints all of them.
     """
 

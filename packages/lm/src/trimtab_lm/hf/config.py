@@ -68,8 +68,8 @@ def for_own_collators(config: Config, train_dataset: object, eval_dataset: objec
 
     Args:
         config: as the caller gave it.
-        train_dataset: of the trainer.
-        eval_dataset: of the trainer, or a dict of several.
+        train_dataset: the trainer's training set.
+        eval_dataset: the trainer's evaluation set, or a dict of several.
     """
     config = copy.copy(config)
     config.remove_unused_columns = False

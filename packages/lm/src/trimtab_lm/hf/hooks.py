@@ -106,7 +106,7 @@ def _fitted(name: str, method: Method, *, parameters: int, shown: Method | None 
     """A method of a class that takes today's arguments, or `shown` or else the method itself, if that does already.
 
     Args:
-        name: of the hook.
+        name: the hook's name.
         method: takes the trainer first.
         parameters: how many `shown` had in 2024.
         shown: whose parameters are counted; None: the method's.

@@ -102,7 +102,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
         Args:
             input_ids: 1-D tensors of token ids.
-            attention_mask: of the same lengths, 0 where padding is to be left out.
+            attention_mask: 1-D tensors of the same lengths, 0 at padding, which is left out.
             labels: for a causal model of the same lengths, -100 where a token does not count; all of input_ids by
                 default. For an encoder-decoder model the targets, of any length, which it needs.
             texts: instead of input_ids. EOS is added to texts and targets that do not end in it.
@@ -193,7 +193,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
                 saved in the middle of a call of `step` needs that call again, with the same rows: its updates that were
                 done are left out.
-            trial: of a hyperparameter search.
+            trial: the trial of a hyperparameter search.
             ignore_keys_for_eval: as in transformers.
             kwargs: none; the documented signature has them.
 

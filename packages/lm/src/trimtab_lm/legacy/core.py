@@ -69,7 +69,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
     Args:
         values: any shape.
-        mask: of the same shape.
+        mask: a mask of the same shape.
         shift_mean: False keeps the mean.
     """
     mean = masked_mean(values, mask)

@@ -33,7 +33,7 @@ class ValueHead(nn.Module):
     Args:
         hidden_size: the width of the hidden state.
         summary_dropout_prob: dropout on the input, in training mode.
-        device, dtype: of the weights.
+        device, dtype: where the weights lie, and their dtype.
     """
 
     def __init__(

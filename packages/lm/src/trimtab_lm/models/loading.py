@@ -31,7 +31,7 @@ def load_model(
     Args:
         kind: the transformers class that loads it.
         source: hub id or folder.
-        args, kwargs: of `kind.from_pretrained`.
+        args, kwargs: arguments of `kind.from_pretrained`.
         is_trainable: whether a loaded adapter can train.
         hub: the part of kwargs that concerns the download, for the adapter.
         kbit: see `prepared_for_adapter`.

@@ -51,7 +51,7 @@ def check_step(
         response_masks: for each response token 1, or 0 where the policy did not write it; None: all are the policy's.
         response_rewards: for each response token, the reward that an environment gave at it; None: none.
         sampler_logprobs: for each response token its log-probability as it was sampled, in nats; None if unknown.
-        config: of the trainer.
+        config: the trainer's config.
         policy: not wrapped.
         decoder_start: what an encoder-decoder policy reads first, which is taken off the responses; else None.
         prepare: makes model inputs of queries and responses.

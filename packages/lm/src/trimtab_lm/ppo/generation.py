@@ -106,7 +106,7 @@ class Generation:
 
         Args:
             batch: columns, `input_ids` among them.
-            options: of `generate`.
+            options: arguments of `generate`.
             generate: the trainer's method.
         """
         queries = batch["input_ids"]
@@ -171,12 +171,12 @@ class Sampler:
     Args:
         pad_token_id: the id at padding.
         eos_token_id: what ends a response, where the model's generation config does not say it.
-        seed: of the sampling.
-        rank: of this process.
+        seed: seeds the sampling.
+        rank: this process's rank.
         temperature: the one that calls must sample at; None lets each call choose.
 
     Attributes:
-        temperature: of the last call that sampled.
+        temperature: the temperature of the last call that sampled.
         eos_ids: the tokens that end a response, of the last call.
         calls: calls so far.
     """
@@ -302,7 +302,7 @@ def completions_of(
     Args:
         batch: columns, `input_ids` among them.
         sampled: a response to each query.
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         is_encoder_decoder: whether the policy is one.
     """
     queries, responses = batch["input_ids"], sampled.completions

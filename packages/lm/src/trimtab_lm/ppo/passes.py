@@ -199,7 +199,7 @@ def score(
         model_inputs: the ids, as from `padded_inputs`, padded on either side. On the host nothing waits for a device.
         response_masks: for each response, 1 where a token counts; None: all count.
         padding: what layouts add.
-        options: of `ActorCritic.forward`.
+        options: arguments of `ActorCritic.forward`.
     """
     read = {name: column.cpu().numpy() for name, column in model_inputs.items()}
     counts = np.zeros((len(responses), max(map(len, responses))), dtype=np.int64)
@@ -264,7 +264,7 @@ def completed(columns: Sequence[Tensor | None], before: Tensor, temperature: flo
     Args:
         columns: log-probabilities, logits or None, values or None, and the mask, in any width.
         before: the mask that it returned for the same rows before the updates; UNKNOWN: it is the first.
-        temperature: of the entropy.
+        temperature: the temperature at which the entropy is taken.
 
     Raises:
         ValueError: it counts other tokens than it did before.
@@ -289,8 +289,8 @@ def kl_terms(models: Models, policy: Scores, reference: Scores, sampled: Tensor 
 
     Args:
         models: the trainer.
-        policy: of the whole batch.
-        reference: of the whole batch.
+        policy: the policy's columns of the whole batch.
+        reference: the reference's columns of the whole batch.
         sampled: [B, R], log-probabilities of the policy that sampled. Where it is an older one, the estimates of the
             KL on its samples are those of its own KL.
     """
@@ -313,9 +313,9 @@ def exact_kl_of(
     Args:
         policy: not wrapped.
         ref: the reference.
-        scores: of the policy, with what its head read.
-        ref_scores: of the reference, with what its head read.
-        temperature: of both distributions.
+        scores: the policy's scores, with what its head read.
+        ref_scores: the reference's scores, with what its head read.
+        temperature: the temperature of both distributions.
     """
     mask, head, ref_head = scores.mask.bool(), policy.head, ref.actor.head
     assert scores.head_inputs is not None

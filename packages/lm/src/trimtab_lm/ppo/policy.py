@@ -237,7 +237,7 @@ class ReferencePolicy(nn.Module):
 
         Args:
             actor: the policy, not wrapped.
-            reference: of the KL penalty.
+            reference: the reference of the KL penalty.
             ref_model: the same with a value head, which is not used; None where the policy is its own reference.
             accelerator: that prepared the policy.
         """

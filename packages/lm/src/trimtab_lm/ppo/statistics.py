@@ -34,7 +34,7 @@ def training_stats(rollout: Experience, recorded: Sequence[Minibatch], *, cap: f
 
     Args:
         rollout: evaluated.
-        recorded: of its updates.
+        recorded: what its updates recorded.
         cap: `importance_sampling_cap`.
     """
     mask, at = rollout.mask, rollout.mask.bool()
@@ -163,8 +163,8 @@ def token_stats(rollout: Experience, tokenizer: PreTrainedTokenizerBase, *, ends
     fine-tuned with such padding may not have learnt to stop.
 
     Args:
-        rollout: of a step.
-        tokenizer: of the policy.
+        rollout: the rollout of a step.
+        tokenizer: the policy's tokenizer.
         ends: the tokens that end a response.
     """
     stats: dict[str, Summary] = {}
@@ -195,7 +195,7 @@ def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, st
 
     Args:
         sampled: the responses.
-        names: of the reward functions; with several, each has its mean and deviation.
+        names: the names of the reward functions; with several, each has its mean and deviation.
         scored: the scores of the responses.
         step: PPO steps of the policy before this one.
     """
@@ -212,9 +212,9 @@ def documented(trainer: "Reporter", stats: Stats, rollout: Experience, clock: "C
 
     Args:
         trainer: a PPOTrainer.
-        stats: of this process, of its `record_step_stats`.
-        rollout: of the step.
-        clock: of the step.
+        stats: what this process's `record_step_stats` returned.
+        rollout: the step's rollout.
+        clock: the step's clock.
         ends: the tokens that end a response.
     """
     local = named({**stats, **token_stats(rollout, trainer.tokenizer, ends=ends), **clock.stats()})

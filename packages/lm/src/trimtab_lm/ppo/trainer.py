@@ -360,7 +360,7 @@ class PPOTrainer(NamesOf2024):
             batch_size: queries at a time, as many as fit by default; a rollout has a size of its own.
             return_prompt: whether a response begins with its query (causal models).
             generate_ref_response: whether the reference responds as well, which makes a pair of what is returned.
-            generation_kwargs: of transformers' GenerationConfig; see `Sampler`. A rollout takes none.
+            generation_kwargs: fields of transformers' GenerationConfig; see `Sampler`. A rollout takes none.
         """
         self.run.interruption.end_if_saved()
         shape = {"return_prompt": return_prompt, "generate_ref_response": generate_ref_response}

@@ -62,9 +62,9 @@ class OptimizerStep:
         minibatches are left out.
 
         Args:
-            loss: of the minibatch.
+            loss: the minibatch's loss.
             ratio: to the policy before the updates.
-            outputs: of the models. The gradient of a minibatch that is left out is 0, and other processes wait for it.
+            outputs: what the models returned. A minibatch that is left out has gradient 0, for which others wait.
             step: PPO steps done before, for the error.
 
         Returns:

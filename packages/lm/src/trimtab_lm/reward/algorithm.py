@@ -46,7 +46,7 @@ def compare(scores: Tensor, *, num_labels: int, margin: Tensor | None, center: f
 
     Args:
         scores: [2B, labels]. Almost every model has one label; each label is a score of its own.
-        num_labels: of the model.
+        num_labels: how many labels the model has.
         margin: [B], by how much the scores have to differ, or None.
         center: the weight of `centering`, or None.
     """

@@ -22,7 +22,7 @@ class Request(NamedTuple):
     Attributes:
         prompts: token ids.
         num_generations: completions of each prompt.
-        seed: of the sampling.
+        seed: seeds the sampling.
     """
 
     prompts: list[list[int]]

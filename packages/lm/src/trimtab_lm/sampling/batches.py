@@ -65,7 +65,7 @@ def completions_at_a_time(model: Model, tokens: int) -> int:
 
     Args:
         model: a transformers model.
-        tokens: of the longest prompt and its completion.
+        tokens: the length of the longest prompt with its completion, in tokens.
 
     Returns:
         At least 1.

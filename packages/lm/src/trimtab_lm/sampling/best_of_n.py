@@ -25,7 +25,7 @@ class BestOfNSampler:
             one score each.
         length_sampler: called for the number of new tokens of each query, such as LengthSampler; None with `rollout`.
         sample_size: samples of each query.
-        seed: of the sampling, which neither moves nor depends on the global random numbers; None takes one from them.
+        seed: seeds the sampling, which leaves the global random numbers alone; None draws a seed from them.
         n_candidates: samples that are kept.
         generation_config: settings of the sampling; it is plain, at temperature 1, where they say nothing.
         rollout: what samples, by its own settings, such as a VLLMRollout; None: transformers' generate.

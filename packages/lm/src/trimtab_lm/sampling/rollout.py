@@ -77,7 +77,7 @@ class RolloutBackend(Protocol):
             prompts: rows of token ids, 1-D.
             num_generations: completions of each prompt.
             version: the number of the weights to sample from.
-            seed: of the sampling.
+            seed: seeds the sampling.
 
         Raises:
             StaleWeightsError: the sampler does not hold `version`.
@@ -104,7 +104,7 @@ def check_room(
     """The check of rollouts by an engine: a causal model has room for the longest prompt and its completion.
 
     Args:
-        positions: of the model, or of the engine that runs it.
+        positions: the positions of the model, or of the engine that runs it.
         prompts: rows of token ids.
         settings: with the length limit of completions.
         remedy: what else would help, such as "raise the engine's max_model_len".

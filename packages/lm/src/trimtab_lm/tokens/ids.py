@@ -19,7 +19,7 @@ def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int
     """Checks the rows of a list.
 
     Args:
-        name: of the list, for the errors.
+        name: the list's name, for the errors.
         column: its rows.
         vocab_size: ids are below it.
         ignored: an id that is allowed too, such as -100 in labels.

@@ -72,7 +72,7 @@ def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
     """Bins items into rows by best-fit decreasing: each item goes to the fullest row that has room for it.
 
     Args:
-        lengths: of the items, each at most `width`.
+        lengths: the lengths of the items, each at most `width`.
         width: the most that the lengths of a row's items add up to.
 
     Returns:

@@ -66,7 +66,7 @@ def last_hidden_state(model: Model, output: ModelOutput) -> Tensor:
 
     Args:
         model: the model that gave the output.
-        output: of a forward pass with `output_hidden_states=True`.
+        output: the output of a forward pass with `output_hidden_states=True`.
 
     Raises:
         RuntimeError: the model returned no hidden states.
@@ -215,7 +215,7 @@ class LanguageHead:
             where: bool [B, T], True at the positions, which are read row by row; or int64 [N], places in the flattened
                 [B * T], in any order and with repetitions.
             targets: [N], ids of the chosen tokens.
-            temperature: of the softmax.
+            temperature: the temperature of the softmax.
             needs_state: whether value heads will read the decoder's last hidden state.
             is_summed: see `score_linear`; makes no difference to a head that is no plain linear layer.
             inputs: `input_ids`, `attention_mask`, and for encoder-decoder models `decoder_input_ids`,
@@ -349,9 +349,9 @@ def exact_kl(
 
     Args:
         policy, ref: functions from head inputs of n positions to logits [n, V], such as `LanguageHead.logits`.
-        policy_inputs, ref_inputs: of the same N positions.
+        policy_inputs, ref_inputs: what the two heads read at the same N positions.
         vocab_size: V.
-        temperature: of both distributions.
+        temperature: the temperature of both distributions.
 
     Returns:
         [N], in nats.

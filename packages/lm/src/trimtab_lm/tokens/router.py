@@ -60,7 +60,7 @@ def classifier_router_loss(
 
     Args:
         model: the classifier.
-        router_logits: of each layer, [B * T, experts]; None for a model without them.
+        router_logits: one for each layer, [B * T, experts]; None for a model without them.
         mask: [B, T], 1 where a token counts; None: everywhere.
         states: that the same forward pass gave to the head.
 
@@ -85,7 +85,7 @@ def check_reaches(loss: Tensor, states: Tensor, model: Model) -> None:
     """Checks that a router's loss has a gradient, which reentrant checkpoints of layers cut off.
 
     Args:
-        loss: of the router.
+        loss: the router's loss.
         states: that the same forward pass gave to the head.
         model: that gave them.
 
@@ -106,7 +106,7 @@ def load_balancing_loss(router_logits: Sequence[Tensor], mask: Tensor, *, top_k:
     f is the share of tokens that an expert gets, P its mean probability. The loss is top_k where both are uniform.
 
     Args:
-        router_logits: of each layer, [B * T, E].
+        router_logits: one for each layer, [B * T, E].
         mask: [B, T], 1 where a token counts.
         top_k: experts of a token.
 

@@ -89,7 +89,7 @@ def _grad_logits(part: _Chunk, targets: Tensor, of_logprobs: Tensor | None, of_e
     """Returns the gradient [n, V] with respect to the logits, in the place of the exponentials.
 
     Args:
-        part: of n positions.
+        part: the part, of n positions.
         targets: [n], ids.
         of_logprobs: [n], the gradient with respect to the log-probabilities; None: 0.
         of_entropy: [n], the gradient with respect to the entropy; None: 0. One of the two is a tensor.
@@ -164,7 +164,7 @@ class _LinearHead:
         hidden: [N, H].
         weight: [V, H].
         bias: [V], or None.
-        temperature: of the softmax.
+        temperature: the temperature of the softmax.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float):
@@ -270,7 +270,7 @@ def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -
     Args:
         logits: [N, V], any floating dtype.
         targets: [N], ids of the chosen tokens.
-        temperature: of the softmax.
+        temperature: the temperature of the softmax.
 
     Returns:
         Scores that are differentiable in the logits.
@@ -287,7 +287,7 @@ def score_linear(
         hidden: [N, H], any floating dtype.
         head: [V, H], the LM head.
         targets: [N], ids of the chosen tokens.
-        temperature: of the softmax.
+        temperature: the temperature of the softmax.
         is_summed: whether the loss is a sum or a mean of the log-probabilities. Its gradient is then computed in
             forward, and no logits twice. The gradient of another loss is right too, and costs more.
 

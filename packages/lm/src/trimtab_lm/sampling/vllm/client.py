@@ -26,7 +26,7 @@ class VLLMServers:
         addresses: such as "http://localhost:8000".
         concurrency: requests that are with a server at a time.
         timeout: seconds to wait for an answer.
-        retries: of a request that does not reach its server. Waits begin with half a second.
+        retries: how often a request that does not reach its server is sent again. Waits begin with half a second.
     """
 
     def __init__(self, addresses: Sequence[str], *, concurrency: int, timeout: float, retries: int):

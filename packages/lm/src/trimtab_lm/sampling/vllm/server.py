@@ -53,11 +53,11 @@ class VLLMServerRollout:
         servers: their addresses, such as "http://localhost:8000". Prompts are spread over them.
         weight_transfer: "files" (see `WeightFiles`) or "nccl" (see `WeightBroadcast`), where trainer and servers run on
             GPUs.
-        weights_folder: of "files": a folder that the training processes and all servers share. None: shared memory.
-        trainer_address: of "nccl": under which the servers reach the first training process. None: its host name.
+        weights_folder: for "files", a folder that the training processes and all servers share. None: shared memory.
+        trainer_address: for "nccl", where the servers reach the first training process. None: its host name.
         concurrency: prompts that are with a server at a time.
         timeout: seconds to wait for an answer.
-        retries: of a request that does not reach a server. Waits double from half a second.
+        retries: how often a request that does not reach a server is sent again. Waits double from half a second.
     """
 
     is_remote = True

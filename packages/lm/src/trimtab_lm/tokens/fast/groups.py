@@ -97,8 +97,8 @@ def attend(
 
     Args:
         query, key, value: [1, heads, W, E].
-        attn_mask: of the row.
-        dropout_p, is_causal, options: of SDPA; the mask is causal already.
+        attn_mask: the row's mask.
+        dropout_p, is_causal, options: arguments of SDPA; the mask is causal already.
     """
     if dropout_p > 0:  # no fused kernel drops on a CPU, and the random numbers stay those of the whole row
         mask = attn_mask.numbers()
