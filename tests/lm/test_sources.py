@@ -154,9 +154,16 @@ def test_ppo_refuses_a_column_of_images():
         PPOTrainer(PPOConfig(), tiny.policy(), tokenizer=tiny.tokenizer(), dataset=rows)
 
 
-def test_a_collators_pixels_are_refused_when_they_come(tmp_path):
-    ids = torch.tensor([[4, 5], [6, 7]])
-    batch = {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(2, 3)}
-    sft = make("sft", tmp_path, Rows([{"a": 1}] * 2), data_collator=lambda rows: batch)
+@pytest.mark.parametrize("come_with", [1, 3])
+def test_a_collators_pixels_are_refused_when_they_come(come_with, tmp_path):
+    ids, calls = torch.tensor([[4, 5], [6, 7]]), []
+
+    def collate(rows):
+        calls.append(rows)
+        pixels = {"pixel_values": torch.zeros(2, 3)} if len(calls) >= come_with else {}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, **pixels}
+
+    sft = make("sft", tmp_path, Rows([{"a": 1}] * 8), data_collator=collate)
+    sft.args.max_steps = 4
     with pytest.raises(ValueError, match="'pixel_values' holds"):
         sft.train()

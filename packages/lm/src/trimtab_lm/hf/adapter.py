@@ -187,8 +187,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if not self.state.global_step:
-            check_batches(batches)
+        check_batches(batches, is_first=not self.state.global_step)
         batches = self.micro_batches(batches)
         return batches, self.items_of(batches)
 

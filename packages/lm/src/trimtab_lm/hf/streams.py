@@ -80,9 +80,9 @@ class Passes(torch.utils.data.IterableDataset[Batch], TrainerCallback):
             handler.on_epoch_begin(args, state, control)
 
 
-def check_batches(batches: Sequence[object]) -> None:
-    """Raises ValueError if the first step gets no batch, or if a collator of the caller's gives images or sounds."""
-    if not batches:
+def check_batches(batches: Sequence[object], *, is_first: bool) -> None:
+    """Raises ValueError if the first step gets no batch, or if the caller's collator gives images or sounds."""
+    if is_first and not batches:
         raise ValueError(f"The training data {NO_BATCH}")
     for batch in batches:
         if isinstance(batch, dict):
