@@ -27,6 +27,7 @@ from unittest.mock import patch
 import torch
 from datasets import Dataset
 from tools.bench.environments import FOLDER
+from tools.bench.measuring import Clock
 from tools.bench.models import load, text, tokenizer, write_language_models
 from tools.bench.sizes import SIZES, Size, token_ids
 from tools.bench.tasks import dpo, ppo
@@ -102,18 +103,8 @@ class Turns(TrainerCallback):
             self.done.release()
 
 
-def watched(model: Any, read: list[int]) -> Any:
-    """A model whose positions are counted."""
-
-    def seen(_: object, args: tuple[torch.Tensor, ...]) -> None:
-        read[0] += args[0].numel()
-
-    model.get_input_embeddings().register_forward_pre_hook(seen)
-    return model
-
-
 def trainer_step(
-    algorithm: str, size: Size, settings: dict[str, Any], read: list[int], folder: str, **arguments: Any
+    algorithm: str, size: Size, settings: dict[str, Any], clock: Clock, folder: str, **arguments: Any
 ) -> Callable[[], None]:
     """A step of a trainer on `transformers.Trainer`."""
     import trimtab_lm
@@ -123,16 +114,18 @@ def trainer_step(
     args = getattr(trimtab_lm, f"{algorithm}Config")(**settings)  # resets accelerate's state: all before the first step
 
     def make() -> Any:
-        policy = watched(load(LlamaForCausalLM, folder, "policy", size), read)
+        policy = load(LlamaForCausalLM, folder, "policy", size)
+        clock.watch(policy)
         if algorithm == "DPO":
-            arguments["ref_model"] = watched(load(LlamaForCausalLM, folder, "reference", size), read)
+            arguments["ref_model"] = load(LlamaForCausalLM, folder, "reference", size)
+            clock.watch(arguments["ref_model"])
         kind = getattr(trimtab_lm, f"{algorithm}Trainer")
         return kind(args=args, model=policy, callbacks=[turns], processing_class=tokenizer(size), **arguments)
 
     return lambda: turns.step(make)
 
 
-def grpo_step(size: Size, read: list[int], folder: str, **settings: Any) -> Callable[[], None]:
+def grpo_step(size: Size, clock: Clock, folder: str, **settings: Any) -> Callable[[], None]:
     """A step of GRPO on the same prompts each time."""
     prompts = [row[: max(2 * len(row) // 3, 1)] for row in token_ids(size, size.prompts, seed=20)]
 
@@ -147,18 +140,12 @@ def grpo_step(size: Size, read: list[int], folder: str, **settings: Any) -> Call
         "shuffle_dataset": False,
     }
     rows = Dataset.from_dict({"prompt": [text(prompt) for prompt in prompts]})
-    return trainer_step("GRPO", size, shape | settings, read, folder, reward_funcs=reward, train_dataset=rows)
+    return trainer_step("GRPO", size, shape | settings, clock, folder, reward_funcs=reward, train_dataset=rows)
 
 
-def ppo_step(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+def ppo_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
     """Sampling and a step of PPO."""
-
-    class Counting:
-        def watch(self, *models: Any) -> None:
-            for model in models:
-                watched(model, read)
-
-    trainer = ppo.trainer_of(LM, size, {}, folder, Counting())  # type: ignore[arg-type]
+    trainer = ppo.trainer_of(LM, size, {}, folder, clock)
     queries, _ = ppo.texts(size)
     tokens = dict.fromkeys(("min_new_tokens", "max_new_tokens"), size.ppo_new_tokens)
 
@@ -171,32 +158,32 @@ def ppo_step(size: Size, read: list[int], folder: str) -> Callable[[], None]:
     return step
 
 
-def sft_step(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+def sft_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
     """A step of SFT on the same rows each time."""
     rows = Dataset.from_dict({"input_ids": token_ids(size, size.rows, seed=0)})
-    return trainer_step("SFT", size, {"max_length": None}, read, folder, train_dataset=rows)
+    return trainer_step("SFT", size, {"max_length": None}, clock, folder, train_dataset=rows)
 
 
-def dpo_step(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+def dpo_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
     """A step of DPO on the same pairs each time."""
     rows = dpo.dataset(dpo.pairs_of(size)[: size.rows])
-    return trainer_step("DPO", size, {"max_length": None}, read, folder, train_dataset=rows)
+    return trainer_step("DPO", size, {"max_length": None}, clock, folder, train_dataset=rows)
 
 
-def grpo_ends(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+def grpo_ends(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
     """Many answers of very different lengths: 8 prompts x 8 answers, one token in 32 ends one, 96 at most."""
     size = replace(size, prompts=8, new_tokens=96)
     ends = {"eos_token_id": list(range(2, 1002))}
-    return grpo_step(size, read, folder, generation_kwargs=ends)
+    return grpo_step(size, clock, folder, generation_kwargs=ends)
 
 
-def grpo_large(size: Size, read: list[int], folder: str) -> Callable[[], None]:
+def grpo_large(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
     """The vocabulary of Llama 3: two prompts of eight answers."""
-    return grpo_step(replace(size, prompts=2), read, folder)
+    return grpo_step(replace(size, prompts=2), clock, folder)
 
 
 LARGE = {"vocab_size": 128_256, "hidden_size": 512, "intermediate_size": 1024}
-CASES: dict[str, tuple[Callable[[Size, list[int], str], Callable[[], None]], dict[str, Patches], dict[str, int]]] = {
+CASES: dict[str, tuple[Callable[[Size, Clock, str], Callable[[], None]], dict[str, Patches], dict[str, int]]] = {
     "grpo": (grpo_step, SAMPLING | MASKS, {}),
     "grpo, answers of many lengths": (grpo_ends, SAMPLING, {}),
     "ppo": (ppo_step, SAMPLING | MASKS, {}),
@@ -214,12 +201,12 @@ def measured(case: str, rounds: int) -> dict[str, Any]:
     if not (folder / "reward").exists():
         write_language_models(size, folder)
     variants: dict[str, Patches] = {"with all": {}, **tricks}
-    reads = {name: [0] for name in variants}
+    clocks = {name: Clock("cpu") for name in variants}
     steps = {}
     for name, patches in variants.items():
         torch.manual_seed(0)
         with without(patches):
-            steps[name] = build(size, reads[name], str(folder))
+            steps[name] = build(size, clocks[name], str(folder))
     processor: dict[str, list[float]] = {name: [] for name in variants}
     wall: dict[str, list[float]] = {name: [] for name in variants}
     positions = dict.fromkeys(variants, 0)
@@ -228,7 +215,7 @@ def measured(case: str, rounds: int) -> dict[str, Any]:
         names = list(variants)
         order.shuffle(names)
         for name in names:
-            reads[name][0] = 0
+            before = clocks[name].count[0]
             torch.manual_seed(turn)
             with without(variants[name]):
                 begin = time.process_time(), time.perf_counter()
@@ -237,7 +224,7 @@ def measured(case: str, rounds: int) -> dict[str, Any]:
             if turn:  # the first step warms up
                 processor[name].append(end[0] - begin[0])
                 wall[name].append(end[1] - begin[1])
-                positions[name] += reads[name][0] // rounds
+                positions[name] += int(clocks[name].count[0] - before) // rounds
         print(case, turn, {name: round(values[-1], 2) for name, values in processor.items() if values}, flush=True)
     return {"processor_seconds": processor, "seconds": wall, "positions": positions}
 
