@@ -90,15 +90,8 @@ class Models(Protocol):
 
     @property
     def temperature(self) -> float: ...
-    def batched_forward_pass(
-        self,
-        model: nn.Module | None,
-        queries: list[Tensor],
-        responses: list[Tensor],
-        model_inputs: dict[str, Tensor],
-        return_logits: bool = False,
-        response_masks: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]: ...
+    @property
+    def batched_forward_pass(self) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor]]: ...
 
 
 def forward(models: Models, model: nn.Module, rollout: Experience, replaced: Replaced) -> Scores:
