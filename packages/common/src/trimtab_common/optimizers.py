@@ -14,6 +14,6 @@ def fused_if_possible(parameters: Iterable[nn.Parameter]) -> bool | None:
         parameters: those that the optimizer will have.
 
     Returns:
-        True, or None where torch shall choose.
+        True, or None, which lets torch choose.
     """
     return {parameter.device.type for parameter in parameters} <= {"cpu", "cuda"} or None

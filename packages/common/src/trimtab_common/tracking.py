@@ -23,7 +23,6 @@ from trimtab_common.weights_and_biases import STEP_AXIS, WandbWriter
 from trimtab_common.writers import Cell, TensorBoardWriter, Writer
 
 TRACKERS = (*LOGGER_TYPE_TO_CLASS, "none")
-TRACKER_NAMES = ", ".join(TRACKERS)
 MAX_TABLE_ROWS = 32  # of a call
 MAX_CELL_CHARACTERS = 2000
 METRICS_FILE = "TRIMTAB_METRICS"
@@ -37,7 +36,7 @@ def check_tracker_name(name: str | None) -> str:
     """Returns the tracker's name, "none" for None; raises ValueError with the choices for an unknown one."""
     chosen = "none" if name is None else name
     if chosen not in TRACKERS:
-        raise ValueError(f"log_with={name!r} is not a tracker of trimtab. Choose one of {TRACKER_NAMES}.")
+        raise ValueError(f"log_with={name!r} is not a tracker of trimtab. Choose one of {', '.join(TRACKERS)}.")
     return chosen
 
 

@@ -17,8 +17,10 @@ from .loss import Loss, PairLogprobs, implicit_rewards
 
 
 class PairScores(NamedTuple):
-    """Of the answers of B pairs, all [B]: log-probabilities and entropies in nats, summed over the tokens that count,
-    and the number of those; and the loss of a mixture of experts' router, a scalar."""
+    """The scores of both answers of B pairs, [B] each, summed over the answer's unmasked tokens, and a router's loss.
+
+    Log-probabilities and entropies are in nats. `router_loss` is a scalar, 0 for a model without experts.
+    """
 
     chosen_logps: Tensor
     rejected_logps: Tensor

@@ -186,8 +186,8 @@ def sppo_hard(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0)
 def aot(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """The loss `sigmoid` between the k-th smallest margins of policy and reference: AOT, for pairs of one prompt.
 
-    Melnyk et al. 2024, arXiv:2406.05882: the policy's log pi(chosen) - log pi(rejected) shall exceed the reference's
-    at every quantile of the batch. Returns [B] in the order of quantiles, not of pairs.
+    Melnyk et al. 2024, arXiv:2406.05882: the policy's log pi(chosen) - log pi(rejected) should exceed the
+    reference's at every quantile of the batch. Returns [B] in the order of quantiles, not of pairs.
     """
     policy = (precise(pairs.chosen) - precise(pairs.rejected)).sort().values
     reference = (precise(pairs.ref_chosen) - precise(pairs.ref_rejected)).sort().values

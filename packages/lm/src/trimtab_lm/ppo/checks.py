@@ -242,7 +242,7 @@ def check_generate(
 
 
 def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], columns: Sequence[str]) -> None:
-    """ValueError unless the batch has the columns that shall be logged, with a row for each reward."""
+    """ValueError unless the batch has the columns to log, with a row for each reward."""
     missing = [name for name in columns if name not in batch]
     if missing:
         raise ValueError(

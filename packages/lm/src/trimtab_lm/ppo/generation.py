@@ -236,7 +236,7 @@ class Sampler:
     ) -> Sampled:
         """One response to each 1-D query from a backend, by the model's weights as they are; see `roll_out`.
 
-        Every call counts as a change of the weights, because nobody tells whether there was one.
+        Each call passes new weights to the backend: the sampler cannot know whether the caller has changed them.
         """
         _check(queries)
         self._take_temperature(backend.settings.temperature)

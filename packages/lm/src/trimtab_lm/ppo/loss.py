@@ -62,7 +62,7 @@ def clipped_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, *, clip:
 
 
 def value_stats(vpreds: Tensor, values: Tensor, returns: Tensor, mask: Tensor, *, clip: float) -> dict[str, Mean]:
-    """How far the values are from the returns and from those of the rollout, over the tokens that count; all [b, R]."""
+    """Statistics of the new values against the returns and the rollout's values, at unmasked tokens; all [b, R]."""
     return {
         "val/vpred": Mean.of(vpreds, mask),
         "val/error": Mean.of((vpreds - returns) ** 2, mask),

@@ -226,7 +226,7 @@ def optimizers_of(
     if missing:
         raise ValueError(
             f"{missing} of {len(trainable)} trainable tensors are not in the optimizer. Build it over the "
-            "parameters of the model and of value_model, or freeze what shall not be trained (requires_grad_(False))."
+            "parameters of the model and of value_model, or freeze what is not to be trained (requires_grad_(False))."
         )
     if not config.lr_warmup_steps:
         return optimizer, lr_scheduler

@@ -57,8 +57,8 @@ def training_stats(rollout: Experience, recorded: Sequence[Minibatch], *, cap: f
 def token_means(minibatch: Minibatch) -> Stats:
     """Statistics of a minibatch with mask [b, R], each weighed by its tokens, so that minibatches add up.
 
-    A tensor of the mask's shape becomes its mean over the tokens that count; a number, and the mean of any other
-    tensor, weigh as much as the minibatch has tokens.
+    A tensor of the mask's shape is averaged over the unmasked tokens. A number, and the mean of any other tensor, gets
+    the minibatch's number of unmasked tokens as its weight.
     """
     mask, entropy, weighed = minibatch.mask, minibatch.entropy, Stats()
     if entropy is not None:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: minimize the cross-entropy of the tokens that count, -log p per token, in nats."""
+"""Supervised fine-tuning: minimize -log p of the target tokens, averaged over them, in nats."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from trimtab_lm.tokens.scores import Scores
 
 
 def score_labels(model: nn.Module, batch: dict[str, Any], *, policy: Model) -> Scores:
-    """Scores [N] of the labels that count, for a loss that is their sum or mean.
+    """Scores [N] of the labels that are not -100, for a loss that is their sum or mean.
 
     Args:
         model: as it is wrapped; its forward takes `tokens`.

@@ -284,7 +284,7 @@ class LanguageHead:
             return (run_head(states[:, :0]), *at_head(read[0])) if self.separable else (run_head(states),)
 
         mask = inputs.get("attention_mask")
-        if self._has_router_loss:  # the mask of a tree has no place for the tokens that count
+        if self._has_router_loss:  # a router's loss needs a 2-D mask; the tree layout has none
             inputs = {**inputs, "output_router_logits": mask is None or len(mask.shape) == 2}
         with forward_replaced(self.head, forward) as results:
             output = self.run(

@@ -22,7 +22,7 @@ class WeightFiles:
     """Writes a checkpoint that the servers reload by vLLM's `reload_weights`.
 
     Args:
-        servers: which shall have the weights.
+        servers: the servers that get the weights.
         folder: where all processes and servers can read; None: shared memory (/dev/shm), for servers on this machine,
             or the folder for temporary files where there is none.
     """
@@ -48,7 +48,7 @@ class WeightBroadcast:
     a group with all workers of all servers, which meets at its first `send`.
 
     Args:
-        servers: which shall have the weights.
+        servers: the servers that get the weights.
         trainer_address: under which the servers reach this machine; None: its host name.
     """
 
