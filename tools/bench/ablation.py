@@ -30,9 +30,9 @@ from tools.bench.environments import FOLDER
 from tools.bench.measuring import Clock
 from tools.bench.models import load, text, tokenizer, write_language_models
 from tools.bench.sizes import SIZES, Size, token_ids
-from tools.bench.tasks import dpo, ppo
+from tools.bench.tasks import dpo, pairs, ppo
 from tools.bench.tasks.training import shared_arguments
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
 
 from trimtab_lm.tokens import forward
 
@@ -114,13 +114,15 @@ def trainer_step(
     args = getattr(trimtab_lm, f"{algorithm}Config")(**settings)  # resets accelerate's state: all before the first step
 
     def make() -> Any:
-        policy = load(LlamaForCausalLM, folder, "policy", size)
+        is_reward = algorithm == "Reward"
+        kind = LlamaForSequenceClassification if is_reward else LlamaForCausalLM
+        policy = load(kind, folder, "reward" if is_reward else "policy", size)
         clock.watch(policy)
         if algorithm == "DPO":
             arguments["ref_model"] = load(LlamaForCausalLM, folder, "reference", size)
             clock.watch(arguments["ref_model"])
-        kind = getattr(trimtab_lm, f"{algorithm}Trainer")
-        return kind(args=args, model=policy, callbacks=[turns], processing_class=tokenizer(size), **arguments)
+        trainer = getattr(trimtab_lm, f"{algorithm}Trainer")
+        return trainer(args=args, model=policy, callbacks=[turns], processing_class=tokenizer(size), **arguments)
 
     return lambda: turns.step(make)
 
@@ -170,6 +172,13 @@ def dpo_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
     return trainer_step("DPO", size, {"max_length": None}, clock, folder, train_dataset=rows)
 
 
+def reward_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
+    """A step of the reward model on the same pairs each time."""
+    rows = pairs.dataset(pairs.pairs_of(size)[: size.rows])
+    settings = {"max_length": None, "disable_dropout": True}
+    return trainer_step("Reward", size, settings, clock, folder, train_dataset=rows)
+
+
 def grpo_ends(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
     """Many answers of very different lengths: 8 prompts x 8 answers, one token in 32 ends one, 96 at most."""
     size = replace(size, prompts=8, new_tokens=96)
@@ -190,6 +199,7 @@ CASES: dict[str, tuple[Callable[[Size, Clock, str], Callable[[], None]], dict[st
     "grpo, 128,256 tokens": (grpo_large, SAMPLING, LARGE),
     "sft": (sft_step, MASKS, {}),
     "dpo": (dpo_step, MASKS, {}),
+    "reward": (reward_step, MASKS, {}),
 }
 
 
