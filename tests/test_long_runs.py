@@ -36,11 +36,17 @@ class Usage(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> "Usage":
-        time.sleep(2.5)  # W&B writes once a second
+        before, written = -1, bytes_in(folder)
+        while written != before:  # W&B writes once a second, and later where other programs run
+            time.sleep(2.5)
+            before, written = written, bytes_in(folder)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        files = [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
-        written = sum(file.stat().st_size for file in files)
         return cls(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), written)
+
+
+def bytes_in(folder: Path) -> int:
+    """The sizes of a folder's files, of which W&B links some to others."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 def ppo(folder: Path, at: AtStep) -> None:
