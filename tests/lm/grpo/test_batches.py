@@ -206,7 +206,7 @@ def filled(passes=3):
 
 
 def taken(buffer, count):
-    return [[int(value) // 10 for value in buffer.next().advantages[::3]] for _ in range(count)]
+    return [[int(value) // 10 for value in part.advantages[::3]] for part in buffer.take(count)]
 
 
 def test_each_pass_takes_each_prompt_once_and_later_ones_in_orders_of_their_own():
@@ -215,7 +215,7 @@ def test_each_pass_takes_each_prompt_once_and_later_ones_in_orders_of_their_own(
     assert orders[0] == [0, 1, 2, 3, 4, 5]
     assert all(sorted(order) == orders[0] for order in orders)
     assert orders[1] != orders[0] != orders[2] != orders[1]
-    assert buffer.is_used_up
+    assert not buffer.serves(6)
     assert taken(filled(), 6) == [order[i : i + 3] for order in orders for i in (0, 3)]
 
 
@@ -227,7 +227,7 @@ def test_a_buffer_goes_on_from_its_state(tmp_path):
     resumed = RolloutBuffer(micro_batches=2, passes=3)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert taken(resumed, 3) == expected[3:]
-    assert resumed.is_used_up
+    assert not resumed.serves(6)
     assert torch.equal(resumed.rollout.old_logprobs, half.rollout.old_logprobs)
 
 
@@ -238,8 +238,9 @@ def test_a_used_up_rollout_is_not_saved_and_one_of_another_shape_not_taken():
     taken(buffer, 2)
     assert buffer.state_dict()["rollout"] is None
     other.load_state_dict(buffer.state_dict())
-    assert other.is_used_up
+    assert not other.serves(6)
 
 
-def test_a_new_buffer_is_used_up():
-    assert RolloutBuffer(micro_batches=2, passes=1).is_used_up
+def test_a_buffer_serves_its_rollout_alone():
+    assert not RolloutBuffer(micro_batches=2, passes=1).serves(0)
+    assert [filled().serves(prompts) for prompts in (5, 6)] == [False, True]

@@ -93,6 +93,8 @@ class EnvironmentRollout:
         chat_template_kwargs: more arguments of the chat template, as for the prompts.
     """
 
+    takes_rows = True
+
     def __init__(
         self,
         backend: RolloutBackend,
@@ -234,19 +236,3 @@ class EnvironmentRollout:
 def environment(environment_rewards: Sequence[float]) -> Sequence[float]:
     """The reward function that stands for the environment: the sum of its rewards in each completion."""
     return environment_rewards
-
-
-def roll_out(
-    backend: RolloutBackend,
-    prompts: Sequence[Tensor],
-    rows: Sequence[Row],
-    *,
-    num_generations: int,
-    version: int,
-    seed: int,
-) -> Rollout:
-    """Completions from any backend; the environments of an `EnvironmentRollout` get the rows of their prompts."""
-    options = {"num_generations": num_generations, "version": version, "seed": seed}
-    if isinstance(backend, EnvironmentRollout):
-        return backend.generate(prompts, rows=rows, **options)
-    return backend.generate(prompts, **options)

@@ -1,7 +1,7 @@
 """Prompts for one call of generation, and the rollout that it becomes, micro-batch by micro-batch."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -82,13 +82,9 @@ class PromptLoader(DataLoader[Row]):
 
     def __init__(self, rows: Dataset, batches: PromptBatches, **options: Any):
         # A generator of its own: starting an epoch must not move the random numbers of training.
-        super().__init__(
-            _Remembering(rows),  # type: ignore[arg-type]
-            batch_sampler=batches,
-            collate_fn=as_list,
-            generator=torch.Generator(),
-            **options,
-        )
+        own = {"batch_sampler": batches, "generator": torch.Generator()}
+        super().__init__(rows, collate_fn=list, **own, **options)  # type: ignore[arg-type]
+        self.set_epoch = batches.set_epoch
 
     @classmethod
     def of_process(cls, rows: Dataset, config: GRPOConfig, *, prompts_per_step: int) -> "PromptLoader":
@@ -121,30 +117,6 @@ class PromptLoader(DataLoader[Row]):
             in_order=config.dataloader_in_order,
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        cast(PromptBatches, self.batch_sampler).set_epoch(epoch)
-
-
-def as_list(rows: Sequence[Row]) -> Any:
-    """Collates nothing: prompts are laid out with their completions."""
-    return list(rows)
-
-
-class _Remembering:
-    """Rows of a dataset; those that were asked for last are not read again."""
-
-    def __init__(self, rows: Dataset):
-        self.rows = rows
-        self._last: tuple[list[int], list[Row]] = ([], [])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitems__(self, numbers: list[int]) -> list[Row]:
-        if self._last[0] != numbers:
-            self._last = (numbers, self.rows.__getitems__(numbers))
-        return self._last[1]
-
 
 class RolloutBuffer:
     """The rollout of one call of generation, given out in micro-batches: each prompt once per pass.
@@ -157,43 +129,34 @@ class RolloutBuffer:
         self.rollout: Completions | None = None
         self.seed, self.used = 0, micro_batches * passes
 
-    @property
-    def is_used_up(self) -> bool:
-        return self.used == self.micro_batches * self.passes
-
     def serves(self, prompts: int) -> bool:
         """Whether micro-batches are left of a rollout with this many prompts."""
-        return self.rollout is not None and not self.is_used_up and len(self.rollout.groups) == prompts
-
-    def prompts_of(self, rollout: Completions, number: int = 0) -> list[list[int]]:
-        """The prompts of each micro-batch of a pass; their number is a multiple of `micro_batches`."""
-        order = list(range(len(rollout.groups)))
-        if number:
-            generator = torch.Generator().manual_seed(sampling_seed(self.seed, rank=0, draw=number))
-            order = torch.randperm(len(order), generator=generator).tolist()
-        size = len(order) // self.micro_batches
-        return [order[start : start + size] for start in range(0, len(order), size)]
+        is_used_up = self.used == self.micro_batches * self.passes
+        return self.rollout is not None and not is_used_up and len(self.rollout.groups) == prompts
 
     def fill(self, rollout: Completions, *, seed: int) -> None:
-        """The next rollout."""
+        """The next rollout; its prompts are a multiple of `micro_batches`."""
         self.rollout, self.seed, self.used = rollout, seed, 0
 
-    def next(self) -> Completions:
-        """The next micro-batch."""
+    def take(self, count: int) -> list[Completions]:
+        """The micro-batches of the next optimizer step, in which the policy moves: see `Completions.after_update`."""
         assert self.rollout is not None
-        number, place = divmod(self.used, self.micro_batches)
-        self.used += 1
-        return self.rollout[self.prompts_of(self.rollout, number)[place]]
-
-    def after_update(self) -> None:
-        """The policy is about to move: see `Completions.after_update`."""
-        if self.rollout is not None:
-            self.rollout = self.rollout.after_update()
+        parts, prompts = [], len(self.rollout.groups)
+        for number in range(self.used, self.used + count):
+            this_pass, place = divmod(number, self.micro_batches)
+            order = torch.arange(prompts)
+            if this_pass:
+                generator = torch.Generator().manual_seed(sampling_seed(self.seed, rank=0, draw=this_pass))
+                order = torch.randperm(prompts, generator=generator)
+            parts.append(self.rollout[order.view(self.micro_batches, -1)[place].tolist()])
+        self.used += count
+        self.rollout = self.rollout.after_update()
+        return parts
 
     def state_dict(self) -> dict[str, object]:
         """For torch.save; a rollout that is used up is left out."""
         rollout = None
-        if self.rollout is not None and not self.is_used_up:
+        if self.rollout is not None and self.used < self.micro_batches * self.passes:
             rollout = {**vars(self.rollout), "groups": [vars(group) for group in self.rollout.groups]}
         return {"rollout": rollout, "seed": self.seed, "used": self.used, "shape": [self.micro_batches, self.passes]}
 

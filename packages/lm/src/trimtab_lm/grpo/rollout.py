@@ -1,92 +1,68 @@
 """Groups of completions, sampled and scored: lines 5 to 9 of Algorithm 1 of the GRPO paper."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
 
-from trimtab_common.seeding import private_rngs
-from trimtab_common.stats import gather_over_ranks
+from trimtab_common.seeding import private_rngs, sampling_seed
+from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
-from trimtab_lm.environments.rollout import EnvironmentRollout, environment, roll_out
+from trimtab_lm.environments.rollout import EnvironmentRollout, environment
 from trimtab_lm.hf.types import DataSource
-from trimtab_lm.interface import Model, base_of
+from trimtab_lm.interface import base_of
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Scored, Tokenizers, as_completions
 from trimtab_lm.sampling.generate import response_texts
-from trimtab_lm.sampling.rollout import Episodes, Rollout, RolloutBackend
+from trimtab_lm.sampling.mismatch import Surprise
+from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, roll_out
+from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.layout import TokenGroup
 from trimtab_lm.tokens.positions import Positions
+from trimtab_lm.tokens.scores import Scores
 
-from .algorithm import Completions
+from .algorithm import Completions, with_old_logprobs
 from .config import GRPOConfig
 from .loss import advantages
-
-
-class ScoredRollout(NamedTuple):
-    """What is learnt from completions, and what statistics tell of them: P prompts, S completions, G side by side.
-
-    Attributes:
-        rollout: what is learnt from.
-        prompts: P texts.
-        texts: S completions as texts.
-        written: [S], float32, tokens that the policy wrote.
-        ended: [S], whether a completion ended by itself.
-        scored: the rewards of the S completions.
-        episodes: what environments say of the S completions; None without environments.
-        policy_step: optimizer steps of the policy that sampled; None: it did not sample ahead.
-        num_tokens: sampled and read.
-    """
-
-    rollout: Completions
-    prompts: list[str]
-    texts: list[str]
-    written: Tensor
-    ended: Tensor
-    scored: Scored
-    episodes: Episodes | None
-    policy_step: int | None
-    num_tokens: int
+from .statistics import SURPRISE, ScoredRollout, rollout_stats
 
 
 class GroupSampler:
     """Samples a group of completions for each prompt, scores it and computes advantages.
 
-    Random numbers, also those that reward functions draw from the global generators, are fixed by the seed of a call;
+    Random numbers, also those that reward functions draw from the global generators, are fixed by the number of a draw;
     those of training are not moved.
 
     Args:
-        model: the policy.
-        config: the trainer's config.
-        tokenizer: the policy's tokenizer.
+        trainer: the GRPOTrainer whose backend samples from its policy, and whose recorder and table get the statistics.
         rewards: scores completions.
         has_own_limit: whether the sampling backend does not go by `max_completion_length`.
-        is_noisy: whether training adds noise to the policy's layers.
+
+    Attributes:
+        version: of the policy's weights, as backends count them.
 
     Raises:
         ValueError: the process sees several GPUs.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        config: GRPOConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        rewards: RewardSet,
-        *,
-        has_own_limit: bool,
-        is_noisy: bool,
-    ):
+    def __init__(self, trainer: Any, rewards: RewardSet, *, has_own_limit: bool):
+        config: GRPOConfig = trainer.config
         if config.n_gpu > 1:
             raise ValueError(
                 f"This one process sees {config.n_gpu} GPUs, among which completions cannot be divided. Start a "
                 "process for each (accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)."
             )
-        self.config, self.tokenizer, self.rewards = config, tokenizer, rewards
-        self.has_own_limit, self.is_noisy = has_own_limit, is_noisy
-        self.positions, self.is_encoder_decoder = Positions.of(model), bool(base_of(model).config.is_encoder_decoder)
+        self.trainer, self.config, self.tokenizer, self.rewards = trainer, config, trainer.tokenizer, rewards
+        # Completions of a backend with its own limit are measured as they come.
+        self.max_completion_length = 0 if has_own_limit else config.max_completion_length
+        self.positions = Positions.of(trainer.model)
+        self.is_encoder_decoder = bool(base_of(trainer.model).config.is_encoder_decoder)
+        self.seed_of = partial(sampling_seed, config.seed, rank=config.process_index)
+        self.version = 0
 
     def tokenize(self, dataset: DataSource) -> DataSource:
         """The dataset with the token ids of its prompts."""
@@ -96,74 +72,118 @@ class GroupSampler:
             is_encoder_decoder=self.is_encoder_decoder,
             needed_for="GRPO",
             max_length=self.config.max_prompt_length,
-            # Completions of a backend with its own limit are measured as they come.
-            max_completion_length=0 if self.has_own_limit else self.config.max_completion_length,
+            max_completion_length=self.max_completion_length,
             positions=self.positions,
             chat_template_kwargs=self.config.chat_template_kwargs,
             num_proc=self.config.dataset_num_proc,
         )
 
-    def sample(
-        self,
-        backend: RolloutBackend,
-        model: Model,
-        rows: Sequence[Row],
-        *,
-        version: int,
-        seed: int,
-        real_rows: int | None = None,
-    ) -> ScoredRollout:
-        """Groups for rows of the dataset. Collective with scale_rewards="batch" and with environments: every process
-        calls it as often.
+    def for_training(self, rows: Sequence[Row], next_rows: Sequence[Row]) -> Completions:
+        """What the coming updates learn from, with the log-probabilities of the policy before them and the reference.
 
         Args:
-            backend: samples the completions.
-            model: the policy, not wrapped.
+            rows: the prompts of this call of generation.
+            next_rows: those of the next call, where rollouts are asynchronous.
+        """
+        trainer, args, step = self.trainer, self.config, self.trainer.state.global_step
+        steps = args.steps_per_generation * args.num_iterations
+        if args.asynchronous_rollouts:
+            prompts = [torch.tensor(row[PROMPT_IDS]) for row in next_rows]
+            upcoming = prompts if step + steps < trainer.state.max_steps else None
+            size, seed = args.num_generations, self.seed_of(draw=step + steps)
+            trainer.backend.begin_step(step, upcoming, num_generations=size, seed=seed)
+        self.version += 1
+        scored = self.roll_out(rows, draw=step, training=True)
+        if scored.sampled.policy_step is not None:
+            behind = Mean(float(step - scored.sampled.policy_step), 1.0)
+            trainer.recorder.add({"sampling/steps_behind": behind}, training=True)
+        trainer.progress.num_tokens += sum(gather_over_ranks(scored.num_tokens))
+        size = len(rows) // (args.gradient_accumulation_steps * args.steps_per_generation)
+        rollout = with_old_logprobs(scored.rollout, partial(self.old_logprobs, size=size), args, steps=steps)
+        return self.with_reference(rollout, size=size)
+
+    def roll_out(
+        self, rows: Sequence[Row], *, draw: int, training: bool, real_rows: int | None = None
+    ) -> ScoredRollout:
+        """A group of completions for each row, with its advantages; its statistics are recorded.
+
+        Collective with scale_rewards="batch" and with environments: every process calls it as often.
+
+        Args:
             rows: P rows with `prompt`, `prompt_ids` and the columns of the reward functions.
-            version: the version of the policy's weights.
-            seed: seeds the random numbers.
+            draw: which random numbers to take.
+            training: whether the statistics belong to training, or to evaluation.
             real_rows: the rows after these repeat others: nothing is learnt or told of them. None: there are none.
         """
-        args, is_encoder_decoder = self.config, self.is_encoder_decoder
+        trainer, args, backend = self.trainer, self.config, self.trainer.backend
+        size, seed = args.num_generations, self.seed_of(draw=draw)
         prompts = [torch.tensor(row[PROMPT_IDS]) for row in rows]
-        repeated = [prompt for prompt in prompts for _ in range(args.num_generations)]
+        repeated = [prompt for prompt in prompts for _ in range(size)]
         with private_rngs(seed):
-            backend.sync(model, version)
-            options = {"num_generations": args.num_generations, "version": version, "seed": seed}
-            sampled = roll_out(backend, prompts, rows, **options)
+            backend.sync(trainer.accelerator.unwrap_model(trainer.model), self.version)
+            sampled = roll_out(backend, prompts, rows, num_generations=size, version=self.version, seed=seed)
             remedy = "Let the rollout sample fewer tokens, or lower max_prompt_length."
+            kind = {"is_encoder_decoder": self.is_encoder_decoder}
             for prompt, ids in zip(repeated, sampled.completions, strict=True):
-                lengths = len(prompt), len(ids)
-                self.positions.check_sample(*lengths, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
-            texts = response_texts(self.tokenizer, repeated, sampled.completions, is_encoder_decoder=is_encoder_decoder)
-            scored = self._score(rows, texts, sampled)
-        shape, ended = (len(rows), args.num_generations), torch.tensor(sampled.ended)
-        counted = ended.view(shape) | (not args.mask_truncated_completions)
-        rewards, scale, rank = scored.rewards.view(shape), str(args.scale_rewards), args.process_index
-        values = everyones_advantages(rewards, counted, scale=scale, rank=rank)
+                self.positions.check_sample(len(prompt), len(ids), **kind, remedy=remedy)
+            texts = response_texts(self.tokenizer, repeated, sampled.completions, **kind)
+            rewarded = self._rewards_of(rows, texts, sampled)
+        ended = torch.tensor(sampled.ended)
+        counted = (ended | (not args.mask_truncated_completions)).view(len(rows), size)
+        rewards, scale = rewarded.rewards.view(len(rows), size), str(args.scale_rewards)
+        values = everyones_advantages(rewards, counted, scale=scale, rank=args.process_index)
         counted[real_rows:] &= real_rows is None
-        if sampled.is_policy and (self.is_noisy or backend.settings.temperature != args.temperature):
+        if trainer.is_noisy or backend.settings.temperature != args.temperature:
             sampled = sampled._replace(is_policy=False)  # of another one than the forward passes of training
         rollout, written = rollout_of(prompts, sampled, is_counted=counted, advantages=values)
-        real = slice(None if real_rows is None else real_rows * args.num_generations)
-        return ScoredRollout(
+        real = slice(None if real_rows is None else real_rows * size)
+        scored = ScoredRollout(
             rollout,
+            sampled,
             self.tokenizer.batch_decode([prompt.tolist() for prompt in prompts[:real_rows]]),
             texts[real],
             written[real],
             ended[real],
-            Scored(*(column[real] for column in scored)),
-            sampled.episodes,
-            sampled.policy_step,
+            Scored(rewarded.scores[real], rewarded.rewards[real]),
             sum(map(len, [*repeated, *sampled.completions])),
         )
+        stats = rollout_stats(scored, names=self.rewards.names, bos=self.tokenizer.bos_token_id)
+        trainer.recorder.add(stats, training=training)
+        trainer.samples.add(scored, training=training)
+        return scored
 
-    def _score(self, rows: Sequence[Row], texts: Sequence[str], sampled: Rollout) -> Scored:
+    def _rewards_of(self, rows: Sequence[Row], texts: Sequence[str], sampled: Rollout) -> Scored:
         prompts = [row["prompt"] for row in rows]
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", PROMPT_IDS)}
         completions, ids = as_completions(prompts, texts), [row.tolist() for row in sampled.completions]
         totals = None if sampled.episodes is None else [float(row.sum()) for row in sampled.episodes.rewards]
         return self.rewards(prompts, completions, ids, columns, environment_rewards=totals)
+
+    def old_logprobs(self, rollout: Completions, *, size: int) -> Tensor:
+        """Log-probabilities [N] under the policy as it is wrapped, of `size` prompts at a time."""
+        scores = self._score(rollout, self.trainer.model_wrapped, size=size)
+        for one in scores if self.config.samples_tell_surprise else []:
+            self.trainer.recorder.add({SURPRISE: Surprise.of_tokens(one.logprobs, one.entropy)}, training=True)
+        return torch.cat([one.logprobs.cpu() for one in scores])
+
+    def with_reference(self, rollout: Completions, *, size: int) -> Completions:
+        """The rollout with the log-probabilities of the reference, if there is one, of `size` prompts at a time."""
+        reference = self.trainer.reference
+        if reference is None:
+            return rollout
+        reference.prepare(self.trainer.accelerator)
+        with reference.active() as model:
+            scores = self._score(rollout, model, size=size)
+        return replace(rollout, ref_logprobs=torch.cat([one.logprobs.cpu() for one in scores]))
+
+    @torch.no_grad()
+    def _score(self, rollout: Completions, model: nn.Module, *, size: int) -> list[Scores]:
+        scores, options = [], {"temperature": self.config.temperature}
+        with without_dropout(model), self.trainer.accelerator.autocast():
+            for start in range(0, len(rollout.groups), size):
+                tokens = self.trainer.lay_out(rollout.groups[start : start + size])
+                scores.append(model(tokens=send_to_device(tokens, self.config.device), **options))
+        return scores
 
 
 def rollout_of(
@@ -174,32 +194,36 @@ def rollout_of(
     A completion that does not count is a branch of one token, which does not count either. is_counted, advantages:
     [P, G].
     """
-    size, flags = is_counted.shape[1], is_counted.flatten().tolist()
-    masks = (
-        [torch.ones_like(ids) for ids in sampled.completions] if sampled.episodes is None else sampled.episodes.masks
+    completions, episodes, (_, size), flags = (
+        sampled.completions,
+        sampled.episodes,
+        is_counted.shape,
+        is_counted.flatten(),
     )
-    counts = [mask if flag else torch.zeros_like(mask) for mask, flag in zip(masks, flags, strict=True)]
-    kept = [slice(None if flag else 1) for flag in flags]
-    branches = [ids[part].tolist() for ids, part in zip(sampled.completions, kept, strict=True)]
-    counted = [count[part].tolist() for count, part in zip(counts, kept, strict=True)]
+    lengths = list(map(len, completions))
+    sequence = torch.arange(len(flags)).repeat_interleave(torch.tensor(lengths))  # of all tokens
+    is_written = torch.ones_like(sequence) if episodes is None else torch.cat(episodes.masks).cpu()
+    is_learnt = is_written * flags[sequence]
+    branches, counts = [], []
+    for ids, learnt, flag in zip(completions, is_learnt.split(lengths), flags.tolist(), strict=True):
+        kept = slice(None if flag else 1)
+        branches.append(ids[kept].tolist())
+        counts.append(learnt[kept].tolist())
     groups = [
-        TokenGroup(prompt.tolist(), branches[i * size : (i + 1) * size], counted[i * size : (i + 1) * size])
+        TokenGroup(prompt.tolist(), branches[i * size : (i + 1) * size], counts[i * size : (i + 1) * size])
         for i, prompt in enumerate(prompts)
     ]
-    lengths = torch.tensor([sum(count) for count in counted])
-    logprobs = sampled.logprobs
-    told = None if logprobs is None else torch.cat(logprobs).cpu()[torch.cat(counts).cpu().bool()]
-    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    chosen, logprobs = is_learnt.bool(), sampled.logprobs
     rollout = Completions(
         groups,
-        is_counted.flatten(),
-        lengths,
-        sequence,
+        flags,
+        sequence[chosen].bincount(minlength=len(flags)),
+        sequence[chosen],
         advantages.flatten(),
-        sampler_logprobs=told,
+        sampler_logprobs=None if logprobs is None else torch.cat(logprobs).cpu()[chosen],
         sampler_is_policy=sampled.is_policy,
     )
-    return rollout, torch.tensor([float(mask.sum()) for mask in masks])
+    return rollout, sequence[is_written.bool()].bincount(minlength=len(flags)).float()
 
 
 def everyones_advantages(rewards: Tensor, is_counted: Tensor, *, scale: str, rank: int = 0) -> Tensor:

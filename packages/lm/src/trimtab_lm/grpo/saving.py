@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from trimtab_common.health import HealthMonitor
-from trimtab_lm.sampling.asynchronous import Pending
 
 from .batches import RolloutBuffer
 
@@ -21,19 +20,20 @@ class Progress:
         buffer: the rollout that is in use.
         health: the alerts so far.
         num_tokens: sampled and read, by all processes.
-        pending: the next rollout, where rollouts are asynchronous.
+        pending: the next rollout, where rollouts are asynchronous: a `sampling.asynchronous.Pending`.
     """
 
     buffer: RolloutBuffer
     health: HealthMonitor = field(default_factory=HealthMonitor)
     num_tokens: int = 0
-    pending: Pending = field(default_factory=Pending)
+    pending: Any = None
 
     def save(self, folder: str, rank: int, processes: int) -> None:
         """Write the file of a process, one of so many."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         state = {"buffer": self.buffer.state_dict(), "health": self.health.state_dict(), "num_tokens": self.num_tokens}
-        torch.save(state | {"pending": self.pending.state_dict(), "processes": processes}, _file(folder, rank))
+        pending = {} if self.pending is None else self.pending.state_dict()
+        torch.save(state | {"pending": pending, "processes": processes}, _file(folder, rank))
 
     def load(self, folder: str, rank: int, processes: int) -> None:
         """Take up what `save` wrote; warn, and begin with a new rollout, where this process has no part of it."""
@@ -53,7 +53,8 @@ class Progress:
         self.buffer.load_state_dict(state["buffer"])
         self.health.load_state_dict(state["health"])
         self.num_tokens = state["num_tokens"]
-        self.pending.load_state_dict(state["pending"])
+        if self.pending is not None:
+            self.pending.load_state_dict(state["pending"])
 
 
 def _file(folder: str, rank: int) -> Path:

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +14,41 @@ from trimtab_common.formulas.surrogate import surrogate_stats
 from trimtab_common.stats import Correlation, Mean
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
-from trimtab_lm.rewards.functions import reward_stats
+from trimtab_lm.rewards.functions import Scored, reward_stats
 from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
+from trimtab_lm.sampling.rollout import Rollout
 from trimtab_lm.tokens.scores import Scores
 
 from .algorithm import Completions, Losses
 from .config import GRPOConfig
 from .loss import Totals
-from .rollout import ScoredRollout
 
 LENGTHS, SURPRISE = "completions/lengths", "sampling/surprise"
 LENGTH_CORRELATION = "completions/length_reward_correlation"
+
+
+class ScoredRollout(NamedTuple):
+    """What is learnt from completions, and what statistics tell of them: P prompts, S completions, G side by side.
+
+    Attributes:
+        rollout: what is learnt from.
+        sampled: what the backend returned.
+        prompts: P texts.
+        texts: S completions as texts.
+        written: [S], float32, tokens that the policy wrote.
+        ended: [S], whether a completion ended by itself.
+        scored: the rewards of the S completions.
+        num_tokens: sampled and read.
+    """
+
+    rollout: Completions
+    sampled: Rollout
+    prompts: list[str]
+    texts: list[str]
+    written: Tensor
+    ended: Tensor
+    scored: Scored
+    num_tokens: int
 
 
 def rollout_stats(sampled: ScoredRollout, *, names: Sequence[str], bos: int | None) -> Mapping[str, object]:
@@ -38,16 +62,16 @@ def rollout_stats(sampled: ScoredRollout, *, names: Sequence[str], bos: int | No
         names: the names of the reward functions.
         bos: the token that begins a text, if there is one.
     """
-    lengths, ended, scored = sampled.written, sampled.ended, sampled.scored
+    lengths, ended, scored, episodes = sampled.written, sampled.ended, sampled.scored, sampled.sampled.episodes
     if not len(lengths):
         return {}
     size, groups = len(lengths) // len(sampled.prompts), sampled.rollout.groups[: len(sampled.prompts)]
     doubled = [bos is not None and list(group.prefix[:2]) == [bos, bos] for group in groups]
-    by_group = (column.double().view(-1, size) for column in (lengths, scored.rewards))
-    within = ((column - column.mean(1, keepdim=True)).flatten() for column in by_group)
+    by_group = torch.stack([lengths, scored.rewards]).double().view(2, -1, size)
+    within = (by_group - by_group.mean(2, keepdim=True)).flatten(1)
     return reward_stats(names, scored, num_generations=size) | {
         LENGTH_CORRELATION: Correlation.of(*within),
-        **({} if sampled.episodes is None else sampled.episodes.stats(len(lengths))),
+        **({} if episodes is None else episodes.stats(len(lengths))),
         "completions/mean_length": Mean.of(lengths),
         "completions/mean_terminated_length": Mean.of(lengths, ended),
         "completions/clipped_ratio": Mean.of(1 - ended.float()),

@@ -1,7 +1,6 @@
 """GRPO on transformers.Trainer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,11 +15,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError, rounding_of
-from trimtab_common.seeding import private_rngs, sampling_seed
+from trimtab_common.seeding import private_rngs
 from trimtab_common.sharding import divides_weights
-from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
-from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, num_averaged, real_rows, total
 from trimtab_lm.hf.models import load_language_model, with_adapters
@@ -29,23 +26,19 @@ from trimtab_lm.interface import Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, Tokenizers
-from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request
 from trimtab_lm.sampling.backends import make_backend
-from trimtab_lm.sampling.mismatch import Surprise
 from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
-from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import lay_out, token_columns
-from trimtab_lm.tokens.scores import Scores
 
-from .algorithm import Completions, policy_loss, with_old_logprobs
-from .batches import PromptLoader, RolloutBuffer, as_list
+from .algorithm import policy_loss, with_old_logprobs
+from .batches import PromptLoader, RolloutBuffer
 from .config import GRPOConfig
 from .loss import NORMALIZATIONS, Totals
-from .rollout import GroupSampler, ScoredRollout, rewards_of
+from .rollout import GroupSampler, rewards_of
 from .saving import Progress
 from .selfcheck import check_completions, check_start
-from .statistics import SURPRISE, SampleTable, numbers_of, rollout_stats, update_stats, vitals
+from .statistics import SampleTable, numbers_of, update_stats, vitals
 
 EVALUATION = 2**31  # evaluation's draws begin here: steps of training, which number its draws, never get so far
 
@@ -93,36 +86,36 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         assert args is not None  # takes_constructor_of_2024 fills it in
         self.reference: Reference | None = None
         self.trains_without_dropout = args.disable_dropout
-        data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=as_list)
+        data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=cast(Any, list))
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers)
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
-        self.pending = Pending()
         backend = partial(make_backend, args.rollout_backend, args.sampling(), self.tokenizer)
         self.backend = backend(args.rollout_backend_kwargs) if rollout is None else rollout
+        self.pending: Any = None
         if args.asynchronous_rollouts:
+            from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
+
+            self.pending = Pending()
             self.backend = AsynchronousRollout(self.backend, self.pending)
         rewards = rewards_of(reward_funcs, args, reward_processing_classes, self.backend)
-        has_own_limit, is_noisy = rollout is not None, self.is_noisy
-        self.sampler = GroupSampler(
-            self.model, args, self.tokenizer, rewards, has_own_limit=has_own_limit, is_noisy=is_noisy
-        )
+        self.sampler = GroupSampler(self, rewards, has_own_limit=rollout is not None)
         require_eos(self.tokenizer)
         self.lay_out = partial(
             lay_out,
-            layout=best_layout(self.model, share_prefix=True, is_noisy=is_noisy),
+            layout=best_layout(self.model, share_prefix=True, is_noisy=self.is_noisy),
             pad_token_id=padding_id(self.tokenizer),  # padding is masked by its place, so it may be EOS
             decoder_start_token_id=decoder_start_of(self.model),
         )
-        self.weights_version = 0  # of the policy's weights, as backends count them
         self.eval_batches = 0  # of this evaluation so far
         self._begin()
         self.prepare_datasets()
 
     def _begin(self) -> None:
         args = self.config
-        self.pending.drop()
+        if self.pending is not None:
+            self.pending.drop()
         micro_batches = args.gradient_accumulation_steps * args.steps_per_generation
         buffer = RolloutBuffer(micro_batches=micro_batches, passes=args.num_iterations)
         self.progress = Progress(buffer, pending=self.pending)
@@ -160,84 +153,23 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         Generation is here and not in training_step, because the number of tokens that the whole step learns from must
         be known before its first micro-batch.
         """
-        buffer, parts = self.progress.buffer, list[Completions]()
-        for batch in batches:
-            count = len(batch) // 2 if self.config.asynchronous_rollouts else len(batch)
-            if not buffer.serves(count):
-                self._roll_out_for_training(batch[:count], batch[count:])
-            parts.append(buffer.next())
-        buffer.after_update()  # which comes next
-        return [self._batch(part) for part in parts]
-
-    def _batch(self, rollout: Completions) -> Batch:
+        if not batches:
+            return []
+        rows, buffer = batches[0], self.progress.buffer
+        count = len(rows) // 2 if self.config.asynchronous_rollouts else len(rows)
+        if not buffer.serves(count):
+            seed = self.sampler.seed_of(draw=self.state.global_step)
+            buffer.fill(self.sampler.for_training(rows[:count], rows[count:]), seed=seed)
         # Trainer leaves the rollout as it is. It would give numbers of float32 the dtype of a DeepSpeed model.
-        return {**self.lay_out(rollout.groups), "rollout": rollout}
-
-    def _roll_out_for_training(self, rows: Sequence[Row], next_rows: Sequence[Row]) -> None:
-        """Lines 5 to 9: sample a group for each prompt, score it, compute advantages; what the policy thought of it."""
-        args, step, buffer = self.config, self.state.global_step, self.progress.buffer
-        steps = args.steps_per_generation * args.num_iterations
-        if isinstance(self.backend, AsynchronousRollout):
-            prompts, seed = [torch.tensor(row[PROMPT_IDS]) for row in next_rows], self._seed(step + steps)
-            upcoming = Request.of(prompts, num_generations=args.num_generations, seed=seed)
-            self.backend.begin_step(step, upcoming if step + steps < self.state.max_steps else None)
-        self.weights_version += 1
-        sampled = self.roll_out(rows, draw=step, training=True)
-        if sampled.policy_step is not None:
-            behind = Mean(float(step - sampled.policy_step), 1.0)
-            self.recorder.add({"sampling/steps_behind": behind}, training=True)
-        rollout = with_old_logprobs(sampled.rollout, self._old_logprobs, args, steps=steps)
-        rollout = self.with_reference(rollout, buffer.prompts_of(rollout))
-        buffer.fill(rollout, seed=self._seed(step))
-        self.progress.num_tokens += sum(gather_over_ranks(sampled.num_tokens))
-
-    def roll_out(
-        self, rows: Sequence[Row], *, draw: int, training: bool, real_rows: int | None = None
-    ) -> ScoredRollout:
-        """A group of completions for each row, with its advantages; its statistics are recorded.
-
-        draw: which random numbers to take. With scale_rewards="batch" collective: the same number of calls everywhere.
-        """
-        model, version, seed = self.accelerator.unwrap_model(self.model), self.weights_version, self._seed(draw)
-        sampled = self.sampler.sample(self.backend, model, rows, version=version, seed=seed, real_rows=real_rows)
-        stats = rollout_stats(sampled, names=self.sampler.rewards.names, bos=self.tokenizer.bos_token_id)
-        self.recorder.add(stats, training=training)
-        self.samples.add(sampled, training=training)
-        return sampled
-
-    def _old_logprobs(self, rollout: Completions) -> Tensor:
-        scores = self._score(rollout, self.progress.buffer.prompts_of(rollout), self.model_wrapped)
-        for one in scores if self.config.samples_tell_surprise else []:
-            self.recorder.add({SURPRISE: Surprise.of_tokens(one.logprobs, one.entropy)}, training=True)
-        return torch.cat([one.logprobs.cpu() for one in scores])
-
-    def with_reference(self, rollout: Completions, parts: Sequence[Sequence[int]]) -> Completions:
-        """The rollout with the log-probabilities of the reference, if there is one; parts: prompts at a time."""
-        if self.reference is None:
-            return rollout
-        self.reference.prepare(self.accelerator)
-        with self.reference.active() as reference:
-            scores = self._score(rollout, parts, reference)
-        return replace(rollout, ref_logprobs=torch.cat([one.logprobs.cpu() for one in scores]))
-
-    @torch.no_grad()
-    def _score(self, rollout: Completions, parts: Sequence[Sequence[int]], model: nn.Module) -> list[Scores]:
-        """What a model gives the tokens, prompts by prompts."""
-        batches = (self.lay_out(rollout[prompts].groups) for prompts in parts)
-        with without_dropout(model), self.accelerator.autocast():
-            return [
-                model(tokens=send_to_device(tokens, self.config.device), temperature=self.config.temperature)
-                for tokens in batches
-            ]
+        return [{**self.lay_out(part.groups), "rollout": part} for part in buffer.take(len(batches))]
 
     def items_of(self, batches: Sequence[Batch], *, of_all_processes: bool = True) -> Totals:
         """What the loss of these micro-batches divides by."""
-        local = [batch["rollout"].totals for batch in batches]
-        sequences, tokens = sum(part.sequences for part in local), sum(part.tokens for part in local)
-        if not of_all_processes:
-            return Totals(sequences, tokens, rank_tokens=tokens)
-        everyones = [int(total(self, [count])) for count in (sequences, tokens)]
-        return Totals(everyones[0], everyones[1], rank_tokens=tokens, ranks=num_averaged(self))
+        parts = [batch["rollout"].totals for batch in batches]
+        local = torch.tensor([(part.sequences, part.tokens) for part in parts]).sum(0)
+        sequences, tokens = total(self, [local], of_all_processes=of_all_processes).tolist()
+        ranks = num_averaged(self) if of_all_processes else 1
+        return Totals(int(sequences), int(tokens), rank_tokens=int(local[1]), ranks=ranks)
 
     def part_of_step(self, batch: Batch, items: Totals) -> tuple[float, float]:
         """What of the loss of the optimizer step a micro-batch's own loss is: a part of a whole."""
@@ -274,19 +206,20 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Prediction:
         """Completions of a batch of prompts, their rewards, and the loss on them."""
-        sampled = self.roll_out(inputs, draw=EVALUATION + self.eval_batches, training=False, real_rows=real_rows(self))
+        draw, size = EVALUATION + self.eval_batches, len(inputs)
+        scored = self.sampler.roll_out(inputs, draw=draw, training=False, real_rows=real_rows(self))
         self.eval_batches += 1
-        rollout = with_old_logprobs(sampled.rollout, self._old_logprobs, self.config, steps=1)
-        rollout = self.with_reference(rollout, [range(len(rollout.groups))])
-        batch = send_to_device(self._batch(rollout), self.config.device)
+        rollout = with_old_logprobs(scored.rollout, partial(self.sampler.old_logprobs, size=size), self.config, steps=1)
+        rollout = self.sampler.with_reference(rollout, size=size)
+        batch = send_to_device({**self.lay_out(rollout.groups), "rollout": rollout}, self.config.device)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, batch).detach(), None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in transformers, with the statistics of the completions; every evaluation samples by the same seeds."""
         self.eval_batches = 0
-        self.weights_version += 1
-        with private_rngs(self._seed(EVALUATION)):  # a data loader draws some too
+        self.sampler.version += 1
+        with private_rngs(self.sampler.seed_of(draw=EVALUATION)):  # a data loader draws some too
             return super().evaluation_loop(*args, **kwargs)
 
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
@@ -336,6 +269,3 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         super().save_model(output_dir, _internal_call)
         if output_dir is not None and _internal_call and not self.args.save_only_model:
             self.progress.save(output_dir, self.args.process_index, self.args.world_size)
-
-    def _seed(self, draw: int) -> int:
-        return sampling_seed(self.args.seed, rank=self.args.process_index, draw=draw)

@@ -13,12 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import upcoming_queries
-from trimtab_lm.environments.rollout import roll_out
 from trimtab_lm.interface import Model
-from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request
+from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
-from trimtab_lm.sampling.rollout import Notes, RolloutBackend, SamplingSettings
+from trimtab_lm.sampling.rollout import Notes, RolloutBackend, SamplingSettings, roll_out
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -254,7 +253,7 @@ class Sampler:
             upcoming: queries to sample ahead, rows of token ids; None: nothing.
         """
         seed = self._seed_of(self.calls + 2)
-        rollout.begin_step(step, None if upcoming is None else Request.of(upcoming, num_generations=1, seed=seed))
+        rollout.begin_step(step, upcoming, num_generations=1, seed=seed)
 
     def ends(self, model: Any) -> list[int]:
         """The tokens that end a response of a model: those of the last call, or before the first the model's."""

@@ -121,14 +121,20 @@ class AsynchronousRollout:
         self._policy_step = 0
         self._upcoming: Request | None = None
 
-    def begin_step(self, policy_step: int, upcoming: Request | None) -> None:
+    def begin_step(
+        self, policy_step: int, upcoming: Sequence[Tensor] | None, *, num_generations: int, seed: int
+    ) -> None:
         """Begin a step of the trainer.
 
         Args:
             policy_step: optimizer steps that the policy has taken, for the rollouts that it samples.
-            upcoming: what to sample ahead once the rollout of this step is taken; None: nothing.
+            upcoming: prompts to sample from ahead once the rollout of this step is taken; None: nothing.
+            num_generations: completions of each prompt.
+            seed: seeds the sampling ahead.
         """
-        self._policy_step, self._upcoming = policy_step, upcoming
+        self._policy_step, self._upcoming = policy_step, None
+        if upcoming is not None:
+            self._upcoming = Request.of(upcoming, num_generations=num_generations, seed=seed)
 
     def sync(self, model: Model, version: int) -> None:
         """Sample from the weights of a model from this call on, after the rollout that is sampled ahead. Collective."""

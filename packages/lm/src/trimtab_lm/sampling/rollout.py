@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trimtab_common.stats import Mean
+from trimtab_lm.data.formats import Row
 from trimtab_lm.interface import Model
 from trimtab_lm.sampling.generate import distortions, sampling_config
 from trimtab_lm.tokens.positions import Positions
@@ -49,7 +50,7 @@ class RolloutBackend(Protocol):
     """A sampler of completions. `version` counts the changes of the weights; each rollout says which it must be of.
 
     A backend whose class has `is_remote = True` samples in another process: its `generate` only waits, and a thread may
-    call it while the policy trains.
+    call it while the policy trains. One with `takes_rows = True` takes the argument `rows`: see `roll_out`.
 
     Attributes:
         settings: how completions are drawn. PPO takes log-probabilities at their temperature.
@@ -83,6 +84,20 @@ class RolloutBackend(Protocol):
             StaleWeightsError: the sampler does not hold `version`.
         """
         ...
+
+
+def roll_out(
+    backend: RolloutBackend,
+    prompts: Sequence[Tensor],
+    rows: Sequence[Row],
+    *,
+    num_generations: int,
+    version: int,
+    seed: int,
+) -> Rollout:
+    """Completions from any backend; environments get the rows of their prompts."""
+    options: dict[str, Any] = {"rows": rows} if getattr(backend, "takes_rows", False) else {}
+    return backend.generate(prompts, num_generations=num_generations, version=version, seed=seed, **options)
 
 
 class StaleWeightsError(RuntimeError):
