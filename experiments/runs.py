@@ -22,7 +22,8 @@ from trimtab_common.config import parse_config, read_settings, to_flat_dict
 from trimtab_common.runs import folder_of_trial
 from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_common.seeding import private_rng
-from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
+from trimtab_lm.sampling.generate import eos_token_ids, generate
+from trimtab_lm.sampling.rollout import sampling_config
 
 matplotlib.use("Agg")  # files only: the machine may have no display
 

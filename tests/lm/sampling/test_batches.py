@@ -11,8 +11,8 @@ from tests.lm.sampling.fast.test_loop import config_of, tokens_read
 from tests.lm.sampling.test_backends import hybrid, lora, prompt_tuned, sliding
 
 from trimtab_lm import PPOTrainer
-from trimtab_lm.sampling import batches
-from trimtab_lm.sampling.batches import (
+from trimtab_lm.sampling import generate
+from trimtab_lm.sampling.generate import (
     AS_MANY_AS_FIT,
     CPU_ROOM,
     DEVICE_ROOM,
@@ -20,8 +20,8 @@ from trimtab_lm.sampling.batches import (
     Automatic,
     batches_of,
     completions_at_a_time,
+    sample_groups,
 )
-from trimtab_lm.sampling.generate import sample_groups
 
 
 def test_the_documented_default_is_four_and_stands_for_as_many_as_fit():
@@ -51,7 +51,7 @@ def test_a_completion_takes_its_keys_and_values_and_its_scores(monkeypatch: pyte
     row = states + SCORE_BYTES * config.vocab_size
     assert completions_at_a_time(model, tokens) == CPU_ROOM // row
     assert completions_at_a_time(model.to(torch.bfloat16), tokens) == CPU_ROOM // (row - states // 2)
-    monkeypatch.setattr(batches, "CPU_ROOM", 10)
+    monkeypatch.setattr(generate, "CPU_ROOM", 10)
     weights = sum(weight.numel() * 2 for weight in model.parameters())
     assert completions_at_a_time(model, 1) == max(weights // 2 // (row - states + states // 100), 1)
     assert completions_at_a_time(model, 10**9) == 1

@@ -15,7 +15,8 @@ from transformers.utils import find_adapter_config_file
 from trimtab_common.seeding import set_seed
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.models.loading import AutoModel, load_model
-from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
+from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
+from trimtab_lm.sampling.rollout import sampling_config
 
 from .runs import refuse_missing_path
 

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from trimtab_lm.sampling.fast.loop import LARGE_VOCABULARY, draw, draw_by_inversion
-from trimtab_lm.sampling.generate import cut_at_eos, eos_token_ids, pad, sample_groups, sampling_config
+from trimtab_lm.sampling.generate import cut_at_eos, eos_token_ids, pad, sample_groups
+from trimtab_lm.sampling.rollout import sampling_config
 
 LIMIT = 12
 SEVERAL_ENDS = [tiny.EOS, 9, 10, 11]
@@ -45,7 +46,8 @@ def sampled(model: Any, prompts: Sequence[Tensor], repeats: int, settings: dict[
     config = config_of(model, **settings)
     options = {"eos_ids": eos_token_ids(model, None, config), "batch_size": 512, "num_generations": repeats, **kwargs}
     torch.manual_seed(0)
-    return [[row.ids.tolist() for row in group] for group in sample_groups(model, prompts, config, **options)]
+    rows = [ids.tolist() for ids in sample_groups(model, prompts, config, **options).completions]
+    return [rows[start : start + repeats] for start in range(0, len(rows), repeats)]
 
 
 def by_transformers(

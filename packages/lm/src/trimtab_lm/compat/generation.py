@@ -22,9 +22,12 @@ def cache_argument(function: Callable[..., Any]) -> str | None:
         function: the forward of a model, or `prepare_inputs_for_generation`. If a release chooses another name, the
             annotation, transformers' `Cache`, still tells the argument. XLM's `cache` is a dict of its own.
     """
-    types = {name: str(parameter.annotation) for name, parameter in inspect.signature(function).parameters.items()}
-    names = ("cache", OLD, *(name for name in types if "Cache" in types[name]))
-    return next((name for name in names if name in types and "dict" not in types[name]), None)
+    parameters = inspect.signature(function).parameters
+    for name in ("cache", OLD, *parameters):
+        annotation = str(parameters[name].annotation) if name in parameters else "dict"
+        if "dict" not in annotation and (name in ("cache", OLD) or "Cache" in annotation):
+            return name
+    return None
 
 
 CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation) or OLD
@@ -46,7 +49,7 @@ def empty_cache(model: Model) -> DynamicCache | None:
 
 def can_select(cache: DynamicCache) -> bool:
     """Whether the rows of every layer can be repeated and selected."""
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return set(map(type, cache.layers)) <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def decoding(model: Any) -> AbstractContextManager[None]:
@@ -69,7 +72,7 @@ def cache_found(model: Model) -> Iterator[None]:
     `past_key_values` alone. Without its cache a step would read the last token only, and sample wrong tokens.
     """
     base: Any = base_of(model)
-    takes, reads = (cache_argument(step) or CACHE for step in (base.prepare_inputs_for_generation, base.forward))
+    takes, reads = cache_argument(base.prepare_inputs_for_generation) or CACHE, cache_argument(base.forward) or CACHE
     is_peft = learns_prompt(model)
     if {takes, reads} == {CACHE} and (CACHE == OLD or not is_peft):
         yield

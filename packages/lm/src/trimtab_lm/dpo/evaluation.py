@@ -16,7 +16,8 @@ from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_lm.data.formats import Row
 from trimtab_lm.interface import Data, Model
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
+from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
+from trimtab_lm.sampling.rollout import sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.positions import Positions
 

@@ -59,7 +59,7 @@ class GroupSampler:
         self.trainer, self.config, self.tokenizer, self.rewards = trainer, config, trainer.tokenizer, rewards
         # Completions of a backend with its own limit are measured as they come.
         self.max_completion_length = 0 if has_own_limit else config.max_completion_length
-        self.positions = Positions.of(trainer.model)
+        self.positions, self.is_noisy = Positions.of(trainer.model), trainer.is_noisy
         self.is_encoder_decoder = bool(base_of(trainer.model).config.is_encoder_decoder)
         self.seed_of = partial(sampling_seed, config.seed, rank=config.process_index)
         self.version = 0
@@ -133,7 +133,7 @@ class GroupSampler:
         rewards, scale = rewarded.rewards.view(len(rows), size), str(args.scale_rewards)
         values = everyones_advantages(rewards, counted, scale=scale, rank=args.process_index)
         counted[real_rows:] &= real_rows is None
-        if trainer.is_noisy or backend.settings.temperature != args.temperature:
+        if self.is_noisy or backend.settings.temperature != args.temperature:
             sampled = sampled._replace(is_policy=False)  # of another one than the forward passes of training
         rollout, written = rollout_of(prompts, sampled, is_counted=counted, advantages=values)
         real = slice(None if real_rows is None else real_rows * size)

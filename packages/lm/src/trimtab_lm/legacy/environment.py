@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_rich_available
 
-from trimtab_lm.sampling.generate import eos_token_ids, generate, sampling_config
-from trimtab_lm.sampling.rollout import padding_id
+from trimtab_lm.sampling.generate import eos_token_ids, generate
+from trimtab_lm.sampling.rollout import padding_id, sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
 
 COLORS = {

@@ -15,8 +15,8 @@ from trimtab_common.reward_checks import checked_scores
 from trimtab_common.stats import total_over_ranks
 from trimtab_lm.compat.generation import cache_found
 from trimtab_lm.environments.rollout import EnvironmentRollout
-from trimtab_lm.sampling.generate import SAMPLING_ALONE, pad
-from trimtab_lm.sampling.rollout import RolloutBackend
+from trimtab_lm.sampling.generate import pad
+from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
 
 from .config import PPOConfig

@@ -16,8 +16,8 @@ from trimtab_lm.data.prompts import upcoming_queries
 from trimtab_lm.interface import Model
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
 from trimtab_lm.sampling.backends import make_backend
-from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts, sampling_config
-from trimtab_lm.sampling.rollout import Notes, RolloutBackend, SamplingSettings, roll_out
+from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
+from trimtab_lm.sampling.rollout import Notes, RolloutBackend, SamplingSettings, roll_out, sampling_config
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.tokens.dropout import without_dropout
 

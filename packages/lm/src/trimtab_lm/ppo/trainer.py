@@ -26,7 +26,7 @@ from trimtab_lm.interface import decoder_start_of
 from trimtab_lm.legacy.arguments import refuses_arguments_of_2024
 from trimtab_lm.legacy.ppo_names import NamesOf2024, RunningMoments
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.sampling.batches import AS_MANY_AS_FIT
+from trimtab_lm.sampling.generate import AS_MANY_AS_FIT
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 

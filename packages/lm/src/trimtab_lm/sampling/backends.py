@@ -13,14 +13,14 @@ from trimtab_common.seeding import private_rng
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
 from trimtab_lm.interface import Model, base_of, learns_prompt
-from trimtab_lm.sampling.batches import AS_MANY_AS_FIT
-from trimtab_lm.sampling.generate import distortions, ends_without_eos, eos_token_ids, sample_groups
+from trimtab_lm.sampling.generate import AS_MANY_AS_FIT, eos_token_ids, sample_groups
 from trimtab_lm.sampling.rollout import (
     Notes,
     Rollout,
     RolloutBackend,
     SamplingSettings,
     check_room,
+    distortions,
     padding_id,
     require_version,
 )
@@ -102,15 +102,9 @@ class TransformersRollout:
             rest["tokenizer"] = self.tokenizer
         options = {"num_generations": num_generations, "share_prompts": self.share_prompts, **rest}
         with without_dropout(model), private_rng(seed, model.device):
-            groups = sample_groups(model, prompts, config, eos_ids=eos_ids, batch_size=self.batch_size, **options)
-        drawn = [completion for group in groups for completion in group]
-        completions = [completion.ids for completion in drawn]
-        limit, is_cut_elsewhere = self.settings.max_completion_length, ends_without_eos(config, rest)
-        ended = [int(row[-1]) in eos_ids or (is_cut_elsewhere and len(row) < limit) for row in completions]
-        told = [completion.logprobs for completion in drawn if completion.logprobs is not None]
-        if len(told) < len(drawn):  # the loop of transformers drew them
-            return Rollout(completions, ended)
-        return Rollout(completions, ended, told, is_policy=is_exact(model) and not distortions(config))
+            rollout = sample_groups(model, prompts, config, eos_ids=eos_ids, batch_size=self.batch_size, **options)
+        is_policy = rollout.logprobs is not None and is_exact(model) and not distortions(config)
+        return rollout._replace(is_policy=is_policy)
 
 
 def is_exact(model: Any) -> bool:

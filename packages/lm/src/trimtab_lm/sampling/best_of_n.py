@@ -10,8 +10,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.sharding import whole_weights
-from trimtab_lm.sampling.generate import eos_token_ids, sample_groups, sampling_config
-from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
+from trimtab_lm.sampling.generate import eos_token_ids, sample_groups
+from trimtab_lm.sampling.rollout import RolloutBackend, padding_id, sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
 
 
@@ -113,8 +113,8 @@ class BestOfNSampler:
                     num_generations=self.sample_size,
                     **rest,
                 )
-                for i, group in zip(chosen, samples, strict=True):
-                    groups[i] = [completion.ids for completion in group]
+                for number, i in enumerate(chosen):
+                    groups[i] = samples.completions[number * self.sample_size : (number + 1) * self.sample_size]
         return groups
 
     def _roll_out(

@@ -1,8 +1,8 @@
 """Sampling responses: a list of 1-D queries in, a list of 1-D responses out."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,48 +12,26 @@ from transformers import DynamicCache, GenerationConfig
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
 from trimtab_lm.compat.generation import CACHE, cache_argument, cache_found, empty_cache
-from trimtab_lm.interface import Model, base_of, learns_prompt
+from trimtab_lm.interface import Model, base_of, decoder_config, learns_prompt
 from trimtab_lm.tokens.positions import Positions, positioned
 from trimtab_lm.tokens.router import has_router_loss
 
-from .batches import AS_MANY_AS_FIT, Automatic, batches_of, completions_at_a_time, new_tokens
 from .fast import loop_for
+from .rollout import PLAIN_SAMPLING, Rollout
 
-PLAIN_SAMPLING = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-}
-"""Settings under which a sampled token follows the model's own distribution, whatever its generation config says."""
-SAMPLING_ALONE = ("temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+MIB = 2**20
+CPU_ROOM, DEVICE_ROOM = 256 * MIB, 1024 * MIB
+"""Bytes for keys, values and scores of the completions that are sampled at a time, of a small model."""
+SCORE_BYTES = 32
+"""Bytes for each entry of a row's vocabulary while a token is drawn: float32 logits and scores, float64 sums."""
 
 
-class Completion(NamedTuple):
-    """What a model has written.
+class Automatic(int):
+    """A documented number that stands for "as many as fit", unless the caller gives one of their own."""
 
-    Attributes:
-        ids: [R], the new tokens.
-        logprobs: [R], in nats, of each token under the distribution from which it was drawn, after temperature and
-            processors; None where the loop of transformers drew it.
-    """
 
-    ids: Tensor
-    logprobs: Tensor | None = None
-
-    def cut(self, length: int, device: torch.device) -> "Completion":
-        """The first tokens, on a device."""
-        logprobs = None if self.logprobs is None else self.logprobs[:length].to(device)
-        return Completion(self.ids[:length].to(device), logprobs)
+AS_MANY_AS_FIT = Automatic(4)
+"""The default of `batch_size`: as many completions as have room, where TRL documents 4."""
 
 
 class LengthSampler:
@@ -69,82 +47,6 @@ class LengthSampler:
 
     def __call__(self) -> int:
         return int(np.random.choice(self.values))
-
-
-def sampling_config(model: Any, *, pad_token_id: int, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The complete generation config for `kwargs`, and those kwargs that are no generation settings.
-
-    Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
-    transformers' default top_k of 50, would make the sampler another policy than the one that is trained. Token ids
-    and lengths come from the model's generation config. `top_k=0.0` and `min_length=-1` mean off.
-    """
-    config = GenerationConfig(pad_token_id=pad_token_id)
-    if "top_k" in kwargs:
-        kwargs["top_k"] = int(kwargs["top_k"] or 0)
-    if "min_length" in kwargs:
-        kwargs["min_length"] = max(int(kwargs["min_length"]), 0)
-    defaults = {name: value for name, value in model.generation_config.to_dict().items() if name not in PLAIN_SAMPLING}
-    if "max_new_tokens" in kwargs:
-        defaults["max_length"] = None
-    config.update(**defaults, defaults_only=True)
-    rest = config.update(**kwargs)
-    for name, neutral in PLAIN_SAMPLING.items():
-        # transformers complains of settings of sampling where there is none.
-        if name not in kwargs and (config.do_sample or name not in SAMPLING_ALONE):
-            setattr(config, name, neutral)
-    # `generate` follows min_new_tokens where there is one, and would warn of the other.
-    if config.min_new_tokens:
-        config.min_length = None
-    else:
-        config.min_new_tokens = None
-    if config.num_beams != 1 or config.num_return_sequences not in (None, 1):
-        raise ValueError(
-            f"num_beams={config.num_beams} and num_return_sequences={config.num_return_sequences}: one sampled "
-            "response per query is needed. Leave both at 1, and repeat a query in the list to sample it again."
-        )
-    return config, rest
-
-
-TRUNCATED = "unlikely tokens are never drawn, so the KL is estimated on another distribution and drifts below 0"
-REWEIGHTED = "tokens are drawn from reweighted probabilities that neither policy nor reference has: the KL is biased"
-FORBIDDEN = "tokens (the end token above all) are forbidden by force, which the log-probs do not know: negative KL"
-DISTORTIONS = {
-    "top_k": TRUNCATED,
-    "top_p": TRUNCATED,
-    "min_p": TRUNCATED,
-    "typical_p": TRUNCATED,
-    "epsilon_cutoff": TRUNCATED,
-    "eta_cutoff": TRUNCATED,
-    "repetition_penalty": REWEIGHTED,
-    "encoder_repetition_penalty": REWEIGHTED,
-    "sequence_bias": REWEIGHTED,
-    "guidance_scale": REWEIGHTED,
-    "exponential_decay_length_penalty": REWEIGHTED,
-    "no_repeat_ngram_size": FORBIDDEN,
-    "encoder_no_repeat_ngram_size": FORBIDDEN,
-    "min_length": FORBIDDEN,
-    "min_new_tokens": FORBIDDEN,
-    "bad_words_ids": FORBIDDEN,
-    "suppress_tokens": FORBIDDEN,
-    "begin_suppress_tokens": FORBIDDEN,
-    "forced_bos_token_id": FORBIDDEN,
-    "forced_eos_token_id": FORBIDDEN,
-}
-"""Settings that make the sampler another policy than the one whose log-probabilities are taken, and what they do."""
-
-
-def distortions(config: GenerationConfig) -> list[str]:
-    """What in a generation config makes tokens follow another distribution than the policy's, one line each.
-
-    The temperature is not among them: it enters the log-probabilities.
-    """
-    if not config.do_sample:
-        return ["do_sample=False: each response is the mode, not a sample, so KL and advantages mean nothing"]
-    return [
-        f"{name}={value}: {effect}"
-        for name, effect in DISTORTIONS.items()
-        if (value := getattr(config, name, None)) is not None and value not in (PLAIN_SAMPLING.get(name), 0)
-    ]
 
 
 def eos_token_ids(model: Any, tokenizer_eos: int | None, config: GenerationConfig | None = None) -> list[int]:
@@ -189,7 +91,7 @@ def response_texts(
 
 def pad(rows: Sequence[Tensor], value: int, *, side: str = "right") -> tuple[Tensor, Tensor]:
     """Rows [T_i] as one tensor [B, max T] and its mask, padded on a side. The mask tells padding, not the value."""
-    width = max(len(row) for row in rows)
+    width = max(map(len, rows))
     padded = rows[0].new_full((len(rows), width), value)
     mask = torch.zeros_like(padded, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -197,6 +99,65 @@ def pad(rows: Sequence[Tensor], value: int, *, side: str = "right") -> tuple[Ten
         padded[i, span] = row
         mask[i, span] = 1
     return padded, mask
+
+
+def batches_of(
+    prompts: Sequence[Tensor], batch_size: int, num_generations: int, *, is_split: bool
+) -> list[tuple[list[int], int]]:
+    """Prompts of like length, and how many completions of each to sample.
+
+    Args:
+        prompts: rows of token ids, [T] each.
+        batch_size: completions at a time, at most.
+        num_generations: completions of each prompt.
+        is_split: prompts of one batch have one length. PEFT puts a learned prompt before the padding, which would
+            otherwise stand inside the text.
+
+    Returns:
+        For each batch the numbers of its prompts, the longest first, and the completions of each.
+    """
+    lengths = list(map(len, prompts))
+    left = sorted(range(len(prompts)), key=lengths.__getitem__, reverse=True)
+    repeats, size = min(num_generations, batch_size), max(batch_size // num_generations, 1)
+    batches: list[tuple[list[int], int]] = []
+    while left:
+        chosen = left[:size]
+        if is_split:
+            chosen = [i for i in chosen if lengths[i] == lengths[chosen[0]]]
+        left = left[len(chosen) :]
+        batches += [(chosen, min(repeats, num_generations - done)) for done in range(0, num_generations, repeats)]
+    return batches
+
+
+def new_tokens(model: Model, longest: int, config: GenerationConfig) -> int:
+    """The most tokens that a completion of a prompt of `longest` tokens may have."""
+    is_encoder_decoder = model.config.is_encoder_decoder
+    length = config.max_length or longest  # of prompt and completion together, or of an encoder-decoder's completion
+    return config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
+
+
+def completions_at_a_time(model: Model, tokens: int) -> int:
+    """How many completions of a length have room: 256 MiB on a CPU, 1 GiB on a GPU, or half of the model's weights.
+
+    It depends on the model and the length alone, and not on the memory that happens to be free, so that a seed gives
+    the same samples again.
+
+    Args:
+        model: a transformers model.
+        tokens: the length of the longest prompt with its completion, in tokens.
+
+    Returns:
+        At least 1.
+    """
+    config = decoder_config(model)
+    width = config.hidden_size
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(groups, int):  # grouped-query attention
+        width = groups * (getattr(config, "head_dim", None) or width // heads)
+    row = 2 * tokens * config.num_hidden_layers * width * model.dtype.itemsize + SCORE_BYTES * config.vocab_size
+    weights = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    room = CPU_ROOM if model.device.type == "cpu" else DEVICE_ROOM
+    return max(max(room, weights // 2) // row, 1)
 
 
 @torch.no_grad()
@@ -221,8 +182,7 @@ def generate(
         return_prompt: whether a response begins with its query; means nothing to an encoder-decoder model.
         kwargs: further arguments of the model's `generate`.
     """
-    groups = sample_groups(model, queries, config, eos_ids=eos_ids, batch_size=batch_size, **kwargs)
-    responses = [group[0].ids for group in groups]
+    responses = sample_groups(model, queries, config, eos_ids=eos_ids, batch_size=batch_size, **kwargs).completions
     if model.config.is_encoder_decoder or not return_prompt:
         return responses
     return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
@@ -239,8 +199,11 @@ def sample_groups(
     num_generations: int = 1,
     share_prompts: bool = True,
     **kwargs: object,
-) -> list[list[Completion]]:
+) -> Rollout:
     """Completions of each prompt, unpadded, in the order of the prompts, on their device.
+
+    Their log-probabilities, in nats, are those under the distribution from which they were drawn, after temperature and
+    processors. The loop of transformers tells none.
 
     Collective if the model is sharded: every process calls it as often, with any number of prompts, also none.
 
@@ -270,8 +233,8 @@ def sample_groups(
     remedy = "Lower max_new_tokens, or shorten the queries."
     Positions.of(model).check_sample(longest, new, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
     # Only a criterion of its own ends a completion without an end token; else a pad token at the end was sampled.
-    padding = config.pad_token_id if ends_without_eos(config, kwargs) else None
-    completions: list[list[Completion]] = [[] for _ in prompts]
+    has_criterion = bool(config.stop_strings) or "stopping_criteria" in kwargs
+    padding = config.pad_token_id if has_criterion else None
     if isinstance(batch_size, Automatic):
         batch_size = completions_at_a_time(model, longest + new)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
@@ -279,30 +242,32 @@ def sample_groups(
     if loop is not None:
         kwargs["custom_generate"] = loop
     batches = batches_of(prompts, batch_size, num_generations, is_split=learns_prompt(model))
+    groups: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in prompts]
     with whole_weights(model):  # once, and not for each token
         for chosen, repeats in progress(batches, "generating"):
             shared = repeats if share_prompts and config.do_sample else 1
             read = [i for i in chosen for _ in range(repeats // shared)]
-            rows = _sample(model, [prompts[i] for i in read], config, repeats=shared, **kwargs)
+            rows, logprobs = _sample(model, [prompts[i] for i in read], config, repeats=shared, **kwargs)
             for number, row in enumerate(rows):
                 prompt = read[number // shared]
-                completions[prompt].append(row.cut(len(cut_at_eos(row.ids, eos_ids, padding)), prompts[prompt].device))
-    return completions
-
-
-def ends_without_eos(config: GenerationConfig, kwargs: Mapping[str, object]) -> bool:
-    """Whether something other than an end token or the length limit can end a completion."""
-    return bool(config.stop_strings) or "stopping_criteria" in kwargs
+                ids = cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device)
+                told = None if logprobs is None else logprobs[number, : len(ids)].to(ids.device)
+                groups[prompt].append((ids, told))
+    drawn = [completion for group in groups for completion in group]
+    ended = [int(ids[-1]) in eos_ids or (has_criterion and len(ids) < new) for ids, _ in drawn]
+    all_told = [told for _, told in drawn if told is not None]
+    return Rollout([ids for ids, _ in drawn], ended, all_told if len(all_told) == len(drawn) else None)
 
 
 def _sample(
     model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, repeats: int, **kwargs: object
-) -> list[Completion]:
-    """P * repeats rows of new tokens; the longest prompt comes first."""
+) -> tuple[Tensor, Tensor | None]:
+    """New tokens of P * repeats rows, the longest prompt first, and their log-probabilities, if `fast` drew them."""
     config = copy.deepcopy(config)
     config.num_return_sequences = repeats
     device = model.get_input_embeddings().weight.device
-    input_ids, mask = (column.to(device) for column in pad(prompts, config.pad_token_id, side="left"))
+    input_ids, mask = pad(prompts, config.pad_token_id, side="left")
+    input_ids, mask = input_ids.to(device), mask.to(device)
     takes_cache = config.use_cache is not False and config.cache_implementation is None and not learns_prompt(model)
     if repeats > 1 and takes_cache and (cache := prompt_cache(model, input_ids, mask, repeats=repeats)) is not None:
         kwargs[CACHE] = cache
@@ -314,8 +279,8 @@ def _sample(
             input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=False, **kwargs
         )
     if isinstance(output, tuple):  # of `fast.loop_for`
-        return [Completion(*row) for row in zip(*output, strict=True)]
-    return [Completion(row) for row in output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :]]
+        return output
+    return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :], None
 
 
 def prompt_cache(model: Model, input_ids: Tensor, attention_mask: Tensor, *, repeats: int) -> DynamicCache | None:

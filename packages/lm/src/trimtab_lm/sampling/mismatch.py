@@ -87,8 +87,8 @@ def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Ten
     gap = logprobs - sampler_logprobs
     rows = torch.repeat_interleave(torch.arange(len(lengths), device=gap.device), lengths)
     log_ratio = torch.zeros(len(lengths), dtype=gap.dtype, device=gap.device).index_add_(0, rows, gap)
-    token_ratio, sequence_ratio = (log.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp() for log in (gap, log_ratio))
-    return Mismatch(gap.abs(), token_ratio, sequence_ratio)
+    limits = -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP
+    return Mismatch(gap.abs(), gap.clamp(*limits).exp(), log_ratio.clamp(*limits).exp())
 
 
 def truncated_importance_weights(token_ratio: Tensor, *, cap: float) -> Tensor:

@@ -13,8 +13,25 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trimtab_common.stats import Mean
 from trimtab_lm.data.formats import Row
 from trimtab_lm.interface import Model
-from trimtab_lm.sampling.generate import distortions, sampling_config
 from trimtab_lm.tokens.positions import Positions
+
+PLAIN_SAMPLING = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+}
+"""Settings under which a sampled token follows the model's own distribution, whatever its generation config says."""
+SAMPLING_ALONE = ("temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 class Episodes(NamedTuple):
@@ -130,6 +147,82 @@ def check_room(
     ways = f"Lower max_completion_length, shorten the prompts{', or ' + remedy if remedy else ''}."
     longest = max(map(len, prompts), default=0)
     positions.check_sample(longest, settings.max_completion_length, is_encoder_decoder=False, remedy=ways)
+
+
+def sampling_config(model: Any, *, pad_token_id: int, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
+    """The complete generation config for `kwargs`, and those kwargs that are no generation settings.
+
+    Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
+    transformers' default top_k of 50, would make the sampler another policy than the one that is trained. Token ids
+    and lengths come from the model's generation config. `top_k=0.0` and `min_length=-1` mean off.
+    """
+    config = GenerationConfig(pad_token_id=pad_token_id)
+    if "top_k" in kwargs:
+        kwargs["top_k"] = int(kwargs["top_k"] or 0)
+    if "min_length" in kwargs:
+        kwargs["min_length"] = max(int(kwargs["min_length"]), 0)
+    defaults = {name: value for name, value in model.generation_config.to_dict().items() if name not in PLAIN_SAMPLING}
+    if "max_new_tokens" in kwargs:
+        defaults["max_length"] = None
+    config.update(**defaults, defaults_only=True)
+    rest = config.update(**kwargs)
+    for name, neutral in PLAIN_SAMPLING.items():
+        # transformers complains of settings of sampling where there is none.
+        if name not in kwargs and (config.do_sample or name not in SAMPLING_ALONE):
+            setattr(config, name, neutral)
+    # `generate` follows min_new_tokens where there is one, and would warn of the other.
+    if config.min_new_tokens:
+        config.min_length = None
+    else:
+        config.min_new_tokens = None
+    if config.num_beams != 1 or config.num_return_sequences not in (None, 1):
+        raise ValueError(
+            f"num_beams={config.num_beams} and num_return_sequences={config.num_return_sequences}: one sampled "
+            "response per query is needed. Leave both at 1, and repeat a query in the list to sample it again."
+        )
+    return config, rest
+
+
+TRUNCATED = "unlikely tokens are never drawn, so the KL is estimated on another distribution and drifts below 0"
+REWEIGHTED = "tokens are drawn from reweighted probabilities that neither policy nor reference has: the KL is biased"
+FORBIDDEN = "tokens (the end token above all) are forbidden by force, which the log-probs do not know: negative KL"
+DISTORTIONS = {
+    "top_k": TRUNCATED,
+    "top_p": TRUNCATED,
+    "min_p": TRUNCATED,
+    "typical_p": TRUNCATED,
+    "epsilon_cutoff": TRUNCATED,
+    "eta_cutoff": TRUNCATED,
+    "repetition_penalty": REWEIGHTED,
+    "encoder_repetition_penalty": REWEIGHTED,
+    "sequence_bias": REWEIGHTED,
+    "guidance_scale": REWEIGHTED,
+    "exponential_decay_length_penalty": REWEIGHTED,
+    "no_repeat_ngram_size": FORBIDDEN,
+    "encoder_no_repeat_ngram_size": FORBIDDEN,
+    "min_length": FORBIDDEN,
+    "min_new_tokens": FORBIDDEN,
+    "bad_words_ids": FORBIDDEN,
+    "suppress_tokens": FORBIDDEN,
+    "begin_suppress_tokens": FORBIDDEN,
+    "forced_bos_token_id": FORBIDDEN,
+    "forced_eos_token_id": FORBIDDEN,
+}
+"""Settings that make the sampler another policy than the one whose log-probabilities are taken, and what they do."""
+
+
+def distortions(config: GenerationConfig) -> list[str]:
+    """What in a generation config makes tokens follow another distribution than the policy's, one line each.
+
+    The temperature is not among them: it enters the log-probabilities.
+    """
+    if not config.do_sample:
+        return ["do_sample=False: each response is the mode, not a sample, so KL and advantages mean nothing"]
+    return [
+        f"{name}={value}: {effect}"
+        for name, effect in DISTORTIONS.items()
+        if (value := getattr(config, name, None)) is not None and value not in (PLAIN_SAMPLING.get(name), 0)
+    ]
 
 
 @dataclass(frozen=True)

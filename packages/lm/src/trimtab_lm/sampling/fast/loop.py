@@ -46,10 +46,9 @@ def loop_for(
         kwargs: further arguments of the model's `generate`.
         neutral: values with which settings change nothing.
     """
-    base, settings = base_of(model), {name: value for name, value in config.to_diff_dict().items() if value is not None}
-    reasons = [] if settings.get("use_cache", True) else ["use_cache=False"]
-    for name, value in settings.items():
-        if name not in KNOWN and value is not False and value != neutral.get(name):
+    base, reasons = base_of(model), ["use_cache=False"] if config.use_cache is False else []
+    for name, value in config.to_diff_dict().items():
+        if name not in KNOWN and value is not None and value is not False and value != neutral.get(name):
             reasons.append(f"{name}={value!r}")
     reasons += [f"generate was given {name}" for name in kwargs]
     if base.config.sub_configs:  # a model of images has positions and types of tokens of its own
@@ -97,10 +96,10 @@ def decode(
     limit, ends = generation_config.max_length - width, generation_config.eos_token_id
     ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device=input_ids.device).flatten()
     ids, places = input_ids, torch.arange(size, device=input_ids.device)
-    goes_on, steps = torch.ones_like(places, dtype=torch.bool), list[list[Tensor]]()
+    goes_on, drawn, told = torch.ones_like(places, dtype=torch.bool), list[Tensor](), list[Tensor]()
     with decoding(model):
         while True:
-            step = {"next_sequence_length": unread, "is_first_iteration": not steps}
+            step = {"next_sequence_length": unread, "is_first_iteration": not drawn}
             outputs = model(**model.prepare_inputs_for_generation(ids, **step, **inputs), return_dict=True)
             inputs, unread = next_inputs(model, outputs, inputs), 1
             scores = logits_processor(ids, outputs.logits[:, -1].to(ids.device, torch.float32))
@@ -108,12 +107,12 @@ def decode(
             tokens = draw(probs, places, size) if generation_config.do_sample else scores.argmax(-1)
             logprobs = probs.gather(1, tokens[:, None])[:, 0].log()
             ids = torch.cat([ids, tokens[:, None]], dim=1)
-            steps.append([column.new_zeros(size).index_copy(0, places, column) for column in (tokens, logprobs)])
+            drawn.append(tokens.new_zeros(size).index_copy(0, places, tokens))
+            told.append(logprobs.new_zeros(size).index_copy(0, places, logprobs))
             goes_on &= ~torch.isin(tokens, ends)
             left = int(goes_on.sum())
-            if left == 0 or len(steps) >= limit:
-                tokens, logprobs = (torch.stack(columns, dim=1) for columns in zip(*steps, strict=True))
-                return tokens, logprobs
+            if left == 0 or len(drawn) >= limit:
+                return torch.stack(drawn, dim=1), torch.stack(told, dim=1)
             if left <= LEAVE * len(goes_on) and isinstance(cache, DynamicCache) and can_select(cache):
                 kept = goes_on.nonzero()[:, 0]
                 ids, places, goes_on = ids[kept], places[kept], goes_on[kept]
