@@ -43,7 +43,7 @@ class GroupSampler:
         has_own_limit: whether the sampling backend does not go by `max_completion_length`.
 
     Attributes:
-        version: of the policy's weights, as backends count them.
+        version: the number of the policy's weights, as backends count them.
 
     Raises:
         ValueError: the process sees several GPUs.
