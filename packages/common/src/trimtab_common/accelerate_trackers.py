@@ -1,4 +1,4 @@
-"""A run's tracker for `accelerator.log`, `accelerator.trackers` and `get_tracker`, beside what the trainer logs."""
+"""Connects a run's tracker to `accelerator.log`, `accelerator.trackers` and `accelerator.get_tracker`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ class RunTracker(GeneralTracker):
         self.owner.tracker.describe(values)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs rows of their own, whose step may be behind or ahead of the trainer's."""
+        """Logs separate rows, whose step may differ from the trainer's."""
         self.owner.tracker.row(values, step, **kwargs)
 
     def finish(self) -> None:

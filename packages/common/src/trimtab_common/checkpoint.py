@@ -57,15 +57,15 @@ _UNSAFE = (pickle.PickleError, AttributeError, TypeError)  # pickle answers a la
 
 @dataclass
 class Checkpoint:
-    """What `load_checkpoint` read; nothing is restored until the caller hands the parts to their owners.
+    """The contents of a checkpoint. The caller restores them.
 
     Args:
         path: its folder.
-        step: by which the folder is named.
+        step: the number of steps, as in the folder's name.
         weights: on the CPU; names that were tied when saved share one tensor.
         state: the state that all processes share.
         rank_state: the state of this process.
-        run: which run saved it; None where it does not say.
+        run: the run that saved it; None if the checkpoint does not name one.
     """
 
     path: Path
@@ -117,10 +117,11 @@ def save_checkpoint(
         root: the folder of the run's checkpoints.
         step: steps done.
         accelerator: tells the processes apart.
-        weights: tensors by name, on any device; tied ones are stored once. Read on the main process, but for tensors
-            that are divided over the processes, of which each process writes its part.
-        state: trees of tensors, numbers, strings, lists and dicts, as `state_dict` returns. Read likewise.
-        rank_state: the same, for what differs between processes (a rollout buffer, a shard). Random states are added.
+        weights: tensors by name, on any device; tied tensors are stored once. The main process writes them; each
+            process writes its part of a tensor that is divided over the processes.
+        state: trees of tensors, numbers, strings, lists and dicts, as `state_dict` returns; written in the same way.
+        rank_state: the same kind of tree, for state that differs between processes, such as a rollout buffer. Each
+            process writes its own, and adds its random states.
         run: the run that saves, and its settings; its folder holds no other run's checkpoints.
         keep: how many complete checkpoints stay, this one included; None keeps all.
         extra_files: called on the main process with the unfinished folder, to add files.
@@ -184,7 +185,7 @@ def save_checkpoint(
 
 @contextmanager
 def _explained(folder: Path, *trees: object) -> Iterator[None]:
-    """Raises a CheckpointError in place of an error of the file system inside the block; see `save_error`."""
+    """Turns an error of the file system inside the block into a SaveError; see `save_error`."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -202,7 +203,7 @@ def bytes_of(tree: object) -> int:
 
 
 def _tied_parts(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """{name: name that it is tied to}, of the tensors that are divided over processes."""
+    """Returns {name: name that it is tied to} for tensors that are divided over processes."""
     first: dict[int, str] = {}
     names = {
         name: first.setdefault(id(weight), name) for name, weight in weights.items() if isinstance(weight, DTensor)
@@ -213,13 +214,13 @@ def _tied_parts(weights: Mapping[str, Tensor]) -> dict[str, str]:
 def load_checkpoint(path: str | Path, *, accelerator: Accelerator, accepts_changes: bool = False) -> Checkpoint:
     """Reads and verifies this process's part of a checkpoint; tensors come back on the CPU.
 
-    What is in `shards/` is read by `Checkpoint.divide`. Of those files each process verifies some.
+    `Checkpoint.divide` reads `shards/`; here, the processes share the work of verifying these files.
 
     Args:
         path: a folder named checkpoint-<step>.
         accelerator: tells the processes apart.
-        accepts_changes: whether another number of processes may have written it. Then their random states are left
-            out, and they must have saved nothing else of their own.
+        accepts_changes: whether another number of processes may have written it. Random states are then not
+            restored, and the checkpoint must hold no other state per process.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed, the format is another one, or another number of

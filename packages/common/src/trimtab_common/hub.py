@@ -44,10 +44,10 @@ def write_model_card(
         path: the folder, created where it does not exist.
         name: title of the page.
         trainer: name of the trainer's class.
-        paper: the algorithm's.
+        paper: the algorithm's paper.
         usage: Python that loads the model; inside its double quotes {repo_id} becomes `repo_id`, or the folder's name,
             and {base} the base model.
-        library: the one that loads the model.
+        library: the library that loads the model.
         base_model: named in the header unless it is a path, which the hub refuses.
         settings: rows of a table; empty ones are left out.
         tags: more tags for the header.
@@ -100,7 +100,7 @@ def push_folder(folder: Path, repo_id: str, *, private: bool | None = None, **op
     """Uploads a folder to a repository.
 
     Args:
-        folder: its files are uploaded, but for those whose names begin with `_`, such as a run's lock.
+        folder: uploads its files, except names that begin with `_`, such as a run's lock.
         repo_id: the repository, created where it does not exist.
         private: whether a created repository is private.
         options: more arguments of `huggingface_hub.upload_folder`.

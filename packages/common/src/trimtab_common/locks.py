@@ -22,7 +22,7 @@ from trimtab_common.sealing import CheckpointError
 
 LOCK = "_lock"  # uploads of a folder leave out names that begin with an underscore
 PATIENCE = 5.0
-"""Seconds for the processes of a run that was killed to be gone."""
+"""Seconds to wait until the processes of a killed run have ended."""
 
 
 def hold(root: Path, owner: object) -> None:
@@ -63,7 +63,7 @@ def _free(path: Path, owner: int) -> None:
 
 
 def _locked(root: Path) -> IO[str] | None:
-    """The locked file; None where the folder takes none, which the save itself will tell of."""
+    """Returns the locked file; None if the folder cannot be written to, which the save reports."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -101,7 +101,7 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def _forget() -> None:
-    """In a forked process: closes the files, whose locks else would outlive the process that holds them."""
+    """Closes the files in a forked child, so that no lock outlives the process that took it."""
     for file, _ in _held.values():
         os.close(file.fileno())
     _held.clear()

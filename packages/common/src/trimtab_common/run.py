@@ -51,17 +51,17 @@ class Run:
 
     Args:
         accelerator: places and synchronises the model.
-        model: as the accelerator prepared it. Checkpoints hold those of its weights that require gradients; the others
-            are the caller's to load as before.
+        model: as the accelerator prepared it. Checkpoints hold the weights that require gradients; the caller loads
+            the other weights as for a new run.
         record: the run's identity, and the settings that it is resumed with.
         health: checks the statistics of every step.
         start_tracker: `start_tracking` with all settings but `run_id` and `is_main`.
-        accepts_changes: whether `load` warns of settings that differ from the checkpoint's, instead of raising.
-        held: names of settings, or patterns, whose values the state of a checkpoint brings along.
+        accepts_changes: whether `load` warns, instead of raising, if settings differ from the checkpoint's.
+        held: names of settings, or patterns; a resumed run keeps the checkpoint's values for them.
 
     Attributes:
-        tracker_id: the id of the tracker's run, by which a resumed run goes on in it; None until the tracker starts.
-        about: settings of the program, which the tracker shows beside the trainer's; set them before it starts.
+        tracker_id: the id of the tracker's run, which a resumed run continues; None until the tracker starts.
+        about: settings of the program, which the tracker shows with the trainer's; set them before the tracker starts.
         interruption: how the run takes SIGTERM and SIGINT.
     """
 
@@ -173,15 +173,15 @@ class Run:
         checkpoint.restore_rng()
 
     def resume(self, where: str | Path, root: str | Path) -> Path | None:
-        """Goes on from a checkpoint, wherever it is.
+        """Finds a checkpoint and resumes from it.
 
         Args:
-            where: a checkpoint's folder, a folder of checkpoints, of which the newest is taken, or "latest" for the
-                newest in `root`.
+            where: a checkpoint's folder, a folder of checkpoints for the newest one in it, or "latest" for the newest
+                one in `root`.
             root: the folder that this run saves to.
 
         Returns:
-            The checkpoint's folder; None for "latest" if there is none, which is a run that starts.
+            The checkpoint's folder; None if `where` is "latest" and there is no checkpoint, so that a new run starts.
 
         Raises:
             CheckpointError: there is no checkpoint, or `load` refuses it.
@@ -311,7 +311,7 @@ class Run:
             self._tracker = None
 
     def check_health(self, vitals: Vitals, stats: Mapping[str, float], *, when: str) -> dict[str, float]:
-        """Warns of what goes wrong in a step, each with number, threshold and remedy.
+        """Warns of each problem in a step, with its value, threshold and remedy.
 
         Args:
             vitals: the step's quantities, equal on all processes.

@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to, and the settings, data and model of that run."""
+"""The record of a run in its checkpoints: its id, settings, data and model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunRecord:
         settings: what the result depends on, by name; values that JSON can hold.
         data: fingerprint of the dataset; None where it is not known, as for a stream.
         model: fingerprint of the model's layout; None where the checkpoint's own weights tell.
-        unset: names of the settings that have their default.
+        unset: names of the settings at their defaults.
         without: patterns of settings that change no result, where a record is compared with a saved one.
     """
 
@@ -84,7 +84,7 @@ class RunRecord:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "without"}
 
     def claim(self, root: str | Path) -> None:
-        """Raises CheckpointError if the folder holds checkpoints of another run, with which this run's would mix."""
+        """Raises CheckpointError if the folder holds checkpoints of another run."""
         complete = [folder for folder in checkpoints(root).values() if is_complete(folder)]
         others = [folder for folder in complete if _run_id(folder) != self.id]
         if others:
@@ -95,7 +95,7 @@ class RunRecord:
             )
 
     def leave_branch(self, root: Path, step: int) -> None:
-        """Renames the checkpoints with more steps than the one that the run goes on from, so that none is the newest.
+        """Renames checkpoints with more steps than the one that the run resumed from, so that none of them is "latest".
 
         Raises:
             CheckpointError: the folder holds checkpoints of another run.
@@ -161,7 +161,7 @@ def rows_fingerprint(rows: Sequence[object]) -> str:
 
 
 def layout_fingerprint(model: nn.Module) -> str:
-    """A hash of the names and shapes of a model's parameters, and of which of them train."""
+    """Returns a hash of each parameter's name, shape and `requires_grad`."""
     return _hash([[name, list(weight.shape), weight.requires_grad] for name, weight in model.named_parameters()])
 
 
@@ -189,7 +189,7 @@ def _differences(saved: RunRecord, current: RunRecord) -> list[tuple[str, object
 
 
 def _is_unset_in_both(name: str, saved: RunRecord, current: RunRecord) -> bool:
-    """Whether nobody chose a setting that a release added, removed or gave another default that means nothing."""
+    """Whether both runs have the default of a setting, although releases differ in its name or in its empty default."""
     before, now = saved.settings.get(name), current.settings.get(name)
     if name not in saved.settings:
         return name in current.unset or _is_nothing(now)
@@ -200,7 +200,7 @@ def _is_unset_in_both(name: str, saved: RunRecord, current: RunRecord) -> bool:
 
 
 def _unset(config: DataclassInstance) -> list[str]:
-    """The names of the settings that have the defaults of their fields; None, False and what is empty are alike."""
+    """Returns the names of settings at their defaults; None, False and empty values count as equal."""
     default = copy.copy(config)
     for field in dataclasses.fields(config):
         if field.default is not dataclasses.MISSING:
@@ -224,5 +224,5 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def _is_address(value: object) -> bool:
-    """Whether a setting was written as the address of an object, which no two processes share."""
+    """Whether a setting was written as an object's address, which differs in every process."""
     return isinstance(value, str) and " at 0x" in value

@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
 _HIDDEN = "[._]checkpoint-*"
-"""A checkpoint that is written, replaced or removed: uploads of transformers.Trainer leave out what begins with _."""
+"""Checkpoints being written, replaced or removed. transformers.Trainer does not upload names that begin with _."""
 _SET_ASIDE = re.compile(r"[._]checkpoint-(\d+)\.replaced")
 
 
@@ -42,7 +42,7 @@ class CheckpointError(RuntimeError):
 
 
 class SaveError(CheckpointError):
-    """The file system refused a checkpoint. What had been written of it is removed."""
+    """The file system refused to store a checkpoint. The unfinished part is removed."""
 
 
 OnSaveError: TypeAlias = Literal["raise", "warn"]
@@ -50,26 +50,26 @@ ON_SAVE_ERROR = (
     "What `train` does when a checkpoint cannot be written, because the disk is full, read-only or gone: 'raise' ends "
     "the run, 'warn' trains on without the checkpoint."
 )
-"""What the setting `on_save_error` of the configs says of itself."""
+"""The help text of the configs' setting `on_save_error`."""
 
 
 _WRITERS = ("PytorchStream", "iostream", "container")
-"""Words in the RuntimeErrors of torch's writer of archives."""
+"""Words in the RuntimeErrors that torch.save raises when it cannot write."""
 
 
 def is_of_files(error: BaseException) -> bool:
-    """Whether an error comes from files: full disks and the like. torch's writer of archives has no type for them."""
+    """Whether an error comes from the file system, such as a full disk. torch.save raises a RuntimeError then."""
     is_archive = isinstance(error, RuntimeError) and any(word in str(error) for word in _WRITERS)
     return isinstance(error, OSError | SafetensorError) or is_archive
 
 
 def save_error(folder: Path, error: BaseException, *, needed: int) -> SaveError:
-    """The error of a save that the file system refused, after what is unfinished has been removed.
+    """Removes the unfinished checkpoint, and returns the error for a save that the file system refused.
 
     Args:
-        folder: the checkpoint, by the name that it was to get.
+        folder: the final name of the checkpoint.
         error: the error of the file system, or of the library that wrote.
-        needed: bytes that the checkpoint takes, about.
+        needed: the approximate size of the checkpoint in bytes.
     """
     root = folder.parent
     with suppress(OSError):  # a folder that cannot be written to cannot be cleaned either
@@ -173,7 +173,7 @@ def verify(path: str | Path, *, unread: Collection[str] = ()) -> dict[str, Any]:
 
     Args:
         path: a folder named checkpoint-<step>.
-        unread: names of files of which only the size is checked.
+        unread: names of files whose size is checked, but not their contents.
 
     Raises:
         CheckpointError: the manifest is missing or of another format, or a file is missing, truncated or changed.
@@ -184,13 +184,13 @@ def verify(path: str | Path, *, unread: Collection[str] = ()) -> dict[str, Any]:
 
 
 def verify_files(path: Path, manifest: Mapping[str, Any], *, unread: Collection[str] = ()) -> None:
-    """Proves that a checkpoint's files are those of its manifest; see `verify`."""
+    """Proves that a checkpoint's files match its manifest; see `verify`."""
     for name, facts in manifest["files"].items():
         _verify_file(path, name, facts["bytes"], None if name in unread else facts["sha256"])
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Whether a folder is sealed and every file of it has its size."""
+    """Whether a folder is sealed and every file has the size that the manifest records."""
     return _damage(Path(folder)) is None
 
 
@@ -204,7 +204,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Gives a sealed folder its name. A checkpoint that has the name is removed then, any other folder renamed."""
+    """Gives a sealed folder its final name. Replaces a checkpoint with this name; renames any other folder."""
     aside = final.with_name(f"_{final.name}.replaced")
     if (final / MANIFEST).exists():
         os.rename(final, aside)
@@ -246,7 +246,7 @@ def remove(folder: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Finishes what a killed run left: removes unfinished folders, restores one whose replacement never came."""
+    """Cleans up after a killed run: removes unfinished folders, and restores a checkpoint that was being replaced."""
     for folder in root.glob(_HIDDEN):
         if folder.name.endswith((".partial", ".removed")):
             _delete(folder)
@@ -302,11 +302,11 @@ def _verify_file(folder: Path, name: str, size: int, digest: str | None) -> None
 
 
 def instead(path: Path) -> str:
-    """The remedy for a damaged checkpoint: the sealed one with the most steps beside it, if there is one."""
+    """The remedy for a damaged checkpoint: another sealed one in the same folder, the one with the most steps."""
     others = [
         folder for folder in checkpoints(path.parent).values() if folder != path and (folder / MANIFEST).is_file()
     ]
-    other = f"resume from {others[-1]}" if others else "start anew, as no other checkpoint lies beside it"
+    other = f"resume from {others[-1]}" if others else "start anew, because there is no other checkpoint in this folder"
     return f"Restore it from a copy, or remove {path} and {other}."
 
 
@@ -321,7 +321,7 @@ def _sha256_of(manifest: Mapping[str, Any]) -> str:
 
 
 def _fsync(path: Path) -> OSError | None:
-    """Flushes a file or folder to the disk; returns the error where the file system does not flush folders, or any."""
+    """Flushes a file or folder to the disk; returns the error if the file system does not support this."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -336,7 +336,7 @@ def _fsync(path: Path) -> OSError | None:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """How many bytes are free on the disk of a folder; None where its file system does not tell."""
+    """Returns the free bytes on the folder's disk; None if the file system does not report them."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -351,7 +351,7 @@ def warn_once(text: str) -> None:
 
 
 def main(paths: Sequence[str]) -> None:
-    """Seals folders that their owner vouches for: downloaded checkpoints, or those of other software."""
+    """Seals folders that the user trusts: downloaded checkpoints, or checkpoints of other software."""
     for path in map(Path, paths):
         if not (match := _COMPLETE.fullmatch(path.name)):
             raise CheckpointError(f"{path}: a checkpoint's folder is named checkpoint-<step>. Rename it first.")

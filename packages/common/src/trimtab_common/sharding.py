@@ -23,8 +23,8 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     """Gathers all weights of a model once, on every process, until the end of the block. Collective.
 
     For code that reads weights, and for generation: forward passes inside the block need no communication, so processes
-    may run different numbers of them. Blocks may nest. Changes of weights inside the block are lost. A model that is
-    not sharded stays as it is.
+    may run different numbers of them. Blocks may nest. Changes to weights inside the block are lost. Does nothing to a
+    model that is not sharded.
 
     Args:
         model: the module that was sharded, which holds all others.
@@ -66,7 +66,7 @@ def is_divided_by_deepspeed(weight: Tensor) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the weights of other processes that a forward pass without gradients left: those of the head, for one."""
+    """Frees gathered weights, such as the head's, that a forward pass without gradients keeps."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -84,7 +84,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def divides_weights(accelerator: Accelerator) -> bool:
-    """Whether the engine may hold a part of the weights on each process, so that only all of them can read a model."""
+    """Whether each process may hold only a part of the weights, so that reading a model needs all processes."""
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are divided over processes (DTensor): written by all of them, read onto any number of processes."""
+"""Tensors divided over processes (DTensor): all processes write them, and any number of processes can read them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trimtab_common.sealing import CheckpointError
 Place: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a tensor in a tree of dicts."""
 Owner: TypeAlias = Callable[[Place], Tensor | None]
-"""From a tensor's place to the parameter that it belongs to: the weight itself, or that of a moment. None: to none."""
+"""Maps a tensor's place to its parameter: the weight itself, or the weight of an optimizer moment; None if none."""
 
 
 def split(tree: Mapping[Any, object], place: Place = ()) -> tuple[dict[Any, Any], dict[Place, DTensor]]:
-    """A tree of dicts without the tensors that are divided over processes, and those by their place in it."""
+    """Splits a tree of dicts into the rest and the tensors that are divided over processes, by their places."""
     rest: dict[Any, Any] = {}
     shards: dict[Place, DTensor] = {}
     for key, value in tree.items():
@@ -92,7 +92,7 @@ class _Metadata(pickle.Unpickler):
     """Reads the metadata of `torch.distributed.checkpoint`, which is made of its dataclasses."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if to make an object of it runs no code of the file's."""
+        """Returns the class, if the file cannot run code by making an object of it."""
         if (module, name) in _PARTS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

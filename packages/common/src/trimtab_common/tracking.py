@@ -134,7 +134,7 @@ class Tracker:
         return None if self.writer is None else self.writer.accelerate.tracker
 
     def describe(self, settings: Stats) -> None:
-        """Adds settings to the run's, such as those of the program that trains; plain values by name."""
+        """Adds settings to the run, such as the training program's; plain values by name."""
         if self.writer is not None and settings:
             self.writer.describe(settings)
 
@@ -169,25 +169,25 @@ class Tracker:
         return None if self.writer is None else self.writer.accelerate
 
     def row(self, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
-        """Logs values as accelerate's tracker does, in a row of their own; without a step at the latest one."""
+        """Logs values in a separate row, as accelerate's tracker does; without a step, at the latest step."""
         if self.writer is not None:
             self.writer.accelerate.log(dict(values), step=self._step if step is None else step, **options)
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]], step: int) -> None:
         """Logs a table of a step's rows; a first column holds the step. Nothing where accelerate has no tables.
 
-        W&B shows the table of a chosen step, and those of all steps as `runs.history.concat["<name>"]`. A table that
-        grew over the run would take more bytes at every step.
+        W&B shows the table of one step, and all tables together as `runs.history.concat["<name>"]`. One table that
+        grows would be uploaded whole at every step.
 
         Args:
             name: the table's name.
             columns: their names, the same in every call.
-            rows: texts, numbers or booleans; the first row fixes which of them each column holds. At most
-                MAX_TABLE_ROWS rows of a call are kept, and MAX_CELL_CHARACTERS of a text.
+            rows: texts, numbers or booleans; the first row fixes the type of each column. Keeps at most MAX_TABLE_ROWS
+                rows of a call, and MAX_CELL_CHARACTERS characters of a text.
             step: as for `log`.
 
         Raises:
-            ValueError: the columns are others than before, or the step is smaller.
+            ValueError: the columns differ from the last call's, or the step is smaller.
         """
         if self.writer is None:
             return
@@ -227,7 +227,7 @@ class Tracker:
 
         Args:
             summary: final numbers, such as a sweep's metric.
-            exit_code: the program's exit code, as W&B shows it; that of a preemption marks the run as preempting.
+            exit_code: the program's exit code, which W&B shows; the code of a preemption marks the run as preempting.
         """
         if self.writer is not None:
             results = {name: float(_to_array(name, value)) for name, value in (summary or {}).items()}

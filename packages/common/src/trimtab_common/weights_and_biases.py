@@ -24,7 +24,7 @@ STEP_AXIS = "train/global_step"
 
 
 class WandbWriter(Writer, WandBTracker):
-    """Writes to a run of its own, or to the one that is open, which then stays open."""
+    """Writes to a new run, or to an open one, which then stays open."""
 
     def __init__(self, kwargs: dict[str, Any], config: Mapping[str, object], folder: Path) -> None:
         wandb = import_wandb()
@@ -70,7 +70,7 @@ class WandbWriter(Writer, WandBTracker):
         self._latest = step
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
-        """Writes a row of its own at any step; what `_log` gets for its latest step or a later one gets later rows."""
+        """Writes a separate row at any step; values that `_log` gets afterwards go to later rows."""
         row = self.run.step + 1
         self.run.log({**values, STEP_AXIS: self._latest if step is None else step}, step=row)
         self._shift = row + 1 - self._latest

@@ -64,10 +64,10 @@ def learns_prompt(model: object) -> bool:
 
 
 def trunk_of(base: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model without its heads; a model that has none is its own trunk.
+    """Returns the model without its heads; a model without heads is its own trunk.
 
-    It is `base.base_model`. Some causal classes (Llama 4, Mllama) name a prefix for it that is no attribute of theirs;
-    their trunk is the one part of them that is a transformers model.
+    It is `base.base_model`. Some causal classes (Llama 4, Mllama) name a prefix that is not an attribute; their trunk
+    is the only child that is a transformers model.
     """
     parts = [part for part in base.children() if isinstance(part, PreTrainedModel)]
     has_lost_trunk = base.base_model is base and base.get_output_embeddings() is not None and len(parts) == 1

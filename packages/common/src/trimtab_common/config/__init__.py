@@ -1,7 +1,7 @@
 """Dataclasses as the command line: flags, a YAML file, and whatever a W&B sweep agent passes.
 
-Every field is a flag, `--learning_rate 1e-4`, `--learning-rate=1e-4`, unless it is computed. `--help` lists those of
-the algorithm, `--help-all` those that come from other libraries too. Values may be Python literals (`--x=['a', 'b']`,
+Every field is a flag, `--learning_rate 1e-4`, `--learning-rate=1e-4`, unless it is computed. `--help` lists the
+algorithm's fields, `--help-all` also those of other libraries. Values may be Python literals (`--x=['a', 'b']`,
 `--x=None`, `--flag=False`), JSON or YAML (`--x=[a, b]`), or several words for a list.
 
     --ppo.learning_rate=1e-4      the field of PPOConfig only; `ppo` is the class name without Config, in snake case

@@ -1,4 +1,4 @@
-"""The command line of dataclasses: which field a name sets, and the instances that come of it."""
+"""A command line for dataclasses: finds the field for each flag, and builds the instances."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def parse_config(
 
     Args:
         dataclass_types: The classes, in the order of the result.
-        argv: The words of the command line. None: those of the running program.
+        argv: The words of the command line; by default those of the running program.
         description: What the program does, for --help.
         recipe: Settings of the program, by the names that a file may have. They replace the classes' defaults, in
             --help too.
         program: How the program is started, in --help and messages. None: its file, or python -m with its module.
-        without: Fields that are no flags, and are left to their class, as computed ones are.
+        without: Fields that get no flags, as computed fields do not.
 
     Returns:
         An instance of each class.

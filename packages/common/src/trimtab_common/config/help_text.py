@@ -1,4 +1,4 @@
-"""The text of --help: the flags of each configuration, those of its algorithm or all of them."""
+"""The text of --help: each configuration's everyday flags, or all of its flags."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ class Flag(NamedTuple):
         kind: its type, in words.
         default: the value without the flag, in words.
         text: the line of help.
-        inherited_from: the class of another library that declares the field; empty for a field of ours.
+        inherited_from: the class of another library that declares the field; empty if trimtab declares it.
         is_own: whether the configuration itself declares the field, and no class that it inherits from.
         is_everyday: whether --help shows the flag, or --help-all alone.
     """
@@ -35,7 +35,7 @@ class Flag(NamedTuple):
     def of(cls, kind: type, field: dataclasses.Field[object], hint: object, *, default: str, is_set: bool) -> "Flag":
         """The flag of a dataclass's field.
 
-        --help shows what the program sets, and our fields that are not deprecated. transformers.TrainingArguments has
+        --help shows what the program sets, and trimtab's fields unless deprecated. transformers.TrainingArguments has
         more fields than all algorithms together.
 
         Args:
@@ -75,7 +75,7 @@ def help_text(
         program: how the program is started.
         description: what it does.
         flags_by_title: for the title of each configuration its flags.
-        everything: whether all flags are shown. A configuration's own come first, those of other libraries last.
+        everything: whether to show all flags: a configuration's own first, inherited ones of other libraries last.
     """
     lines = [f"usage: {program} [--config FILE.yaml] [--name=value ...]", ""]
     lines += [description, ""] if description else []

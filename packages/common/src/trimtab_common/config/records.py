@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 SECRET = re.compile(r"(^|[._-])(token|key|auth)$|apikey|passw(or)?d|secret|credential|authorization|cookie", re.I)
-"""Names of what services know a user by."""
+"""Names of settings that hold credentials."""
 CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
 
 

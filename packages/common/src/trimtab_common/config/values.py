@@ -67,13 +67,13 @@ class _Loader(yaml.SafeLoader):
         node = super().get_single_node()
         if node is not None and _written_out(node, {}) > node.end_mark.index + LONGEST_ALIASES:
             raise yaml.YAMLError(
-                f"its aliases stand for more than {LONGEST_ALIASES:,} characters. Write out what you need of them."
+                f"its aliases stand for more than {LONGEST_ALIASES:,} characters. Write out the parts that you need."
             )
         return node
 
 
 def _written_out(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """The characters of a node with its aliases written out; `known` has those of earlier nodes, by their ids."""
+    """Counts a node's characters with its aliases written out; `known` caches the counts by node id."""
     if id(node) not in known:
         known[id(node)] = None
         parts = [] if isinstance(node, yaml.ScalarNode) else node.value
@@ -125,7 +125,7 @@ def readings(words: list[object]) -> list[object]:
 
 
 def decode(word: object) -> object:
-    """A word of the command line as a Python literal, JSON or YAML; text if it is none of them."""
+    """Parses a word of the command line as a Python literal, JSON or YAML; returns any other word as text."""
     if not isinstance(word, str):
         return word
     try:

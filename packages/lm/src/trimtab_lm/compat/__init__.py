@@ -1,1 +1,1 @@
-"""Names of other libraries that are private, or that differ between the releases that are supported."""
+"""Names of other libraries that are private, or differ between supported releases."""

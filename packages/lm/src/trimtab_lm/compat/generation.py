@@ -16,11 +16,11 @@ OLD = "past_key_values"
 
 
 def cache_argument(function: Callable[..., Any]) -> str | None:
-    """Returns the name of the argument by which a function takes the cache of keys and values; None without one.
+    """Returns the name of a function's argument for the cache of keys and values; None if it has none.
 
     Args:
-        function: the forward of a model, or `prepare_inputs_for_generation`. If a release chooses another name, the
-            annotation, transformers' `Cache`, still tells the argument. XLM's `cache` is a dict of its own.
+        function: the forward of a model, or `prepare_inputs_for_generation`. If a release renames the
+            argument, its annotation (transformers' `Cache`) still identifies it. XLM's `cache` is another kind of dict.
     """
     parameters = inspect.signature(function).parameters
     for name in ("cache", OLD, *parameters):
@@ -90,7 +90,7 @@ def cache_found(model: Model) -> Iterator[None]:
         with _replaced(model, PEFT_BASE, prepare_for_peft) if is_peft else nullcontext():
             inputs = prepare(*args, **kwargs, **({} if cache is None else {takes: cache}))
         held = [inputs.pop(name) for name in {CACHE, OLD, takes, reads} if name in inputs]
-        # In the first step of prefix tuning, PEFT puts a cache with the prefix in the place of the empty one.
+        # In the first step of prefix tuning, PEFT replaces the empty cache by one with the prefix.
         if held:
             inputs[reads] = next((found for found in held if found is not cache), cache)
         return inputs

@@ -60,7 +60,7 @@ class DocumentCollator:
 
 
 def documents(row: Row) -> Iterator[TokenGroup]:
-    """Yields the documents of a row that have a counted token; its first document where none has one."""
+    """Yields the documents of a row with at least one counted token; the first document if there is none."""
     ids = _list(row["input_ids"])
     labels = _list(row.get("labels", ids))
     spans = list(_spans(row, len(ids)))

@@ -90,7 +90,7 @@ def row_format(
         text_field: the column of RowFormat.TEXT.
 
     Raises:
-        ValueError: no format matches. The message names the columns and the sets of columns that are accepted.
+        ValueError: no format matches. The message names the columns and the accepted sets of columns.
     """
     present = list(columns)
     sets = {kind: ((text_field,),) if kind is RowFormat.TEXT else COLUMN_SETS[kind] for kind in accepted}
@@ -146,7 +146,7 @@ def preference_parts(row: Row) -> tuple[Text, Text, Text]:
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Returns the number of leading items that are equal."""
+    """Returns the number of equal leading items."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -169,7 +169,7 @@ def prepare_dataset(
         encode: from a row to its new columns.
         keep: the columns that stay; all others are removed.
         num_proc: processes that encode; ignored for a stream.
-        batch_size: rows that are encoded and written together.
+        batch_size: rows to encode and write at a time.
         desc: the label of the progress bar; ignored for a stream.
         options: more arguments of `Dataset.map`; ignored for a stream.
 

@@ -1,4 +1,4 @@
-"""The check of what a column holds: texts, or conversations."""
+"""Checks whether a column holds texts or conversations."""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ def check_texts(*kinds: str, **values: object) -> None:
     """Raises ValueError unless each value is a text, or a conversation, whose messages have a role and hold text.
 
     Args:
-        kinds: "text" or "messages", where only one of them will do, and messages must be there.
+        kinds: "text" or "messages" if only that kind is accepted; conversations must then have messages.
         values: the row's values, by name.
     """
     for name, value in values.items():

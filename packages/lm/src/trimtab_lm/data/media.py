@@ -7,7 +7,7 @@ from typing import Any
 from datasets import Audio, Image, Video
 
 NAMED = re.compile(r"(image|video|audio)(s|_urls?)?|pixel_values(_videos)?|input_features")
-"""Columns, keys and types of content blocks that are about an image, a video or a sound."""
+"""Columns, keys and content-block types for images, videos and sounds."""
 PLACEHOLDER = re.compile("<(image|video|audio)>")
 REMEDY = (
     "The trainers learn from text alone. Remove it (dataset.remove_columns, dataset.filter or dataset.map) to train on "

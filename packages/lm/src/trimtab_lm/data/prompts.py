@@ -28,7 +28,7 @@ PROMPT_IDS = "prompt_ids"
 
 
 def epoch_order(rows: int, per_batch: int, epoch: int, permutation: Callable[[int], list[int]]) -> list[int]:
-    """Row numbers of an epoch: its permutation, or one batch of a stream of permutations if that has fewer rows.
+    """Returns an epoch's row numbers: a permutation, or, if a batch has more rows, one batch from several permutations.
 
     Args:
         rows: the number of rows in the dataset, 1 or more.
@@ -107,7 +107,7 @@ class ShuffledBatches(Sampler[list[int]]):
 
 
 def collate_columns(rows: Sequence[Any]) -> Any:
-    """Turns rows into columns, which are lists; `input_ids` become 1-D tensors of their own lengths.
+    """Turns rows into columns, which are lists; `input_ids` become 1-D tensors without padding.
 
     Rows without names, such as tuples, are collated as torch's DataLoader does by default.
     """
@@ -183,18 +183,18 @@ def tokenize_prompts(
 ) -> Any:
     """The dataset with its prompts' tokens in one more column; all others stay, for the reward functions.
 
-    A dict gives a dict; None, and a dataset that has the column, are returned as they are. A prompt has no EOS that the
-    tokenizer adds, but an encoder's prompt ends in EOS.
+    Returns a dict for a dict; returns None, and a dataset with this column, unchanged. Drops an EOS that the tokenizer
+    adds to a prompt, except for an encoder.
 
     Args:
         dataset: with a column of texts or conversations.
         tokenizer: the policy's.
         is_encoder_decoder: whether an encoder reads the prompts.
-        needed_for: the trainer that asks, such as "GRPO", for messages.
+        needed_for: the trainer's name for messages, such as "GRPO".
         column: where the prompts are.
-        into: the column of token ids that is added.
+        into: the new column of token ids.
         max_length: longer prompts lose their beginning, but keep their BOS.
-        max_completion_length: the most tokens that are sampled after a prompt.
+        max_completion_length: the maximum number of sampled tokens per prompt.
         positions: the model's positions; a prompt and its completion must fit into them.
         chat_template_kwargs: arguments of the chat template.
         num_proc: processes that tokenize.

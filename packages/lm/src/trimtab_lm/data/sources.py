@@ -16,10 +16,10 @@ from trimtab_lm.interface import Data
 def as_data(dataset: object) -> Data:
     """Returns a dataset of `datasets` as it is, and a dataset or stream of torch, or a list of rows, as one.
 
-    The rows of a torch dataset are read here; those of a torch stream when they are needed.
+    Reads a torch dataset at once, and a torch stream row by row during training.
 
     Raises:
-        TypeError: it is no dataset, or its rows are no dicts that a table can hold.
+        TypeError: it is not a dataset, or its rows are not dicts that a table can hold.
     """
     if isinstance(dataset, Dataset | IterableDataset | TorchStream):
         return cast(Data, dataset)
@@ -57,12 +57,12 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 class TorchStream(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """A stream of torch, changed when it is read, by those methods of `datasets.IterableDataset` that trainers call.
+    """A torch stream with the methods of `datasets.IterableDataset` that trainers call; it is changed as it is read.
 
     Args:
         rows: the stream. It is told the epoch if it has `set_epoch`.
         change: from an iterator over its rows to one over the changed rows.
-        is_sized: whether as many rows come out as go in, so that the length is that of `rows`, if it has one.
+        is_sized: whether `change` keeps the number of rows, so that the length of `rows` holds.
     """
 
     column_names: None = None

@@ -1,4 +1,4 @@
-"""Truncation of rows that are too long, and the warning that reports it."""
+"""Truncates long rows, and warns of it."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ class TruncatedRow(NamedTuple):
     """One row after truncation.
 
     Args:
-        input_ids, mask: the tokens that are left; the mask is 1 where a token counts.
+        input_ids, mask: the remaining tokens; the mask is 1 where a token counts.
         tokens_cut: how many tokens were removed.
         is_emptied: whether all tokens that counted were removed.
     """
@@ -139,7 +139,7 @@ def truncate_columns(
     bos_token_id: int | None = None,
     stop_ids: Collection[int] = (),
 ) -> dict[str, Any]:
-    """Truncates each column of an encoder-decoder row to a limit of its own.
+    """Truncates each column of an encoder-decoder row to its own limit.
 
     Args:
         row: token ids by column.

@@ -1,7 +1,7 @@
 """Decorators that let configs and trainers accept the arguments of old TRL (0.7 to 0.11), with a FutureWarning.
 
 The decorated classes themselves know only the present names. A config accepts every argument of TrainingArguments that
-transformers 5 has dropped (`ARGUMENTS`), and those of its own past:
+transformers 5 has dropped (`ARGUMENTS`), and its own former arguments:
 
     @dataclass
     @takes_arguments_of_2024(DPO_ARGUMENTS)
@@ -14,7 +14,7 @@ A constructor with the present parameters also accepts its old signature (`DPO`,
         def __init__(self, model, ref_model=None, args=None, ..., processing_class=None, ...): ...
 
 Its `args` is always a DPOConfig. Each translation warns at the caller's line and names the new spelling. An argument
-that has no successor, and an old and a new spelling with different values, raise a ValueError.
+without a successor, and an old and a new spelling with different values, raise a ValueError.
 """
 
 import copy
@@ -221,7 +221,7 @@ ITERATIVE_SFT: dict[str, object] = {
     "eval_dataset": None, "max_length": None, "truncation_mode": "keep_end", "preprocess_logits_for_metrics": None,
     "compute_metrics": None, "optimize_device_cache": False,
 }  # fmt: skip
-"""The constructors of old TRL: each parameter with its documented default, in the order of 0.7; then those of 0.9."""
+"""The constructors of old TRL: parameters with their documented defaults, in the order of 0.7, then new ones of 0.9."""
 
 NEW_NAMES = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
 """The present name of a constructor's argument, where it differs from the old one."""

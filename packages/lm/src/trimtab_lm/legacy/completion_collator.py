@@ -15,7 +15,7 @@ from trimtab_lm.interface import Batch
 
 
 class DataCollatorForCompletionOnlyLM:
-    """Pads rows to a batch with labels that are `ignore_index` everywhere except on the answers.
+    """Pads rows to a batch, and sets labels to `ignore_index` everywhere except on the answers.
 
     An answer starts after a response template. It ends with its first EOS, or, where it has no EOS, with its first
     other stop token, such as <|im_end|>. Without a stop token it ends before the next template of either kind or at the
@@ -175,7 +175,7 @@ class _Reader:
         return [self._span(place, len(template)) for place in occurrences]
 
     def _matches(self, wanted: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns the spans of tokens that have these ids."""
+        """Returns the spans of tokens with these ids."""
         wanted, size = list(wanted), len(wanted)
         return [(i, i + size) for i in range(len(self.ids) - size + 1) if self.ids[i : i + size] == wanted]
 

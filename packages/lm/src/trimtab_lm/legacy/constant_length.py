@@ -16,7 +16,7 @@ Token: TypeAlias = tuple[int, int, bool]
 """A token's id, its position in its text, and whether it counts."""
 
 Document: TypeAlias = str | tuple[list[int], list[bool]]
-"""A text, or the ids of a tokenized one and which of them count."""
+"""A text, or the token ids of a text with their mask."""
 
 
 class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
@@ -40,7 +40,7 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
         seq_length: tokens of a row.
         num_of_sequences: texts of about so many rows are tokenized together, and their rows are shuffled.
         chars_per_token: how many characters make a token, for that estimate.
-        eos_token_id: the EOS, for a tokenizer that has none.
+        eos_token_id: the EOS, for a tokenizer without one.
         shuffle: whether to shuffle, by a generator that depends on `seed` and the epoch alone.
         append_concat_token: whether to append EOS to each text.
         add_special_tokens: whether the tokenizer adds its special tokens.
@@ -67,7 +67,7 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
         seed: int = 0,
     ):
         if dataset_text_field is not None and formatting_func is not None:
-            raise ValueError("dataset_text_field and formatting_func both say where the texts are. Pass one of them.")
+            raise ValueError("dataset_text_field and formatting_func both name the texts. Pass one of them.")
         self.tokenizer, self.dataset, self.seq_length = tokenizer, dataset, seq_length
         self.is_tokenized = dataset_text_field is None and formatting_func is None
         self.read: Callable[[Row], Document] = formatting_func or itemgetter(dataset_text_field)
@@ -136,7 +136,7 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
             yield documents
 
     def _encoded(self, documents: list[Document]) -> Iterator[tuple[list[int], list[bool]]]:
-        """Yields the token ids of each document, and which of them count."""
+        """Yields the token ids of each document, and their mask."""
         if self.is_tokenized:
             yield from cast(list[tuple[list[int], list[bool]]], documents)
             return
@@ -159,7 +159,7 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
 
 
 def _ids_and_counts(row: Row) -> tuple[list[int], list[bool]]:
-    """Returns the ids of a tokenized row and which of them count."""
+    """Returns the token ids of a tokenized row, and their mask."""
     if "input_ids" not in row:
         raise ValueError(
             f"Rows have the columns {list(row)} and no input_ids. Name the column of the texts with "

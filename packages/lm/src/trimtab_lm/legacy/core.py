@@ -164,7 +164,7 @@ def build_bert_batch_from_txt(
 def top_k_top_p_filtering(
     logits: Tensor, top_k: int = 0, top_p: float = 1.0, filter_value: float = -float("inf"), min_tokens_to_keep: int = 1
 ) -> Tensor:
-    """Logits [B, V] with `filter_value` at all tokens but the likeliest `top_k`, or those of total probability `top_p`.
+    """Sets logits [B, V] to `filter_value`, except for the `top_k` likeliest tokens, or for total probability `top_p`.
 
     Args:
         logits: any floating dtype.

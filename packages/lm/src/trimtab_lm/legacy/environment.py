@@ -125,7 +125,7 @@ class TextEnvironment:
     Args:
         model: with a value head, or without.
         tokenizer: the model's tokenizer.
-        tools: from a text to a text; a dict by name, or a list, whose names are those of their classes.
+        tools: functions from a text to a text: a dict by name, or a list, named by their classes.
         reward_fn: `(last segments, **keywords of run) -> rewards`.
         prompt: what each task begins with.
         max_turns: the most turns of the model.

@@ -1,4 +1,4 @@
-"""What scripts of 2024 read and set on a PPOTrainer beside its documented arguments and methods."""
+"""Undocumented attributes of a PPOTrainer that scripts of 2024 read and set."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +15,7 @@ from trimtab_lm.models.value_head import PreTrainedModelWrapper
 
 
 class NamesOf2024:
-    """Attributes of TRL's PPOTrainer, on those of ours."""
+    """Attributes of TRL's PPOTrainer, mapped to trimtab's."""
 
     accelerator: Accelerator
     actor_critic: nn.Module
@@ -27,7 +27,7 @@ class NamesOf2024:
 
     @property
     def current_step(self) -> int:
-        """The steps that are done, at which `log_stats` logs."""
+        """The number of finished steps, at which `log_stats` logs."""
         return self.steps_done
 
     @current_step.setter
@@ -85,7 +85,7 @@ class NamesOf2024:
 
 
 class RunningMoments(stats.RunningMoments):
-    """Moments of which `mean`, `std` (the sample's), `var` (the population's) and `count` can be set, in any order.
+    """Running moments; `mean`, `std` (sample), `var` (population) and `count` can be set in any order.
 
     What was set becomes the state at the next update or `state_dict`. A deviation without a count lasts until then.
 

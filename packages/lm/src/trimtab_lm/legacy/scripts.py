@@ -1,4 +1,4 @@
-"""What the example scripts of TRL import beside trainers: parsers, model arguments and small helpers.
+"""Parsers, model arguments and small helpers that the example scripts of TRL import.
 
 `trimtab_lm.legacy.trl` gives scripts these names under those of `trl`. The fields and their defaults are TRL's.
 """
@@ -95,7 +95,7 @@ class TrlParser(HfArgumentParser):
 
     Args:
         dataclass_types: the dataclasses.
-        ignore_extra_args: whether the file may hold arguments of none of them.
+        ignore_extra_args: whether the file may hold arguments that no dataclass declares.
     """
 
     def __init__(self, dataclass_types: Iterable[type] | type, ignore_extra_args: bool = False) -> None:
@@ -111,7 +111,7 @@ class TrlParser(HfArgumentParser):
         The entries of `env` in the file become environment variables.
 
         Args:
-            args: words of the command line. None: those of the running program.
+            args: words of the command line; by default those of the running program.
             return_remaining_strings: whether words that no dataclass knows come last, instead of being an error.
 
         Raises:

@@ -1,7 +1,7 @@
-"""The arguments of old configs that ours lack, and how each is translated.
+"""Arguments of old configs that trimtab's configs lack, and how each is translated.
 
-`ARGUMENTS` are those of TrainingArguments that transformers 5 has dropped. The others are those of TRL 0.9 to 0.11,
-0.21 and 1.16 that are not fields of our configs.
+`ARGUMENTS` holds the arguments that transformers 5 dropped from TrainingArguments. The other tables hold arguments of
+TRL 0.9 to 0.11, 0.21 and 1.16 that no config of trimtab has.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Argument(NamedTuple):
         annotation: its type.
         default: its documented default.
         advice: what to write instead, for the warning or the error.
-        translate: sets the field that has replaced it. None: every other value than the default is an error.
+        translate: sets the new field; None if every value but the default is an error.
     """
 
     annotation: object
@@ -187,7 +187,7 @@ _FIXED_REFERENCE = (
     "leave it out; the reference stays as it is at construction. To move it, train in rounds, and pass the policy of "
     "one round as ref_model of the next"
 )
-_OTHER_DIVERGENCE = "leave it out; the implicit rewards are those of the reverse KL"
+_OTHER_DIVERGENCE = "leave it out; implicit rewards always use the reverse KL"
 
 _LAID_OUT = "leave it out; rows are laid out without padding wherever the model allows it"
 _OF_TOKENIZER = "set it on the tokenizer, and pass processing_class=tokenizer"
@@ -218,7 +218,7 @@ DPO_ARGUMENTS: dict[str, Argument] = {
     "rpo_alpha": Argument(
         float | None, None, "write loss_type=['sigmoid', 'sft'], loss_weights=[1, alpha]", _add_sft_loss
     ),
-    "force_use_ref_model": Argument(bool, False, "leave it out; a ref_model is used, also beside adapters", _no_change),
+    "force_use_ref_model": Argument(bool, False, "leave it out; a ref_model is used, with adapters too", _no_change),
     "f_divergence_type": Argument(str, "reverse_kl", _OTHER_DIVERGENCE),
     "f_alpha_divergence_coef": Argument(float, 1.0, _OTHER_DIVERGENCE),
     "sync_ref_model": Argument(bool, False, _FIXED_REFERENCE),
@@ -231,7 +231,7 @@ DPO_ARGUMENTS: dict[str, Argument] = {
     "precompute_ref_batch_size": Argument(int | None, None, "leave it out; the reference reads the trainer's batches"),
     "ld_alpha": Argument(float | None, None, "leave it out; every token of an answer has the same weight"),
     "use_weighting": Argument(bool, False, "leave it out; every pair has the same weight"),
-    "discopop_tau": Argument(float, 0.05, "leave it out; the temperature of discopop is that of the paper, 0.05"),
+    "discopop_tau": Argument(float, 0.05, "leave it out; the temperature of discopop is always 0.05, as in the paper"),
 }
 """Arguments of DPOConfig in TRL 0.9 to 0.11 and in 1.16, by name."""
 

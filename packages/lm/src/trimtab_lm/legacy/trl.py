@@ -79,7 +79,7 @@ def _explain(fullname: str) -> str:
 
 
 def install() -> None:
-    """Puts the modules of trimtab in the place of `trl`, and restores what its scripts expect of transformers.
+    """Lets `import trl` find trimtab's modules, and restores names of transformers that TRL's scripts import.
 
     Raises:
         RuntimeError: another `trl` is imported already.

@@ -17,7 +17,7 @@ def adapter_on(model: PeftModel, name: str) -> Iterator[None]:
     inside the block too.
 
     Args:
-        model: has an adapter of that name.
+        model: a model with this adapter.
         name: the adapter to activate.
     """
     before, restore_flags = model.active_adapter, requires_grad_keeper(model)
@@ -60,7 +60,7 @@ def requires_grad_keeper(model: nn.Module) -> Callable[[], None]:
     flags = {name: parameter.requires_grad for name, parameter in before.items()}
 
     def restore() -> None:
-        # FSDP registers whole parameters in the place of the shards during a forward pass, and may leave them.
+        # During a forward pass FSDP registers whole parameters instead of shards, and may leave them registered.
         for parameters in (before, dict(model.named_parameters())):
             for name, parameter in parameters.items():
                 parameter.requires_grad = flags[name]

@@ -71,7 +71,7 @@ def bar_packing(model: nn.Module) -> None:
     """Keeps the 4-bit weights of a model on a CPU in the format whose forward pass has a gradient.
 
     On CPUs with AVX512-BF16, bitsandbytes packs weights at the first forward pass in eval mode, and computes without
-    gradient from then on, in training too: adapters below would learn nothing of what comes after them.
+    gradient from then on, in training too: adapters in earlier layers would get no gradient.
 
     Raises:
         ValueError: weights under adapters that train are packed already. bitsandbytes cannot put them back exactly.

@@ -57,8 +57,8 @@ class PreTrainedModelWrapper(nn.Module):
 
     Args:
         pretrained_model: a model with an LM head. The wrapper holds it as `.pretrained_model` and does not change it.
-        summary_dropout_prob: dropout on the value head's input, in training mode. Default: the field of that name in
-            the model's configuration, or 0.1 where there is none.
+        summary_dropout_prob: dropout on the value head's input, in training mode. Default: `summary_dropout_prob` of
+            the model's configuration, or 0.1 without it.
         v_head_init_strategy: see `ValueHead.init_weights`.
         v_head_initializer_range: see `ValueHead.init_weights`.
 
@@ -130,7 +130,7 @@ class PreTrainedModelWrapper(nn.Module):
                 model, for `compute_reward_score`. It is frozen, and `save_pretrained` leaves it out.
             reward_adapter_name: its name among the model's adapters.
             kwargs: options of the constructor and of PEFT's `prepare_model_for_kbit_training`; all others (dtype,
-                token, ...) go to transformers. Beside a model in memory they change nothing, with a warning.
+                token, ...) go to transformers. With a model in memory they are ignored, with a warning.
 
         Raises:
             TypeError: the class is not one of the two subclasses.

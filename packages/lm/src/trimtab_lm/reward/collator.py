@@ -1,7 +1,7 @@
 """Batches of pairs of answers: laid out for a scorer, or padded in the documented columns.
 
 Rows hold `input_ids_chosen` and `input_ids_rejected`, each a prompt with its answer, their `attention_mask_chosen` and
-`attention_mask_rejected`, 1 where there is a token (all of them, if the column is not there), and perhaps a `margin`.
+`attention_mask_rejected`, 1 where there is a token (everywhere, without this column), and optionally a `margin`.
 """
 
 from collections.abc import Mapping, Sequence

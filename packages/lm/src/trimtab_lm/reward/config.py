@@ -28,7 +28,7 @@ class RewardConfig(TrainerConfig):
         default=None,
     )
     truncation_mode: TruncationMode = setting(
-        "What is done to a pair of which a text is longer than max_length. filter: drop it. keep_start, keep_end: cut "
+        "What to do with a pair if a text is longer than max_length. filter: drop it. keep_start, keep_end: cut "
         "the prompt first, though not below half of max_length, then each answer, to its start (and its stop token) "
         "or its end; a pair whose answers are then the same is dropped.",
         default="filter",

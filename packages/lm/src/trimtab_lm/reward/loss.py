@@ -11,14 +11,14 @@ def pair_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | Sequence[flo
     """-log s(chosen - rejected - margin) (Llama 2, Touvron et al. 2023, arXiv:2307.09288, Eq. 2).
 
     chosen, rejected: [B], scores of the two answers. margin: as for `pair_margin`. Returns [B], in float32 at least;
-    log 2 wherever the scores differ by the margin. s is the logistic function.
+    log 2 if the scores differ by exactly the margin. s is the logistic function.
     """
     difference = torch.sub(*_scores(chosen, rejected))
     return -F.logsigmoid(difference if margin is None else difference - pair_margin(margin, difference))
 
 
 def pair_margin(margin: Tensor | Sequence[float] | float, pairs: Tensor) -> Tensor:
-    """One margin per pair, [B], for `pairs` [B]: from [B], [B, 1], or one number for all of them.
+    """Returns one margin per pair, [B], for `pairs` [B]: from [B], [B, 1], or one number for all pairs.
 
     Anything else is a ValueError: it would broadcast until every pair met every margin.
     """

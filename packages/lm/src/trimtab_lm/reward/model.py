@@ -70,7 +70,7 @@ def init_head(base: PreTrainedModel, seed: int) -> None:
     """Sample the weights of the layers that give scores from N(0, 1 / (inputs + 1)), and set their biases to 0.
 
     Raises:
-        ValueError: the classifier has no linear layer of that kind.
+        ValueError: the classifier has no such linear layer.
     """
     layers = [
         layer
@@ -98,7 +98,7 @@ def for_scores(peft_config: PeftConfig | None, model: Model) -> PeftConfig | Non
         return None
     if peft_config.task_type not in (None, TaskType.SEQ_CLS):
         raise ValueError(
-            f"peft_config.task_type={peft_config.task_type} is not that of a reward model. Use TaskType.SEQ_CLS, or "
+            f"peft_config.task_type={peft_config.task_type} does not fit a reward model. Use TaskType.SEQ_CLS, or "
             "leave it out."
         )
     peft_config = copy.deepcopy(peft_config)
@@ -140,9 +140,9 @@ def check_padding(tokenizer: PreTrainedTokenizerBase, model: Model, scores_in_fo
     name = type(base_of(model)).__name__
     if tokenizer.pad_token_id != tokenizer.eos_token_id:
         return
-    remedy = "Give the tokenizer a pad token of its own: tokenizer.pad_token = '<pad>', if the vocabulary has it."
+    remedy = "Give the tokenizer a separate pad token: tokenizer.pad_token = '<pad>', if the vocabulary has it."
     if not scores_in_forward:
-        raise ValueError(f"{name} tells padding by its id, and here it is that of EOS, where texts end. {remedy}")
+        raise ValueError(f"{name} finds padding by its id, which is the id of EOS here, where texts end. {remedy}")
     warnings.warn(
         f"EOS is also the padding token. Here texts are scored at their EOS; transformers' own {name} will score the "
         f"token before it, and trimtab_lm.rewards.model.RewardModel will not. {remedy}",

@@ -42,15 +42,15 @@ from .model import (
 class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
     """Trains a sequence classifier with one label to score the chosen answer of each pair above the rejected one.
 
-    Logged beside the loss, in training and evaluation: accuracy (a tie is not a win), the means scores/margin (of
+    In training and evaluation it logs, besides the loss, accuracy (a tie is not a win), the means scores/margin (of
     chosen - rejected), scores/chosen and scores/rejected, and calibration_error. Each evaluation puts
     `num_eval_samples` pairs with their scores into a table of the trackers.
 
     Args:
         model: an `AutoModelForSequenceClassification` with num_labels=1, with adapters or without, or the name of one;
             a language model's name gets a new head. Decoders are scored at the last real token, also where padding is
-            EOS. With several labels each is trained as a score of its own, with a warning: losses and scores are means
-            over labels.
+            EOS. With several labels, each label is trained as a separate score, with a warning, and losses and scores
+            are averaged over labels.
         args: the config; None for the defaults.
         data_collator: one that returns what `RewardDataCollatorWithPadding` does, instead of the padding-free one,
             which reads the prompt of a pair once.
@@ -59,7 +59,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
             `margin`: by how much the scores of a pair have to differ. Streams too, and both of torch, whose rows a
             data_collator gets as they are.
         eval_dataset: such rows too, or a dict of several datasets.
-        processing_class: the tokenizer; None loads the one beside the model.
+        processing_class: the tokenizer; by default the one saved with the model.
         compute_metrics: gets the scores of chosen and rejected as predictions [N, 2], and as label_ids [N] which column
             is the better one, 0.
         peft_config: adapters to train, and the score head with them.

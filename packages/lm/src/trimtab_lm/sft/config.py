@@ -38,13 +38,13 @@ class SFTConfig(TrainerConfig):
     infinite: bool | None = setting(
         "constant_length: begin again at the end of the data (needs max_steps).", default=None
     )
-    num_of_sequences: int = setting("constant_length: rows that are tokenized at a time.", default=1024)
+    num_of_sequences: int = setting("constant_length: rows to tokenize at a time.", default=1024)
     chars_per_token: float = setting(
         "constant_length: characters that make a token, to guess how many texts that takes.", default=3.6
     )
     dataset_num_proc: int | None = setting("Processes that tokenize the data.", default=None)
     dataset_batch_size: int | None = setting(
-        "Rows that are tokenized, and of a stream packed, at a time. None or 0: all at once.", default=1000
+        "Rows to tokenize (and to pack, from a stream) at a time. None or 0: all at once.", default=1000
     )
     dataset_kwargs: dict[str, Any] | None = setting(
         "skip_prepare_dataset: the rows are the collator's business. add_special_tokens: False for texts that hold "

@@ -75,9 +75,7 @@ def tokenize_rows(
         ids, mask = encoded["input_ids"], encoded["mask"]
         cut = truncate_row(ids, mask, max_length=config.max_length if is_cut else None, mode=config.truncation_mode)  # type: ignore[arg-type]
         if not any(mask):
-            raise ValueError(
-                "No token of it counts, so there is nothing to learn from it. Drop it, or check the labels."
-            )
+            raise ValueError("None of its tokens counts, so there is nothing to learn. Drop it, or check the labels.")
         check_length(decoder=len(cut.input_ids))
         labels = [token if one else -100 for token, one in zip(cut.input_ids, cut.mask, strict=True)]
         is_plain = not with_labels and kind in (RowFormat.TEXT, RowFormat.MESSAGES) and not config.assistant_only_loss
@@ -152,7 +150,7 @@ def _tokenized(row: Row, *, is_encoder_decoder: bool) -> Columns:
     real = [bool(one) for one in row.get("attention_mask") or [1] * len(ids)]
     if is_encoder_decoder:
         if row.get("labels") is None:
-            raise ValueError("An encoder-decoder model needs labels beside input_ids. Add the column.")
+            raise ValueError("An encoder-decoder model needs labels as well as input_ids. Add the column.")
         return {
             "input_ids": [token for token, one in zip(ids, real, strict=True) if one],
             "labels": [label for label in row["labels"] if label != -100],

@@ -34,10 +34,10 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         args: the config; None for the defaults.
         data_collator: instead of the padding-free one, such as DataCollatorForCompletionOnlyLM.
         train_dataset: rows of texts, of `messages`, of `prompt` and `completion`, or of `input_ids` with or without
-            `labels`; streams too, and both of torch, whose rows a data_collator gets as they are. `SFTConfig` says
-            what of them counts.
+            `labels`. Streams and torch datasets too; a data_collator gets the rows of a torch dataset unchanged.
+            `SFTConfig` says which tokens count.
         eval_dataset: such rows too, or a dict of several datasets.
-        processing_class: the tokenizer; None loads the one beside the model.
+        processing_class: the tokenizer; by default the one saved with the model.
         peft_config: adapters to add.
         formatting_func: from a row to its text.
     """
