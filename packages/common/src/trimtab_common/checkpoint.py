@@ -78,7 +78,7 @@ class Checkpoint:
     _rng: dict[str, Any] | None = field(repr=False)
 
     def divide(self, owner: Owner) -> None:
-        """Divides weights and state over the processes, reading from `shards/` what was divided. Collective.
+        """Reads `shards/`, and divides weights and state over the processes. Collective.
 
         Args:
             owner: from ("weights", name) or ("state", ...keys) to the parameter as whose parts a tensor is divided.

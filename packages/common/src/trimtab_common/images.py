@@ -1,4 +1,4 @@
-"""Images as trackers take them."""
+"""Converts images for trackers."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""A folder of checkpoints or of a sweep has one writer at a time: process 0 of a run holds a lock on a file in it.
+"""One writer per folder of checkpoints or of a sweep: process 0 of a run locks a file in it.
 
 The kernel frees the lock when the process ends, however it ends. Over NFS the server keeps it (NFS 4, or version 3 with
 its lock service), so that it holds between machines; a client that crashes keeps it until the server gives it up. A
@@ -26,7 +26,7 @@ PATIENCE = 5.0
 
 
 def hold(root: Path, owner: object) -> None:
-    """Takes the lock of an existing folder for an object of this process, until `free` or until the object is gone.
+    """Locks an existing folder for an object of this process, until `free` or until the object is deleted.
 
     Several objects of a process may hold it.
 
@@ -45,7 +45,7 @@ def hold(root: Path, owner: object) -> None:
 
 
 def free(owner: object) -> None:
-    """Gives up the locks of an object."""
+    """Releases the locks of an object."""
     for path in list(_held):
         _free(path, id(owner))
 

@@ -1,4 +1,4 @@
-"""A training run: its tracker, its health, its checkpoints and its way to the hub.
+"""A training run: tracker, health checks, checkpoints and upload to the hub.
 
 A trainer that owns its loop has one `Run` and tells it which attributes its next step depends on. `Run` knows no
 algorithm, and never looks at a trainer beyond the attributes that the trainer named.
@@ -47,7 +47,7 @@ class Stateful(Protocol):
 
 
 class Run:
-    """What a training loop has besides its algorithm.
+    """The services of a training loop.
 
     Args:
         accelerator: places and synchronises the model.
@@ -96,7 +96,7 @@ class Run:
         self._kept |= dict.fromkeys(names, owner)
 
     def keep_per_rank(self, name: str, part: Stateful) -> None:
-        """Puts a part into every checkpoint whose state differs between processes."""
+        """Puts an object into every checkpoint whose state differs between processes."""
         self._kept_per_rank[name] = part
 
     # ---------------------------------------------------------------- checkpoints
@@ -141,7 +141,7 @@ class Run:
         )
 
     def load(self, path: str | Path) -> None:
-        """Goes on from a checkpoint: everything that `save` wrote is put back.
+        """Resumes from a checkpoint: restores everything that `save` wrote.
 
         Args:
             path: a folder named checkpoint-<step>.
@@ -204,7 +204,7 @@ class Run:
         return newest
 
     def begin_step(self, root: str | Path | None) -> None:
-        """Before a step, or what is sampled for it. Collective.
+        """Call it before each step, before sampling. Collective.
 
         Ends the process if a signal came in the last step of a caller's loop; renames the checkpoints of the branch
         that a run has left which went back to an earlier one.
@@ -225,20 +225,20 @@ class Run:
                 self._resumed = None
 
     def _parts_and_numbers(self) -> tuple[dict[str, Stateful], dict[str, object]]:
-        """What the trainer named, as it is at this moment."""
+        """The present values of the attributes that the trainer named in `keep`."""
         values = {name: getattr(owner, name) for name, owner in self._kept.items()}
         parts = {name: value for name, value in values.items() if isinstance(value, Stateful)}
         numbers = {name: value for name, value in values.items() if value is not None and name not in parts}
         return parts, numbers
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that train, by every name that they have; FSDP's as this process's parts."""
+        """The trained parameters, by all of their names; under FSDP this process's parts."""
         weights = self.accelerator.unwrap_model(self.model).state_dict(keep_vars=True)  # FSDP divides what it gathered
         named = {name: weight for name, weight in weights.items() if isinstance(weight, nn.Parameter)}
         return {name: weight for name, weight in named.items() if weight.requires_grad}
 
     def _owner(self, parts: Mapping[str, Stateful]) -> Owner:
-        """From the place of a tensor in a checkpoint to the parameter that it belongs to; see `Checkpoint.divide`."""
+        """Maps a tensor's place in a checkpoint to its parameter; see `Checkpoint.divide`."""
         weights = self._trained()
         optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
         moments_of = {
@@ -268,7 +268,7 @@ class Run:
 
     @contextmanager
     def training(self, root: str | Path | None) -> Iterator[None]:
-        """Around a loop of the trainer's own: listens to signals, and keeps other runs out of the folder. Collective.
+        """Put it around a training loop: handles signals, and locks the folder against other runs. Collective.
 
         Args:
             root: the folder of checkpoints; None if there is none.
@@ -282,7 +282,7 @@ class Run:
             free(self)
 
     def _hold(self, root: str | Path, *, is_saving: bool = False) -> None:
-        """Keeps other runs out of a folder, if it exists, while this one lasts; see `locks`. Collective."""
+        """Locks a folder, if it exists, against other runs until this one ends; see `locks`. Collective."""
 
         def hold_here() -> None:
             if is_saving:
@@ -297,7 +297,7 @@ class Run:
 
     @property
     def tracker(self) -> Tracker:
-        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
+        """The tracker; starts at its first use, so that a resumed run continues under its id."""
         if self._tracker is None:
             self._tracker = self._start_tracker(run_id=self.tracker_id, is_main=self.accelerator.is_main_process)
             self._tracker.describe(self.about)

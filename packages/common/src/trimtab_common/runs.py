@@ -36,7 +36,7 @@ FINGERPRINT_ROWS = 256
 
 
 def folder_of_trial(folder: str | Path) -> Path:
-    """The folder of a run; in a sweep followed by the ids of sweep and run, so that no two runs share a folder."""
+    """Returns the folder of a run; in a sweep, adds the ids of sweep and run, so that no two runs share a folder."""
     return Path(folder, os.environ.get("WANDB_SWEEP_ID", ""), os.environ.get("WANDB_RUN_ID", ""))
 
 
@@ -62,7 +62,7 @@ class RunRecord:
 
     @classmethod
     def new(cls, settings: Mapping[str, object], *, data: str | None = None, model: str | None = None) -> RunRecord:
-        """A record under a new id, the same on every process. Collective."""
+        """Returns a record with a new id, the same on every process. Collective."""
         return cls(gather_over_ranks(secrets.token_hex(4))[0], settings, data, model)
 
     @classmethod
@@ -75,7 +75,7 @@ class RunRecord:
         model: str | None = None,
         **facts: object,
     ) -> RunRecord:
-        """A record of the `result_settings` of a configuration under a new id. Collective."""
+        """Returns a record of a configuration's `result_settings` with a new id. Collective."""
         record = cls.new(result_settings(config, without=without, **facts), data=data, model=model)
         return dataclasses.replace(record, unset=_unset(config), without=without)
 
@@ -113,7 +113,7 @@ class RunRecord:
     def continued(
         self, path: str | Path, saved: RunRecord | None, *, accepts_changes: bool, held: Collection[str] = ()
     ) -> RunRecord:
-        """The record of a run that resumes from a checkpoint: this one, under the id of the saved one.
+        """Returns this record with the id of the run that saved a checkpoint, to resume it.
 
         Args:
             path: the checkpoint, for messages.
@@ -142,7 +142,7 @@ class RunRecord:
 
 
 def result_settings(config: DataclassInstance, *, without: Collection[str], **facts: object) -> dict[str, object]:
-    """The settings of a configuration on which a result depends, as JSON has them.
+    """Returns the settings that can change a result, as plain JSON values.
 
     Args:
         config: a dataclass.
@@ -154,7 +154,7 @@ def result_settings(config: DataclassInstance, *, without: Collection[str], **fa
 
 
 def rows_fingerprint(rows: Sequence[object]) -> str:
-    """A hash of a dataset's length and of up to 256 of its rows, evenly spaced, the first and last among them."""
+    """Returns a hash of a dataset's length and of up to 256 evenly spaced rows, including the first and the last."""
     count = len(rows)
     places = sorted({round(i * (count - 1) / (FINGERPRINT_ROWS - 1)) for i in range(FINGERPRINT_ROWS)}) if count else []
     return _hash([count, *(rows[place] for place in places)])

@@ -1,4 +1,4 @@
-"""Models whose weights are divided over processes (FSDP2, ZeRO-3): whole where code reads them, ready for inference."""
+"""Models with weights divided over processes (FSDP2, ZeRO-3): gathers weights, and prepares models for inference."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -90,7 +90,7 @@ def divides_weights(accelerator: Accelerator) -> bool:
 
 @contextmanager
 def full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
-    """Lets saves inside the block write full weights, also where checkpoints are sharded."""
+    """Makes saves inside the block write full weights, even with sharded checkpoints."""
     if not accelerator.is_fsdp2:
         yield
         return
@@ -113,7 +113,7 @@ def keep_output_precision(accelerator: Accelerator) -> None:
 
 
 def tell_deepspeed_of_batches(accelerator: Accelerator, *, size: int, max_grad_norm: float | None) -> None:
-    """Fills in what DeepSpeed asks for when it prepares a model, for a loop that weighs its losses by itself.
+    """Fills in the settings that DeepSpeed needs to prepare a model for a loop that weighs its own losses.
 
     Args:
         accelerator: that prepares the policy; nothing happens under other engines.
@@ -130,7 +130,7 @@ def tell_deepspeed_of_batches(accelerator: Accelerator, *, size: int, max_grad_n
 
 
 def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
-    """Puts a model that is not trained where it runs: on the accelerator's device, or sharded over the processes.
+    """Places a model that is not trained: on the accelerator's device, or sharded over the processes.
 
     Args:
         model: a reference or reward model.
@@ -146,7 +146,7 @@ def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
 
 
 def on_one_device(model: Module, device: torch.device | str) -> Module:
-    """Moves a model to a device if its tensors lie on several, so that it can run before it is prepared.
+    """Moves a model to a device if its tensors are on several devices, so that it can run before it is prepared.
 
     A reference that shares layers with a policy is divided in this way once the policy has moved.
     """
@@ -155,7 +155,7 @@ def on_one_device(model: Module, device: torch.device | str) -> Module:
 
 
 def _prepared_by_deepspeed(model: Module, training: Mapping[str, Any]) -> Module:
-    """The model in the precision of the training; divided under ZeRO-3, whole on each process under other stages.
+    """Returns the model in the training precision; divided under ZeRO-3, whole on each process under other stages.
 
     Args:
         model: a model that is not trained.
@@ -172,7 +172,7 @@ def _prepared_by_deepspeed(model: Module, training: Mapping[str, Any]) -> Module
 
 
 def placed(model: Module, device: torch.device | str) -> Module:
-    """Returns the model on a device; quantized, dispatched and sharded ones stay where they are."""
+    """Moves a model to a device, unless it is quantized, dispatched or sharded."""
     is_fixed = getattr(model, "quantization_method", None) or getattr(model, "hf_device_map", None)
     is_divided = isinstance(model, FSDPModule) or any(map(is_divided_by_deepspeed, model.parameters()))
     return model if is_fixed or is_divided else model.to(device)

@@ -56,7 +56,7 @@ def write(folder: Path, shards: Mapping[Place, DTensor]) -> None:
 
 
 def read(folder: Path, owner: Owner) -> dict[Place, Tensor]:
-    """Reads what `write` wrote: of a tensor whose owner is divided over processes, this process's part. Collective.
+    """Reads what `write` wrote; reads only this process's part of a tensor whose owner is divided. Collective.
 
     torch unpickles the folder's metadata: `refuse_code` comes first.
     """
@@ -71,7 +71,7 @@ def read(folder: Path, owner: Owner) -> dict[Place, Tensor]:
 
 
 def refuse_code(checkpoint: Path) -> None:
-    """Raises CheckpointError if what `torch.distributed.checkpoint` unpickles without a check is more than data."""
+    """Raises CheckpointError if the pickle that `torch.distributed.checkpoint` loads contains more than data."""
     for file in checkpoint.rglob(".metadata"):
         try:
             with file.open("rb") as stream:
@@ -89,7 +89,7 @@ def refuse_code(checkpoint: Path) -> None:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads the metadata of `torch.distributed.checkpoint`, which is made of its dataclasses."""
+    """Unpickles the metadata of `torch.distributed.checkpoint`, and only its dataclasses."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the class, if the file cannot run code by making an object of it."""
@@ -108,7 +108,7 @@ _PARTS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib",
 
 
 def divided(tree: Mapping[Any, object], owner: Owner, place: Place = ()) -> dict[Any, Any]:
-    """A tree of dicts in which every whole tensor is divided over processes as its owner is."""
+    """Divides each whole tensor in a tree of dicts over the processes, in the same way as its owner."""
     parts: dict[Any, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

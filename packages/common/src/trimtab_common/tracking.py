@@ -54,7 +54,7 @@ def start_tracking(
     init_kwargs: Mapping[str, Any] | None = None,
     is_main: bool = True,
 ) -> Tracker:
-    """Starts a tracker's run, or goes on with the one called `run_id`.
+    """Starts a tracker's run, or resumes the run with the id `run_id`.
 
     Use it as a context manager, so that the run is always finished. W&B needs no account: without a key the run is
     offline. WANDB_MODE (online, offline, disabled) is obeyed, and nothing is asked at the terminal. A wandb run that is
@@ -108,7 +108,7 @@ def start_tracking(
 
 
 def append_metrics(values: Mapping[str, float]) -> None:
-    """Add a line to the file that TRIMTAB_METRICS names, as a sweep reads it; nothing where it names none."""
+    """Appends a line of metrics to the file that TRIMTAB_METRICS names, for a sweep to read; does nothing without it."""
     if path := os.environ.get(METRICS_FILE):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
@@ -130,7 +130,7 @@ class Tracker:
 
     @property
     def native(self) -> Any:
-        """The tracker's own object, such as W&B's run; None where the tracker drops everything."""
+        """The tracker's own object, such as W&B's run; None if nothing is tracked."""
         return None if self.writer is None else self.writer.accelerate.tracker
 
     def describe(self, settings: Stats) -> None:
@@ -165,7 +165,7 @@ class Tracker:
 
     @property
     def accelerate(self) -> Any:
-        """Accelerate's tracker, whose methods take values of any kind that the tracker does, at any step, or None."""
+        """Accelerate's tracker, which logs any kind of value at any step; None if there is none."""
         return None if self.writer is None else self.writer.accelerate
 
     def row(self, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
@@ -174,7 +174,7 @@ class Tracker:
             self.writer.accelerate.log(dict(values), step=self._step if step is None else step, **options)
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]], step: int) -> None:
-        """Logs a table of a step's rows; a first column holds the step. Nothing where accelerate has no tables.
+        """Logs a table of a step's rows, after a column with the step, if accelerate's tracker has tables.
 
         W&B shows the table of one step, and all tables together as `runs.history.concat["<name>"]`. One table that
         grows would be uploaded whole at every step.
@@ -202,7 +202,7 @@ class Tracker:
         self.writer.table(name, ["step", *columns], cells, step)
 
     def images(self, name: str, images: Sequence[Picture], captions: Sequence[str], step: int) -> None:
-        """Logs images, each with its caption; nothing where accelerate has no images.
+        """Logs images with captions. Does nothing if accelerate's tracker has no images.
 
         Args:
             name: the name of the group of images.
@@ -253,7 +253,7 @@ class Tracker:
 
 
 def _status_after(error: BaseException | None) -> int:
-    """The exit status of a program that an error ends; 0 without one."""
+    """Returns the exit status of a program that an error ends; 0 without an error."""
     match error:
         case None:
             return 0
@@ -267,7 +267,7 @@ def _status_after(error: BaseException | None) -> int:
 
 
 def progress(items: Iterable[T] | int, description: str) -> Iterable[T]:
-    """A progress bar over an iterable, or over range(items) for a number; silent where stderr is no terminal."""
+    """A progress bar over an iterable, or over range(items) for a number; hidden if stderr is not a terminal."""
     iterable: Any = range(items) if isinstance(items, int) else items
     return tqdm(iterable, desc=description, disable=None, dynamic_ncols=True)
 
@@ -294,7 +294,7 @@ def cell_type(value: object) -> type:
 
 
 def cell(value: object, kind: type) -> Cell:
-    """A value as a table shows it: of `cell_type` kind, a text at most MAX_CELL_CHARACTERS long; None stays None."""
+    """Converts a value to a table cell of type `cell_type`; cuts texts after MAX_CELL_CHARACTERS; keeps None."""
     if value is None:
         return None
     if kind is not str:

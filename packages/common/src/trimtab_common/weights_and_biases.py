@@ -1,4 +1,4 @@
-"""Weights & Biases: opens and closes runs, online or not, and writes what a `Tracker` logs."""
+"""Weights & Biases: opens and closes runs, online or offline, and writes what a `Tracker` logs."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class WandbWriter(Writer, WandBTracker):
 
 
 def finish_wandb(run: Run, exit_code: int) -> None:
-    """Closes a W&B run; one that was preempted is marked, so that W&B's sweeps give it to an agent again."""
+    """Closes a W&B run. Marks a preempted run, so that a W&B sweep gives it to an agent again."""
     if is_preemption(exit_code):
         run.mark_preempting()
     run.finish(exit_code=exit_code)
 
 
 def import_wandb() -> ModuleType:
-    """W&B's package, with other defaults where the environment names none.
+    """Returns the wandb module, after setting defaults that the environment does not set.
 
     It sends no reports of its errors and its use. It writes what was logged to the run's file within a second instead
     of 15: its service ends with a process that is killed, and loses what it has not written.

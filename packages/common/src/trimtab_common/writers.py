@@ -22,7 +22,7 @@ IMAGES: dict[str, Callable[[Image.Image, str], Any]] = {
 
 
 class Writer:
-    """Writes to one of accelerate's trackers what that takes: numbers, and images and tables where it has them.
+    """Writes numbers to one of accelerate's trackers, and images and tables if it supports them.
 
     Args:
         accelerate: the tracker, before its start; `accelerator.get_tracker` reaches its methods.
@@ -56,7 +56,7 @@ class Writer:
 
 
 class TensorBoardWriter(Writer, TensorBoardTracker):
-    """A writer of events, which begins with the first step: a resumed run repeats steps, and replaces them."""
+    """Writes TensorBoard events; begins at the first step, because a resumed run repeats steps and replaces them."""
 
     def __init__(self, kwargs: dict[str, Any], config: Mapping[str, object]) -> None:
         self.accelerate, self._kwargs, self._config = self, kwargs, dict(config)

@@ -36,7 +36,7 @@ def unsharded(shards: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def set_precision(module: FSDPModule, policy: MixedPrecisionPolicy) -> None:
-    """Gives one sharded module another precision than the model around it."""
+    """Gives one sharded module a precision that differs from its model's."""
     state = module._get_fsdp_state()
     state._mp_policy = policy
     for group in state._fsdp_param_groups:

@@ -89,7 +89,7 @@ def _section(kind: type, without: Collection[str]) -> _Section:
 
 
 def _apply(sections: list[_Section], settings: Iterable[tuple[str, list[object]]], prefix: str) -> None:
-    """Set fields; what names the class comes after what does not, so that it wins."""
+    """Sets fields; a flag with the class's name overrides one without it."""
     general: list[tuple[_Section, str, list[str], list[object]]] = []
     specific = general.copy()
     for name, words in settings:
@@ -146,7 +146,7 @@ def _coerce(section: _Section, field: str, path: list[str], words: list[object],
 
 
 def _nest(section: _Section, field: str, path: list[str], value: object) -> object:
-    """The value, or with a path the field's present dict with the value put there."""
+    """Returns the value; with a path, the field's present dict with the value at that path."""
     if not path:
         return value
     present = section.values.get(field, _default(section.fields[field]))

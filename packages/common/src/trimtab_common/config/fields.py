@@ -1,4 +1,4 @@
-"""Fields of a configuration: their help, the ranges of their values, and the check of these."""
+"""Fields of a configuration: help texts, ranges of values, and their checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values that a setting may have: in words, and as a test."""
+    """The allowed values of a setting: in words, and as a test."""
 
     words: str
     holds: Callable[[float], bool]
@@ -34,7 +34,7 @@ Seed = Annotated[int, Range("in [0, 2**32), the range that NumPy takes", lambda 
 
 
 class Computed(str):
-    """The help of a field that is no flag. transformers' HfArgumentParser takes no other metadata than argparse's."""
+    """The help of a field without a flag. transformers' HfArgumentParser accepts only argparse's metadata."""
 
 
 def setting(text: str, **default: Any) -> Any:
@@ -43,7 +43,7 @@ def setting(text: str, **default: Any) -> Any:
 
 
 def computed(text: str) -> Any:
-    """A field that follows from other fields, or that a trainer fills in: None before, and no flag."""
+    """A field without a flag that is computed from other fields or by a trainer; None until then."""
     return dataclasses.field(default=None, metadata={"help": Computed(text)})
 
 

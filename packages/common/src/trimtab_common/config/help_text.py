@@ -59,7 +59,7 @@ class Flag(NamedTuple):
 
 
 def type_name(hint: object) -> str:
-    """A type as a reader of --help knows it."""
+    """Returns a type's name for --help."""
     if isinstance(hint, type) and not get_args(hint):
         return hint.__name__
     text = re.sub(r"Optional\[(\w+)\]", r"\1 | None", str(hint).replace("typing.", ""))

@@ -1,4 +1,4 @@
-"""Configurations as plain values, without secrets: what a tracker and a checkpoint's record take."""
+"""Converts configurations to plain values without secrets, for trackers and for checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _flatten(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def plain(value: object) -> object:
-    """An enum as its value, a tuple as a list, and an object that JSON does not know as text."""
+    """Converts an enum to its value, a tuple to a list, and an object that JSON does not support to text."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (list, tuple)):
@@ -67,7 +67,7 @@ def plain(value: object) -> object:
 
 
 def without_secrets(value: object) -> object:
-    """A plain value without what its names say is secret, and without user and password in its URLs.
+    """Removes values with secret names, and users and passwords in URLs, from a plain value.
 
     Args:
         value: dicts and lists are copied, and searched at any depth. Their entries named token, key, password, secret,

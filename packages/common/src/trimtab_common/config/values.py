@@ -1,4 +1,4 @@
-"""Values as text gives them: words of the command line, and YAML files."""
+"""Parses values from text: words of the command line, and YAML files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_settings(file: str | Path) -> dict[str, object]:
 
 
 def read_yaml(file: str | Path) -> object:
-    """The content of a YAML file; ConfigError where it cannot be read, has a key twice, or aliases without measure."""
+    """Returns the content of a YAML file; ConfigError if it is unreadable, repeats a key, or its aliases grow too large."""
     try:
         return yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -47,7 +47,7 @@ def read_yaml(file: str | Path) -> object:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats and unique keys, and aliases that stand for no more than `LONGEST_ALIASES` characters.
+    """Loads YAML with the floats of YAML 1.2, unique keys, and aliases of at most `LONGEST_ALIASES` characters in all.
 
     PyYAML takes 1e-4 and -.5 for text, keeps the last of equal keys, and lets aliases of aliases stand for gigabytes.
     """
@@ -112,7 +112,7 @@ def read_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[object]]]:
 
 
 def readings(words: list[object]) -> list[object]:
-    """What words may mean, the likeliest first; only text from the command line has more than one meaning."""
+    """Returns the possible meanings of words, the likeliest first; only command-line text has more than one."""
     if len(words) > 1:
         return [[decode(word) for word in words], words]
     (word,) = words

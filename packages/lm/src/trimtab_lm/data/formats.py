@@ -40,7 +40,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "mode
 
 
 class RowFormat(StrEnum):
-    """The formats of a dataset's rows, which are told apart by their columns."""
+    """The formats of a dataset's rows; the columns tell which one a dataset has."""
 
     TEXT = "text"
     MESSAGES = "messages"
@@ -64,7 +64,7 @@ COLUMN_SETS: dict[RowFormat, tuple[tuple[str, ...], ...]] = {
 
 
 def columns_of(dataset: Data) -> list[str]:
-    """Returns the names of a dataset's columns. Reads the first row of a stream that does not know them.
+    """Returns the names of a dataset's columns. Reads the first row of a stream without column names.
 
     Raises:
         ValueError: the dataset has no rows. A stream that knows its columns is not read, and so not checked.
@@ -116,7 +116,7 @@ def as_messages(row: Row) -> list[dict[str, Any]]:
 
 
 def preference_parts(row: Row) -> tuple[Text, Text, Text]:
-    """Returns prompt, chosen and rejected of a row, whose prompt is explicit or is what both answers begin with.
+    """Returns prompt, chosen and rejected of a row. Without a prompt column, the common beginning is the prompt.
 
     The implicit prompt of conversations is their common leading messages, also where `prompt` is only its text. The
     implicit prompt of texts is their longest common prefix up to its last space, so that no word is split.

@@ -1,4 +1,4 @@
-"""Refuses images, videos and sounds: every trainer here learns from text, and would leave them out without a word."""
+"""Refuses images, videos and sounds: every trainer learns from text only, and would silently ignore them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ REMEDY = (
 
 
 def check_features(dataset: object) -> None:
-    """Raises ValueError if a dataset says that it has a column of images, videos or sounds."""
+    """Raises ValueError if a dataset declares a column of images, videos or sounds."""
     features: Any = getattr(dataset, "features", None) or {}
     if names := [name for name, feature in features.items() if _holds_media(feature)]:
         raise ValueError(f"The dataset's column {names[0]!r} holds images, videos or sounds. {REMEDY}")
@@ -38,7 +38,7 @@ def check_row(row: Mapping[str, Any]) -> None:
 
 
 def check_messages(messages: Iterable[Any]) -> None:
-    """Raises ValueError for a message that holds an image, a video or a sound, whole or by its address."""
+    """Raises ValueError for a message with an image, a video or a sound, or with its address."""
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         blocks = [block for block in content if isinstance(block, Mapping)] if isinstance(content, list | tuple) else []

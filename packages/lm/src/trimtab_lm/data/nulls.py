@@ -1,4 +1,4 @@
-"""Nulls that Arrow writes into messages and tools, where rows of a dataset have different keys."""
+"""Removes the nulls that Arrow writes into messages and tools if rows of a dataset have different keys."""
 
 from collections.abc import Mapping
 from typing import Any

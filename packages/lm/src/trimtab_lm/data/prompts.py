@@ -45,7 +45,7 @@ def epoch_order(rows: int, per_batch: int, epoch: int, permutation: Callable[[in
 
 
 class ShuffledBatches(Sampler[list[int]]):
-    """Index batches of one process: every epoch a new permutation, made from (seed, epoch), without a remainder.
+    """Yields one process's batches of row numbers, from a new permutation (seed, epoch) each epoch; drops the remainder.
 
     Each process takes its own `batch_size` rows of every global batch. Where there are fewer rows than a global batch,
     an epoch is one batch, filled from as many permutations as it takes. `state_dict` says how far the epoch has come;
@@ -291,7 +291,7 @@ def open_prompts(
     is_collated: bool,
     num_proc: int | None = None,
 ) -> Any:
-    """Prompts with `input_ids`, out of the caller's dataset or, where that is None, of the one called `name`.
+    """Returns prompts with `input_ids`, from the caller's dataset or, if that is None, from the one called `name`.
 
     A dataset for a collator of the caller's (`is_collated`), or of another library, is returned as it is.
     """
@@ -304,6 +304,6 @@ def open_prompts(
 
 
 def endless(batches: Iterable[T]) -> Iterator[T]:
-    """Yields the batches of one epoch after the other, without an end."""
+    """Yields batches of one epoch after another, forever."""
     while True:
         yield from batches

@@ -1,4 +1,4 @@
-"""Datasets of torch and lists of rows, as datasets of `datasets`."""
+"""Converts torch datasets and lists of rows to `datasets`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from trimtab_lm.interface import Data
 
 
 def as_data(dataset: object) -> Data:
-    """Returns a dataset of `datasets` as it is, and a dataset or stream of torch, or a list of rows, as one.
+    """Converts a torch dataset or stream, or a list of rows, to `datasets`; returns other datasets unchanged.
 
     Reads a torch dataset at once, and a torch stream row by row during training.
 
@@ -41,7 +41,7 @@ def as_data(dataset: object) -> Data:
 
 
 def _plain(row: object) -> dict[str, Any]:
-    """Returns a row with lists in place of tensors and arrays."""
+    """Returns a row with tensors and arrays converted to lists."""
     if not isinstance(row, Mapping):
         raise TypeError(
             f"A row of the dataset is a {type(row).__name__}, and a dict of columns is needed, such as "

@@ -49,7 +49,7 @@ Constructor: TypeAlias = Callable[..., None]
 
 
 def takes_arguments_of_2024(further: Mapping[str, Argument] | None = None) -> Callable[[type[Config]], type[Config]]:
-    """Decorates a TrainingArguments class so that it also accepts old arguments; stands below @dataclass.
+    """Decorates a TrainingArguments class so that it also accepts old arguments; put it below @dataclass.
 
     It adds `ARGUMENTS`, `further` and `overwrite_output_dir`. A value other than the documented default is translated
     before `__post_init__`, or when it is assigned to an existing config. Its field then holds the default again, so
@@ -333,7 +333,7 @@ def _is_old_order(args: tuple[object, ...], order: list[str], old_order: list[st
 def _translate_arguments(
     title: str, arguments: dict[str, Any], old: dict[str, Any], kind: type[TrainingArguments]
 ) -> None:
-    """Moves the old arguments into `arguments`, whose `args` becomes a `kind`, and warns."""
+    """Moves the old arguments into `arguments`, makes its `args` a `kind`, and warns."""
     tokenizer, args = old.pop("tokenizer", None), arguments.get("args")
     if tokenizer is not None:
         if arguments.get("processing_class") not in (None, tokenizer):
@@ -358,7 +358,7 @@ def _shown(present: inspect.Signature, old: Mapping[str, object]) -> inspect.Sig
 
 
 def _warn(message: str) -> None:
-    """Gives a FutureWarning at the line that builds the config or the trainer."""
+    """Issues a FutureWarning at the line that builds the config or the trainer."""
     frame, level = cast(FrameType, cast(FrameType, inspect.currentframe()).f_back), 2
     while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", ""), frame.f_code):
         frame, level = frame.f_back, level + 1
@@ -366,6 +366,6 @@ def _warn(message: str) -> None:
 
 
 def _is_between(module: str, code: CodeType) -> bool:
-    """Whether a frame lies between the user's line and the warning: a library's code, or a config's generated code."""
+    """Whether a frame is between the user's line and the warning: library code, or a config's generated code."""
     ours = module.partition(".")[0] in ("trimtab_lm", "trimtab_common", "transformers", "dataclasses")
     return ours or code.co_name == "__post_init__" or (code.co_filename, code.co_name) == ("<string>", "__init__")

@@ -1,4 +1,4 @@
-"""The collator that finds the answers of a row by the text before them, and labels nothing else."""
+"""The collator that finds answers by the text before them, and labels only the answers."""
 
 import warnings
 from bisect import bisect_left
@@ -130,7 +130,7 @@ class DataCollatorForCompletionOnlyLM:
         return None
 
     def _padded(self, rows: Sequence[Sequence[int]], value: int) -> Tensor:
-        """Returns rows [B, T], filled up with `value` on the tokenizer's side."""
+        """Returns rows [B, T], padded with `value` on the tokenizer's padding side."""
         length = max(map(len, rows))
         if self.pad_to_multiple_of:
             length = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
@@ -180,7 +180,7 @@ class _Reader:
         return [(i, i + size) for i in range(len(self.ids) - size + 1) if self.ids[i : i + size] == wanted]
 
     def _span(self, place: int, length: int) -> tuple[int, int]:
-        """Returns the span of tokens of a template that is at a place of the text and has so many characters."""
+        """Returns the token span of a template, given its place in the text and its length in characters."""
         return self._first_token(place), self._first_token_after(place + length)
 
     def _first_token(self, place: int) -> int:
@@ -196,7 +196,7 @@ class _Reader:
         return count - 1 if self._decode(self.ids[:count])[place:].strip() else count
 
     def _tokens_up_to(self, place: int) -> int:
-        """Returns the least number of tokens whose text contains the first `place` characters, all fully decoded."""
+        """Returns the smallest number of tokens whose decoded text contains the first `place` characters."""
         before = self.text[:place]
 
         def is_contained(count: int) -> bool:

@@ -146,7 +146,7 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
             yield closed, [True] * len(closed)
 
     def _row(self, tokens: list[Token]) -> Batch:
-        """Returns one row of tokens, filled up. Positions start at 0 with each text and with the row."""
+        """Returns one full row of tokens. Positions start at 0 with each text and with the row."""
         missing = self.seq_length - len(tokens)
         ids = torch.tensor([token for token, _, _ in tokens] + [self.concat_token_id] * missing)
         place = torch.tensor([position for _, position, _ in tokens])

@@ -1,4 +1,4 @@
-"""The functions of `trl.core`, by their names, arguments and results of 2024.
+"""The functions of `trl.core`, with their names, arguments and results of 2024.
 
 Two results differ. Positions outside a mask never matter, not even NaN, and are 0 in what `masked_whiten` returns.
 Logits are scored in float32 at least.
@@ -88,7 +88,7 @@ def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | fl
 
 
 def flatten_dict(nested: Stats, sep: str = "/") -> dict[str, Any]:
-    """Nested dicts as one, whose keys are joined by `sep`.
+    """Flattens nested dicts; joins keys by `sep`.
 
     Raises:
         ValueError: a key has `sep` in it.
@@ -208,14 +208,14 @@ def respond_to_batch(
 
 
 class PPODecorators:
-    """`@PPODecorators.empty_device_cache()`: gives unused accelerator memory back after the call, if asked to."""
+    """`@PPODecorators.empty_device_cache()`: frees unused accelerator memory after the call, if asked to."""
 
     optimize_device_cache = False
 
     @classmethod
     @contextmanager
     def empty_device_cache(cls) -> Iterator[None]:
-        """A block, or a decorator, after which memory is given back where `optimize_device_cache` is set."""
+        """A context manager and decorator that frees unused memory afterwards if `optimize_device_cache` is set."""
         yield
         if cls.optimize_device_cache:
             clear_device_cache(garbage_collection=True)

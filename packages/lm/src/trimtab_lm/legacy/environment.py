@@ -1,4 +1,4 @@
-"""`trl.environment`: conversations of a policy with tools, as texts, by the names and arguments of 2024.
+"""`trl.environment`: conversations of a policy with tools, as texts, with the names and arguments of 2024.
 
 `trimtab_lm.environments` does the same for trainers, with many environments at once, statistics and time limits.
 """
@@ -209,7 +209,7 @@ class TextEnvironment:
         return history
 
     def parse_tool_call(self, text: str) -> tuple[str | None, str | None]:
-        """The tool and the query of `<request><tool>query<call>`; None and None where there is no call."""
+        """The tool and the query of `<request><tool>query<call>`; None and None without a call."""
         _, requested, rest = text.partition(self.request_token)
         request, called, _ = rest.partition(self.call_token)
         _, opened, rest = request.partition("<")

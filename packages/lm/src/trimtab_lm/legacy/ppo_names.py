@@ -71,16 +71,16 @@ class NamesOf2024:
 
     @property
     def model_params(self) -> list[nn.Parameter]:
-        """The parameters that train: of the policy, and of the critic where there is one."""
+        """The trained parameters of the policy, and of a critic if there is one."""
         return [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
 
     @property
     def tracker(self) -> Tracker:
-        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
+        """The tracker; starts at its first use, so that a resumed run continues under its id."""
         return self.run.tracker
 
     def optional_peft_ctx(self) -> AbstractContextManager[None]:
-        """A block in which the policy runs without its adapters, if it has any."""
+        """A context manager that runs the policy without its adapters, if it has any."""
         return adapters_off(self.model.pretrained_model) if self.is_peft_model else nullcontext()
 
 
@@ -122,7 +122,7 @@ class RunningMoments(stats.RunningMoments):
         return self._set.get("var", self.std**2 * (self.count - 1) / self.count if self.count > 1 else 1.0)
 
     def update(self, x: Tensor) -> tuple[float, float]:  # type: ignore[override]
-        """Adds the numbers of every process. Collective. Returns the mean and the deviation of these alone."""
+        """Adds the numbers of every process. Collective. Returns the mean and the deviation of the new numbers."""
         batch = stats.RunningMoments()
         batch.update(x)
         self._take()

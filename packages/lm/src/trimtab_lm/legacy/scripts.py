@@ -144,7 +144,7 @@ class TrlParser(HfArgumentParser):
 
 @contextmanager
 def _without_shared_fields(dataclass_types: Iterable[type] | type) -> Iterator[None]:
-    """Hides from parsers, inside the block, what a config has in common with another dataclass of the script.
+    """Hides fields that a config shares with another dataclass of the script from parsers inside the block.
 
     TRL's configs of 2026 have `trust_remote_code`, which the scripts of 2024 have in their ModelConfig.
     """
@@ -296,7 +296,7 @@ def is_diffusers_available() -> bool:
 
 
 def strtobool(val: str) -> bool:
-    """Returns the truth of a word: y, yes, t, true, on or 1, and n, no, f, false, off or 0.
+    """Converts y, yes, t, true, on, 1 to True, and n, no, f, false, off, 0 to False.
 
     Raises:
         ValueError: another word.

@@ -1,4 +1,4 @@
-"""What scripts of 2024 expect of transformers 4 and transformers 5 does otherwise.
+"""Behaviour of transformers 4 that scripts of 2024 expect and transformers 5 has changed.
 
 `restore` changes attributes of transformers. Only `trimtab_lm.legacy.trl` calls it.
 """

@@ -115,7 +115,7 @@ def _set_repository(config: Any, old: str, value: str) -> None:
 
 
 def _no_change(config: TrainingArguments, old: str, value: object) -> None:
-    """Ours always does what the argument asks for."""
+    """Trimtab always does what the argument asks for."""
 
 
 def _add_sft_loss(config: Any, old: str, alpha: float) -> None:

@@ -1,4 +1,4 @@
-"""Runs scripts that import `trl` (0.7 to 0.11) on the trainers of trimtab, without a change to the script.
+"""Runs unchanged scripts that import `trl` (0.7 to 0.11) on trimtab's trainers.
 
 On the command line, also after `accelerate launch`:
 
@@ -27,7 +27,7 @@ from trimtab_lm.legacy.trl_names import ADVICE, MODULES
 
 
 class TrlModules(MetaPathFinder, Loader):
-    """Finds `trl` and its modules, whose names are looked up in `MODULES` when they are read."""
+    """Finds `trl` and its modules, and looks their names up in `MODULES` at their first use."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Returns the module's spec; None for a module of another package.
@@ -50,7 +50,7 @@ class TrlModules(MetaPathFinder, Loader):
 
 
 def _look_up(module: str, name: str) -> object:
-    """Returns what a name of a module leads to.
+    """Returns the object that a module's name stands for.
 
     Raises:
         ImportError: it leads to trimtab-diffusion, which is not installed.
@@ -71,7 +71,7 @@ def _look_up(module: str, name: str) -> object:
 
 
 def _explain(fullname: str) -> str:
-    """Returns why a name leads nowhere, and what to use."""
+    """Returns why there is nothing for a name, and what to use instead."""
     name = fullname.rpartition(".")[2]
     elsewhere = next((other for other, names in MODULES.items() if name in names), None)
     advice = f"import it from {elsewhere}" if elsewhere else ADVICE.get(name, "see trimtab's page on migration")

@@ -1,4 +1,4 @@
-"""The names of TRL 0.7 to 0.11 that lead to something here, by module, and what to use for the others."""
+"""The names of TRL 0.7 to 0.11 that trimtab provides, by module, and what to use instead of the others."""
 
 from collections.abc import Mapping
 

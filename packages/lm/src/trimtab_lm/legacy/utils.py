@@ -1,4 +1,4 @@
-"""Functions of `trl.trainer.utils`, `trl.models` and `trl.import_utils`, by their names and arguments of 2024."""
+"""Functions of `trl.trainer.utils`, `trl.models` and `trl.import_utils`, with their names and arguments of 2024."""
 
 import importlib.metadata
 import importlib.util
@@ -70,7 +70,7 @@ def decode_and_strip_padding(inputs: Tensor, tokenizer: PreTrainedTokenizerBase)
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
-    """Sets the rates of a model's dropout layers to 0 for good. The trainers here leave rates as they are."""
+    """Sets the rates of a model's dropout layers to 0 permanently. Trimtab's trainers leave them unchanged."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -159,7 +159,7 @@ CHAT_FORMATS = {"chatml": ChatMlSpecialTokens}
 
 @contextmanager
 def unwrap_model_for_generation(model: Any, accelerator: Accelerator, is_peft_model: bool = False) -> Iterator[Any]:
-    """A block in which a prepared model is whole and unwrapped, to sample from. Collective under FSDP and DeepSpeed.
+    """Unwraps and gathers a prepared model inside the block, for sampling. Collective under FSDP and DeepSpeed.
 
     Args:
         model: as the accelerator prepared it.

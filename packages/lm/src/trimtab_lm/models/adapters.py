@@ -1,4 +1,4 @@
-"""Blocks in which a PEFT model runs with another of its adapters, or with none."""
+"""Context managers that run a PEFT model with another adapter, or without adapters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +51,7 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
 
 
 def requires_grad_keeper(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that makes each parameter require gradients as it does at this moment.
+    """Returns a function that restores each parameter's present `requires_grad`.
 
     PEFT changes these flags when it switches adapters. FSDP reads them in the first forward pass, which may be one of
     the reference, to learn which gradients it will reduce.

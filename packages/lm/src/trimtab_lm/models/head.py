@@ -117,7 +117,7 @@ def _read_tensors(file: str, prefix: str) -> dict[str, Tensor]:
 
 
 def write_beside(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Writes tensors to a temporary file and renames it: after a crash there is the old file or the new one, whole.
+    """Writes tensors to a temporary file and renames it, so that a crash leaves either the old file or the new one.
 
     Args:
         tensors: by name, on any device.

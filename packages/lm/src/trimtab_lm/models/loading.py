@@ -1,4 +1,4 @@
-"""Loading of models and of adapters on their base models."""
+"""Loads models, and adapters with their base models."""
 
 import json
 import warnings

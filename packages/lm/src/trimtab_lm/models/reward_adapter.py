@@ -1,4 +1,4 @@
-"""A reward model that is one more adapter on the policy's base model, with a score head."""
+"""A reward model as a second adapter on the policy's base model, with a score head."""
 
 import warnings
 from typing import Any
@@ -75,7 +75,7 @@ def _score_head(model: PeftModel, source: str, weights: dict[str, Tensor]) -> nn
 
 
 def _warn_of_another_base(model: PeftModel, source: str, hub: dict[str, Any]) -> None:
-    """Warns where the reward adapter and the policy name different base models."""
+    """Warns if the reward adapter and the policy name different base models."""
     trained_on = PeftConfig.from_pretrained(source, **hub).base_model_name_or_path
     base = base_of(model).name_or_path
     if trained_on and base and trained_on != base:

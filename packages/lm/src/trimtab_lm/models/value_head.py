@@ -395,6 +395,6 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
 
 def _execution_device(lm_head: nn.Module, model: nn.Module) -> torch.device:
-    """Returns the LM head's device, or where a device_map has offloaded the head the first device with weights."""
+    """Returns the LM head's device; if a device_map has offloaded the head, the first device with weights."""
     tensors = chain(lm_head.parameters(), lm_head.buffers(), model.parameters())
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("meta"))
