@@ -108,7 +108,7 @@ def start_tracking(
 
 
 def append_metrics(values: Mapping[str, float]) -> None:
-    """Appends a line of metrics to the file that TRIMTAB_METRICS names, for a sweep to read; does nothing without it."""
+    """Appends a line of metrics to the file that TRIMTAB_METRICS names, if any, for a sweep to read."""
     if path := os.environ.get(METRICS_FILE):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")

@@ -37,7 +37,7 @@ def read_settings(file: str | Path) -> dict[str, object]:
 
 
 def read_yaml(file: str | Path) -> object:
-    """Returns the content of a YAML file; ConfigError if it is unreadable, repeats a key, or its aliases grow too large."""
+    """Returns the content of a YAML file; ConfigError if it is unreadable, repeats a key, or has oversized aliases."""
     try:
         return yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:

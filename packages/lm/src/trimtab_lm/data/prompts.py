@@ -45,7 +45,7 @@ def epoch_order(rows: int, per_batch: int, epoch: int, permutation: Callable[[in
 
 
 class ShuffledBatches(Sampler[list[int]]):
-    """Yields one process's batches of row numbers, from a new permutation (seed, epoch) each epoch; drops the remainder.
+    """Yields one process's batches of row numbers, from a new permutation each epoch; drops the remainder.
 
     Each process takes its own `batch_size` rows of every global batch. Where there are fewer rows than a global batch,
     an epoch is one batch, filled from as many permutations as it takes. `state_dict` says how far the epoch has come;
