@@ -11,6 +11,7 @@ from tests.lm import tiny
 
 import trimtab_diffusion
 import trimtab_lm
+from trimtab_common.tracking import TRACKERS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "examples", "experiments", "packages", "tools")
@@ -80,3 +81,9 @@ def test_statistics_of_ppo_on_the_migration_page_exist():
     named = [code for config, code in first_cells() if config == "PPOConfig" and "/" in code]
     assert len(named) > 10
     assert [name for name in named if name not in stats] == []
+
+
+@pytest.mark.parametrize("config", [trimtab_lm.PPOConfig, trimtab_diffusion.DDPOConfig])
+def test_the_help_of_log_with_names_every_tracker(config: type):
+    help_text = next(field.metadata["help"] for field in fields(config) if field.name == "log_with")
+    assert set(help_text.removeprefix("Tracker: ").removesuffix(".").split(", ")) == set(TRACKERS)
