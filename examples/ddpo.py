@@ -41,7 +41,7 @@ class RunConfig:
 
 
 def caption() -> tuple[str, dict[str, Any]]:
-    """A prompt, and what the reward should know of it."""
+    """A prompt, and its metadata for the reward."""
     return random.choice(CAPTIONS), {}
 
 

@@ -34,7 +34,7 @@ class RunConfig:
     """The settings that DPOConfig does not have."""
 
     model: str = field(default=str(Path(__file__).with_name("stories")), metadata={"help": "Folder or hub id."})
-    eval_pairs: int = field(default=200, metadata={"help": "Pairs that are held out for the evaluation."})
+    eval_pairs: int = field(default=200, metadata={"help": "Pairs held out for the evaluation."})
     smoke: bool = field(default=False, metadata={"help": "Four small steps, to see that it runs."})
 
 

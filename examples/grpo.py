@@ -44,7 +44,7 @@ def happiness(completions: Sequence[str], **columns: object) -> list[float]:
 
 
 def main(run: RunConfig, config: GRPOConfig) -> None:
-    """Trains on the prompts of all places but the last, and evaluates on those of the last."""
+    """Trains on the prompts of all places except the last, and evaluates on the last place's prompts."""
     train, test = (
         Dataset.from_dict({"prompt": [f"Once there was a {hero} {place}." for place in places for hero in HEROES]})
         for places in (PLACES[:-1], PLACES[-1:])

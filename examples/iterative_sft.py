@@ -36,7 +36,7 @@ class RunConfig:
     model: str = field(default=str(Path(__file__).with_name("stories")), metadata={"help": "Folder or hub id."})
     rounds: int = field(default=10, metadata={"help": "Times that the model samples and learns."})
     prompts: int = field(default=48, metadata={"help": "Prompts of a round."})
-    samples: int = field(default=8, metadata={"help": "Texts of each prompt, of which the best is learnt."})
+    samples: int = field(default=8, metadata={"help": "Samples for each prompt; the policy learns the best one."})
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a text after its prompt, at most."})
     smoke: bool = field(default=False, metadata={"help": "Two small rounds, to see that it runs."})
 

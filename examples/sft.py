@@ -35,7 +35,7 @@ class RunConfig:
     dataset: str | None = field(
         default=None, metadata={"help": "Folder or hub id with a column text. None: the Python manual."}
     )
-    eval_rows: int = field(default=16, metadata={"help": "Texts that are held out for the evaluation."})
+    eval_rows: int = field(default=16, metadata={"help": "Texts held out for the evaluation."})
     smoke: bool = field(default=False, metadata={"help": "Four small steps, to see that it runs."})
 
 

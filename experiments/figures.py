@@ -54,7 +54,7 @@ def median_and_quartiles(values: Any) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def on_common_x(seeds: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
     """Interpolates the curves of S seeds at common xs.
 
-    The xs are those of all seeds within the range that every seed covers, with both ends of that range. A seed without
+    The xs of all seeds within the range that every seed covers, including both ends. A seed without
     a value at an x is interpolated linearly between its neighbours. No curve is extrapolated.
 
     Returns:
@@ -65,7 +65,7 @@ def on_common_x(seeds: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
     """
     pairs = [(np.asarray(xs, dtype=float), np.asarray(ys, dtype=float)) for xs, ys in seeds]
     if not pairs:
-        raise ValueError("got no seed; at least one curve is needed. Leave out the label that has no runs.")
+        raise ValueError("got no seed; at least one curve is needed. Leave out the label without runs.")
     for xs, ys in pairs:
         if xs.ndim != 1 or xs.shape != ys.shape or not len(xs):
             raise ValueError(
@@ -119,7 +119,7 @@ def frontier_points(points: Sequence[Point]) -> list[Point]:
         ValueError: There is no point, or a coordinate is not finite.
     """
     if not len(points):
-        raise ValueError("got no point; at least one is needed. Leave out the label that has no runs.")
+        raise ValueError("got no point; at least one is needed. Leave out the label without runs.")
     if not np.isfinite(np.asarray(points, dtype=float)).all():
         raise ValueError(
             f"got points {list(points)}; finite numbers are needed. Leave out the runs that diverged, and say so "

@@ -53,7 +53,7 @@ def choice_regression(gaps: Tensor, *, penalty: float) -> Tensor:
     it is the logistic loss of a comparison.
 
     Args:
-        gaps: Features of the chosen alternative less those of each other one, [N, K, D].
+        gaps: Features of the chosen alternative minus each other alternative's, [N, K, D].
         penalty: The coefficient of the squared norm.
 
     Returns:

@@ -3,7 +3,7 @@
 python -m experiments.preload --preload MODULE [--preload MODULE ...] FILE [flags of trimtab sweep]
 
 `Preloaded` starts that process and asks it, in lines of JSON, to fork a trial or for a trial's exit status. A forked
-trial is a process like any other, with a group, environment, log and exit of its own. A fork cannot use a GPU.
+trial is a process with its own group, environment, log and exit status. A fork cannot use a GPU.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Preloaded:
         if self._process is None:
             server = [sys.executable, "-m", __spec__.name, "--serve", *self._modules]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            # A group of its own, so that Ctrl-C reaches the sweep alone.
+            # A separate process group, so that Ctrl-C reaches only the sweep.
             self._process = subprocess.Popen(server, env=env, text=True, process_group=0, **pipes)
         return Forked(self, self.ask({"words": list(words[2:]), "env": dict(env), "log": str(log)}))
 
@@ -117,7 +117,7 @@ def enter(env: Mapping[str, str], log: str) -> None:
             os.dup2(file.fileno(), place)
     os.environ.update(env)
     if random := sys.modules.get("numpy.random"):
-        random.seed()  # as in a new process, which draws numbers of its own
+        random.seed()  # as in a new process
 
 
 def run_program(words: Sequence[str]) -> None:
@@ -132,7 +132,7 @@ def run_program(words: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Runs the sweep; or serves the sweep that started this process, and runs a trial's program in a fork of it."""
+    """Runs the sweep; in the process that the sweep starts, runs a trial's program in a fork."""
     if sys.argv[1:2] == ["--serve"]:
         answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what the imports print is no answer

@@ -1,4 +1,4 @@
-"""Samples of the initial policy with gold scores, and the rewards that are learnt from choices among them."""
+"""Samples of the initial policy with gold scores, and rewards learnt from choices among them."""
 
 import hashlib
 import json

@@ -82,7 +82,7 @@ def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str]) -> str:
 
 
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
-    """Each setting with its value, or with all of its values, sorted, where the runs that have it differ."""
+    """Each setting with its value, or with its sorted values if runs differ."""
     shown: dict[str, Any] = {}
     for name in dict.fromkeys(name for run in runs for name in run.config):
         values = sorted({str(run.config[name]) for run in runs if name in run.config})

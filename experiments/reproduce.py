@@ -38,7 +38,7 @@ TIERS = {"smoke": "smoke*.yaml", "default": "reproduce*.yaml", "overnight": "ove
 BEGIN, END = "<!-- reproduced -->", "<!-- /reproduced -->"
 # glibc keeps what a run frees: to return it and to ask for it again takes a run a tenth of its time.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-# A sweep imports these once for all its runs: most of what a run imports, of what processes can share.
+# A sweep imports these once for all its runs: most of a run's imports that a fork can share.
 PRELOADED = (
     *("accelerate", "matplotlib.pyplot", "pandas", "peft", "scipy.stats", "transformers.models.llama.modeling_llama"),
     "diffusers.models.autoencoders.autoencoder_kl",
@@ -57,14 +57,14 @@ class Result:
 
 
 def papers(tier: str) -> list[str]:
-    """The folders that have sweeps of the tier, the oldest paper first."""
+    """The folders with sweeps of the tier, the oldest paper first."""
     names = {file.parent.name for file in (ROOT / "experiments").glob(f"*/{TIERS[tier]}")}
     return sorted(names, key=lambda name: (name.split("_")[1], name))
 
 
 @dataclass(frozen=True)
 class PaperRuns:
-    """The runs of a paper: the folder of its page, those of its sweeps' runs, what failed, and the minutes."""
+    """A paper's runs: the folders of its page and of its sweeps, the failures, and the minutes."""
 
     paper: str
     out: Path

@@ -43,7 +43,7 @@ def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, *
     Args:
         recipe: A YAML file of settings, by the names of the flags.
         kinds: The dataclasses that the settings belong to.
-        argv: The words of the command line. None: those of the running program.
+        argv: The words of the command line; by default those of the running program.
         changes: Settings that replace the recipe's.
 
     Returns:
@@ -133,7 +133,7 @@ class History(TrainerCallback):
 
     Args:
         path: The file.
-        config: Settings that W&B's run shows beside the trainer's.
+        config: Settings that the W&B run shows with the trainer's.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any]):
@@ -202,7 +202,7 @@ class Run:
     starts: Sequence[Mapping[str, Any]] = ()
 
     def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
-        """The values of two names, from the rows that have both."""
+        """The values of two names, from the rows with both."""
         rows = [row for row in self.history if x in row and y in row]
         return [row[x] for row in rows], [row[y] for row in rows]
 

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.runs import Run
 
 SAMPLES = "samples.json"  # in a run's folder: heading -> cells, one for each sample
-WORST = 3  # samples with the lowest rewards that are always shown
+WORST = 3  # samples with the lowest rewards, which the report always shows
 
 
 def first_and_worst(rewards: Sequence[float], count: int) -> list[int]:

@@ -48,7 +48,7 @@ class StoriesRun:
     look_every: int | None = field(
         default=None, metadata={"help": "PPO steps between two evaluations of reward and KL. None: before and after."}
     )
-    samples: int = field(default=6, metadata={"help": "Of them, how many are shown."})
+    samples: int = field(default=6, metadata={"help": "How many of them the report shows."})
     resume_from: str | None = field(
         default=None,
         metadata={"help": "Checkpoint folder to resume from, or 'latest' (needs output_dir, save_steps)."},

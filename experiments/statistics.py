@@ -35,7 +35,7 @@ class Sample:
     def p_value(self, value: float) -> float:
         """The two-sided p-value of the hypothesis that the expected effect is `value`.
 
-        Where all numbers agree there is nothing to resample, and the p-value is that of the sign test, 2^(1 - S).
+        If all numbers are equal, resampling changes nothing, and the p-value is the sign test's, 2^(1 - S).
         """
         distance = abs(self.mean - value)
         if self.error == 0:

@@ -26,11 +26,11 @@ class ClassifierReward:
         model: a folder or hub id for `AutoModelForImageClassification`, or such a model, which is put into eval mode
             and moved (see `trimtab_diffusion.rewards`).
         label: the class of all images: a name in the model's `config.label2id`, or an index.
-        label_key: instead of label, the key of an image's metadata that has its class, as a name or an index.
-        processor: the image processor of a model in memory. Default: that of the checkpoint.
+        label_key: instead of label, the key of an image's metadata that holds its class, as a name or an index.
+        processor: the image processor, for a model in memory. Default: the checkpoint's.
         log_probability: False for the probability itself, in [0, 1].
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see `trimtab_diffusion.rewards`).
+        device: the model's device. None: the images' device (see `trimtab_diffusion.rewards`).
         dtype: of a model that is loaded here.
 
     Raises:

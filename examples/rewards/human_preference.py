@@ -48,11 +48,11 @@ class HumanPreferenceScore(ClipAlignment):
     Wu et al. 2023, arXiv:2306.09341. The image's longer side becomes the model's size, and black bars fill the rest.
 
     Args:
-        checkpoint: open_clip's weights: a file, or a folder or hub id that has them.
+        checkpoint: open_clip's weights: a file, or a folder or hub id with the file.
         version: v2 or v2.1: chooses the file `HPS_v2_compressed` or `HPS_v2.1_compressed` of a folder or hub id.
         clip: folder or hub id of the CLIP from which it was trained: its shape, and its tokenizer.
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see `trimtab_diffusion.rewards`).
+        device: the model's device. None: the images' device (see `trimtab_diffusion.rewards`).
         dtype: of the model.
     """
 

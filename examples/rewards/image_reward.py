@@ -81,11 +81,11 @@ class ImageReward:
     and the model reads the central square. Prompts are truncated to 35 tokens.
 
     Args:
-        checkpoint: the weights `ImageReward.pt`: a file, or a folder or hub id that has them.
+        checkpoint: the weights `ImageReward.pt`: a file, or a folder or hub id with the file.
         tokenizer: folder or hub id of BERT's tokenizer.
-        config: the model's shape. None: that of the published weights.
+        config: the model's shape. None: the shape of the published weights.
         batch_size: images per call of the model.
-        device: of the model. None: that of the images (see `trimtab_diffusion.rewards`).
+        device: the model's device. None: the images' device (see `trimtab_diffusion.rewards`).
         dtype: of BLIP; the perceptron after it computes in float32.
 
     Raises:
@@ -177,7 +177,7 @@ class BlipScorer(nn.Module):
 
         Args:
             pixels: [B, 3, size, size], normalized.
-            token_ids: [B, T], of which the first is [CLS].
+            token_ids: [B, T]; the first column is [CLS].
             mask: [B, T], 0 at padding.
         """
         patches = self.vision(pixels).last_hidden_state
@@ -189,7 +189,7 @@ def from_blip(weights: Mapping[str, Tensor], config: BlipConfig) -> BlipScorer:
     """Returns a model with weights by BLIP's names.
 
     Args:
-        weights: those of the file `ImageReward.pt`.
+        weights: the contents of the file `ImageReward.pt`.
         config: the shape of the model.
 
     Raises:

@@ -10,7 +10,7 @@ FETCHED += ["openings", "imdb_reviews", "preferences", "state_of_the_union"]
 
 
 def main() -> None:
-    """Fetches the assets that the command line names, or else all of them."""
+    """Fetches the assets that the command line names, or all assets."""
     parser = ArgumentParser(prog="python -m experiments.assets", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(FETCHED)} (default: all)")
     names = parser.parse_args().names or FETCHED

@@ -129,7 +129,7 @@ def download_from_pypi(package: Package, folder: Path) -> Path:
 
 
 def download_from_npm(package: Package, folder: Path) -> Path:
-    """Downloads the archive of `package` by npm: the npm on PATH, or else that of a Python wheel."""
+    """Downloads the archive of `package` by npm: the npm on PATH, or the one in a Python wheel."""
     options = ["--ignore-scripts", "--no-update-notifier", "--fetch-retry-mintimeout=1000"]
     options += ["--fetch-retry-maxtimeout=5000", "--pack-destination", str(folder)]
     return run_and_find(package, [*npm_command(), "pack", f"{package.name}@{package.version}", *options], folder)

@@ -117,7 +117,7 @@ def named(reward: str, name: str, end: str = "") -> str:
 
 
 def gain(reward: str, name: str, end: str = "") -> str:
-    """The name of what an estimator gains over its control."""
+    """The name of an estimator's gain over its control."""
     return f"gain in {named(reward, name, end)}"
 
 

@@ -32,7 +32,7 @@ def distinct(texts: Sequence[str], n: int) -> float:
 
 
 def add_results(folder: Path, *, per_prompt: Mapping[str, Sequence[float]], summary: Mapping[str, float]) -> None:
-    """Adds numbers of each prompt, and results, to those of a finished run."""
+    """Adds per-prompt numbers and results to a finished run's."""
     run, *_ = finished_runs(folder)
     write_per_prompt(folder, {**run.per_prompt, **per_prompt})
     close_folder(folder, {**run.summary, **summary})

@@ -41,13 +41,13 @@ class RunConfig:
     )
     rounds: int = field(default=8, metadata={"help": "Times that it samples, and learns from the best."})
     prompts: int = field(default=64, metadata={"help": "Prompts of a round, the b of Algorithm 1, over all processes."})
-    k: int = field(default=8, metadata={"help": "Samples of each prompt, of which the best is kept."})
+    k: int = field(default=8, metadata={"help": "Samples for each prompt; the best one is kept."})
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a sample at most."})
     eval_split: Split = field(
         default="test", metadata={"help": "Prompts for the reward after each round: test, or tune to choose settings."}
     )
     eval_prompts: int = field(default=128, metadata={"help": "Of these prompts, how many are used."})
-    samples: int = field(default=5, metadata={"help": "Of them, how many are shown."})
+    samples: int = field(default=5, metadata={"help": "How many of them the report shows."})
 
 
 def happiness(completions: list[str], **columns: object) -> list[float]:

@@ -48,7 +48,7 @@ def best_of_n(bank: Samples, pairs: Samples, labels: Sequence[int], *, penalty: 
 
     Args:
         bank: Many samples of each of P prompts.
-        pairs: Comparisons. The proxies of fewer labels learn from the first of those that more labels learn from.
+        pairs: Comparisons. A proxy of fewer labels learns from the first of them.
         labels: Numbers of labels.
         penalty: See `learn_weight`.
     """

@@ -33,7 +33,7 @@ class RunConfig(StoriesRun):
         metadata={"help": "Hub id or folder of a sentence encoder, for the gold score; minilm is downloaded."},
     )
     comparisons: int = field(default=512, metadata={"help": "Pairs of samples of the initial policy, for each seed."})
-    labels: int = field(default=128, metadata={"help": "Of them, how many gold labels for PPO's proxy."})
+    labels: int = field(default=128, metadata={"help": "How many of them label PPO's proxy."})
     penalty: float = field(default=100.0, metadata={"help": "Weight of |w|^2 / 2 in the proxy's loss."})
     distance: float = field(
         default=8.0, metadata={"help": "Training ends at this root of the KL (nats), or after `steps`."}
@@ -42,7 +42,7 @@ class RunConfig(StoriesRun):
         default=(8, 16, 32, 64, 128, 256, 512), metadata={"help": "Labels of the proxies for best-of-n."}
     )
     bank_prompts: int = field(default=32, metadata={"help": "Openings of eval_split in the bank."})
-    bank_samples: int = field(default=128, metadata={"help": "Samples of each of them: the largest n."})
+    bank_samples: int = field(default=128, metadata={"help": "Samples for each of them: the largest n."})
 
     def __post_init__(self) -> None:
         if unknown := [labels for labels in (self.labels, *self.bank_labels) if not 1 <= labels <= self.comparisons]:

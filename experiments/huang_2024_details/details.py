@@ -1,4 +1,4 @@
-"""The details as settings, and a trainer that can leave each of them out."""
+"""The details as settings, and a trainer that can leave out any of them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

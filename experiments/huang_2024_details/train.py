@@ -1,4 +1,4 @@
-"""PPO with the details of Huang et al. 2024 (arXiv:2403.17031), each of which can be left out. See README.md."""
+"""PPO with the details of Huang et al. 2024 (arXiv:2403.17031); a setting leaves out each. See README.md."""
 
 from collections.abc import Sequence
 

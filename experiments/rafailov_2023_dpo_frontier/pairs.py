@@ -31,7 +31,7 @@ class RunConfig:
         default="stories15m",
         metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
     )
-    prompts: int = field(default=512, metadata={"help": "Openings that are continued to make pairs."})
+    prompts: int = field(default=512, metadata={"help": "Openings to continue to make pairs."})
     per_prompt: int = field(
         default=4, metadata={"help": "Continuations of each; the more positive of every two is preferred."}
     )
@@ -45,7 +45,7 @@ class RunConfig:
     )
     eval_prompts: int = field(default=128, metadata={"help": "Of these openings, how many are used."})
     look_every: int = field(default=8, metadata={"help": "Optimizer steps between two evaluations of reward and KL."})
-    samples: int = field(default=5, metadata={"help": "Of those openings, how many are shown."})
+    samples: int = field(default=5, metadata={"help": "How many openings the report shows."})
 
 
 def load(name: str) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -130,7 +130,7 @@ def best_within(points: Sequence[Point], budget: float) -> float:
     convex, at most the mean of their KLs. The frontier is therefore the concave hull of the points.
 
     Args:
-        points: At least one of them, the reference's, has a KL of 0.
+        points: At least one, the reference's, has a KL of 0.
         budget: In nats per response.
     """
     inside = [(kl, reward) for kl, reward in points if kl <= budget]

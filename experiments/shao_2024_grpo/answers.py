@@ -1,4 +1,4 @@
-"""What answers to a sum are worth: each of them, the answer of the majority, and whether one of them is right."""
+"""Scores answers to a sum: each answer, the majority's answer, and whether any answer is right."""
 
 from collections import Counter
 from collections.abc import Sequence

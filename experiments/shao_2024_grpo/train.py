@@ -49,7 +49,7 @@ class RunConfig:
     largest: int = field(default=20, metadata={"help": "Numbers from 1 to this are added."})
     eval_split: Split = field(default="test", metadata={"help": "Sums to evaluate on: test, or tune for settings."})
     eval_prompts: int = field(default=48, metadata={"help": "Sums of each of these splits; they are not trained on."})
-    eval_answers: int = field(default=8, metadata={"help": "Answers to each of them, a power of two."})
+    eval_answers: int = field(default=8, metadata={"help": "Answers to each sum, a power of two."})
     only_after: bool = field(default=False, metadata={"help": "Evaluate after training only."})
     variance_prompts: int = field(
         default=0,

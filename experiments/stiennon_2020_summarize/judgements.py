@@ -90,12 +90,12 @@ def part_of_states(model: str, texts: Sequence[str], tokens: int) -> Tensor:
 
 
 def gaps(pairs: Pairs, states: Mapping[str, Tensor]) -> Tensor:
-    """States of the chosen answer less those of the rejected one, [N, D]."""
+    """States of the chosen answer minus the rejected one's, [N, D]."""
     return torch.stack([states[row["chosen"]] - states[row["rejected"]] for row in pairs])
 
 
 def by_instruction(pairs: Pairs, right: Tensor) -> list[float]:
-    """The share of pairs that are ranked right, for each instruction in the order of its first pair."""
+    """The share of correctly ranked pairs, for each instruction in the order of its first pair."""
     shares: dict[str, list[float]] = {}
     for row, value in zip(pairs, right.tolist(), strict=True):
         shares.setdefault(row["prompt"], []).append(float(value))

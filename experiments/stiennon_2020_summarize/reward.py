@@ -31,7 +31,7 @@ class RunConfig:
             "these judged them for AlpacaEval (needs an instruct model and max_length)."
         },
     )
-    words: int = field(default=50, metadata={"help": "Last words of a review that are read (imdb)."})
+    words: int = field(default=50, metadata={"help": "How many last words of a review to read (imdb)."})
     train_pairs: int | None = field(default=4000, metadata={"help": "Pairs to learn from. None: all."})
     eval_pairs: int | None = field(default=400, metadata={"help": "Other pairs, for the accuracy. None: all."})
 

@@ -12,7 +12,7 @@ RECIPE = Path(__file__).with_name("recipe.yaml")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The stages before and around PPO; the fields of PPOConfig are those of PPO."""
+    """The settings of the stages before and around PPO; PPO's own are in PPOConfig."""
 
     model: str = field(
         default="stories15m",
@@ -46,13 +46,13 @@ class RunConfig:
         default=(0.2, 0.05, 0.0),
         metadata={"help": "Fixed KL coefficients; PPO trains one policy with each. They replace init_kl_coef."},
     )
-    reviews: int = field(default=12000, metadata={"help": "Film reviews that are read, where dataset is None."})
+    reviews: int = field(default=12000, metadata={"help": "Film reviews to read, if dataset is None."})
     words: int = field(default=20, metadata={"help": "Words of a review's opening and its continuation at most."})
     prompt_words: int = field(default=6, metadata={"help": "Words of the opening."})
     max_length: int = field(default=256, metadata={"help": "Tokens of a prompt with an answer at most."})
     max_new_tokens: int = field(default=20, metadata={"help": "Tokens of an answer at most."})
     sft_steps: int = field(default=20, metadata={"help": "Optimizer steps of fine-tuning."})
-    sft_batch_size: int = field(default=2, metadata={"help": "Rows of max_length tokens in each of them."})
+    sft_batch_size: int = field(default=2, metadata={"help": "Rows of max_length tokens in each step."})
     sft_learning_rate: float = field(default=5e-4, metadata={"help": "Peak learning rate of fine-tuning (cosine)."})
     comparisons: tuple[int, ...] = field(
         default=(512,), metadata={"help": "Comparisons per reward model; PPO uses the reward model of the most."}
@@ -75,7 +75,7 @@ class RunConfig:
     judged_penalty: float = field(default=100.0, metadata={"help": "Weight of |w|^2 / 2 in the head's loss."})
     judged_tokens: int = field(default=96, metadata={"help": "Tokens of an answer that the frozen models read."})
     eval_prompts: int = field(default=48, metadata={"help": "Held-out prompts of the evaluation."})
-    samples: int = field(default=6, metadata={"help": "Of them, how many are shown."})
+    samples: int = field(default=6, metadata={"help": "How many of them the report shows."})
     resume: bool = field(default=False, metadata={"help": "Continue in output_dir after the last finished stage."})
     keep_models: bool = field(default=False, metadata={"help": "Leave the stages' models and data in output_dir."})
 

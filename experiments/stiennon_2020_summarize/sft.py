@@ -53,7 +53,7 @@ def documents(text: str, words: int) -> Iterator[str]:
 
 
 def speeches(addresses: Iterable[dict[str, str]], run: RunConfig) -> tuple[Dataset, Dataset]:
-    """Returns the documents for training, and those of the held-out presidents."""
+    """Returns the training documents, and the held-out presidents' documents."""
     parts: dict[bool, list[str]] = {False: [], True: []}
     for address in addresses:
         parts[address["president"] in run.held_out] += documents(address["text"], run.words)

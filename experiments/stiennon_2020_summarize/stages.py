@@ -1,4 +1,4 @@
-"""The stages of the pipeline (sft, comparisons, reward, ppo), each of which writes a folder, and the evaluation."""
+"""The stages of the pipeline (sft, comparisons, reward, ppo), each with a folder of results, and the evaluation."""
 
 import json
 import random

@@ -37,7 +37,7 @@ STAGES = ("sft", "comparisons", "reward")
 
 
 def main(run: RunConfig, ppo: PPOConfig) -> None:
-    """Runs the stages that are not finished, evaluates, and writes the report of this run into its folder."""
+    """Runs the unfinished stages, evaluates, and writes the run's report into its folder."""
     if PartialState().num_processes > 1:
         raise SystemExit("The pipeline runs in one process. Start it with python, not with torchrun or accelerate.")
     transformers.logging.set_verbosity_error()

@@ -17,7 +17,7 @@ from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, read
 from trimtab_lm import PPOConfig
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
-ALTERNATIVES = 4  # of which a label names the best, as in the paper (section 2)
+ALTERNATIVES = 4  # a label names the best one, as in the paper (section 2)
 HELD_OUT = 128  # choices that the accuracy of a learnt reward is measured on
 
 
@@ -73,7 +73,7 @@ def learnt_reward(run: RunConfig, *, seed: int) -> tuple[Proxy, float]:
 
 
 def choice_accuracy(proxy: Proxy, samples: Samples) -> float:
-    """The share of prompts of which the sample that the proxy scores highest has the highest gold score."""
+    """The share of prompts whose best sample by the proxy is also the best by the gold score."""
     best = proxy.of_states(samples.states).argmax(1, keepdim=True)
     return fmean((samples.golds.gather(1, best)[:, 0] == samples.golds.amax(1)).tolist())
 
