@@ -64,8 +64,8 @@ def answer_logprobs(
         answer = mask[:, 1:].bool()
         for i, (prompt, _) in enumerate(pairs):
             answer[i, : len(prompt) - 1] = False
-        before = functional.pad(answer, (0, 1))  # the positions whose states predict the answer's tokens
-        scores, _ = head.score(before, ids[:, 1:][answer], input_ids=ids, attention_mask=mask)
+        source = functional.pad(answer, (0, 1)).flatten().nonzero()[:, 0]  # the places that predict the answer's tokens
+        scores, *_ = head.score(source, ids[:, 1:][answer], input_ids=ids, attention_mask=mask)
         sums += [float(row.sum()) for row in scores.logprobs.double().split(answer.sum(1).tolist())]
     model.train(was_training)
     return sums

@@ -28,7 +28,7 @@ from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead, Auto
 from trimtab_lm.ppo.passes import Padding, padded_inputs
 from trimtab_lm.ppo.policy import ActorCritic, TokenOutputs
 from trimtab_lm.tokens import scores
-from trimtab_lm.tokens.logprobs import HeadInputs, LanguageHead, exact_kl
+from trimtab_lm.tokens.logprobs import LanguageHead, exact_kl
 from trimtab_lm.tokens.scores import score_logits
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -161,7 +161,7 @@ def test_full_kl_is_the_sum_over_the_vocabulary(build, monkeypatch):
     module = actor_critic(build)
     batch = batch_of(module, [0, 1, 2])
     source = tokens_of(batch)["source"]
-    reads = [head.read(source, **batch.model_inputs) for head in (policy, ref)]
+    reads = [head.score(source, source, **batch.model_inputs)[1] for head in (policy, ref)]
     kl = exact_kl(policy.logits, reads[0], ref.logits, reads[1], vocab_size=policy.config.vocab_size, temperature=0.7)
     p, q = (
         (head.model(**batch.model_inputs).logits.flatten(0, 1)[source] / 0.7).log_softmax(-1) for head in (policy, ref)
@@ -202,7 +202,7 @@ def test_what_models_do_behind_the_head_is_done_here_too(build):
     assert module.head.separable
     batch = batch_of(module, [0, 1, 2])
     source = tokens_of(batch)["source"]
-    logits = module.head.logits(module.head.read(source, **batch.model_inputs))
+    logits = module.head.logits(module.head.score(source, source, **batch.model_inputs)[1])
     expected = module.policy.pretrained_model(**batch.model_inputs).logits.flatten(0, 1)[source]
     torch.testing.assert_close(logits, expected, **EXACT)
 
@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_split_is_run_whole_and_says_so():
 
 def test_a_biased_coin_by_hand():
     logits = torch.tensor([[math.log(3.0), 0.0]], requires_grad=True)
-    logprobs_, entropy = score_logits(logits, torch.tensor([0]), temperature=1.0)
+    logprobs_, entropy, _ = score_logits(logits, torch.tensor([0]), temperature=1.0)
     assert logprobs_.item() == pytest.approx(math.log(0.75))
     assert entropy.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
@@ -254,7 +254,7 @@ def test_a_probability_that_underflows_adds_nothing_to_the_entropy_or_its_gradie
 @pytest.mark.parametrize("low", [-200.0, float("-inf")])
 def test_exact_kl_of_a_forbidden_token_is_finite(low):
     p, q = (torch.tensor([[z, 0.0, low]]) for z in (math.log(3.0), 0.0))
-    kl = exact_kl(lambda read: read.hidden, HeadInputs(p), lambda read: read.hidden, HeadInputs(q), vocab_size=3)
+    kl = exact_kl(lambda logits: logits, p, lambda logits: logits, q, vocab_size=3)
     assert kl.item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
 
 
@@ -292,5 +292,5 @@ def test_no_tensor_of_positions_by_vocabulary_is_made(build, monkeypatch):
 def test_the_entry_of_no_positions_is_empty():
     head = LanguageHead(llama().eval())
     nothing, ids = torch.zeros(0, dtype=torch.long), torch.ones(1, 3, dtype=torch.long)
-    scores, _ = head.score(nothing, nothing, input_ids=ids, attention_mask=ids)
+    scores, *_ = head.score(nothing, nothing, input_ids=ids, attention_mask=ids)
     assert scores.logprobs.shape == (0,)

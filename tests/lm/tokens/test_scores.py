@@ -52,11 +52,9 @@ def test_the_gradient_of_a_sum_is_right_for_any_weights(
 
 def test_a_sum_applies_the_head_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 4 * VOCABULARY)
-    calls: list[slice] = []
-    score = scores._LinearHead.score
-    monkeypatch.setattr(
-        scores._LinearHead, "score", lambda head, chunk, targets: calls.append(chunk) or score(head, chunk, targets)
-    )
+    calls: list[int] = []
+    score = scores._score
+    monkeypatch.setattr(scores, "_score", lambda logits, *rest: calls.append(len(logits)) or score(logits, *rest))
     for is_summed, weights, times in ((True, CONSTANT, 1), (True, VARIED, 2), (False, CONSTANT, 2)):
         calls.clear()
         gradients(*linear_head(), weights, is_summed=is_summed)
@@ -99,7 +97,7 @@ def test_a_frozen_head_has_no_gradient_and_an_evaluation_none_at_all(monkeypatch
     expected = gradients(hidden, head, targets, CONSTANT, is_whole=True)[0]
     head.requires_grad_(False)
     torch.testing.assert_close(gradients(hidden, head, targets, CONSTANT)[0], expected, **EXACT[torch.float64])
-    monkeypatch.setattr(scores, "_grad_logits", None)
+    monkeypatch.setattr(scores, "_gradient", None)
     with torch.no_grad():
         scores.score_linear(hidden, head, targets, is_summed=True)
 

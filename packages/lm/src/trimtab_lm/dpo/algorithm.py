@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab_lm.tokens.layout import sum_per_sequence
-from trimtab_lm.tokens.scores import Scores
+from trimtab_lm.tokens.scores import TokenScores
 
 from .loss import Loss, PairLogprobs, implicit_rewards
 
@@ -47,7 +47,7 @@ class Boxes(Protocol):
     def dpo_loss(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def score(model: Callable[..., Scores], tokens: Mapping[str, Tensor]) -> PairScores:
+def score(model: Callable[..., TokenScores], tokens: Mapping[str, Tensor]) -> PairScores:
     """Both answers of each pair in one forward pass, without logits of the whole vocabulary.
 
     tokens: sequence 2i is the chosen answer of pair i, sequence 2i + 1 its rejected one; see `collator`.
@@ -62,7 +62,7 @@ def score(model: Callable[..., Scores], tokens: Mapping[str, Tensor]) -> PairSco
     return PairScores(chosen, rejected, chosen_entropy, rejected_entropy, chosen_length, rejected_length, router_loss)
 
 
-def compare(boxes: Boxes, model: Callable[..., Scores], batch: Any, tokens: Mapping[str, Tensor]) -> Comparison:
+def compare(boxes: Boxes, model: Callable[..., TokenScores], batch: Any, tokens: Mapping[str, Tensor]) -> Comparison:
     """The losses and rewards of a batch of pairs.
 
     Args:

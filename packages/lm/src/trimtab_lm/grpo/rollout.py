@@ -23,7 +23,7 @@ from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, roll_out
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.layout import TokenGroup
 from trimtab_lm.tokens.positions import Positions
-from trimtab_lm.tokens.scores import Scores
+from trimtab_lm.tokens.scores import TokenScores
 
 from .algorithm import Completions, with_old_logprobs
 from .config import GRPOConfig
@@ -177,7 +177,7 @@ class GroupSampler:
         return replace(rollout, ref_logprobs=torch.cat([one.logprobs.cpu() for one in scores]))
 
     @torch.no_grad()
-    def _score(self, rollout: Completions, model: nn.Module, *, size: int) -> list[Scores]:
+    def _score(self, rollout: Completions, model: nn.Module, *, size: int) -> list[TokenScores]:
         scores, options = [], {"temperature": self.config.temperature}
         with without_dropout(model), self.trainer.accelerator.autocast():
             for start in range(0, len(rollout.groups), size):

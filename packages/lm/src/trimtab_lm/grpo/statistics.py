@@ -17,7 +17,7 @@ from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.rewards.functions import Scored, reward_stats
 from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
 from trimtab_lm.sampling.rollout import Rollout
-from trimtab_lm.tokens.scores import Scores
+from trimtab_lm.tokens.scores import TokenScores
 
 from .algorithm import Completions, Losses
 from .config import GRPOConfig
@@ -81,7 +81,7 @@ def rollout_stats(sampled: ScoredRollout, *, names: Sequence[str], bos: int | No
 
 
 def update_stats(
-    losses: Losses, scores: Scores, rollout: Completions, config: GRPOConfig, *, totals: Totals | None
+    losses: Losses, scores: TokenScores, rollout: Completions, config: GRPOConfig, *, totals: Totals | None
 ) -> dict[str, Any]:
     """Statistics of a micro-batch; of one that is evaluated, for which `totals` are given, the loss among them."""
     kl, sampler, lengths = losses.kl, rollout.sampler_logprobs, rollout.lengths

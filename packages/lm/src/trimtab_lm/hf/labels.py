@@ -17,7 +17,7 @@ from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import from_labels
 from trimtab_lm.tokens.positions import Positions
 from trimtab_lm.tokens.router import refuse_router_loss
-from trimtab_lm.tokens.scores import Scores, score_logits
+from trimtab_lm.tokens.scores import TokenScores, score_logits
 
 from .adapter import TrainerAdapter, real_rows
 from .config import Config
@@ -116,7 +116,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
             self.data_collator = collator
 
 
-def label_stats(scores: Scores) -> dict[str, Mean]:
+def label_stats(scores: TokenScores) -> dict[str, Mean]:
     """Loss, with that of a router, and entropy per token, in nats."""
     return {"entropy": Mean.of(scores.entropy), "loss": Mean.of(scores.router_loss - scores.logprobs)}
 

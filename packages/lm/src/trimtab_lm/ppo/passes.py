@@ -11,7 +11,7 @@ from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.layout import TokenGroup, lay_out
-from trimtab_lm.tokens.logprobs import HeadInputs, exact_kl
+from trimtab_lm.tokens.logprobs import exact_kl
 from trimtab_lm.tokens.scores import score_logits
 
 from .config import PPOConfig
@@ -314,11 +314,11 @@ def exact_kl_of(
     assert scores.head_inputs is not None
     assert ref_scores.head_inputs is not None
 
-    def ref_logits(inputs: HeadInputs) -> Tensor:
+    def ref_logits(read: Tensor) -> Tensor:
         with ref.reference.active():
-            return ref_head.logits(inputs)
+            return ref_head.logits(read)
 
-    read, ref_read = head.unpacked(scores.head_inputs[mask]), ref_head.unpacked(ref_scores.head_inputs[mask])
+    read, ref_read = scores.head_inputs[mask], ref_scores.head_inputs[mask]
     with whole_models(policy, ref), ref.accelerator.autocast():
         size = head.config.vocab_size
         flat = exact_kl(head.logits, read, ref_logits, ref_read, vocab_size=size, temperature=temperature)

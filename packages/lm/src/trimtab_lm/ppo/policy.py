@@ -183,7 +183,7 @@ class ActorCritic(nn.Module):
         """
         if tokens is None:
             return self._logits_and_values(input_ids=input_ids, **inputs)
-        scores, heads = self.head.score(
+        scores, read, state = self.head.score(
             tokens["source"],
             tokens["targets"],
             temperature=temperature,
@@ -192,10 +192,9 @@ class ActorCritic(nn.Module):
         )
         values = None
         if needs_values:
-            values = self.policy.v_head(heads.state) if self.critic is None else self.critic(critic_tokens)
-        logits = self.head.logits(heads) if return_logits else None
-        read = self.head.packed(heads) if return_head_inputs else None
-        return TokenOutputs(scores.logprobs, scores.entropy, values=values, logits=logits, head_inputs=read)
+            values = self.policy.v_head(state) if self.critic is None else self.critic(critic_tokens)
+        logits = self.head.logits(read) if return_logits else None
+        return TokenOutputs(scores.logprobs, scores.entropy, values, logits, read if return_head_inputs else None)
 
     def _logits_and_values(self, **inputs: Any) -> tuple[Any, ...]:
         logits, loss, values, *cache = self.policy(**inputs)

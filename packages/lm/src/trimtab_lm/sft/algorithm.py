@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.tokens.layout import from_labels, token_columns
-from trimtab_lm.tokens.scores import Scores
+from trimtab_lm.tokens.scores import TokenScores
 
 
-def score_labels(model: nn.Module, batch: dict[str, Any], *, policy: Model) -> Scores:
-    """Scores [N] of the labels that are not -100, for a loss that is their sum or mean.
+def score_labels(model: nn.Module, batch: dict[str, Any], *, policy: Model) -> TokenScores:
+    """TokenScores [N] of the labels that are not -100, for a loss that is their sum or mean.
 
     Args:
         model: as it is wrapped; its forward takes `tokens`.
@@ -26,6 +26,6 @@ def score_labels(model: nn.Module, batch: dict[str, Any], *, policy: Model) -> S
     return model(tokens=token_columns(batch) | labels, is_summed=True)
 
 
-def token_nll(scores: Scores, *, count: Tensor | int) -> Tensor:
+def token_nll(scores: TokenScores, *, count: Tensor | int) -> Tensor:
     """-sum of log p [N], each with a router's loss, over `count`: the tokens of all parts of the optimizer step."""
     return -(scores.logprobs - scores.router_loss).sum() / count

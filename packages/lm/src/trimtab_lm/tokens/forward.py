@@ -27,7 +27,7 @@ from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import LanguageHead
 from trimtab_lm.tokens.positions import positioned
 from trimtab_lm.tokens.router import classifier_router_loss, has_router_loss
-from trimtab_lm.tokens.scores import Scores
+from trimtab_lm.tokens.scores import TokenScores
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -37,7 +37,7 @@ EXACT = (torch.float32, torch.float64)
 
 
 def score_tokens_in_forward(model: Model) -> LanguageHead:
-    """Adds `model(tokens=batch, temperature=1.0)`, which returns the Scores [N] of the batch's counted tokens.
+    """Adds `model(tokens=batch, temperature=1.0)`, which returns the TokenScores [N] of the batch's counted tokens.
 
     With `is_summed=True` it computes the gradient of their sum or mean on the way; see `score_linear`. Calls without
     `tokens` run the model's own forward. A second call with the same model changes nothing.
@@ -53,7 +53,7 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
     run = model.forward
     head = LanguageHead(model, run)
 
-    def score(tokens: Batch, temperature: float = 1.0, is_summed: bool = False) -> Scores:
+    def score(tokens: Batch, temperature: float = 1.0, is_summed: bool = False) -> TokenScores:
         inputs, places = model_inputs(model, tokens), (tokens["source"], tokens["targets"])
         return head.score(*places, temperature=temperature, is_summed=is_summed, **inputs)[0]
 

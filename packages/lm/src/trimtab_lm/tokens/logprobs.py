@@ -6,22 +6,22 @@ counted positions only. The head is applied to chunks of them; see `scores`.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 from trimtab_common.formulas.kl import full
 from trimtab_common.sharding import whole_weights
-from trimtab_lm.interface import Forward, Model, ModelInputs, base_of, decoder_config
+from trimtab_lm.interface import Forward, Model, base_of, decoder_config
+from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.positions import positioned
 from trimtab_lm.tokens.router import check_reaches, has_router_loss, router_coefficient
-from trimtab_lm.tokens.scores import RoutedScores, Scores, TokenScores, chunks_of, score_linear, score_logits, upcast
+from trimtab_lm.tokens.scores import TokenScores, chunk_size, score_chunks, score_linear, score_logits, upcast
 
 LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 """Settings that change the logits after the head: a factor (Cohere), a divisor (Granite), a soft cap (Gemma)."""
@@ -145,22 +145,6 @@ def linear_in_own_dtype(layer: nn.Linear, hidden: Tensor) -> Tensor:
         return layer(hidden.to(layer.weight))
 
 
-class HeadInputs(NamedTuple):
-    """What the heads read at N positions.
-
-    Args:
-        hidden: [N, H], the input of the LM head.
-        logits: [N, V], where the LM head cannot be split off; else None.
-        state: [N, hidden], the decoder's last hidden state, where it was asked for; else None.
-        router_loss: see `RoutedScores`; None for a model without it.
-    """
-
-    hidden: Tensor
-    logits: Tensor | None = None
-    state: Tensor | None = None
-    router_loss: Tensor | None = None
-
-
 class LanguageHead:
     """A transformers model as trunk and LM head: scores tokens without logits [B, T, V].
 
@@ -191,29 +175,24 @@ class LanguageHead:
                 stacklevel=2,
             )
 
-    @property
-    def head(self) -> nn.Module:
-        """The LM head, with the adapters and hooks that are on it."""
-        return cast(nn.Module, lm_head_of(self.model))
-
     def score(
         self,
-        where: Tensor,
+        source: Tensor,
         targets: Tensor,
         *,
         temperature: float = 1.0,
         needs_state: bool = False,
         is_summed: bool = False,
-        **inputs: Tensor,
-    ) -> tuple[Scores, HeadInputs]:
-        """Runs the model and scores targets at N positions; the LM head scores them inside its own call.
+        **inputs: Any,
+    ) -> tuple[TokenScores, Tensor, Tensor | None]:
+        """Runs the model and scores N targets; the LM head scores them inside its own call.
 
         FSDP and DeepSpeed gather a module's weights when it is called, and reduce its gradients when backward passes
         its inputs. The head's weights may therefore be read inside its call only.
 
         Args:
-            where: bool [B, T], True at the positions, which are read row by row; or int64 [N], places in the flattened
-                [B * T], in any order and with repetitions.
+            source: [N], the places in the flattened [B * T] that predict the targets, in any order and with
+                repetitions.
             targets: [N], ids of the chosen tokens.
             temperature: the temperature of the softmax.
             needs_state: whether value heads will read the decoder's last hidden state.
@@ -222,87 +201,47 @@ class LanguageHead:
                 `decoder_attention_mask`, each [B, T], padded on either side.
 
         Returns:
-            Scores that are differentiable in the model's weights, and what the heads read.
+            Scores that are differentiable in the model's weights; what `logits` reads at the places; and there the
+            decoder's last hidden state [N, H], if it is needed.
         """
-        head = self.head
-        run_head = head.forward
-
-        def score_chunk(hidden: Tensor, targets: Tensor) -> TokenScores:
-            return score_logits(self._changed(run_head(hidden)), targets, temperature=temperature)
-
-        def score_at_head(hidden: Tensor) -> TokenScores:
-            if is_linear(head, run_head) and not any(self._changes.values()):
-                linear = cast(nn.Linear, head)
-                return score_linear(hidden, linear, targets, temperature=temperature, is_summed=is_summed)
-            spans = chunks_of(len(targets), self.config.vocab_size)
-            parts = [
-                checkpoint(score_chunk, hidden[span], targets[span], use_reentrant=False, preserve_rng_state=False)
-                for span in spans
-            ]
-            return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-        read, scores = self._run(where, inputs, needs_state=needs_state, at_head=score_at_head)
-        if read.logits is not None:
-            scores = score_logits(read.logits, targets, temperature=temperature)
-        if read.router_loss is None:
-            return TokenScores(*scores), read
-        return RoutedScores(scores[0], scores[1], read.router_loss), read
-
-    def read(self, where: Tensor, **inputs: Tensor) -> HeadInputs:
-        """Runs the trunk and keeps what the LM head reads at N positions; arguments as of `score`."""
-        return self._run(where, inputs, needs_state=False)[0]
-
-    def logits(self, inputs: HeadInputs) -> Tensor:
-        """Returns the model's logits [N, V] of a few positions."""
-        return self._changed(self.head(inputs.hidden)) if inputs.logits is None else inputs.logits
-
-    def packed(self, inputs: HeadInputs) -> Tensor:
-        """What `logits` needs of head inputs, as one tensor [N, H], or [N, V] where the head reads more positions."""
-        return inputs.hidden if inputs.logits is None else inputs.logits
-
-    def unpacked(self, packed: Tensor) -> HeadInputs:
-        """Head inputs again, for `logits`."""
-        return HeadInputs(packed, None if self.separable else packed)
-
-    def _run(
-        self,
-        where: Tensor,
-        inputs: ModelInputs,
-        *,
-        needs_state: bool,
-        at_head: Callable[[Tensor], Sequence[Tensor]] = lambda _: (),
-    ) -> tuple[HeadInputs, Sequence[Tensor]]:
-        """Runs the model; the LM head computes `at_head` of what it reads at N positions, and no logits but [B, 0, V].
-
-        Returns:
-            What the heads read, and what `at_head` returned.
-        """
+        head = cast(nn.Linear, lm_head_of(self.model))
         read: list[Tensor] = []
 
-        def forward(run_head: Forward, states: Tensor) -> tuple[Tensor, ...]:
-            read.append(_chosen(states, where))
-            return (run_head(states[:, :0]), *at_head(read[0])) if self.separable else (run_head(states),)
+        def score_at_head(run: Forward, states: Tensor) -> tuple[Tensor, ...]:
+            if not self.separable:
+                return (run(states),)
+            hidden = states.flatten(0, 1).index_select(0, source)
+            read.append(hidden)
+            if is_linear(head, run) and not any(self._changes.values()):
+                scores = score_linear(hidden, head, targets, temperature=temperature, is_summed=is_summed)
+            else:
+                sizes = {"vocab_size": self.config.vocab_size, "temperature": temperature}
+                scores = score_chunks(lambda hidden: self._changed(run(hidden)), hidden, targets, **sizes)
+            return run(states[:, :0]), scores.logprobs, scores.entropy
 
         mask = inputs.get("attention_mask")
         if self._has_router_loss:  # a router's loss needs a 2-D mask; the tree layout has none
-            inputs = {**inputs, "output_router_logits": mask is None or len(mask.shape) == 2}
-        with forward_replaced(self.head, forward) as results:
-            output = self.run(
-                **positioned(self._forward_of, inputs),
-                use_cache=False,
-                return_dict=True,
-                output_hidden_states=needs_state,
-            )
-        aux_loss = output.get("aux_loss")
-        if aux_loss is not None:
+            inputs["output_router_logits"] = mask is None or len(mask.shape) == 2
+        inputs = positioned(self._forward_of, inputs)
+        with forward_replaced(head, score_at_head) as scored:
+            output = self.run(**inputs, use_cache=False, return_dict=True, output_hidden_states=needs_state)
+        if self.separable:
+            logprobs, entropy = scored
+        else:
+            read = [output.logits.flatten(0, 1).index_select(0, source)]
+            logprobs, entropy, _ = score_logits(read[0], targets, temperature=temperature)
+        router_loss: Tensor | float = 0.0
+        if (aux_loss := output.get("aux_loss")) is not None:
             check_reaches(aux_loss, read[0], self.model)
-        heads = HeadInputs(
-            read[0],
-            None if self.separable else _chosen(output.logits, where),
-            _chosen(last_hidden_state(self.model, output), where) if needs_state else None,
-            None if aux_loss is None else self._router_coefficient * aux_loss,
-        )
-        return heads, results
+            router_loss = self._router_coefficient * aux_loss
+        state = None
+        if needs_state:
+            state = last_hidden_state(self.model, output).flatten(0, 1).index_select(0, source)
+        return TokenScores(logprobs, entropy, router_loss), read[0], state
+
+    def logits(self, read: Tensor) -> Tensor:
+        """Returns the model's logits [N, V] at a few places, from what `score` returns."""
+        return self._changed(cast(nn.Linear, lm_head_of(self.model))(read)) if self.separable else read
 
     def _changed(self, logits: Tensor) -> Tensor:
         """Returns the logits as the model changes them after its head."""
@@ -317,28 +256,24 @@ class LanguageHead:
     @torch.no_grad()
     def _logits_agree(self) -> bool:
         """Whether `logits` gives the model's own logits, on three tokens."""
-        ids = torch.arange(1, 4, device=self.model.device)[None] % self.config.vocab_size
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        ids = torch.arange(1, 4, device=self.model.device) % self.config.vocab_size
+        inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
         if self.is_encoder_decoder:
-            inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": torch.ones_like(ids)}
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
+            inputs |= {f"decoder_{name}": column for name, column in inputs.items()}
+        with without_dropout(self.model):
             expected = self.run(**inputs, use_cache=False, return_dict=True).logits[0]
-            logits = self.logits(self.read(torch.ones_like(ids, dtype=torch.bool), **inputs))
-        finally:
-            for module in training:
-                module.training = True
+            _, read, _ = self.score(torch.arange(3, device=ids.device), ids, **inputs)
+            logits = self.logits(read)
         tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 3e-2
         return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=tolerance, atol=tolerance)
 
 
 @torch.no_grad()
 def exact_kl(
-    policy: Callable[[HeadInputs], Tensor],
-    policy_inputs: HeadInputs,
-    ref: Callable[[HeadInputs], Tensor],
-    ref_inputs: HeadInputs,
+    policy: Callable[[Tensor], Tensor],
+    policy_read: Tensor,
+    ref: Callable[[Tensor], Tensor],
+    ref_read: Tensor,
     *,
     vocab_size: int,
     temperature: float = 1.0,
@@ -348,23 +283,20 @@ def exact_kl(
     It is infinite where the reference forbids (logit -inf) a token that the policy allows.
 
     Args:
-        policy, ref: functions from head inputs of n positions to logits [n, V], such as `LanguageHead.logits`.
-        policy_inputs, ref_inputs: what the two heads read at the same N positions.
+        policy, ref: functions from what a head reads at n positions to logits [n, V], such as `LanguageHead.logits`.
+        policy_read, ref_read: what the two heads read at the same N positions.
         vocab_size: V.
         temperature: the temperature of both distributions.
 
     Returns:
         [N], in nats.
     """
-
-    def log_p(head: Callable[[HeadInputs], Tensor], inputs: HeadInputs, span: slice) -> Tensor:
-        part = HeadInputs(inputs.hidden[span], None if inputs.logits is None else inputs.logits[span])
-        return (upcast(head(part)) / temperature).log_softmax(-1)
-
-    spans = chunks_of(len(policy_inputs.hidden), vocab_size)
-    return torch.cat([full(log_p(policy, policy_inputs, span), log_p(ref, ref_inputs, span)) for span in spans])
-
-
-def _chosen(states: Tensor, where: Tensor) -> Tensor:
-    """Returns states [B, T, ...] at N positions, given as a mask [B, T] or as places in [B * T]: [N, ...]."""
-    return states[where] if where.dtype == torch.bool else states.flatten(0, 1).index_select(0, where)
+    size = chunk_size(vocab_size)
+    parts = []
+    for chunks in zip(policy_read.split(size), ref_read.split(size), strict=True):
+        log_p, log_q = (
+            (upcast(logits(read)) / temperature).log_softmax(-1)
+            for logits, read in zip((policy, ref), chunks, strict=True)
+        )
+        parts.append(full(log_p, log_q))
+    return torch.cat(parts)
