@@ -1,3 +1,4 @@
+import copy
 import math
 from dataclasses import replace
 
@@ -47,13 +48,15 @@ def test_what_is_not_finite_stops_training_by_name(value):
 def test_each_condition_says_number_threshold_and_remedy(key, value, name, words):
     monitor = HealthMonitor(kl_target=6.0)
     monitor.check(HEALTHY)
+    again = copy.deepcopy(monitor)
     (alert,) = monitor.check(replace(HEALTHY, **{key: value}))
     assert names([alert]) == [name]
     assert alert.value == value
     assert "\n" not in str(alert)
     for word in words:
         assert word in str(alert)
-    assert monitor.metrics([alert]) == {"health/alerts": 1.0, f"health/{name}": value}
+    logged = again.report(replace(HEALTHY, **{key: value}), when="step 2", warns=False)
+    assert logged == {"health/alerts": 1.0, f"health/{name}": value}
 
 
 def test_a_slow_condition_waits_until_it_has_lasted():

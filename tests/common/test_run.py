@@ -178,7 +178,7 @@ def test_a_run_does_not_save_beside_the_checkpoints_of_another(tmp_path):
 
 def test_what_goes_wrong_is_warned_of_by_step_and_logged():
     with pytest.warns(UserWarning, match="step 7: health/constant_rewards"):
-        logged = Loop().run.check_health(Vitals(reward_std=0.0), {"loss": 1.0}, when="step 7")
+        logged = Loop().run.health.report(Vitals(reward_std=0.0), {"loss": 1.0}, when="step 7", warns=True)
     assert logged == {"health/alerts": 1.0, "health/constant_rewards": 0.0}
 
 

@@ -196,7 +196,6 @@ def test_the_health_report_takes_any_number_and_goes_on_after_a_resume(vitals, c
             assert any(not math.isfinite(value) for value in values.values())
             continue
         assert all(math.isfinite(value) for value in values.values())
-        assert one.metrics(alerts)["health/alerts"] == len(alerts)
         assert all("\n" not in str(alert) and ": " in alert.message for alert in alerts)
 
 

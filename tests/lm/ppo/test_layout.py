@@ -7,7 +7,7 @@ import torch
 from tests.lm import tiny
 
 from trimtab_lm import PPOTrainer
-from trimtab_lm.ppo.passes import Scores, exact_kl_of, score, scores_of
+from trimtab_lm.ppo.passes import Scores, exact_kl_of, score
 from trimtab_lm.ppo.policy import Layouts
 
 DOUBLE = torch.float64
@@ -58,7 +58,7 @@ def padded(trainer: PPOTrainer, rows: Rows, model: Any = None) -> Scores:
             column[i, : len(response)] = row * counts
         mask[i, : len(response)] = counts
         all_logits[i, : len(response)] = at * counts[:, None]
-    return scores_of((columns[0], all_logits, columns[2], mask, columns[1], None))
+    return Scores(columns[0], all_logits, columns[2], mask, columns[1], None)
 
 
 @pytest.mark.parametrize("rows", SAMPLES.values(), ids=SAMPLES)
@@ -106,8 +106,8 @@ def test_rows_of_unlike_lengths_share_rows():
     queries = [torch.tensor([token]) for token in (5, 6, 7, 8)]
     responses = [torch.arange(6, 6 + length) for length in (3, 1, 1, 1)]
     trainer = TRAINERS["llama"]()
-    for layouts, positions in ((trainer.bare.layouts, 10), (Layouts("packed", "tree"), 12)):
-        trainer.bare.layouts = layouts
+    for layouts, positions in ((trainer.bare.readers["tokens"], 10), (Layouts("packed", "tree"), 12)):
+        trainer.bare.readers["tokens"] = layouts
         assert tokens_read(trainer, (queries, responses, None))["input_ids"].numel() == positions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import torch
@@ -35,9 +35,9 @@ def rounding_of(dtype: torch.dtype, *, is_mixed: bool) -> float:
     return 1e-3 if dtype in (torch.float32, torch.float64) and not is_mixed else 0.5
 
 
-def check_finite(stats: Mapping[str, float]) -> None:
-    """Raises TrainingDivergedError that names every statistic that is NaN or infinite."""
-    broken = [f"{name}={value}" for name, value in stats.items() if not math.isfinite(value)]
+def check_finite(stats: Mapping[str, object]) -> None:
+    """Raises TrainingDivergedError that names every number that is NaN or infinite."""
+    broken = [f"{name}={n}" for name, n in stats.items() if isinstance(n, float) and not math.isfinite(n)]
     if broken:
         raise TrainingDivergedError(
             f"not finite: {', '.join(broken)}. Resume from the last checkpoint with a lower learning rate or gradient "
@@ -104,7 +104,7 @@ class HealthMonitor:
         self._recent: dict[str, deque[float]] = {}
         self._last_alert: dict[str, int] = {}
 
-    def check(self, vitals: Vitals, stats: Mapping[str, float] = {}) -> list[Alert]:
+    def check(self, vitals: Vitals, stats: Mapping[str, object] = {}) -> list[Alert]:
         """Judges one step.
 
         Args:
@@ -132,7 +132,7 @@ class HealthMonitor:
                 due.append(alert)
         return due
 
-    def report(self, vitals: Vitals, stats: Mapping[str, float] = {}, *, when: str, warns: bool) -> dict[str, float]:
+    def report(self, vitals: Vitals, stats: Mapping[str, object] = {}, *, when: str, warns: bool) -> dict[str, float]:
         """Warns of what `check` finds.
 
         Args:
@@ -149,13 +149,8 @@ class HealthMonitor:
         """
         alerts = self.check(vitals, stats)
         for alert in alerts if warns else ():
-            warnings.warn(f"{when}: {alert}", stacklevel=5)
-        return self.metrics(alerts)
-
-    def metrics(self, alerts: Iterable[Alert]) -> dict[str, float]:
-        """What to log of a check: the value that each alert names, and their count as health/alerts."""
-        values = {alert.name: alert.value for alert in alerts}
-        return {"health/alerts": float(len(values)), **values}
+            warnings.warn(f"{when}: {alert}", stacklevel=4)
+        return {"health/alerts": float(len(alerts)), **{alert.name: alert.value for alert in alerts}}
 
     def state_dict(self) -> MonitorState:
         """What the next check depends on."""

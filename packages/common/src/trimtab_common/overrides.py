@@ -5,17 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-def is_replaced(trainer: object, base: type, *names: str) -> bool:
-    """Whether a subclass of `base`, or an assignment to the trainer, replaces one of these methods of `base`."""
+def replaced(trainer: object, base: type, *names: str) -> list[str]:
+    """The names of those of these methods of `base` that a subclass, or an assignment to the trainer, replaces."""
     kind = type(trainer)
-    return any(name in vars(trainer) or getattr(kind, name) is not getattr(base, name) for name in names)
+    return [name for name in names if name in vars(trainer) or getattr(kind, name) is not getattr(base, name)]
 
 
 def source_of(trainer: object, base: type, *names: str) -> str | None:
     """The source of those of these methods that are replaced, "" without any; None where Python does not know it."""
-    replaced = [getattr(trainer, name) for name in names if is_replaced(trainer, base, name)]
     try:
-        return "".join(map(inspect.getsource, replaced))
+        return "".join(inspect.getsource(getattr(trainer, name)) for name in replaced(trainer, base, *names))
     except (OSError, TypeError):
         return None
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from trimtab_common.conditions import Vitals
 from trimtab_common.health import HealthMonitor
 from trimtab_common.hub import push_folder
 from trimtab_common.interruption import Interruption
@@ -309,22 +308,6 @@ class Run:
         if self._tracker is not None:
             self._tracker.finish(exit_code=exit_code)
             self._tracker = None
-
-    def check_health(self, vitals: Vitals, stats: Mapping[str, float], *, when: str) -> dict[str, float]:
-        """Warns of each problem in a step, with its value, threshold and remedy.
-
-        Args:
-            vitals: the step's quantities, equal on all processes.
-            stats: other statistics, which must be finite.
-            when: the step's name, for the warnings.
-
-        Returns:
-            What to log: `health/alerts`, the number of alerts, and the value that each alert is about.
-
-        Raises:
-            TrainingDivergedError: a statistic is NaN or infinite.
-        """
-        return self.health.report(vitals, stats, when=when, warns=self.accelerator.is_main_process)
 
     def push(self, write: Callable[[str], None], repo_id: str, **options: Any) -> CommitInfo | None:
         """Uploads the files that `write` puts into a folder.

@@ -82,9 +82,9 @@ class Mean:
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.weight + other.weight)
 
-    def cpu(self) -> "Mean":
-        """The same, as plain numbers."""
-        return Mean(float(self.total), float(self.weight))
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes get plain numbers."""
+        return type(self), tuple(map(float, vars(self).values()))
 
     @property
     def value(self) -> float:
@@ -225,12 +225,7 @@ def gather_stats(stats: Mapping[str, object]) -> Stats:
     Returns:
         Numbers and 1-D tensors, equal on all processes.
     """
-    local = Stats(stats)
-    for key, value in local.items():
-        if isinstance(value, Tensor):
-            local[key] = value.detach().cpu()
-        elif isinstance(value, Mean):
-            local[key] = value.cpu()
+    local = {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in stats.items()}
     merged = merge_stats(gather_over_ranks(local))
     for key, value in merged.items():
         if isinstance(value, Summary):

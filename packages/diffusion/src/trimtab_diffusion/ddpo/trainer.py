@@ -309,7 +309,8 @@ class DDPOTrainer:
             gathered["objective/kl_coef"] = self.kl_ctl.value
         self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
         judged = statistics.vitals(self.last_stats, self.config)
-        health = self.run.check_health(judged, self.last_stats, when=f"epoch {epoch}")
+        warns = self.accelerator.is_main_process
+        health = self.run.health.report(judged, self.last_stats, when=f"epoch {epoch}", warns=warns)
         if "objective/kl" in gathered:
             self.kl_ctl.update(gathered["objective/kl"], len(samples.rewards) * self.accelerator.num_processes)
         self.tracker.log({**gathered, **health}, self.global_step)

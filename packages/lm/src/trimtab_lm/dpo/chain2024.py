@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab_common.overrides import call_with_known, is_replaced
+from trimtab_common.overrides import call_with_known, replaced
 from trimtab_common.stats import Mean
 from trimtab_lm.hf.adapter import REAL_ROWS, dropout_off
 from trimtab_lm.hf.types import Batch, BatchLoss
@@ -77,12 +77,12 @@ class Chain2024:
 
     def replaces(self, *names: str) -> bool:
         """Whether a subclass or an assignment replaces one of these methods."""
-        return is_replaced(self.trainer, self.documented, *names)
+        return bool(replaced(self.trainer, self.documented, *names))
 
     @property
     def runs(self) -> bool:
         """Whether the chain trains."""
-        return is_replaced(self.trainer, self.documented, *CHAIN)
+        return bool(replaced(self.trainer, self.documented, *CHAIN))
 
     def check_loss(self, config: DPOConfig) -> None:
         """Raise ValueError if the config's loss is not in `LOSSES`, and no method that computes a loss is replaced."""

@@ -148,17 +148,15 @@ class Reference:
         training = [module for module in self.model.modules() if module.training]
         try:
             self.model.eval()
-            with torch.no_grad(), self._adapters():
+            if self.adapter is not None:
+                adapters: AbstractContextManager[None] = adapter_on(cast(PeftModel, self.model), self.adapter)
+            else:
+                adapters = adapters_off(cast(PeftModel, self.model)) if self.is_adapter_off else nullcontext()
+            with torch.no_grad(), adapters:
                 yield self.model
         finally:
             for module in training:
                 module.training = True
-
-    def _adapters(self) -> AbstractContextManager[None]:
-        """Puts the policy's adapters into the reference's state, where the reference is the policy."""
-        if self.adapter is not None:
-            return adapter_on(cast(PeftModel, self.model), self.adapter)
-        return adapters_off(cast(PeftModel, self.model)) if self.is_adapter_off else nullcontext()
 
 
 def _without_value_head(model: Model | PreTrainedModelWrapper) -> Model:

@@ -3,19 +3,19 @@
 Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347. `boxes` is the trainer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trimtab_common.stats import Mean, Stats
+from trimtab_common.stats import Mean, Stats, total_over_ranks
 from trimtab_lm.sampling.mismatch import corrected
 
 from .experience import Experience, Minibatch
 from .loss import policy_log_ratio
-from .passes import Models, Replaced, at_tokens, forward, forward_in_parts, kl_terms
+from .passes import Models, at_tokens, forward, forward_in_parts, kl_terms
 from .update import OptimizerStep
 
 
@@ -35,7 +35,7 @@ class Boxes(Models, Protocol):
 
 @torch.no_grad()
 def evaluate(
-    boxes: Boxes, rollout: Experience, scores: Tensor, replaced: Replaced, lap: Callable[[str], None]
+    boxes: Boxes, rollout: Experience, scores: Tensor, replaced: Collection[str], lap: Callable[[str], None]
 ) -> Experience:
     """The rollout with all columns, under the policy before its updates.
 
@@ -43,14 +43,14 @@ def evaluate(
         boxes: the trainer.
         rollout: without columns.
         scores: [B], shaped.
-        replaced: says who reads logits.
+        replaced: names of replaced methods, some of which read logits.
         lap: called with the name of each part of the work when it is done.
     """
     config, order = boxes.config, rollout.minibatches(torch.arange(len(scores)), boxes.config.mini_batch_size)
     policy = forward_in_parts(boxes, boxes.actor_critic, rollout, order, replaced)
     ref = forward_in_parts(boxes, boxes.reference_policy, rollout, order, replaced)
     lap("forward_pass")
-    mask = policy.mask
+    mask, at = policy.mask, policy.mask.bool()
     sampled = at_tokens(rollout.sampler_logprobs, rollout, policy)
     turn_rewards = at_tokens(rollout.response_rewards, rollout, policy)
     logprobs, ref_logprobs, *exact_kl = kl_terms(boxes, policy, ref, sampled)
@@ -60,7 +60,6 @@ def evaluate(
     rewards = rewards if turn_rewards is None else rewards + turn_rewards
     values, advantages, returns = boxes.compute_advantages(policy.values, rewards, mask)
     lap("compute_advantages")
-    at = mask.bool()
     columns = (values, kl[0], non_score_rewards, advantages, returns)
     values, kl[0], non_score_rewards, advantages, returns = (torch.where(at, x, 0.0) for x in columns)
     if (cap := config.importance_sampling_cap) is not None:
@@ -83,27 +82,28 @@ def evaluate(
     )
 
 
-def update(boxes: Boxes, rollout: Experience, batches: Iterable[Tensor], replaced: Replaced) -> list[Minibatch]:
+def update(boxes: Boxes, rollout: Experience, batches: Iterable[Tensor], replaced: Collection[str]) -> list[Minibatch]:
     """An optimizer step over each batch of rows, until one shows that the policy has moved too far: it is not taken."""
     step, recorded, counts = boxes.optimizer_step, list[Minibatch](), rollout.mask.sum(1).cpu()
     for rows in batches:
+        step.drop()  # what an error has left
         parts = rollout.minibatches(rows, boxes.config.mini_batch_size)
-        tokens, divergence = step.total(float(counts[rows].sum())), Mean(0.0, 0.0)
+        tokens, divergence = total_over_ranks(float(counts[rows].sum()), step.accelerator.device), Mean(0.0, 0.0)
         for number, part in enumerate(parts, start=1):
             is_last = number == len(parts)
             # The gradient is that of all tokens of the step at once, averaged over processes.
-            with step.part(share=float(counts[part].sum()) * step.processes / tokens, is_last=is_last):
+            share = float(counts[part].sum()) * step.accelerator.num_processes / tokens
+            with step.accelerator.part_of_step(step.model, is_last=is_last, share=share):
                 old = rollout[part]
                 new = forward(boxes, boxes.actor_critic, old, replaced)
                 span = (slice(None), slice(new.mask.shape[1]))
                 log_ratio = policy_log_ratio(new.logprobs.detach(), old.old_logprobs[span], new.mask)
                 divergence += Mean.of(0.5 * log_ratio**2, new.mask)
-                largest = log_ratio.abs().max()
                 if is_last and step.is_too_far(divergence):
                     step.drop()
                     del recorded[len(recorded) - number + 1 :]  # no loss of a step that is not taken counts
                     stopped = {"policy/approxkl": divergence, "policy/early_stopped": Mean(1.0, 1.0)}
-                    return [*recorded, Minibatch(new.mask, None, stopped, largest)]
+                    return [*recorded, Minibatch(new.mask, stopped, log_ratio.abs().max())]
                 stats = boxes.train_minibatch(
                     old_logprobs=old.old_logprobs[span],
                     values=old.values[span],
@@ -115,6 +115,6 @@ def update(boxes: Boxes, rollout: Experience, batches: Iterable[Tensor], replace
                     returns=old.returns[span],
                 )
             ends = {"policy/early_stopped": Mean(0.0, 1.0)} if is_last else {}
-            entropy = None if new.entropy is None else new.entropy.detach()
-            recorded.append(Minibatch(new.mask, entropy, {**stats, **ends}, largest))
+            entropy = {} if new.entropy is None else {"policy/entropy": Mean.of(new.entropy, new.mask)}
+            recorded.append(Minibatch(new.mask, {**entropy, **stats, **ends}, log_ratio.abs().max()))
     return recorded

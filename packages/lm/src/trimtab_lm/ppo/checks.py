@@ -19,46 +19,37 @@ from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
 
-from .config import PPOConfig
 from .experience import Experience
-from .policy import ActorCritic
+from .passes import Models
 
 TOKENS = 4  # of two queries: enough to see a wrong mask, position or temperature
 
 
 def check_step(
+    trainer: Models,
     queries: list[Tensor],
     responses: list[Tensor],
     scores: Sequence[Tensor | float],
     response_masks: list[Tensor] | None,
     response_rewards: list[Tensor] | None,
     sampler_logprobs: list[Tensor] | None,
-    config: PPOConfig,
-    policy: ActorCritic,
-    decoder_start: int | None,
-    prepare: Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]],
     *,
     is_first: bool,
-    place: torch.device,
-    device: torch.device,
+    reads_ids: bool,
 ) -> tuple[Experience, Tensor]:
     """The arguments of a step, checked. Collective.
 
     Args:
+        trainer: a PPOTrainer.
         queries: `batch_size` rows of token ids.
         responses: `batch_size` rows of token ids.
         scores: a number for each response.
         response_masks: for each response token 1, or 0 where the policy did not write it; None: all are the policy's.
         response_rewards: for each response token, the reward that an environment gave at it; None: none.
         sampler_logprobs: for each response token its log-probability as it was sampled, in nats; None if unknown.
-        config: the trainer's config.
-        policy: not wrapped.
-        decoder_start: what an encoder-decoder policy reads first, which is taken off the responses; else None.
-        prepare: makes model inputs of queries and responses.
         is_first: whether no step was taken before. Only then responses are searched for their queries, because a
             policy may learn to repeat them.
-        place: for token ids and masks, which are laid out on the host, unless a forward pass of 2024 reads them.
-        device: for numbers.
+        reads_ids: whether a forward pass of 2024 reads token ids and masks, on the device. Else the host lays them out.
 
     Returns:
         The rollout without columns, and the scores [B].
@@ -66,6 +57,8 @@ def check_step(
     Raises:
         TypeError, ValueError: with the name and the number of the row that is wrong.
     """
+    config, policy, device = trainer.config, trainer.bare, trainer.accelerator.device
+    decoder_start, place = trainer.padding.decoder_start, device if reads_ids else torch.device("cpu")
     batch_size = config.batch_size
     for name, column in (
         ("queries", queries),
@@ -99,8 +92,8 @@ def check_step(
             check_mask(f"response_masks[{i}]", mask, responses[i], of="response")
     if response_rewards is not None:
         _check_rewards(response_rewards, response_masks or [torch.ones_like(row) for row in responses])
-    tokens = [mask.sum() for mask in response_masks] if response_masks else [len(row) for row in responses]
-    if total_over_ranks(float(sum(tokens)), device) < 2:
+    tokens = sum(map(len, responses)) if response_masks is None else sum(map(torch.sum, response_masks))
+    if total_over_ranks(float(tokens), device) < 2:
         raise ValueError(
             "The whole batch has one response token: advantages cannot be whitened over it. "
             "Use more or longer responses."
@@ -115,27 +108,25 @@ def check_step(
     numbers = checked_scores(scores, [f"response {i}" for i in range(batch_size)], source="scores")
     # `model.generate` returns the decoder start token in front of a response.
     leads = [int(decoder_start is not None and len(row) > 1 and int(row[0]) == decoder_start) for row in responses]
-    cut: dict[str, list[Tensor]] = {}
+    cut, nothing = dict[str, list[Tensor]](), [0] * batch_size
     for name, rows, at in (
+        ("queries", queries, place),
         ("responses", responses, place),
         ("response_masks", response_masks, place),
         ("response_rewards", response_rewards, device),
         ("sampler_logprobs", sampler_logprobs, device),
     ):
         if rows is not None:
-            cut[name] = [row[lead:].to(at) for row, lead in zip(rows, leads, strict=True)]
-    given, queries, responses = (
-        torch.tensor(numbers, device=device),
-        [row.to(place) for row in queries],
-        cut["responses"],
-    )
+            begins = nothing if name == "queries" else leads
+            cut[name] = [row[begin:].to(at) for row, begin in zip(rows, begins, strict=True)]
+    given, queries, responses = torch.tensor(numbers, device=device), cut["queries"], cut["responses"]
     rollout = Experience(
         queries=queries,
         responses=responses,
         response_masks=cut.get("response_masks"),
         response_rewards=cut.get("response_rewards"),
         sampler_logprobs=cut.get("sampler_logprobs"),
-        model_inputs=prepare(queries, responses),
+        model_inputs=trainer.prepare_model_inputs(queries, responses),
         lengths=torch.tensor(list(map(len, queries))) + torch.tensor(list(map(len, responses))),
         scores=given,
     )

@@ -70,6 +70,5 @@ class Minibatch(NamedTuple):
     """Raw statistics of a minibatch of an update."""
 
     mask: Tensor
-    entropy: Tensor | None
-    stats: dict[str, Any]  # of `train_minibatch`
+    stats: dict[str, Any]  # of `train_minibatch`, and the policy's entropy
     largest_log_ratio: Tensor

@@ -57,6 +57,7 @@ class Generation:
         self.policy, self.reference, self.padding = trainer.bare, trainer.reference_policy, trainer.padding
         self.rounding = trainer.rounding
         self.sampler = Sampler.of(self.config, self.tokenizer, trainer.accelerator.process_index)
+        self.sampler.eos_ids = eos_token_ids(self.policy.pretrained_model, self.tokenizer.eos_token_id)
         self.pending = Pending()
 
     def __call__(
@@ -176,7 +177,7 @@ class Sampler:
 
     Attributes:
         temperature: the temperature of the last call that sampled.
-        eos_ids: the tokens that end a response, of the last call.
+        eos_ids: the tokens that end a response, of the last call, and before the first those of the model.
         calls: calls so far.
     """
 
@@ -254,10 +255,6 @@ class Sampler:
         """
         seed = self._seed_of(self.calls + 2)
         rollout.begin_step(step, upcoming, num_generations=1, seed=seed)
-
-    def ends(self, model: Any) -> list[int]:
-        """The tokens that end a response of a model: those of the last call, or before the first the model's."""
-        return self.eos_ids or eos_token_ids(model, self.eos_token_id)
 
     def _next_seed(self) -> int:
         self.calls += 1

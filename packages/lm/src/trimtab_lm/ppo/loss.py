@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from trimtab_common.formulas.kl import LOG_RATIO_CLAMP
-from trimtab_common.stats import Mean, RunningMoments
+from trimtab_common.stats import RunningMoments
 
 from .config import PPOConfig
 
@@ -59,15 +59,6 @@ def clipped_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, *, clip:
     """
     clipped = values + (vpreds - values).clamp(-clip, clip)
     return 0.5 * torch.maximum((vpreds - returns) ** 2, (clipped - returns) ** 2)
-
-
-def value_stats(vpreds: Tensor, values: Tensor, returns: Tensor, mask: Tensor, *, clip: float) -> dict[str, Mean]:
-    """Statistics of the new values against the returns and the rollout's values, at unmasked tokens; all [b, R]."""
-    return {
-        "val/vpred": Mean.of(vpreds, mask),
-        "val/error": Mean.of((vpreds - returns) ** 2, mask),
-        "val/clipfrac": Mean.of(((vpreds - values).abs() > clip).to(vpreds.dtype), mask),
-    }
 
 
 def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

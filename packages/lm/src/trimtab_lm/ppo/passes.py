@@ -1,15 +1,17 @@
 """Scores response tokens under a model, without padding: the one place where PPO calls `tokens/`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.generate import pad
-from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.layout import TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import exact_kl
 from trimtab_lm.tokens.scores import score_logits
@@ -48,29 +50,17 @@ class Scores(Columns):
         head_inputs: [b, R, ...], what the LM head read, where it was asked for.
     """
 
-    entropy: Tensor | None = None
-    head_inputs: Tensor | None = None
+    entropy: Tensor | None
+    head_inputs: Tensor | None
 
-
-class Replaced(NamedTuple):
-    """What the replaced methods of a trainer read, beyond what the built-in ones do.
-
-    Attributes:
-        forward_pass: model inputs on the device, for a `batched_forward_pass`.
-        rewards: logits of the whole vocabulary, for a `compute_rewards` with the full KL.
-        updates: the same, for a `loss` or a `train_minibatch`.
-    """
-
-    forward_pass: bool
-    rewards: bool
-    updates: bool
-
-    @classmethod
-    def of(cls, is_replaced: Callable[..., bool], config: PPOConfig) -> "Replaced":
-        """`is_replaced` tells whether one of the methods whose names it gets is replaced."""
-        forward_pass = is_replaced("batched_forward_pass")
-        rewards = config.kl_penalty == "full" and (forward_pass or is_replaced("compute_rewards"))
-        return cls(forward_pass, rewards, is_replaced("loss", "train_minibatch"))
+    def __new__(cls, *columns: Tensor | None) -> "Scores":
+        """From log-probabilities, logits, values, mask, entropy and head inputs."""
+        logprobs, logits, values, mask, entropy, head_inputs = columns
+        assert logprobs is not None
+        assert mask is not None
+        scores = super().__new__(cls, logprobs, logits, values, mask)
+        scores.entropy, scores.head_inputs = entropy, head_inputs
+        return scores
 
 
 _Group = tuple[list[int], list[list[int]], list[list[int]]]
@@ -81,6 +71,7 @@ class Models(Protocol):
     """What a trainer has for its forward passes."""
 
     config: PPOConfig
+    accelerator: WeighingAccelerator
     padding: Padding
     model: PreTrainedModelWrapper
     ref_model: PreTrainedModelWrapper | None
@@ -91,84 +82,46 @@ class Models(Protocol):
     @property
     def temperature(self) -> float: ...
     @property
+    def prepare_model_inputs(self) -> Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]]: ...
+    @property
     def batched_forward_pass(self) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor]]: ...
 
 
-def forward(models: Models, model: nn.Module, rollout: Experience, replaced: Replaced) -> Scores:
+def forward(models: Models, model: nn.Module, rollout: Experience, replaced: Collection[str]) -> Scores:
     """What `batched_forward_pass` says of a minibatch, in its own width and mask.
 
     Args:
         models: the trainer.
         model: its `actor_critic` or `reference_policy`.
         rollout: a minibatch; evaluated before, if this is an update.
-        replaced: says who reads logits.
+        replaced: names of the trainer's methods that are replaced, some of which read logits.
     """
-    keeps_logits = replaced.updates if torch.is_grad_enabled() else replaced.rewards
+    is_replaced = "batched_forward_pass" in replaced
+    if torch.is_grad_enabled():
+        keeps_logits = "loss" in replaced or "train_minibatch" in replaced
+    else:
+        keeps_logits = models.config.kl_penalty == "full" and (is_replaced or "compute_rewards" in replaced)
     columns = models.batched_forward_pass(
         *(model, rollout.queries, rollout.responses, rollout.model_inputs),
         # The entropy of a replaced pass comes from its logits.
-        return_logits=keeps_logits or (replaced.forward_pass and model is models.actor_critic),
+        return_logits=keeps_logits or (is_replaced and model is models.actor_critic),
         response_masks=rollout.response_masks,
     )
     scores = columns if isinstance(columns, Scores) else completed(columns, rollout.mask, models.temperature)
     logprobs, logits, values, mask = scores
-    return scores_of((logprobs, logits if keeps_logits else None, values, mask, scores.entropy, scores.head_inputs))
-
-
-def built_in_pass(
-    models: Models,
-    model: nn.Module | None,
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    model_inputs: Mapping[str, Tensor],
-    response_masks: Sequence[Tensor] | None,
-    *,
-    return_logits: bool,
-) -> Scores:
-    """See `PPOTrainer.batched_forward_pass`."""
-    reader: ActorCritic | ReferencePolicy = models.bare
-    run: nn.Module = models.actor_critic
-    if model is models.reference_policy or model is models.ref_model:
-        reader = run = models.reference_policy
-    elif model is not run and model is not reader and model is not models.model:
-        raise ValueError("batched_forward_pass runs trainer.model or trainer.ref_model; it was given another model.")
-    with without_dropout(models.actor_critic):
-        return score(
-            *(reader, run, queries, responses, model_inputs, response_masks),
-            padding=models.padding,
-            temperature=models.temperature,
-            return_logits=return_logits,
-            return_head_inputs=models.config.kl_penalty == "full" and not (return_logits or torch.is_grad_enabled()),
-        )
+    return Scores(logprobs, logits if keeps_logits else None, values, mask, scores.entropy, scores.head_inputs)
 
 
 def forward_in_parts(
-    models: Models, model: nn.Module, rollout: Experience, order: Sequence[Tensor], replaced: Replaced
+    models: Models, model: nn.Module, rollout: Experience, order: Sequence[Tensor], replaced: Collection[str]
 ) -> Scores:
     """The scores of B rows, [B, W, ...], from a forward pass over each minibatch, whose row numbers are `order`."""
     parts = [forward(models, model, rollout[rows], replaced) for rows in order]
-    width, whole = max(part.mask.shape[1] for part in parts), list[Tensor | None]()
+    back, whole = torch.cat(list(order)).argsort(), list[Tensor | None]()
     for values in zip(*((*part, part.entropy, part.head_inputs) for part in parts), strict=True):
-        column = None
-        for rows, value in zip(order, values, strict=True):
-            if value is None:
-                column = None
-                break
-            if column is None:
-                column = value.new_zeros(len(rollout.queries), width, *value.shape[2:])
-            column[rows.to(value.device), : value.shape[1]] = value
-        whole.append(column)
-    return scores_of(whole)
-
-
-def scores_of(columns: Sequence[Tensor | None]) -> Scores:
-    """The scores out of log-probabilities, logits, values, mask, entropy and head inputs."""
-    logprobs, logits, values, mask, entropy, head_inputs = columns
-    assert logprobs is not None
-    assert mask is not None
-    scores = Scores(logprobs, logits, values, mask)
-    scores.entropy, scores.head_inputs = entropy, head_inputs
-    return scores
+        rows = [row for value in values if value is not None for row in value]
+        whole.append(pad_sequence(rows, batch_first=True)[back.to(rows[0].device)] if rows else None)
+    return Scores(*whole)
 
 
 def score(
@@ -212,7 +165,7 @@ def score(
     for name, layouts in reader.readers.items():
         layout = layouts.apart if len(groups) == len(queries) else layouts.shared
         columns = lay_out(pieces, layout, pad_token_id=filler, decoder_start_token_id=start, is_lean=True)
-        tokens[name] = {column: ids.to(device) for column, ids in columns.items()}
+        tokens[name] = send_to_device(columns, device)
     outputs = run(**tokens, **options)
 
     order = [row for rows, _, _ in groups.values() for row in rows]
@@ -223,7 +176,7 @@ def score(
         whole = None if flat is None else flat.new_zeros(mask.numel(), *flat.shape[1:]).index_copy(0, index, flat)
         spread.append(None if whole is None else whole.view(*mask.shape, *whole.shape[1:]))
     logprobs, entropy, values, logits, head_inputs = spread
-    return scores_of((logprobs, logits, values, mask, entropy, head_inputs))
+    return Scores(logprobs, logits, values, mask, entropy, head_inputs)
 
 
 def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], padding: Padding) -> dict[str, Tensor]:
@@ -274,7 +227,7 @@ def completed(columns: Sequence[Tensor | None], before: Tensor, temperature: flo
         )
     values = None if values is None else torch.where(counts, values, 0.0)
     entropy = None if logits is None else token_entropy(logits, mask, temperature=temperature)
-    return scores_of((torch.where(counts, logprobs, 0.0), logits, values, mask, entropy, None))
+    return Scores(torch.where(counts, logprobs, 0.0), logits, values, mask, entropy, None)
 
 
 def kl_terms(models: Models, policy: Scores, reference: Scores, sampled: Tensor | None) -> tuple[Tensor, ...]:

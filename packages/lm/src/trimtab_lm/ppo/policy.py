@@ -1,6 +1,6 @@
 """Policy, value function and reference: what they say about the tokens of samples."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -120,6 +120,9 @@ class ActorCritic(nn.Module):
     Args:
         policy: a wrapper with a value head.
         critic: a model for the values instead of that head, or None.
+
+    Attributes:
+        readers: how `tokens` are laid out for the policy, and `critic_tokens` for the critic.
     """
 
     def __init__(self, policy: PreTrainedModelWrapper, critic: nn.Module | None = None):
@@ -127,9 +130,13 @@ class ActorCritic(nn.Module):
         self.policy = policy
         self.critic = None if critic is None else Critic(critic)
         self.head = LanguageHead(policy.pretrained_model)
-        self.layouts, self.positions = Layouts.of(policy.pretrained_model), Positions.of(policy.pretrained_model)
-        if self.critic is not None:  # else an unused head would wait for gradients that never come
-            policy.v_head.requires_grad_(False)
+        self.readers, self.positions = (
+            {"tokens": Layouts.of(policy.pretrained_model)},
+            Positions.of(policy.pretrained_model),
+        )
+        if self.critic is not None:
+            self.readers["critic_tokens"] = self.critic.layouts
+            policy.v_head.requires_grad_(False)  # an unused head would wait for gradients that never come
 
     @property
     def value_function(self) -> nn.Module:
@@ -159,11 +166,6 @@ class ActorCritic(nn.Module):
     def _trunks(self) -> list[PreTrainedModel]:
         return [base_of(self.pretrained_model)] + ([] if self.critic is None else [self.critic.trunk])
 
-    @property
-    def readers(self) -> Mapping[str, Layouts]:
-        """How `tokens` are laid out for the policy, and `critic_tokens` for the critic."""
-        return {"tokens": self.layouts} | ({} if self.critic is None else {"critic_tokens": self.critic.layouts})
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -188,7 +190,7 @@ class ActorCritic(nn.Module):
             tokens["targets"],
             temperature=temperature,
             needs_state=needs_values and self.critic is None,
-            **model_inputs(self.pretrained_model, tokens),
+            **model_inputs(self.policy.pretrained_model, tokens),
         )
         values = None
         if needs_values:
@@ -223,6 +225,7 @@ class ReferencePolicy(nn.Module):
     def __init__(self, actor: ActorCritic, reference: Reference, accelerator: Accelerator):
         super().__init__()
         self.actor, self.reference, self.accelerator = actor, reference, accelerator
+        self.readers = {"tokens": actor.readers["tokens"]}
 
     @classmethod
     def of(
@@ -243,10 +246,6 @@ class ReferencePolicy(nn.Module):
         if ref_model is not None:
             actor = prepared_for_inference(ActorCritic(on_one_device(ref_model, accelerator.device)), accelerator)
         return cls(actor, reference, accelerator)
-
-    @property
-    def readers(self) -> Mapping[str, Layouts]:
-        return {"tokens": self.actor.layouts}
 
     def forward(self, *args: Any, **inputs: Any) -> TokenOutputs | tuple[Any, ...]:
         if "tokens" in inputs:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.config import flattened
-from trimtab_common.formulas.kl import k3
+from trimtab_common.formulas.kl import FixedKLController, k3
 from trimtab_common.formulas.masking import explained_variance
 from trimtab_common.stats import Correlation, Deviation, Mean, Stats, Summary, Variance, gather_stats, merge_stats
 from trimtab_lm.rewards.functions import Scored, function_stats
@@ -49,7 +49,9 @@ def training_stats(rollout: Experience, recorded: Sequence[Minibatch], *, cap: f
     if rollout.sampled is not None:
         columns = (rollout.advantages[at], rollout.logprobs[at], rollout.sampled[at])
         local |= corrected(*columns, lengths=mask.sum(1), cap=cap)[1]
-    numbers = with_largest(gather_stats(local))
+    numbers = gather_stats(local)
+    if rollout.sampled is not None:
+        numbers = with_largest(numbers)
     stats = {name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}
     return {**stats, "policy/advantages": rollout.advantages[at][None]}
 
@@ -60,14 +62,12 @@ def token_means(minibatch: Minibatch) -> Stats:
     A tensor of the mask's shape is averaged over the unmasked tokens. A number, and the mean of any other tensor, gets
     the minibatch's number of unmasked tokens as its weight.
     """
-    mask, entropy, weighed = minibatch.mask, minibatch.entropy, Stats()
-    if entropy is not None:
-        weighed["policy/entropy"] = Mean.of(entropy, mask)
-    for name, value in named(minibatch.stats).items():
+    mask, weighed = minibatch.mask, Stats()
+    for name, value in flattened(minibatch.stats).items():
         if isinstance(value, Summary):
             weighed[name] = value
-        elif isinstance(value, Tensor) and value.shape == mask.shape:
-            weighed[name] = Mean.of(value, mask)
+        elif np.shape(value) == mask.shape:
+            weighed[name] = Mean.of(torch.as_tensor(value), mask)
         else:
             number = float(torch.as_tensor(value, dtype=torch.float64).mean())
             weighed[name] = Mean(number * float(mask.sum()), float(mask.sum()))
@@ -118,7 +118,7 @@ def rollout_stats(
     return stats | {f"ppo/{name}": value.mean(0) for name, value in train_stats.items()}
 
 
-def vitals(stats: Mapping[str, float], config: PPOConfig) -> Vitals:
+def vitals(stats: Stats, config: PPOConfig) -> Vitals:
     """The quantities of a step that its health is judged by; a subclass's statistics may lack some."""
     kl, length = stats["objective/kl"], stats.get("tokens/responses_len_mean")
     mean, variance = stats.get("ppo/returns/mean"), stats.get("ppo/returns/var")
@@ -185,11 +185,6 @@ def ended(responses: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
     return torch.isin(last, last.new_tensor(ends))
 
 
-def named(stats: Mapping[str, object]) -> Stats:
-    """Nested statistics under joined names, `policy/ratio`; NumPy's arrays become tensors."""
-    return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in flattened(stats).items()}
-
-
 def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, step: int) -> dict[str, Summary]:
     """What a step of `train` logs of its responses, for `gather_stats`: most runs have nothing.
 
@@ -205,23 +200,29 @@ def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, st
     return stats | function_stats(names, scored) if len(names) > 1 else stats
 
 
-def documented(trainer: "Reporter", stats: Stats, rollout: Experience, clock: "Clock", *, ends: Sequence[int]) -> Stats:
-    """The statistics of a step over all processes: floats and 1-D tensors. Collective.
+def step_stats(
+    trainer: "Reporter", rollout: Experience, recorded: Sequence[Minibatch], clock: "Clock", *, ends: Sequence[int]
+) -> Stats:
+    """The documented statistics of a step over all processes: floats and 1-D tensors. Collective.
 
     A correlation that is unknown, because lengths or scores do not vary, is left out.
 
     Args:
         trainer: a PPOTrainer.
-        stats: what this process's `record_step_stats` returned.
-        rollout: the step's rollout.
+        rollout: evaluated.
+        recorded: what its updates recorded.
         clock: the step's clock.
         ends: the tokens that end a response.
     """
-    local = named({**stats, **token_stats(rollout, trainer.tokenizer, ends=ends), **clock.stats()})
+    train_stats = training_stats(rollout, recorded, cap=trainer.config.importance_sampling_cap)
+    clock.lap("optimize_step")
+    stats = trainer.record_step_stats(kl_coef=trainer.kl_ctl.value, **rollout.columns(), train_stats=train_stats)
+    clock.lap("calc_stats")
+    local = flattened({**stats, **token_stats(rollout, trainer.tokenizer, ends=ends), **clock.stats})
     local["ppo/learning_rate"] = float(trainer.optimizer.param_groups[0]["lr"])
     for name, value in local.items():
-        if isinstance(value, Tensor) and value.dim() > 1:
-            local[name] = value.flatten()
+        if isinstance(value, Tensor | np.ndarray):
+            local[name] = torch.as_tensor(value).flatten() if value.ndim > 1 else torch.as_tensor(value)
     numbers = trainer.gather_stats(local)
     for name, value in numbers.items():
         if isinstance(value, Summary):
@@ -234,27 +235,26 @@ def documented(trainer: "Reporter", stats: Stats, rollout: Experience, clock: "C
 
 
 class Reporter(Protocol):
-    """What a trainer has for its statistics; `gather_stats` may be replaced."""
+    """What a trainer has for its statistics; the methods may be replaced."""
 
+    config: PPOConfig
     tokenizer: PreTrainedTokenizerBase
     optimizer: Optimizer
+    kl_ctl: FixedKLController
 
+    def record_step_stats(self, kl_coef: float, **data: Any) -> Stats: ...
     def gather_stats(self, stats: Mapping[str, object]) -> Stats: ...
 
 
 class Clock:
-    """Seconds of the phases of a step, one after the other."""
+    """Seconds of the phases of a step, one after the other, and of all of them."""
 
     def __init__(self) -> None:
         self.started = self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
+        self.stats: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
         """The time since the last lap, or the start, was `name`'s."""
         now = time.perf_counter()
-        self.laps[f"time/ppo/{name}"] = now - self.last
+        self.stats |= {f"time/ppo/{name}": now - self.last, "time/ppo/total": now - self.started}
         self.last = now
-
-    def stats(self) -> dict[str, float]:
-        """The seconds of each phase, and of all of them."""
-        return {**self.laps, "time/ppo/total": time.perf_counter() - self.started}

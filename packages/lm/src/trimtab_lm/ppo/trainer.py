@@ -1,7 +1,6 @@
 """PPO for language models: the program around `algorithm`, and the documented methods that it calls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from trimtab_common.formulas.kl import SAMPLED_KL, full
 from trimtab_common.formulas.masking import masked_mean, rescale, whiten
 from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_common.health import rounding_of
-from trimtab_common.overrides import is_replaced
+from trimtab_common.overrides import replaced
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.stats import Mean, Stats, gather_stats
 from trimtab_common.tracking import progress
@@ -35,10 +34,10 @@ from .algorithm import evaluate, update
 from .checks import check_ratio, check_rollout, check_step
 from .config import PPOConfig
 from .generation import Generation, completions_of, step_arguments
-from .loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio, shaped, value_stats
-from .passes import Padding, Replaced, built_in_pass, padded_inputs, token_entropy
+from .loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio, shaped
+from .passes import Padding, padded_inputs, score, token_entropy
 from .policy import ActorCritic, ReferencePolicy, keep_value_dtype
-from .statistics import Clock, documented, ended, rollout_stats, sampling_stats, training_stats, vitals
+from .statistics import Clock, ended, rollout_stats, sampling_stats, step_stats, vitals
 from .update import OptimizerStep, rows_of_updates
 
 
@@ -174,28 +173,19 @@ class PPOTrainer(NamesOf2024):
         """
         self.run.begin_step(self.config.output_dir)
         clock, config, is_first = Clock(), self.config, self.steps_done == 0
-        replaced = Replaced.of(partial(is_replaced, self, PPOTrainer), config)
-        rollout, given = check_step(
-            *(queries, responses, scores, response_masks, response_rewards, sampler_logprobs),
-            *(config, self.bare, self.padding.decoder_start, self.prepare_model_inputs),
-            is_first=is_first,
-            place=self.current_device if replaced.forward_pass else torch.device("cpu"),
-            device=self.current_device,
-        )
-        ends = self.generation.sampler.ends(self.model)
+        overridden = replaced(self, PPOTrainer, "batched_forward_pass", "compute_rewards", "loss", "train_minibatch")
+        columns = (queries, responses, scores, response_masks, response_rewards, sampler_logprobs)
+        rollout, given = check_step(self, *columns, is_first=is_first, reads_ids="batched_forward_pass" in overridden)
+        ends = self.generation.sampler.eos_ids
         scores_shaped = shaped(given, ended(rollout.responses, ends), config, self.running)
         batches = rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done)
         with without_dropout(self.actor_critic):
-            rollout = evaluate(self, rollout, scores_shaped, replaced, clock.lap)
+            rollout = evaluate(self, rollout, scores_shaped, overridden, clock.lap)
             check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
-            recorded = update(self, rollout, batches, replaced)
+            recorded = update(self, rollout, batches, overridden)
         if is_first and not config.clips_to_sampler:
             check_ratio(recorded[0].largest_log_ratio, most=self.rounding)
-        train_stats = training_stats(rollout, recorded, cap=config.importance_sampling_cap)
-        clock.lap("optimize_step")
-        local = self.record_step_stats(kl_coef=self.kl_ctl.value, **rollout.columns(), train_stats=train_stats)
-        clock.lap("calc_stats")
-        stats = documented(self, local, rollout, clock, ends=ends)
+        stats = step_stats(self, rollout, recorded, clock, ends=ends)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.steps_done += 1
@@ -205,8 +195,8 @@ class PPOTrainer(NamesOf2024):
             self.push_to_hub(**best)
         if config.optimize_device_cache:
             clear_device_cache()
-        numbers = {name: value for name, value in stats.items() if isinstance(value, float)}
-        stats |= self.run.check_health(vitals(numbers, config), numbers, when=f"step {self.steps_done}")
+        when, warns = f"step {self.steps_done}", self.accelerator.is_main_process
+        stats |= self.run.health.report(vitals(stats, config), stats, when=when, warns=warns)
         self.kl_ctl.update(stats["objective/kl"], config.batch_size * self.accelerator.num_processes)
         self.run.interruption.end_step(self.save_checkpoint, is_last=self.steps_done >= config.steps)
         return stats
@@ -238,8 +228,16 @@ class PPOTrainer(NamesOf2024):
             return_logits: whether to return logits as well.
             response_masks: for each response, 1 where a token counts.
         """
-        rows = (queries, responses, model_inputs, response_masks)
-        return built_in_pass(self, model, *rows, return_logits=return_logits)
+        reader: ActorCritic | ReferencePolicy = self.bare
+        run: nn.Module = self.actor_critic
+        if model is self.reference_policy or model is self.ref_model:
+            reader = run = self.reference_policy
+        elif model is not run and model is not reader and model is not self.model:
+            raise ValueError("batched_forward_pass runs trainer.model or ref_model; it was given another model.")
+        is_exact = self.config.kl_penalty == "full" and not (return_logits or torch.is_grad_enabled())
+        options = {"temperature": self.temperature, "return_logits": return_logits, "return_head_inputs": is_exact}
+        with without_dropout(self.actor_critic):
+            return score(reader, run, queries, responses, model_inputs, response_masks, padding=self.padding, **options)
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor, kl: Tensor | None = None
@@ -281,9 +279,9 @@ class PPOTrainer(NamesOf2024):
         accelerate weighs the loss by the minibatch's share of the step's tokens, and its `sync_gradients` says which
         minibatch is the last. A loss or a gradient that is not finite raises TrainingDivergedError.
         """
-        columns = (old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns)
-        policy_loss, value_loss, stats = self.loss(*columns)
-        ratio = Mean.of(policy_log_ratio(logprobs, old_logprobs, mask).exp(), mask)
+        columns = (logits, vpreds, logprobs, mask, advantages, returns)
+        policy_loss, value_loss, stats = self.loss(old_logprobs, values, *columns)
+        ratio = masked_mean(policy_log_ratio(logprobs.detach(), old_logprobs, mask).exp(), mask)
         loss, outputs = policy_loss + value_loss, (logprobs, vpreds)
         return {**stats, **self.optimizer_step.descend(loss, ratio, outputs=outputs, step=self.steps_done)}
 
@@ -313,7 +311,9 @@ class PPOTrainer(NamesOf2024):
             "loss/value": Mean.of(value_losses, mask),
             "loss/total": Mean.of(policy_losses + config.vf_coef * value_losses, mask),
             **{f"policy/{name}": mean for name, mean in surrogate_stats(log_ratio, advantages, mask, **clip).items()},
-            **value_stats(vpreds, values, returns, mask, clip=config.cliprange_value),
+            "val/vpred": Mean.of(vpreds, mask),
+            "val/error": Mean.of((vpreds - returns) ** 2, mask),
+            "val/clipfrac": Mean.of(((vpreds - values).abs() > config.cliprange_value).to(vpreds.dtype), mask),
         }
         if logits is not None:
             stats["policy/entropy"] = Mean.of(token_entropy(logits, mask), mask)

@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -15,7 +14,6 @@ from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, sum_over_ranks, total_over_ranks
-from trimtab_lm.tokens.dropout import without_dropout
 
 from .config import PPOConfig
 
@@ -24,7 +22,6 @@ class OptimizerStep:
     """The next optimizer step on the policy, of one or several minibatches.
 
     Attributes:
-        processes: how many train together.
         kept: minibatches whose gradient the step has.
     """
 
@@ -32,30 +29,9 @@ class OptimizerStep:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: PPOConfig, accelerator: WeighingAccelerator
     ):
         self.model, self.optimizer, self.config, self.accelerator = model, optimizer, config, accelerator
-        self.processes, self.kept = accelerator.num_processes, 0
+        self.kept = 0
 
-    @contextmanager
-    def part(self, *, share: float, is_last: bool) -> Iterator[None]:
-        """A minibatch, without dropout: inside, accelerate's `backward` weighs a loss, and knows which is the last.
-
-        A `train_minibatch` of 2024 calls accelerate, and gets neither by its arguments.
-
-        Args:
-            share: what a loss is multiplied by.
-            is_last: whether the step is due after this part.
-        """
-        try:
-            with self.accelerator.part_of_step(self.model, is_last=is_last, share=share), without_dropout(self.model):
-                yield
-        except TrainingDivergedError:
-            self.drop()
-            raise
-
-    def total(self, number: float) -> float:
-        """The sum of a number over all processes. Collective."""
-        return total_over_ranks(number, self.accelerator.device)
-
-    def descend(self, loss: Tensor, ratio: Mean, *, outputs: Sequence[Tensor], step: int) -> dict[str, Mean]:
+    def descend(self, loss: Tensor, ratio: Tensor, *, outputs: Sequence[Tensor], step: int) -> dict[str, Mean]:
         """Adds the gradient of a minibatch, and takes the step if it is due. Collective if it is.
 
         A minibatch on which the mean ratio is above `ratio_threshold` is left out. No step is taken where all
@@ -63,7 +39,7 @@ class OptimizerStep:
 
         Args:
             loss: the minibatch's loss.
-            ratio: to the policy before the updates.
+            ratio: to the policy before the updates, the minibatch's mean.
             outputs: what the models returned. A minibatch that is left out has gradient 0, for which others wait.
             step: PPO steps done before, for the error.
 
@@ -75,9 +51,7 @@ class OptimizerStep:
         """
         config, accelerator = self.config, self.accelerator
         # In one piece, because each reading waits for the device.
-        read = [_number(x, loss.device) for x in (ratio.total, ratio.weight, loss.detach())]
-        total, weight, loss_value = torch.stack(read).tolist()
-        mean = total / weight if weight else math.nan
+        mean, loss_value = torch.stack([ratio.float(), loss.detach().float()]).tolist()
         is_skipped = mean > config.ratio_threshold
         if is_skipped:
             warnings.warn(
@@ -95,10 +69,12 @@ class OptimizerStep:
         self.kept += not is_skipped
         stats = {"policy/skipped": Mean(float(is_skipped), 1.0)}
         is_due = accelerator.sync_gradients
-        if is_due and not self.total(float(self.kept)):  # before the last gradient: with that DeepSpeed takes the step
+        if is_due and not total_over_ranks(
+            self.kept, accelerator.device
+        ):  # before the last gradient: with that DeepSpeed takes the step
             self.drop()
             return stats
-        if not is_skipped or self.processes > 1:
+        if not is_skipped or accelerator.num_processes > 1:
             accelerator.backward(loss)
         return stats | self._take() if is_due else stats
 
@@ -133,8 +109,8 @@ class OptimizerStep:
         """
         if not self.config.early_stopping:
             return False
-        parts = [_number(part, self.accelerator.device) for part in (divergence.total, divergence.weight)]
-        total, weight = sum_over_ranks(torch.stack(parts)).tolist()
+        parts = torch.stack([torch.as_tensor(part).float() for part in (divergence.total, divergence.weight)])
+        total, weight = sum_over_ranks(parts).tolist()
         return total / weight > 1.5 * self.config.target_kl
 
 
@@ -149,7 +125,3 @@ def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tens
     shuffle = torch.Generator().manual_seed(sampling_seed(config.seed, rank=rank, draw=step))
     for _ in range(config.ppo_epochs):
         yield from torch.randperm(config.batch_size, generator=shuffle).split(cast(int, config.backward_batch_size))
-
-
-def _number(x: Tensor | float, device: torch.device) -> Tensor:
-    return torch.as_tensor(x, dtype=torch.float32, device=device)

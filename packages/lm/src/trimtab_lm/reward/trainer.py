@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from trimtab_common.overrides import is_replaced
+from trimtab_common.overrides import replaced
 from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
 from trimtab_lm.hf.models import with_adapters
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, Optimizers, Prediction, Use
@@ -125,7 +125,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
     @property
     def has_own_loss(self) -> bool:
         """Whether a replaced method reads the columns of a batch that 2024 documents."""
-        return is_replaced(self, RewardTrainer, "compute_loss", "training_step", "prediction_step")
+        return bool(replaced(self, RewardTrainer, "compute_loss", "training_step", "prediction_step"))
 
     @property
     def data_collator(self) -> Any:

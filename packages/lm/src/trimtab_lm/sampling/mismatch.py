@@ -44,10 +44,6 @@ class Surprise(Mean):
         assert isinstance(other, Surprise)
         return Surprise(self.total + other.total, self.weight + other.weight, self.squares + other.squares)
 
-    def cpu(self) -> "Surprise":
-        """The same, as plain numbers."""
-        return Surprise(float(self.total), float(self.weight), float(self.squares))
-
     @property
     def value(self) -> float:
         """0 if nothing was counted."""
