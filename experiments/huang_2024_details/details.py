@@ -51,7 +51,7 @@ class DetailsTrainer(PPOTrainer):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         # PPOConfig(temperature=...) cannot do this: the trainer refuses to sample at a different temperature.
         responses = super().generate(*args, **kwargs)
-        sampler = self.generation.sampler
+        sampler = self.sampler
         sampler.temperature = self.config.logprob_temperature or sampler.temperature
         return responses
 

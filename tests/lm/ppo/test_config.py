@@ -556,7 +556,7 @@ def test_missing_eos_penalty_takes_the_end_token_that_generate_was_given():
     token = int(tiny.rows(1, 1, 1)[0][0])
     trainer.generate(queries, do_sample=True, max_new_tokens=2, eos_token_id=token)
     responses = [torch.tensor([5, token]) for _ in range(4)]
-    is_ended, given = ended(responses, trainer.generation.sampler.eos_ids), torch.stack(scores)
+    is_ended, given = ended(responses, trainer.sampler.eos_ids), torch.stack(scores)
     torch.testing.assert_close(shaped(given, is_ended, trainer.config, trainer.running), given)
 
 

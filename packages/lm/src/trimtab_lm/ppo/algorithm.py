@@ -5,37 +5,21 @@ Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trimtab_common.stats import Mean, Stats, total_over_ranks
+from trimtab_common.stats import Mean, gather_stats, total_over_ranks
 from trimtab_lm.sampling.mismatch import corrected
 
 from .experience import Experience, Minibatch
 from .loss import policy_log_ratio
-from .passes import Models, at_tokens, forward, forward_in_parts, kl_terms
-from .update import OptimizerStep
-
-
-class Boxes(Models, Protocol):
-    """The trainer: its models, and methods, of which the documented ones may be replaced."""
-
-    optimizer_step: OptimizerStep
-
-    @property
-    def compute_rewards(self) -> Callable[..., tuple[Tensor, ...]]: ...
-    @property
-    def compute_advantages(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
-    @property
-    def train_minibatch(self) -> Callable[..., Stats]: ...
-    def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor: ...
+from .passes import Trainer, at_tokens, forward, forward_in_parts, kl_terms
 
 
 @torch.no_grad()
 def evaluate(
-    boxes: Boxes, rollout: Experience, scores: Tensor, replaced: Collection[str], lap: Callable[[str], None]
+    boxes: Trainer, rollout: Experience, scores: Tensor, replaced: Collection[str], lap: Callable[[str], None]
 ) -> Experience:
     """The rollout with all columns, under the policy before its updates.
 
@@ -82,12 +66,15 @@ def evaluate(
     )
 
 
-def update(boxes: Boxes, rollout: Experience, batches: Iterable[Tensor], replaced: Collection[str]) -> list[Minibatch]:
+def update(
+    boxes: Trainer, rollout: Experience, batches: Iterable[Tensor], replaced: Collection[str]
+) -> list[Minibatch]:
     """An optimizer step over each batch of rows, until one shows that the policy has moved too far: it is not taken."""
-    step, recorded, counts = boxes.optimizer_step, list[Minibatch](), rollout.mask.sum(1).cpu()
+    config, step, counts = boxes.config, boxes.optimizer_step, rollout.mask.sum(1).cpu()
+    recorded = list[Minibatch]()
     for rows in batches:
         step.drop()  # what an error has left
-        parts = rollout.minibatches(rows, boxes.config.mini_batch_size)
+        parts = rollout.minibatches(rows, config.mini_batch_size)
         tokens, divergence = total_over_ranks(float(counts[rows].sum()), step.accelerator.device), Mean(0.0, 0.0)
         for number, part in enumerate(parts, start=1):
             is_last = number == len(parts)
@@ -99,7 +86,8 @@ def update(boxes: Boxes, rollout: Experience, batches: Iterable[Tensor], replace
                 span = (slice(None), slice(new.mask.shape[1]))
                 log_ratio = policy_log_ratio(new.logprobs.detach(), old.old_logprobs[span], new.mask)
                 divergence += Mean.of(0.5 * log_ratio**2, new.mask)
-                if is_last and step.is_too_far(divergence):
+                may_stop = is_last and config.early_stopping
+                if may_stop and gather_stats({"kl": divergence})["kl"] > 1.5 * config.target_kl:
                     step.drop()
                     del recorded[len(recorded) - number + 1 :]  # no loss of a step that is not taken counts
                     stopped = {"policy/approxkl": divergence, "policy/early_stopped": Mean(1.0, 1.0)}

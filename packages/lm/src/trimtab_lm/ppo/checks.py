@@ -20,13 +20,13 @@ from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
 
 from .experience import Experience
-from .passes import Models
+from .passes import Trainer
 
 TOKENS = 4  # of two queries: enough to see a wrong mask, position or temperature
 
 
 def check_step(
-    trainer: Models,
+    trainer: Trainer,
     queries: list[Tensor],
     responses: list[Tensor],
     scores: Sequence[Tensor | float],

@@ -1,11 +1,9 @@
 """Samples the responses of PPO, from the policy itself or from any backend, and remembers at which temperature."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import upcoming_queries
-from trimtab_lm.interface import Model
 from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
@@ -22,43 +19,34 @@ from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.tokens.dropout import without_dropout
 
 from .checks import check_generate, check_sampler
-from .config import PPOConfig
-from .passes import Padding, padded_inputs, score
-from .policy import ActorCritic, ReferencePolicy, whole_models
+from .passes import Trainer, padded_inputs, score
+from .policy import whole_models
 from .statistics import ended
 
 
-class Trainer(Protocol):
-    """What a PPOTrainer has for its generation."""
+class Sampler:
+    """What samples for a trainer, at a temperature that it remembers, with random numbers of its own.
 
-    config: PPOConfig
-    tokenizer: PreTrainedTokenizerBase
-    accelerator: Accelerator
-    bare: ActorCritic
-    reference_policy: ReferencePolicy
-    padding: Padding
-    rounding: float
-    rollout: RolloutBackend | None
-
-
-class Generation:
-    """What samples for a trainer.
+    Every call has a stream made from (seed, rank, number of the call): sampling neither moves nor depends on the global
+    generators, and goes on where it was after `load_state_dict`. Settings that make the sampler another policy than the
+    model are reported once each, with what they do to the KL.
 
     Args:
         trainer: a PPOTrainer, with its models. Its `rollout` is what samples; None: the policy.
 
     Attributes:
-        sampler: remembers the temperature, and how many calls there were.
+        temperature: the temperature of the last call that sampled.
+        eos_ids: the tokens that end a response, of the last call, and before the first those of the model.
+        calls: calls so far.
         pending: what is sampled ahead.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.config, self.tokenizer = trainer, trainer.config, trainer.tokenizer
-        self.policy, self.reference, self.padding = trainer.bare, trainer.reference_policy, trainer.padding
-        self.rounding = trainer.rounding
-        self.sampler = Sampler.of(self.config, self.tokenizer, trainer.accelerator.process_index)
-        self.sampler.eos_ids = eos_token_ids(self.policy.pretrained_model, self.tokenizer.eos_token_id)
-        self.pending = Pending()
+        self.policy, self.reference = trainer.bare, trainer.reference_policy
+        self.temperature, self.calls = self.config.temperature or 1.0, 0
+        self.eos_ids = eos_token_ids(self.policy.pretrained_model, self.tokenizer.eos_token_id)
+        self.pending, self._note = Pending(), Notes()
 
     def __call__(
         self, query_tensor: Tensor | list[Tensor], length_sampler: Callable[[], int] | None, **options: Any
@@ -84,20 +72,47 @@ class Generation:
         if self.trainer.rollout is not None:
             check_generate(self.trainer.rollout, generation_kwargs, generate_ref_response=generate_ref_response)
             responses = self._from_backend(self.trainer.rollout, queries, rows_of({"input_ids": queries})).completions
-            if self.padding.decoder_start is None and return_prompt:
+            if self.trainer.padding.decoder_start is None and return_prompt:
                 responses = [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
             return [responses]
-        models: list[AbstractContextManager[Any]] = [nullcontext(self.policy.pretrained_model)]
-        if generate_ref_response:
-            models.append(self.reference.reference.active())
-        options = {"batch_size": batch_size, "return_prompt": return_prompt, **generation_kwargs}
+        _check(queries)
+        options = {"batch_size": batch_size, "return_prompt": return_prompt}
         whole = whole_models(self.policy, self.reference if generate_ref_response else None)
         with torch.no_grad(), without_dropout(self.policy.policy), whole:
-            is_first = self.sampler.calls == 0
-            both = self.sampler(models, queries, **options)  # refuses bad queries by name
+            is_first = self.calls == 0
+            answers = [self._from_model(self.policy.pretrained_model, queries, generation_kwargs, options)]
+            if generate_ref_response:
+                with self.reference.reference.active() as model:
+                    answers.append(self._from_model(model, queries, generation_kwargs, options))
             if is_first:
                 self._check_sampler(queries, generation_kwargs)
-        return both
+        return answers
+
+    def _from_model(
+        self, model: Any, queries: list[Tensor], generation_kwargs: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> list[Tensor]:
+        fixed = {} if self.config.temperature is None else {"temperature": self.config.temperature}
+        settings = {"pad_token_id": self.tokenizer.pad_token_id, **fixed, **generation_kwargs}
+        with private_rng(self._next_seed(), model.device):
+            config, rest = sampling_config(model, **settings)
+            if config.do_sample:
+                self._take_temperature(config.temperature)
+            self._note(config)
+            self.eos_ids = eos_token_ids(model, self.tokenizer.eos_token_id, config)
+            return generate(model, queries, config, eos_ids=self.eos_ids, **rest, **options)
+
+    def _from_backend(self, backend: RolloutBackend, queries: list[Tensor], rows: Sequence[Row]) -> Sampled:
+        """One response to each query, by the policy's weights as they are; see `roll_out`.
+
+        Each call passes new weights to the backend: the sampler cannot know whether the caller has changed them.
+        """
+        _check(queries)
+        self._take_temperature(backend.settings.temperature)
+        self.eos_ids = eos_token_ids(self.policy.pretrained_model, self.tokenizer.eos_token_id)
+        seed = self._next_seed()
+        with whole_models(self.policy):
+            backend.sync(self.policy.pretrained_model, self.calls)
+            return roll_out(backend, queries, rows, num_generations=1, version=self.calls, seed=seed)
 
     def sample(
         self, batch: dict[str, Any], options: Mapping[str, Any], generate: Callable[..., list[Tensor]]
@@ -112,18 +127,19 @@ class Generation:
         queries = batch["input_ids"]
         if self.trainer.rollout is None or options:  # which `generate` refuses beside a rollout
             responses = generate(queries, return_prompt=False, **options)
-            return Sampled(responses, ended(responses, self.sampler.eos_ids).tolist())
+            return Sampled(responses, ended(responses, self.eos_ids).tolist())
         return self._from_backend(self.trainer.rollout, queries, rows_of(batch))
 
     def begin_step(self, step: int, loader: DataLoader[Any] | None) -> None:
-        """Tells a sampler that works ahead of the step.
+        """Tells a rollout that works ahead of the step, whose responses the next call takes.
 
         Args:
             step: PPO steps of the policy so far.
-            loader: has the queries to sample ahead; None: there are none.
+            loader: has the queries to sample ahead, which the call after the next takes; None: there are none.
         """
         if isinstance(self.trainer.rollout, AsynchronousRollout):
-            self.sampler.begin_step(self.trainer.rollout, step, None if loader is None else upcoming_queries(loader))
+            upcoming, seed = None if loader is None else upcoming_queries(loader), self._seed_of(self.calls + 2)
+            self.trainer.rollout.begin_step(step, upcoming, num_generations=1, seed=seed)
 
     def options(self, generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `generate` for whole batches; makes the backend where the config names one."""
@@ -147,127 +163,29 @@ class Generation:
         is_ahead = backend is not None and self.config.asynchronous_rollouts
         return AsynchronousRollout(backend, self.pending) if backend is not None and is_ahead else backend
 
-    def _from_backend(self, rollout: RolloutBackend, queries: list[Tensor], rows: Sequence[Row]) -> Sampled:
-        with whole_models(self.policy):
-            return self.sampler.from_backend(rollout, self.policy.pretrained_model, queries, rows)
-
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         def logprobs_of(queries: list[Tensor], responses: list[Tensor]) -> Tensor:
-            rows = (queries, responses, padded_inputs(queries, responses, self.padding))
-            return score(self.policy, self.policy, *rows, padding=self.padding, temperature=1.0).logprobs
+            padding = self.trainer.padding
+            rows = (queries, responses, padded_inputs(queries, responses, padding))
+            return score(self.policy, self.policy, *rows, padding=padding, temperature=1.0).logprobs
 
         model = self.policy.pretrained_model
         config, _ = sampling_config(model, **{"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs})
-        check_sampler(model, logprobs_of, queries, config, most=self.rounding)
-
-
-class Sampler:
-    """Samples responses at a temperature that it remembers, with random numbers of its own.
-
-    Every call has a stream made from (seed, rank, number of the call): sampling neither moves nor depends on the global
-    generators, and goes on where it was after `load_state_dict`. Settings that make the sampler another policy than the
-    model are reported once each, with what they do to the KL.
-
-    Args:
-        pad_token_id: the id at padding.
-        eos_token_id: what ends a response, where the model's generation config does not say it.
-        seed: seeds the sampling.
-        rank: this process's rank.
-        temperature: the one that calls must sample at; None lets each call choose.
-
-    Attributes:
-        temperature: the temperature of the last call that sampled.
-        eos_ids: the tokens that end a response, of the last call, and before the first those of the model.
-        calls: calls so far.
-    """
-
-    def __init__(
-        self, pad_token_id: int, eos_token_id: int | None, *, seed: int, rank: int, temperature: float | None = None
-    ):
-        self.pad_token_id, self.eos_token_id, self.seed, self.rank = pad_token_id, eos_token_id, seed, rank
-        self.fixed_temperature = temperature
-        self.temperature = temperature or 1.0
-        self.eos_ids: list[int] = []
-        self.calls = 0
-        self._note = Notes()
-
-    @classmethod
-    def of(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, rank: int) -> "Sampler":
-        """The sampler that the config asks for, on one process."""
-        return cls(
-            tokenizer.pad_token_id, tokenizer.eos_token_id, seed=config.seed, rank=rank, temperature=config.temperature
-        )
-
-    def __call__(
-        self,
-        models: Sequence[AbstractContextManager[Any]],
-        queries: Sequence[Tensor],
-        *,
-        batch_size: int,
-        return_prompt: bool,
-        **generation_kwargs: Any,
-    ) -> list[list[Tensor]]:
-        """The responses of each model, in eval mode, to 1-D queries; see `generate`.
-
-        Args:
-            models: contexts that give a model each.
-            queries: rows of token ids.
-            batch_size: queries at a time.
-            return_prompt: whether a response begins with its query.
-            generation_kwargs: settings of GenerationConfig.
-        """
-        _check(queries)
-        if self.fixed_temperature is not None:
-            generation_kwargs.setdefault("temperature", self.fixed_temperature)
-        answers = []
-        for context in models:
-            with context as model, private_rng(self._next_seed(), model.device):
-                config, rest = sampling_config(model, **{"pad_token_id": self.pad_token_id, **generation_kwargs})
-                if config.do_sample:
-                    self._take_temperature(config.temperature)
-                self._note(config)
-                self.eos_ids = eos_token_ids(model, self.eos_token_id, config)
-                rest |= {"batch_size": batch_size, "return_prompt": return_prompt}
-                answers.append(generate(model, queries, config, eos_ids=self.eos_ids, **rest))
-        return answers
-
-    def from_backend(
-        self, backend: RolloutBackend, model: Model, queries: Sequence[Tensor], rows: Sequence[Row]
-    ) -> Sampled:
-        """One response to each 1-D query from a backend, by the model's weights as they are; see `roll_out`.
-
-        Each call passes new weights to the backend: the sampler cannot know whether the caller has changed them.
-        """
-        _check(queries)
-        self._take_temperature(backend.settings.temperature)
-        self.eos_ids = eos_token_ids(model, self.eos_token_id)
-        seed = self._next_seed()
-        backend.sync(model, self.calls)
-        return roll_out(backend, queries, rows, num_generations=1, version=self.calls, seed=seed)
-
-    def begin_step(self, rollout: AsynchronousRollout, step: int, upcoming: Sequence[Tensor] | None) -> None:
-        """Begin a step whose rollout the next call takes; the call after it takes what is sampled ahead.
-
-        Args:
-            rollout: samples ahead.
-            step: PPO steps of the policy so far.
-            upcoming: queries to sample ahead, rows of token ids; None: nothing.
-        """
-        seed = self._seed_of(self.calls + 2)
-        rollout.begin_step(step, upcoming, num_generations=1, seed=seed)
+        check_sampler(model, logprobs_of, queries, config, most=self.trainer.rounding)
 
     def _next_seed(self) -> int:
         self.calls += 1
         return self._seed_of(self.calls)
 
     def _seed_of(self, call: int) -> int:
-        return sampling_seed(self.seed, rank=self.rank, draw=call)
+        return sampling_seed(self.config.seed, rank=self.trainer.accelerator.process_index, draw=call)
 
     def _take_temperature(self, temperature: float) -> None:
-        if self.fixed_temperature not in (None, temperature):
+        fixed = self.config.temperature
+        if fixed not in (None, temperature):
             raise ValueError(
                 f"Asked to sample at temperature {temperature}, but the config says that log-probabilities are "
-                f"taken at {self.fixed_temperature}. Make them equal, or leave the config's temperature at None."
+                f"taken at {fixed}. Make them equal, or leave the config's temperature at None."
             )
         self.temperature = temperature
 

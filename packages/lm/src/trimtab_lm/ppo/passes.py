@@ -1,17 +1,22 @@
 """Scores response tokens under a model, without padding: the one place where PPO calls `tokens/`."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.accelerators import WeighingAccelerator
+from trimtab_common.formulas.kl import FixedKLController
+from trimtab_common.stats import Stats
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.generate import pad
+from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.layout import TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import exact_kl
 from trimtab_lm.tokens.scores import score_logits
@@ -19,6 +24,7 @@ from trimtab_lm.tokens.scores import score_logits
 from .config import PPOConfig
 from .experience import UNKNOWN, Experience
 from .policy import ActorCritic, ReferencePolicy, whole_models
+from .update import OptimizerStep
 
 
 class Padding(NamedTuple):
@@ -67,17 +73,23 @@ _Group = tuple[list[int], list[list[int]], list[list[int]]]
 """The rows of one query, the ids of their responses, and for each response token 1 where it counts."""
 
 
-class Models(Protocol):
-    """What a trainer has for its forward passes."""
+class Trainer(Protocol):
+    """A PPOTrainer as its parts see it. Its documented methods may be replaced."""
 
     config: PPOConfig
     accelerator: WeighingAccelerator
+    tokenizer: PreTrainedTokenizerBase
     padding: Padding
     model: PreTrainedModelWrapper
     ref_model: PreTrainedModelWrapper | None
     actor_critic: nn.Module
     bare: ActorCritic
     reference_policy: ReferencePolicy
+    optimizer: Optimizer
+    optimizer_step: OptimizerStep
+    kl_ctl: FixedKLController
+    rounding: float
+    rollout: RolloutBackend | None
 
     @property
     def temperature(self) -> float: ...
@@ -85,13 +97,22 @@ class Models(Protocol):
     def prepare_model_inputs(self) -> Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]]: ...
     @property
     def batched_forward_pass(self) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor]]: ...
+    @property
+    def compute_rewards(self) -> Callable[..., tuple[Tensor, ...]]: ...
+    @property
+    def compute_advantages(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
+    @property
+    def train_minibatch(self) -> Callable[..., Stats]: ...
+    def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor: ...
+    def record_step_stats(self, kl_coef: float, **data: Any) -> Stats: ...
+    def gather_stats(self, stats: Mapping[str, object]) -> Stats: ...
 
 
-def forward(models: Models, model: nn.Module, rollout: Experience, replaced: Collection[str]) -> Scores:
+def forward(trainer: Trainer, model: nn.Module, rollout: Experience, replaced: Collection[str]) -> Scores:
     """What `batched_forward_pass` says of a minibatch, in its own width and mask.
 
     Args:
-        models: the trainer.
+        trainer: a PPOTrainer.
         model: its `actor_critic` or `reference_policy`.
         rollout: a minibatch; evaluated before, if this is an update.
         replaced: names of the trainer's methods that are replaced, some of which read logits.
@@ -100,23 +121,23 @@ def forward(models: Models, model: nn.Module, rollout: Experience, replaced: Col
     if torch.is_grad_enabled():
         keeps_logits = "loss" in replaced or "train_minibatch" in replaced
     else:
-        keeps_logits = models.config.kl_penalty == "full" and (is_replaced or "compute_rewards" in replaced)
-    columns = models.batched_forward_pass(
+        keeps_logits = trainer.config.kl_penalty == "full" and (is_replaced or "compute_rewards" in replaced)
+    columns = trainer.batched_forward_pass(
         *(model, rollout.queries, rollout.responses, rollout.model_inputs),
         # The entropy of a replaced pass comes from its logits.
-        return_logits=keeps_logits or (is_replaced and model is models.actor_critic),
+        return_logits=keeps_logits or (is_replaced and model is trainer.actor_critic),
         response_masks=rollout.response_masks,
     )
-    scores = columns if isinstance(columns, Scores) else completed(columns, rollout.mask, models.temperature)
+    scores = columns if isinstance(columns, Scores) else completed(columns, rollout.mask, trainer.temperature)
     logprobs, logits, values, mask = scores
     return Scores(logprobs, logits if keeps_logits else None, values, mask, scores.entropy, scores.head_inputs)
 
 
 def forward_in_parts(
-    models: Models, model: nn.Module, rollout: Experience, order: Sequence[Tensor], replaced: Collection[str]
+    trainer: Trainer, model: nn.Module, rollout: Experience, order: Sequence[Tensor], replaced: Collection[str]
 ) -> Scores:
     """The scores of B rows, [B, W, ...], from a forward pass over each minibatch, whose row numbers are `order`."""
-    parts = [forward(models, model, rollout[rows], replaced) for rows in order]
+    parts = [forward(trainer, model, rollout[rows], replaced) for rows in order]
     back, whole = torch.cat(list(order)).argsort(), list[Tensor | None]()
     for values in zip(*((*part, part.entropy, part.head_inputs) for part in parts), strict=True):
         rows = [row for value in values if value is not None for row in value]
@@ -230,23 +251,23 @@ def completed(columns: Sequence[Tensor | None], before: Tensor, temperature: flo
     return Scores(torch.where(counts, logprobs, 0.0), logits, values, mask, entropy, None)
 
 
-def kl_terms(models: Models, policy: Scores, reference: Scores, sampled: Tensor | None) -> tuple[Tensor, ...]:
+def kl_terms(trainer: Trainer, policy: Scores, reference: Scores, sampled: Tensor | None) -> tuple[Tensor, ...]:
     """What `compute_rewards` takes of policy and reference, and the exact KL where it takes that too.
 
     Args:
-        models: the trainer.
+        trainer: a PPOTrainer.
         policy: the policy's columns of the whole batch.
         reference: the reference's columns of the whole batch.
         sampled: [B, R], log-probabilities of the policy that sampled. Where it is an older one, the estimates of the
             KL on its samples are those of its own KL.
     """
-    temperature = models.temperature
-    if models.config.kl_penalty != "full":
-        is_older = models.config.asynchronous_rollouts
+    temperature = trainer.temperature
+    if trainer.config.kl_penalty != "full":
+        is_older = trainer.config.asynchronous_rollouts
         return (sampled if sampled is not None and is_older else policy.logprobs), reference.logprobs
     if policy.head_inputs is None or reference.head_inputs is None:
         return full_logprobs(policy.logits, temperature), full_logprobs(reference.logits, temperature)
-    exact = exact_kl_of(models.bare, models.reference_policy, policy, reference, temperature=temperature)
+    exact = exact_kl_of(trainer.bare, trainer.reference_policy, policy, reference, temperature=temperature)
     return policy.logprobs, reference.logprobs, exact
 
 

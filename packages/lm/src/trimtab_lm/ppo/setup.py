@@ -9,7 +9,6 @@ import torch
 from accelerate.utils import DistributedType, send_to_device
 from datasets import Dataset
 from peft import PeftType
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
@@ -39,7 +38,8 @@ from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.router import refuse_router_loss
 
 from .config import PPOConfig
-from .generation import Generation
+from .generation import Sampler
+from .passes import Trainer
 from .policy import ActorCritic
 
 WITHOUT_EFFECT = (
@@ -53,17 +53,11 @@ HELD = ("learning_rate", "value_learning_rate", "init_kl_coef")
 """Fields of PPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
 
 
-class Trainer(Protocol):
-    """What a PPOTrainer has before its data and its run are set up, and what they add."""
+class Owner(Trainer, Protocol):
+    """A trainer whose data and run are set up."""
 
-    config: PPOConfig
-    accelerator: WeighingAccelerator
-    model: PreTrainedModelWrapper
-    tokenizer: PreTrainedTokenizerBase
     is_encoder_decoder: bool
-    actor_critic: nn.Module
-    generation: Generation
-    rollout: RolloutBackend | None
+    sampler: Sampler
     dataset: Any
     dataloader: DataLoader[Any] | None
 
@@ -245,7 +239,7 @@ def warmup_factor(steps: int, *, length: int) -> float:
 
 
 def open_data(
-    trainer: Trainer, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
+    trainer: Owner, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
 ) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
     """The prompts, their batches, and the position in them, of which checkpoints hold the state.
 
@@ -267,7 +261,7 @@ def open_data(
     return rows, dataloader, batches if isinstance(batches, ShuffledBatches) else None
 
 
-def dataloader_of(trainer: Trainer, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
+def dataloader_of(trainer: Owner, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
     """See `PPOTrainer.prepare_dataloader`."""
     config, accelerator, collate = trainer.config, trainer.accelerator, data_collator or collate_columns
     if config.remove_unused_columns and isinstance(rows, Dataset):
@@ -281,7 +275,7 @@ def dataloader_of(trainer: Trainer, rows: Any, data_collator: Callable[[Sequence
     )
 
 
-def run_of(trainer: Trainer) -> Run:
+def run_of(trainer: Owner) -> Run:
     """The run that the config asks for, with what checkpoints hold, under a new id. Collective."""
     config, accelerator = trainer.config, trainer.accelerator
     data = rows_fingerprint(trainer.dataset) if isinstance(trainer.dataset, Dataset) else None
@@ -304,21 +298,22 @@ def run_of(trainer: Trainer) -> Run:
         held=HELD,
     )
     accelerator.trackers = trackers_of(run, config.log_with)
-    run.keep(trainer, "optimizer", "lr_scheduler", "kl_ctl", "running", "batches", "steps_done", "best_score")
-    run.keep(trainer.generation, "sampler")
+    run.keep(
+        trainer, "optimizer", "lr_scheduler", "kl_ctl", "running", "batches", "sampler", "steps_done", "best_score"
+    )
     run.keep(accelerator, "scaler")
-    run.keep_per_rank("pending", trainer.generation.pending)
+    run.keep_per_rank("pending", trainer.sampler.pending)
     return run
 
 
-def prompts_of_run(trainer: Trainer) -> DataLoader[Any]:
+def prompts_of_run(trainer: Owner) -> DataLoader[Any]:
     """The batches of prompts of a trainer, which `train` needs."""
     if trainer.dataloader is None:
         raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
     return trainer.dataloader
 
 
-def rewards_of_run(trainer: Trainer, reward: Any, weights: Sequence[float] | None) -> RewardSet:
+def rewards_of_run(trainer: Owner, reward: Any, weights: Sequence[float] | None) -> RewardSet:
     """What scores the responses of a run; nothing where none is named and an environment gives the rewards.
 
     Args:

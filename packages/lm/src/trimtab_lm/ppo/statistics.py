@@ -3,17 +3,15 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.config import flattened
-from trimtab_common.formulas.kl import FixedKLController, k3
+from trimtab_common.formulas.kl import k3
 from trimtab_common.formulas.masking import explained_variance
 from trimtab_common.stats import Correlation, Deviation, Mean, Stats, Summary, Variance, gather_stats, merge_stats
 from trimtab_lm.rewards.functions import Scored, function_stats
@@ -22,6 +20,7 @@ from trimtab_lm.sampling.rollout import Rollout as Sampled
 
 from .config import PPOConfig
 from .experience import Experience, Minibatch
+from .passes import Trainer
 
 LENGTH_CORRELATION = "tokens/responses_len_score_correlation"
 
@@ -201,7 +200,7 @@ def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, st
 
 
 def step_stats(
-    trainer: "Reporter", rollout: Experience, recorded: Sequence[Minibatch], clock: "Clock", *, ends: Sequence[int]
+    trainer: Trainer, rollout: Experience, recorded: Sequence[Minibatch], clock: "Clock", *, ends: Sequence[int]
 ) -> Stats:
     """The documented statistics of a step over all processes: floats and 1-D tensors. Collective.
 
@@ -232,18 +231,6 @@ def step_stats(
     if math.isnan(numbers.get(LENGTH_CORRELATION, 0.0)):
         del numbers[LENGTH_CORRELATION]
     return numbers
-
-
-class Reporter(Protocol):
-    """What a trainer has for its statistics; the methods may be replaced."""
-
-    config: PPOConfig
-    tokenizer: PreTrainedTokenizerBase
-    optimizer: Optimizer
-    kl_ctl: FixedKLController
-
-    def record_step_stats(self, kl_coef: float, **data: Any) -> Stats: ...
-    def gather_stats(self, stats: Mapping[str, object]) -> Stats: ...
 
 
 class Clock:

@@ -33,7 +33,7 @@ from . import files, setup
 from .algorithm import evaluate, update
 from .checks import check_ratio, check_rollout, check_step
 from .config import PPOConfig
-from .generation import Generation, completions_of, step_arguments
+from .generation import Sampler, completions_of, step_arguments
 from .loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio, shaped
 from .passes import Padding, padded_inputs, score, token_entropy
 from .policy import ActorCritic, ReferencePolicy, keep_value_dtype
@@ -97,8 +97,8 @@ class PPOTrainer(NamesOf2024):
         self.reference_policy = ReferencePolicy.of(self.bare, self.reference, self.ref_model, self.accelerator)
         self.rounding = rounding_of(model.pretrained_model.dtype, is_mixed=self.accelerator.mixed_precision != "no")
         self.kl_ctl, self.running = config.kl_controller(), RunningMoments()
-        self.generation = Generation(self)
-        self.rollout = self.generation.ahead_if_asked(rollout)
+        self.sampler = Sampler(self)
+        self.rollout = self.sampler.ahead_if_asked(rollout)
         self.steps_done, self.best_score, self.data_collator = 0, float("-inf"), data_collator
         self.dataset, self.dataloader, self.batches = setup.open_data(self, dataset, data_collator)
         self.run = setup.run_of(self)
@@ -126,15 +126,15 @@ class PPOTrainer(NamesOf2024):
         """
         loader, rewards = setup.prompts_of_run(self), setup.rewards_of_run(self, reward, reward_weights)
         files.resume(self.run, self.config, resume_from)
-        options = self.generation.options(generation_kwargs or {})
-        config, generation, total = self.config, self.generation, steps or self.config.steps
+        options = self.sampler.options(generation_kwargs or {})
+        config, sampler, total = self.config, self.sampler, steps or self.config.steps
         history, batches = list[Stats](), endless(loader)
         with self.run.training(config.output_dir):
             for number in progress(range(self.steps_done + 1, total + 1), "PPO steps"):
                 batch = next(batches)
                 self.run.begin_step(config.output_dir)
-                generation.begin_step(self.steps_done, loader if number < total else None)
-                sampled = generation.sample(batch, options, self.generate)
+                sampler.begin_step(self.steps_done, loader if number < total else None)
+                sampled = sampler.sample(batch, options, self.generate)
                 scored = rewards(*completions_of(batch, sampled, self.tokenizer, self.is_encoder_decoder))
                 scores = scored.rewards.tolist()
                 stats = self.step(batch["input_ids"], sampled.completions, scores, **step_arguments(sampled))
@@ -176,7 +176,7 @@ class PPOTrainer(NamesOf2024):
         overridden = replaced(self, PPOTrainer, "batched_forward_pass", "compute_rewards", "loss", "train_minibatch")
         columns = (queries, responses, scores, response_masks, response_rewards, sampler_logprobs)
         rollout, given = check_step(self, *columns, is_first=is_first, reads_ids="batched_forward_pass" in overridden)
-        ends = self.generation.sampler.eos_ids
+        ends = self.sampler.eos_ids
         scores_shaped = shaped(given, ended(rollout.responses, ends), config, self.running)
         batches = rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done)
         with without_dropout(self.actor_critic):
@@ -364,12 +364,12 @@ class PPOTrainer(NamesOf2024):
         """
         self.run.interruption.end_if_saved()
         shape = {"return_prompt": return_prompt, "generate_ref_response": generate_ref_response}
-        return self.generation(query_tensor, length_sampler, batch_size=batch_size, **shape, **generation_kwargs)
+        return self.sampler(query_tensor, length_sampler, batch_size=batch_size, **shape, **generation_kwargs)
 
     @property
     def temperature(self) -> float:
         """At which responses are sampled and scored: the config's, or that of the last `generate`."""
-        return self.generation.sampler.temperature
+        return self.sampler.temperature
 
     def save_checkpoint(self, output_dir: str | Path | None = None) -> Path:
         """Writes all that the next step depends on, atomically, as `checkpoint-<steps>` into the folder (config's)."""

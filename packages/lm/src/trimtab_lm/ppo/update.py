@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import Mean, sum_over_ranks, total_over_ranks
+from trimtab_common.stats import Mean, total_over_ranks
 
 from .config import PPOConfig
 
@@ -100,18 +100,6 @@ class OptimizerStep:
         """Forgets the gradient."""
         self.optimizer.zero_grad()
         self.kept = 0
-
-    def is_too_far(self, divergence: Mean) -> bool:
-        """Whether `early_stopping` ends the updates before this step is taken. Collective.
-
-        Args:
-            divergence: KL(old policy, policy) in nats per token, of the step's tokens on this process.
-        """
-        if not self.config.early_stopping:
-            return False
-        parts = torch.stack([torch.as_tensor(part).float() for part in (divergence.total, divergence.weight)])
-        total, weight = sum_over_ranks(parts).tolist()
-        return total / weight > 1.5 * self.config.target_kl
 
 
 def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tensor]:
