@@ -154,14 +154,11 @@ class Condition:
     cause: str
     remedy: str
 
-    def alert(self, readings: Sequence[Reading | None]) -> Alert | None:
-        """What is to be said of the readings of signs, one for each; nothing where one of them is missing."""
-        seen = list(filter(None, readings))
-        if not seen or len(seen) < len(readings):
-            return None
-        words = ", and ".join(reading.words for reading in seen)
+    def alert(self, readings: Sequence[Reading]) -> Alert:
+        """What the readings of its signs say, one for each."""
+        words = ", and ".join(reading.words for reading in readings)
         message = f"{words}: {self.cause}. {self.remedy}"
-        return Alert(f"health/{self.name}", seen[0].value, seen[0].threshold, message)
+        return Alert(f"health/{self.name}", readings[0].value, readings[0].threshold, message)
 
 
 CONDITIONS = (

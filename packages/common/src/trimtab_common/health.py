@@ -26,8 +26,8 @@ def warn_at_start(condition: Condition, gap: float, *, rounding: float) -> None:
         gap: its statistic, nats.
         rounding: nats by which two ways to the same log-probability may differ.
     """
-    if alert := condition.alert([sign.reading([gap], rounding) for sign in condition.signs]):
-        warnings.warn(f"step 1: {alert}", stacklevel=6)
+    if reading := condition.signs[0].reading([gap], rounding):
+        warnings.warn(f"step 1: {condition.alert([reading])}", stacklevel=6)
 
 
 def rounding_of(dtype: torch.dtype, *, is_mixed: bool) -> float:
@@ -168,7 +168,7 @@ class HealthMonitor:
         self._last_alert = dict(state["last_alert"])
 
     def _alert(self, condition: Condition, signs: Sequence[Sign]) -> Alert | None:
-        readings: list[Reading | None] = []
+        readings: list[Reading] = []
         for sign in signs:
             if sign.may_lack and sign.statistic not in self._recent:
                 continue
@@ -176,8 +176,11 @@ class HealthMonitor:
             recent = list(self._recent.get(sign.statistic, ()))[-checks:]
             units = {None: 1.0, "first": self._first.get(sign.statistic), "target": self.kl_target}
             unit = units[sign.of]
-            readings.append(None if unit is None or len(recent) < checks else sign.reading(recent, unit))
-        return condition.alert(readings)
+            reading = None if unit is None or len(recent) < checks else sign.reading(recent, unit)
+            if reading is None:
+                return None
+            readings.append(reading)
+        return condition.alert(readings) if readings else None
 
     def _is_due(self, name: str) -> bool:
         due = name not in self._last_alert or self._checks - self._last_alert[name] >= self.repeat_after

@@ -225,8 +225,7 @@ def gather_stats(stats: Mapping[str, object]) -> Stats:
     Returns:
         Numbers and 1-D tensors, equal on all processes.
     """
-    local = {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in stats.items()}
-    merged = merge_stats(gather_over_ranks(local))
+    merged = merge_stats(gather_over_ranks(merge_stats([stats])))
     for key, value in merged.items():
         if isinstance(value, Summary):
             merged[key] = value.value

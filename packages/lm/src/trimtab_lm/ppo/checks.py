@@ -78,7 +78,7 @@ def check_step(
                 f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
                 "batch, or make the config with the batch_size that you use."
             )
-    vocab_size = vocabulary_size(policy.pretrained_model)
+    vocab_size = vocabulary_size(trainer.model.pretrained_model)
     for name, column in {"queries": queries, "responses": responses}.items():
         check_ids(name, column, vocab_size)
     for i, (query, row) in enumerate(zip(queries, responses, strict=True)):
