@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trimtab_common.conditions import AT_THE_START, CONDITIONS, Vitals
+from trimtab_common.conditions import CONDITIONS, OTHER_REFERENCE, OTHER_SAMPLER, OTHER_START, Vitals
 from trimtab_common.health import HealthMonitor, TrainingDivergedError, check_rows
 
 HEALTHY = Vitals(
@@ -113,7 +113,7 @@ def test_a_condition_with_two_signs_says_both():
 
 
 def test_every_condition_has_its_limit_words_cause_and_remedy():
-    every = [*CONDITIONS, *AT_THE_START]
+    every = [*CONDITIONS, OTHER_REFERENCE, OTHER_START, OTHER_SAMPLER]
     assert len({condition.name for condition in every}) == len(every)
     for condition in every:
         for sign in (*condition.signs, *condition.or_signs):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 
 def _number(words: str) -> float | None:
@@ -63,26 +61,6 @@ class Vitals:
 
 
 @dataclass(frozen=True)
-class Alert:
-    """One condition that holds; `str(alert)` is a line with the number, the limit, the cause and the remedy.
-
-    Args:
-        name: the metric under which the alert is logged, `health/<condition>`.
-        value: the quantity that missed its limit.
-        threshold: the limit.
-        message: number, limit, cause and remedy.
-    """
-
-    name: str
-    value: float
-    threshold: float
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.message}"
-
-
-@dataclass(frozen=True)
 class Sign:
     """A number on the wrong side of its limit.
 
@@ -105,36 +83,6 @@ class Sign:
     share: float = 1.0
     may_lack: bool = False
 
-    def reading(self, values: Sequence[float], unit: float = 1.0) -> Reading | None:
-        """The latest values, of which the last comes last, in words; None where one is on the right side.
-
-        Args:
-            values: those of the checks that tell.
-            unit: what the limit is a multiple of.
-        """
-        count = math.ceil(self.share * len(values))
-        nearest = sorted(values, reverse=self.above is not None)[count - 1]
-        if self.above is not None:
-            side, limit, is_wrong = "above", self.above, nearest > self.above * unit
-        else:
-            assert self.below is not None, self.statistic
-            side, limit, is_wrong = "below", self.below, nearest < self.below * unit
-        if not is_wrong:
-            return None
-        words = Vitals.__dataclass_fields__[self.statistic].metadata["words"].format(f"{nearest:.4g}")
-        multiple = f" ({limit:g} times the {self.of})" if self.of in ("first", "target") else ""
-        often = "each" if count == len(values) else count
-        lasting = f" at {often} of the last {len(values)} checks" if len(values) > 1 else ""
-        return Reading(nearest, limit * unit, f"{words}, {side} {limit * unit:.4g}{multiple}{lasting}")
-
-
-class Reading(NamedTuple):
-    """A number that is on the wrong side of its limit, and both in words."""
-
-    value: float
-    threshold: float
-    words: str
-
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
@@ -153,12 +101,6 @@ class Condition:
     or_signs: tuple[Sign, ...] = ()
     cause: str
     remedy: str
-
-    def alert(self, readings: Sequence[Reading]) -> Alert:
-        """What the readings of its signs say, one for each."""
-        words = ", and ".join(reading.words for reading in readings)
-        message = f"{words}: {self.cause}. {self.remedy}"
-        return Alert(f"health/{self.name}", readings[0].value, readings[0].threshold, message)
 
 
 CONDITIONS = (
@@ -292,5 +234,3 @@ OTHER_SAMPLER = Condition(
     remedy="Does the model need position ids or a mask that generate alone passes, a fixed cache, or an attention "
     "implementation that ignores padding? Try attn_implementation='eager'.",
 )
-AT_THE_START = (OTHER_REFERENCE, OTHER_START, OTHER_SAMPLER)
-"""What the trainers look for before their first update."""

@@ -6,28 +6,88 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from dataclasses import dataclass
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from trimtab_common.conditions import CONDITIONS, Alert, Condition, Reading, Sign, Vitals
+from trimtab_common.conditions import CONDITIONS, Condition, Sign, Vitals
 
 
 class TrainingDivergedError(FloatingPointError):
     """A number that must be finite is not; the weights of the last step can no longer be trusted."""
 
 
+@dataclass(frozen=True)
+class Alert:
+    """One condition that holds; `str(alert)` is a line with the number, the limit, the cause and the remedy.
+
+    Args:
+        name: the metric under which the alert is logged, `health/<condition>`.
+        value: the quantity that missed its limit.
+        threshold: the limit.
+        message: number, limit, cause and remedy.
+    """
+
+    name: str
+    value: float
+    threshold: float
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.message}"
+
+
+class Reading(NamedTuple):
+    """A number that is on the wrong side of its limit, and both in words."""
+
+    value: float
+    threshold: float
+    words: str
+
+
+def reading(sign: Sign, values: Sequence[float], unit: float = 1.0) -> Reading | None:
+    """The latest values, of which the last comes last, in words; None where one is on the right side.
+
+    Args:
+        sign: has the limit.
+        values: those of the checks that tell.
+        unit: what the limit is a multiple of.
+    """
+    count = math.ceil(sign.share * len(values))
+    nearest = sorted(values, reverse=sign.above is not None)[count - 1]
+    if sign.above is not None:
+        side, limit, is_wrong = "above", sign.above, nearest > sign.above * unit
+    else:
+        assert sign.below is not None, sign.statistic
+        side, limit, is_wrong = "below", sign.below, nearest < sign.below * unit
+    if not is_wrong:
+        return None
+    words = Vitals.__dataclass_fields__[sign.statistic].metadata["words"].format(f"{nearest:.4g}")
+    multiple = f" ({limit:g} times the {sign.of})" if sign.of in ("first", "target") else ""
+    often = "each" if count == len(values) else count
+    lasting = f" at {often} of the last {len(values)} checks" if len(values) > 1 else ""
+    return Reading(nearest, limit * unit, f"{words}, {side} {limit * unit:.4g}{multiple}{lasting}")
+
+
+def alert_of(condition: Condition, readings: Sequence[Reading]) -> Alert:
+    """What the readings of a condition's signs say, one for each."""
+    words = ", and ".join(reading.words for reading in readings)
+    message = f"{words}: {condition.cause}. {condition.remedy}"
+    return Alert(f"health/{condition.name}", readings[0].value, readings[0].threshold, message)
+
+
 def warn_at_start(condition: Condition, gap: float, *, rounding: float) -> None:
-    """Warns if a condition of `AT_THE_START` holds.
+    """Warns if a condition holds that is looked for before the first update, such as `OTHER_REFERENCE`.
 
     Args:
         condition: which of them.
         gap: its statistic, nats.
         rounding: nats by which two ways to the same log-probability may differ.
     """
-    if reading := condition.signs[0].reading([gap], rounding):
-        warnings.warn(f"step 1: {condition.alert([reading])}", stacklevel=6)
+    if wrong := reading(condition.signs[0], [gap], rounding):
+        warnings.warn(f"step 1: {alert_of(condition, [wrong])}", stacklevel=6)
 
 
 def rounding_of(dtype: torch.dtype, *, is_mixed: bool) -> float:
@@ -176,11 +236,11 @@ class HealthMonitor:
             recent = list(self._recent.get(sign.statistic, ()))[-checks:]
             units = {None: 1.0, "first": self._first.get(sign.statistic), "target": self.kl_target}
             unit = units[sign.of]
-            reading = None if unit is None or len(recent) < checks else sign.reading(recent, unit)
-            if reading is None:
+            wrong = None if unit is None or len(recent) < checks else reading(sign, recent, unit)
+            if wrong is None:
                 return None
-            readings.append(reading)
-        return condition.alert(readings) if readings else None
+            readings.append(wrong)
+        return alert_of(condition, readings) if readings else None
 
     def _is_due(self, name: str) -> bool:
         due = name not in self._last_alert or self._checks - self._last_alert[name] >= self.repeat_after
