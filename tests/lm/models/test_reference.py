@@ -360,7 +360,7 @@ def test_a_reference_is_first_run_where_all_its_layers_lie(trainer: str, monkeyp
         device=torch.device("meta"), is_fsdp2=False, distributed_type="NO", unwrap_model=lambda model: model
     )
     if trainer == "ppo":
-        ReferencePolicy.of(bare, Reference.of(policy, reference), reference, accelerator)
+        ReferencePolicy(bare, Reference.of(policy, reference), reference, accelerator)
     else:
         make_reference(policy, reference, DPOConfig(report_to="none", use_cpu=True), accelerator)
     assert devices == [{"meta"}]

@@ -216,36 +216,27 @@ def keep_value_dtype(actor: ActorCritic) -> None:
 class ReferencePolicy(nn.Module):
     """The reference of the KL penalty, called as the policy is: without its adapters, gradients and values.
 
+    It is put on the accelerator's device, and sharded where the policy is.
+
     Args:
-        actor: the policy itself where it is its own reference with the adapters off, else another model; not wrapped.
-        reference: switches adapters and gradients off.
-        accelerator: has the precision of the policy.
+        actor: the policy, not wrapped.
+        reference: the reference of the KL penalty; switches adapters and gradients off.
+        ref_model: the same with a value head, which is not used; None where the policy is its own reference.
+        accelerator: that prepared the policy, and has its precision.
     """
 
-    def __init__(self, actor: ActorCritic, reference: Reference, accelerator: Accelerator):
-        super().__init__()
-        self.actor, self.reference, self.accelerator = actor, reference, accelerator
-        self.readers = {"tokens": actor.readers["tokens"]}
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         actor: ActorCritic,
         reference: Reference,
         ref_model: PreTrainedModelWrapper | None,
         accelerator: Accelerator,
-    ) -> "ReferencePolicy":
-        """The reference on the accelerator's device, and sharded where the policy is.
-
-        Args:
-            actor: the policy, not wrapped.
-            reference: the reference of the KL penalty.
-            ref_model: the same with a value head, which is not used; None where the policy is its own reference.
-            accelerator: that prepared the policy.
-        """
+    ):
+        super().__init__()
         if ref_model is not None:
             actor = prepared_for_inference(ActorCritic(on_one_device(ref_model, accelerator.device)), accelerator)
-        return cls(actor, reference, accelerator)
+        self.actor, self.reference, self.accelerator = actor, reference, accelerator
+        self.readers = {"tokens": actor.readers["tokens"]}
 
     def forward(self, *args: Any, **inputs: Any) -> TokenOutputs | tuple[Any, ...]:
         if "tokens" in inputs:

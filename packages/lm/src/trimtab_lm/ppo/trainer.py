@@ -94,7 +94,7 @@ class PPOTrainer(NamesOf2024):
         self.optimizer_step = OptimizerStep(self.actor_critic, self.optimizer, self.config, self.accelerator)
         self.bare: ActorCritic = self.accelerator.unwrap_model(self.actor_critic)
         keep_value_dtype(self.bare)
-        self.reference_policy = ReferencePolicy.of(self.bare, self.reference, self.ref_model, self.accelerator)
+        self.reference_policy = ReferencePolicy(self.bare, self.reference, self.ref_model, self.accelerator)
         self.rounding = rounding_of(model.pretrained_model.dtype, is_mixed=self.accelerator.mixed_precision != "no")
         self.kl_ctl, self.running = config.kl_controller(), RunningMoments()
         self.sampler = Sampler(self)

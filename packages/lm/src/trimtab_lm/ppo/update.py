@@ -83,18 +83,15 @@ class OptimizerStep:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)  # DeepSpeed's is a number
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             self.drop()
+            is_taken = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            taken = "DeepSpeed has taken the step with it: resume from the last checkpoint."
             raise TrainingDivergedError(
-                f"The gradient has norm {float(norm)}. {self._step_taken()} Lower learning_rate "
-                f"({self.config.learning_rate}) or train in bfloat16 or float32."
+                f"The gradient has norm {float(norm)}. {taken if is_taken else 'No update was made.'} Lower "
+                f"learning_rate ({self.config.learning_rate}) or train in bfloat16 or float32."
             )
         self.optimizer.step()
         self.drop()
         return self.accelerator.norm_stats(norm)
-
-    def _step_taken(self) -> str:
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return "DeepSpeed has taken the step with it: resume from the last checkpoint."
-        return "No update was made."
 
     def drop(self) -> None:
         """Forgets the gradient."""
