@@ -104,20 +104,12 @@ def checked(config: PPOConfig | None, rollout: RolloutBackend | None) -> PPOConf
 
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
     """The model with a value head to train: the caller's, or that of `config.model_name`."""
-    model = _loaded_or_checked(config, model)
-    interface.check_generation_config(model.pretrained_model)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    return model
-
-
-def _loaded_or_checked(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
     if model is None:
         if config.model_name is None:
             raise ValueError("PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name.")
         is_encoder_decoder = AutoConfig.from_pretrained(config.model_name).is_encoder_decoder
         kind = AutoModelForSeq2SeqLMWithValueHead if is_encoder_decoder else AutoModelForCausalLMWithValueHead
-        return kind.from_pretrained(config.model_name)
+        model = kind.from_pretrained(config.model_name)
     if not isinstance(model, PreTrainedModelWrapper):
         raise TypeError(
             f"PPOTrainer trains a model with a value head, got {type(model).__name__}. Wrap it: "
@@ -130,6 +122,9 @@ def _loaded_or_checked(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
             f"PPOTrainer cannot train {type(peft).__name__}, which puts virtual tokens before each row. Use LoRA or "
             "prefix tuning."
         )
+    interface.check_generation_config(model.pretrained_model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
     return model
 
 
