@@ -1,7 +1,7 @@
 """Forward passes without dropout, in which gradient checkpointing still runs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -18,24 +18,21 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     Args:
         model: any module; its parameters are not touched.
     """
-    training = {module: module.training for module in model.modules()}
-    rates: list[tuple[nn.Module, str, float]] = []
+    modes = [(module, module.training) for module in model.modules()]
+    checkpointing = []
+    for module, _ in modes:
+        # Only transformers' layers have the attribute.
+        if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
+            checkpointing.append(module)
+    model.eval()
     try:
-        model.eval()
-        for module in model.modules():
-            # Only transformers' layers have the attribute.
-            if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
+        with dropout_rates_at_zero(model) if checkpointing else nullcontext():
+            for module in checkpointing:
                 module.training = True
-                for name, rate in list(vars(module).items()):
-                    if "drop" in name and isinstance(rate, float):
-                        rates.append((module, name, rate))
-                        setattr(module, name, 0.0)
-        yield
+            yield
     finally:
-        for module, flag in training.items():
-            module.training = flag
-        for module, name, rate in rates:
-            setattr(module, name, rate)
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

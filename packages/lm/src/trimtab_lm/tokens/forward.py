@@ -22,6 +22,7 @@ from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
 from trimtab_lm.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config, trunk_of
 from trimtab_lm.tokens.attention import attends_fully, is_verified, tree_mask
+from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.fast import GroupMask, runs_by_group
 from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import LanguageHead
@@ -239,9 +240,7 @@ def _agrees(model: PreTrainedModel, layout: Layout) -> bool:
     groups = [TokenGroup(first, [second, third], [[1] * 3] * 2)] * 2
     padded = lay_out(groups, "padded", pad_token_id=0)
     leaking = lay_out([TokenGroup(first, [second + first + third], [[1] * 9])], "padded", pad_token_id=0)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with without_dropout(model):
         expected = _hidden(model, padded).view(4, 3, -1)[1::2]
         leaked = _hidden(model, leaking)[-3:]
         try:
@@ -249,9 +248,6 @@ def _agrees(model: PreTrainedModel, layout: Layout) -> bool:
             hidden = _hidden(model, lay_out(groups, layout, pad_token_id=0, width=12)).view(4, 3, -1)[1::2]
         except (NotImplementedError, RuntimeError, TypeError, ValueError):
             return False  # the model's attention does not take this mask
-    finally:
-        for module in training:
-            module.training = True
     is_exact = expected.dtype in EXACT and torch.get_float32_matmul_precision() == "highest"
     return bool((hidden - expected).norm() <= (5e-4 if is_exact else 0.05) * (leaked - expected).norm())
 
