@@ -14,7 +14,7 @@ prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts gr
 import bisect
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -80,7 +80,7 @@ def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (room, row), sorted
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         place = bisect.bisect_left(open_rows, (lengths[index], -1))
         if place == len(open_rows):
             rows.append([index])
@@ -91,7 +91,7 @@ def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
             room -= lengths[index]
         if room:
             bisect.insort(open_rows, (room, row))
-    return sorted((sorted(row) for row in rows), key=lambda row: row[0])
+    return sorted(map(sorted, rows))
 
 
 def lean_width(lengths: Sequence[int]) -> int:
@@ -150,7 +150,13 @@ def lay_out(
     if layout == "encoder-decoder":
         return _encoder_decoder(groups, pad_token_id, decoder_start_token_id)
     is_tree = layout in ("tree", "row")
-    pieces = groups if is_tree else [piece for group in groups for piece in _with_one_branch(group)]
+    pieces = groups
+    if not is_tree:  # each branch with a copy of the prefix
+        pieces = [
+            TokenGroup(group.prefix, [ids], [counts])
+            for group in groups
+            for ids, counts in zip(group.branches, group.counts, strict=True)
+        ]
     lengths = [len(piece.prefix) + sum(map(len, piece.branches)) for piece in pieces]
     if is_lean and layout in ("tree", "packed"):
         width = lean_width(lengths)
@@ -166,7 +172,7 @@ def lay_out(
     ids = np.full((len(rows), width), pad_token_id)  # NumPy reads lists several times as fast as torch
     positions, branch = np.zeros_like(ids), np.zeros_like(ids)
     document = np.full_like(ids, -1)
-    tokens = _Tokens()
+    branches: list[_Branch] = []
     for index, piece in enumerate(pieces):
         row, start = places[index]
         cursor = start + len(piece.prefix)
@@ -178,7 +184,7 @@ def lay_out(
             ids[row, cursor:end] = branch_ids
             positions[row, cursor:end] = np.arange(len(branch_ids)) + len(piece.prefix)
             branch[row, cursor:end] = number + 1
-            tokens.add(ids[row, cursor:end], counts, row * width + cursor, before)
+            branches.append((branch_ids, counts, row * width + cursor - 1, before))
             cursor = end
         document[row, start:cursor] = index
     inputs = {"input_ids": ids}
@@ -188,7 +194,7 @@ def lay_out(
         inputs |= {"position_ids": positions}
     if is_tree:
         inputs |= {"document": document, "branch": branch}
-    return tokens.with_columns(inputs)
+    return _with_tokens(inputs, branches)
 
 
 def from_labels(labels: Tensor, *, is_encoder_decoder: bool = False) -> dict[str, Tensor]:
@@ -231,44 +237,32 @@ def token_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: batch[name] for name in TOKEN_KEYS if name in batch}
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """The columns of counted tokens and of branches, built up branch by branch."""
+_Branch = tuple[Sequence[int], Sequence[int], int, int | None]
+"""A branch's ids and counts, the flattened place before its first token, and the place that predicts that, if any."""
 
-    source: list[Integers] = field(default_factory=list)
-    targets: list[Integers] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
 
-    def add(self, ids: Integers, counts: Sequence[int], start: int, before: int | None) -> None:
-        """Adds a branch. Its first token is at the flattened place `start`, and `before` predicts it, if anything."""
+def _with_tokens(inputs: Mapping[str, Integers], branches: Sequence[_Branch]) -> dict[str, Tensor]:
+    """Returns model inputs and the columns of counted tokens and of branches, as tensors; see `lay_out`."""
+    source, targets, ends = [NOTHING], [NOTHING], []
+    for ids, counts, place, before in branches:
         if len(counts) != len(ids):
             raise ValueError(f"A branch of {len(ids)} tokens has {len(counts)} counts. Give one for each token.")
-        places, is_counted = np.arange(start - 1, start - 1 + len(ids)), np.array(counts, dtype=bool)
+        places, is_counted = np.arange(place, place + len(ids)), np.array(counts, dtype=bool)
         places[:1] = -1 if before is None else before
         is_counted[:1] &= before is not None
-        self.source.append(places[is_counted])
-        self.targets.append(ids[is_counted])
-        self.lengths.append(int(is_counted.sum()))
-        self.ends.append(start + len(ids) - 1)
-
-    def with_columns(self, inputs: Mapping[str, Integers]) -> dict[str, Tensor]:
-        """The inputs of a layout and these columns, as tensors."""
-        columns = {
-            **inputs,
-            "source": np.concatenate([NOTHING, *self.source]),
-            "targets": np.concatenate([NOTHING, *self.targets]),
-            "sequence": np.repeat(np.arange(len(self.lengths)), self.lengths),
-            "lengths": np.array(self.lengths, dtype=np.int64),
-            "ends": np.array(self.ends, dtype=np.int64),
-        }
-        return {name: torch.from_numpy(column) for name, column in columns.items()}
-
-
-def _with_one_branch(group: TokenGroup) -> list[TokenGroup]:
-    """Returns for each branch a group of it alone, with a copy of the prefix."""
-    parts = zip(group.branches, group.counts, strict=True)
-    return [TokenGroup(group.prefix, [ids], [counts]) for ids, counts in parts]
+        source.append(places[is_counted])
+        targets.append(np.array(ids, dtype=np.int64)[is_counted])
+        ends.append(place + len(ids))
+    lengths = [len(places) for places in source[1:]]
+    columns = {
+        **inputs,
+        "source": np.concatenate(source),
+        "targets": np.concatenate(targets),
+        "sequence": np.repeat(np.arange(len(lengths)), lengths),
+        "lengths": np.array(lengths, dtype=np.int64),
+        "ends": np.array(ends, dtype=np.int64),
+    }
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def _encoder_decoder(
@@ -283,15 +277,13 @@ def _encoder_decoder(
     branches = [ids for group in groups for ids in group.branches]
     counts = [row for group in groups for row in group.counts]
     read, read_mask = pad_right([[decoder_start_token_id, *ids[:-1]] for ids in branches], pad_token_id)
-    tokens = _Tokens()
-    for number, (ids, row) in enumerate(zip(branches, counts, strict=True)):
-        # The decoder's inputs are shifted by one, so a token's place in the row is the place that predicts it.
-        start = number * read.shape[1]
-        tokens.add(np.array(ids, dtype=np.int64), row, start + 1, start)
-        tokens.ends[-1] -= 1
+    # The decoder's inputs are shifted by one, so a token's place in the row is the place that predicts it.
+    starts = range(0, read.numel(), read.shape[1])
+    tokens = _with_tokens({}, [*zip(branches, counts, starts, starts, strict=True)])
+    tokens["ends"] -= 1
     rows = [row for row, group in enumerate(groups) for _ in group.branches]
     encoder = {"input_ids": source, "attention_mask": mask, "encoder_row": torch.tensor(rows)}
-    return {**encoder, "decoder_input_ids": read, "decoder_attention_mask": read_mask, **tokens.with_columns({})}
+    return {**encoder, "decoder_input_ids": read, "decoder_attention_mask": read_mask, **tokens}
 
 
 def pad_right(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
