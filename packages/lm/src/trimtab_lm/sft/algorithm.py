@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trimtab_lm.interface import Model, base_of
-from trimtab_lm.tokens.layout import from_labels, token_columns
+from trimtab_lm.tokens.layout import from_labels
 from trimtab_lm.tokens.scores import TokenScores
 
 
@@ -23,7 +23,7 @@ def score_labels(model: nn.Module, batch: dict[str, Any], *, policy: Model) -> T
     if is_encoder_decoder and "decoder_input_ids" not in batch:
         batch = {**batch, "decoder_input_ids": base.prepare_decoder_input_ids_from_labels(batch["labels"])}
     labels = from_labels(batch["labels"], is_encoder_decoder=is_encoder_decoder)
-    return model(tokens=token_columns(batch) | labels, is_summed=True)
+    return model(tokens=batch | labels, is_summed=True)
 
 
 def token_nll(scores: TokenScores, *, count: Tensor | int) -> Tensor:

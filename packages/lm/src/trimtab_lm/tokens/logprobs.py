@@ -50,14 +50,6 @@ def lm_head_of(model: Model) -> nn.Module | None:
     return layers[0]
 
 
-def is_linear(head: nn.Module, forward: Forward) -> bool:
-    """Whether `forward`, the head's own, is its weight times its input, plus a bias, and nothing else."""
-    # A subclass of Linear or Parameter (quantized, LoRA) computes something else, and so does accelerate's hook, which
-    # loads offloaded weights. The class that FSDP derives from Linear has the forward of Linear.
-    is_plain = inspect.ismethod(forward) and forward.__func__ is nn.Linear.forward
-    return is_plain and type(head.weight) is nn.Parameter
-
-
 def last_hidden_state(model: Model, output: ModelOutput) -> Tensor:
     """Returns the decoder's last hidden state [B, T, hidden], which value heads and reward heads read.
 
@@ -98,7 +90,7 @@ def forward_replaced(
     """
     further: list[Tensor] = []
     run = module.forward
-    is_own = "forward" in vars(module)  # of the instance, as accelerate's hooks set it
+    own = vars(module).get("forward")  # accelerate's hooks set it
 
     def keep(_: nn.Module, __: object, outputs: tuple[Tensor, ...]) -> Tensor:
         further.extend(outputs[1:])
@@ -111,8 +103,8 @@ def forward_replaced(
     finally:
         handle.remove()
         del module.forward
-        if is_own:
-            module.forward = run
+        if own is not None:
+            module.forward = own
 
 
 @contextmanager
@@ -212,7 +204,10 @@ class LanguageHead:
                 return (run(states),)
             hidden = states.flatten(0, 1).index_select(0, source)
             read.append(hidden)
-            if is_linear(head, run) and not any(self._changes.values()):
+            # A subclass of Linear or Parameter (quantized, LoRA) computes something else, and so does accelerate's hook
+            # that loads offloaded weights. The class that FSDP derives from Linear has the forward of Linear.
+            is_linear = inspect.ismethod(run) and run.__func__ is nn.Linear.forward
+            if is_linear and type(head.weight) is nn.Parameter and not any(self._changes.values()):
                 scores = score_linear(hidden, head, targets, temperature=temperature, is_summed=is_summed)
             else:
                 sizes = {"vocab_size": self.config.vocab_size, "temperature": temperature}

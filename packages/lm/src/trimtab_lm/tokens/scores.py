@@ -198,7 +198,8 @@ def _run_linear(
     """
     size, dtype = chunk_size(len(weight)), torch.float64 if hidden.dtype == torch.float64 else torch.float32
     room = hidden.new_empty(2, min(size, len(hidden)), len(weight), dtype=dtype)
-    scores, has_grad = [], of_logprobs is not None or of_entropy is not None
+    logprobs, entropy = hidden.new_empty(len(hidden), dtype=dtype), hidden.new_empty(len(hidden), dtype=dtype)
+    has_grad = of_logprobs is not None or of_entropy is not None
     grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden) if has_grad else None, None, None
     for start in range(0, max(len(hidden), 1), size):
         chunk = slice(start, start + size)
@@ -212,12 +213,11 @@ def _run_linear(
             torch.addmm(bias, x, weight.T, out=logits)
         if temperature != 1.0:
             logits.div_(temperature)
-        logprobs, entropy, total = _score(logits, ids, exponentials)
-        scores.append((logprobs, entropy))
+        logprobs[chunk], entropy[chunk], total = _score(logits, ids, exponentials)
         if grad_hidden is None:
             continue
         first, second = (None if of is None else of[chunk] for of in (of_logprobs, of_entropy))
-        grad = _gradient(first, second, exponentials, total, entropy, ids, temperature=temperature, out=logits)
+        grad = _gradient(first, second, exponentials, total, entropy[chunk], ids, temperature=temperature, out=logits)
         if bias is not None and needs_grad[2]:
             grad_bias = grad.sum(0) if grad_bias is None else grad_bias.add_(grad.sum(0))
         grad = grad.to(weight.dtype)
@@ -230,7 +230,6 @@ def _run_linear(
             grad_weight.addmm_(grad.T, x)
         else:
             grad_weight.add_(grad.T @ x)
-    logprobs, entropy = (torch.cat(column) for column in zip(*scores, strict=True))
     return logprobs, entropy, (grad_hidden, grad_weight, grad_bias)
 
 
