@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trimtab_diffusion import DDPOStableDiffusionPipeline
-from trimtab_diffusion.ddpo.replay import sampled_pairs
+from trimtab_diffusion.trajectories import sampled_pairs
 
 CALL = {"height": 16, "width": 16, "max_sequence_length": 16, "true_cfg_scale": 2.0}  # embedded guidance too
 CASES: dict[str, dict[str, Any]] = {
@@ -90,8 +90,8 @@ def in_bfloat16(folder: Path, world_size: int) -> dict[str, Any]:
     pairs = sampled_pairs(path, torch.device("cpu"), first, first)
     with torch.no_grad(), trainer.reference() as reference:
         predictions = {
-            "policy": path.ask(trainer.model, pairs.latents, first, pairs.conditions),
-            "reference": path.ask(reference, pairs.latents, first, pairs.conditions),
+            "policy": path.schedule.ask(trainer.model, pairs.latents, first, pairs.conditions),
+            "reference": path.schedule.ask(reference, pairs.latents, first, pairs.conditions),
         }
     held = sum(map(local_size, reference.parameters()))
     return predictions | {"held": held, "size": sum(weight.numel() for weight in reference.parameters())}

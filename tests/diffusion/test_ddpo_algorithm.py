@@ -12,7 +12,7 @@ from tests.diffusion.run_ddpo_distributed import brightness, config, trainer
 from torch import Tensor
 
 from trimtab_diffusion.ddpo.algorithm import update
-from trimtab_diffusion.ddpo.replay import Pairs
+from trimtab_diffusion.trajectories import Pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -16,7 +16,7 @@ from torch.distributions import Normal, kl_divergence
 from trimtab_diffusion.ddpo import DDPOTrainer
 from trimtab_diffusion.ddpo.loss import denoising_loss, rwr_weights, score_function_loss, sparse_weights
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
-from trimtab_diffusion.trajectories import Trajectories
+from trimtab_diffusion.trajectories import Trajectories, sampled_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PICTURES, STEPS, SCALE, CLIP = 4, 3, 3.0, 2e-3
@@ -340,14 +340,9 @@ def test_calculate_loss_works_before_any_step(tmp_path: Path, kind: str, scale: 
     ddpo = trainer(str(tmp_path), build(dtype=torch.float64), sample_guidance_scale=scale)
     advantages, rows = torch.tensor([1.0, -2.0, 0.5, 3.0]), torch.arange(4)
     for step in range(STEPS):
-        steps = torch.full((4,), step)
+        pairs = sampled_pairs(drawn, torch.device("cpu"), rows, torch.full((4,), step))
         loss, approx_kl, clipped = ddpo.calculate_loss(
-            drawn.before(rows, steps, "cpu"),
-            drawn.steps.timesteps[steps],
-            drawn.after(rows, steps, "cpu"),
-            drawn.scored(rows, steps, "cpu"),
-            advantages,
-            drawn.conditions.select(rows, steps, "cpu"),
+            pairs.latents, pairs.timesteps, pairs.next_latents, pairs.logprobs, advantages, pairs.conditions
         )
         assert float(loss) == pytest.approx(-0.625, rel=1e-6)
         assert (float(approx_kl), float(clipped)) == (pytest.approx(0, abs=1e-12), 0)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
 from trimtab_diffusion.recorder import record
-from trimtab_diffusion.trajectories import Trajectories
+from trimtab_diffusion.steps import gaussian_logprob
+from trimtab_diffusion.trajectories import Fixed, Trajectories, sampled_pairs
 
 BUILD: dict[str, Callable[[], Any]] = {
     "flux": modern.flux,
@@ -84,12 +85,12 @@ def differing(module: torch.nn.Module, before: dict[str, Tensor]) -> set[str]:
 
 def gaps(denoiser: torch.nn.Module, trajectories: Trajectories) -> Tensor:
     """Differences between replayed and recorded log-probabilities, of every step of every sample."""
-    pairs = torch.cartesian_prod(torch.arange(len(trajectories)), torch.arange(len(trajectories.steps)))
-    rows, steps = pairs.unbind(1)
-    before, after = trajectories.before(rows, steps, CPU), trajectories.after(rows, steps, CPU)
+    every = torch.cartesian_prod(torch.arange(len(trajectories)), torch.arange(len(trajectories.schedule.steps)))
+    rows, steps = every.unbind(1)
+    pairs = sampled_pairs(trajectories, CPU, rows, steps)
     with torch.no_grad():
-        output = trajectories.ask(denoiser, before, steps, trajectories.conditions.select(rows, steps, CPU))
-    return trajectories.steps.logprob(output, before, after, steps) - trajectories.scored(rows, steps, CPU)
+        mean, std = trajectories.schedule.gaussian(denoiser, pairs.latents, steps, pairs.conditions)
+    return gaussian_logprob(pairs.next_latents, mean, std) - pairs.logprobs
 
 
 # Training
@@ -169,13 +170,9 @@ def first_step(pipeline: Any, **call: Any) -> tuple[Trajectories, Tensor, Tensor
     _, trajectories = record(pipeline, eta=0.7, **call)
     row, step = torch.tensor([0]), torch.tensor([0])
     with torch.no_grad():
-        return (
-            trajectories,
-            trajectories.first,
-            trajectories.ask(
-                pipeline.transformer, trajectories.first, step, trajectories.conditions.select(row, step, CPU)
-            ),
-        )
+        conditions = sampled_pairs(trajectories, CPU, row, step).conditions
+        replayed = trajectories.schedule.ask(pipeline.transformer, trajectories.first, step, conditions)
+    return trajectories, trajectories.first, replayed
 
 
 def test_flux_takes_embedded_and_classifier_free_guidance():
@@ -187,7 +184,7 @@ def test_flux_takes_embedded_and_classifier_free_guidance():
         states, pooled, text_ids = pipeline.encode_prompt(prompt, None, max_sequence_length=16)
         ids = pipeline._prepare_latent_image_ids(1, 4, 4, CPU, torch.float32)
         texts = {"encoder_hidden_states": states, "pooled_projections": pooled, "txt_ids": text_ids, "img_ids": ids}
-        return output_of(pipeline, noise, trajectories.times[0], guidance=torch.tensor([3.5]), **texts)
+        return output_of(pipeline, noise, trajectories.schedule.times[0], guidance=torch.tensor([3.5]), **texts)
 
     expected = alone("dull") + scale * (alone("a cat") - alone("dull"))
     torch.testing.assert_close(replayed, expected, atol=1e-5, rtol=1e-5)
@@ -203,7 +200,7 @@ def test_qwen_image_keeps_the_norm_of_every_token():
     def alone(prompt: str) -> Tensor:
         states, _ = pipeline.encode_prompt(prompt)
         texts = {"encoder_hidden_states": states, "img_shapes": [[(1, 4, 4)]]}
-        return output_of(pipeline, noise, trajectories.times[0], **texts)
+        return output_of(pipeline, noise, trajectories.schedule.times[0], **texts)
 
     with_prompt, without = alone("a cat"), alone("something dull")  # of different lengths: one is padded in the replay
     combined = without + scale * (with_prompt - without)
@@ -219,7 +216,7 @@ def test_wan_takes_classifier_free_guidance():
     trajectories, noise, replayed = first_step(pipeline, guidance_scale=scale, negative_prompt=["dull"], **SIZES["wan"])
     assert noise.shape == (1, 4, 3, 8, 8)
     with_prompt, without = (
-        output_of(pipeline, noise, trajectories.times[0], encoder_hidden_states=states)
+        output_of(pipeline, noise, trajectories.schedule.times[0], encoder_hidden_states=states)
         for states in pipeline.encode_prompt("a cat", "dull", max_sequence_length=16)
     )
     torch.testing.assert_close(replayed, without + scale * (with_prompt - without), atol=1e-5, rtol=1e-5)
@@ -234,7 +231,7 @@ def test_the_configs_scale_is_that_of_the_pipelines_guidance(kind: str, tmp_path
     )
     assert torch.equal(weak.first, strong.first)
     assert not torch.allclose(weak.latents, strong.latents, atol=1e-3)
-    assert (weak.call.guidance, strong.call.guidance) == ((None, None) if kind == "flux" else (2.0, 6.0))
+    assert (weak.schedule.guidance, strong.schedule.guidance) == ((None, None) if kind == "flux" else (2.0, 6.0))
 
 
 # Batches
@@ -252,7 +249,7 @@ def test_as_many_samples_as_tokens_are_no_rows_of_positions():
     pipeline = DDPOStableDiffusionPipeline(modern.flux())
     call = {"num_inference_steps": 2, "output_type": "pt", "guidance_scale": 3.5, **SIZES["flux"]}
     trajectories = pipeline(["a cat"] * 16, eta=0.7, **call).trajectories
-    assert ("img_ids",) not in trajectories.conditions.rows
+    assert isinstance(trajectories.conditions["img_ids"], Fixed)
     assert float(gaps(pipeline.denoiser, trajectories).abs().max()) < 3e-6
 
 
@@ -262,5 +259,5 @@ def test_latents_are_kept_as_the_pipeline_has_them_and_read_as_the_denoiser_want
     call = {"num_inference_steps": 2, "output_type": "pt", "guidance_scale": 3.0, **SIZES["wan"]}
     trajectories = pipeline(["a cat", "a dog"], eta=0.7, **call).trajectories
     assert trajectories.latents.dtype is torch.float32
-    assert trajectories.call.dtype is torch.bfloat16
+    assert trajectories.schedule.dtype is torch.bfloat16
     assert float(gaps(pipeline.denoiser, trajectories).abs().max()) < 0.05

@@ -33,6 +33,7 @@ from trimtab_diffusion import (
     pipelines,
 )
 from trimtab_diffusion.pipelines import trainable_scheduler
+from trimtab_diffusion.trajectories import sampled_pairs
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 GIVEN = BETAS | {"steps_offset": 1, "timestep_spacing": "trailing", "prediction_type": "v_prediction"}
@@ -126,7 +127,7 @@ def test_training_and_later_sampling_see_the_timesteps_of_the_replaced_scheduler
     for name in DDIMScheduler().config.keys() & old.config.keys() - {"_use_default_values", "_class_name"}:
         assert new.config[name] == old.config[name], name
     assert float(new.final_alpha_cumprod) == (1.0 if ends_at_one else float(new.alphas_cumprod[0]))
-    trained = pipeline("a cat", num_inference_steps=5, output_type="latent").trajectories.times
+    trained = pipeline("a cat", num_inference_steps=5, output_type="latent").trajectories.schedule.times
     pipeline.save_pretrained(tmp_path)
     for stock in (
         DiffusionPipeline.from_pretrained(tmp_path).scheduler,
@@ -297,11 +298,11 @@ def test_a_step_by_hand_is_the_recorded_one(kind):
     tracks = sampled.trajectories
     for i, time in enumerate(pipeline.scheduler.timesteps):
         rows, steps = torch.arange(2), torch.full((2,), i)
-        before = tracks.before(rows, steps, torch.device("cpu"))
+        pairs = sampled_pairs(tracks, torch.device("cpu"), rows, steps)
+        before = pairs.latents
         assert torch.equal(before, sampled.latents[i])
         with torch.no_grad():
-            conditions = tracks.conditions.select(rows, steps, torch.device("cpu"))
-            output = tracks.ask(pipeline.unet, before, steps, conditions)
+            output = tracks.schedule.ask(pipeline.unet, before, steps, pairs.conditions)
         scored = pipeline.scheduler_step(output, time, before, eta=eta, prev_sample=sampled.latents[i + 1])
         assert isinstance(scored, DDPOSchedulerOutput)
         assert torch.equal(scored.latents, sampled.latents[i + 1])

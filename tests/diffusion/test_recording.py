@@ -12,7 +12,8 @@ from tests.diffusion import tiny
 from torch.distributions import Normal
 
 from trimtab_diffusion.recorder import record
-from trimtab_diffusion.trajectories import Trajectories
+from trimtab_diffusion.steps import gaussian_logprob
+from trimtab_diffusion.trajectories import Fixed, Trajectories, sampled_pairs, tensors_of
 
 PROMPTS = ["a red cat", "two dogs"]
 NEGATIVE = ["dull", "blurred, grey"]
@@ -48,17 +49,15 @@ def denoiser(pipeline: Any) -> Any:
 
 def pairs(trajectories: Trajectories) -> tuple[torch.Tensor, torch.Tensor]:
     """Every (image, step), image by image."""
-    rows, steps = len(trajectories), len(trajectories.steps)
+    rows, steps = len(trajectories), len(trajectories.schedule.steps)
     return torch.arange(rows).repeat_interleave(steps), torch.arange(steps).repeat(rows)
 
 
 def replayed(pipeline: Any, trajectories: Trajectories, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    device = torch.device("cpu")
-    before = trajectories.before(rows, steps, device)
+    some = sampled_pairs(trajectories, torch.device("cpu"), rows, steps)
     with torch.no_grad():
-        conditions = trajectories.conditions.select(rows, steps, before.device)
-        output = trajectories.ask(denoiser(pipeline), before, steps, conditions)
-    return trajectories.steps.logprob(output, before, trajectories.after(rows, steps, device), steps)
+        mean, std = trajectories.schedule.gaussian(denoiser(pipeline), some.latents, steps, some.conditions)
+    return gaussian_logprob(some.next_latents, mean, std)
 
 
 # By hand: what the pipelines compute, from their parts
@@ -164,8 +163,9 @@ def test_latents_are_those_that_the_pipeline_goes_on_with():
         assert torch.equal(trajectories.first, torch.randn(2, 4, 8, 8, generator=tiny.generator()))
         rows, steps = pairs(trajectories)
         chain = torch.cat([trajectories.first[:, None], trajectories.latents.float()], 1)
-        assert torch.equal(trajectories.before(rows, steps, torch.device("cpu")), chain[rows, steps])
-        assert torch.equal(trajectories.after(rows, steps, torch.device("cpu")), chain[rows, steps + 1])
+        every = sampled_pairs(trajectories, torch.device("cpu"), rows, steps)
+        assert torch.equal(every.latents, chain[rows, steps])
+        assert torch.equal(every.next_latents, chain[rows, steps + 1])
 
 
 @contextmanager
@@ -239,9 +239,8 @@ def test_replay_of_the_same_batch_is_exact(kind: str, dtype: torch.dtype):
 def test_replay_has_gradients():
     pipeline, _, trajectories = recorded("stable_diffusion", GUIDED)
     rows, steps = pairs(trajectories)
-    before = trajectories.before(rows, steps, torch.device("cpu"))
-    conditions = trajectories.conditions.select(rows, steps, before.device)
-    trajectories.ask(pipeline.unet, before, steps, conditions).square().sum().backward()
+    some = sampled_pairs(trajectories, torch.device("cpu"), rows, steps)
+    trajectories.schedule.ask(pipeline.unet, some.latents, steps, some.conditions).square().sum().backward()
     assert all(weight.grad is not None for weight in pipeline.unet.parameters())
 
 
@@ -258,7 +257,7 @@ def test_steps_without_noise_have_logprob_0():
 
 
 def kept(trajectories: Trajectories) -> list[torch.Tensor]:
-    return [trajectories.first, trajectories.latents, trajectories.logprobs, *trajectories.conditions.tensors()]
+    return tensors_of(vars(trajectories))
 
 
 @pytest.mark.parametrize("guided", [True, False])
@@ -270,22 +269,23 @@ def test_only_half_precision_latents_are_kept_per_step(guided: bool):
         _, trajectories = record(pipeline, eta=1.0, storage_dtype=torch.bfloat16, **call)
         text = 2 * (1 + guided) * tiny.TEXT_LENGTH * tiny.WIDTH * 4
         latents, logprobs = 2 * 4 * 8 * 8 * 2, 2 * 4
-        assert trajectories.nbytes == 2 * 4 * 8 * 8 * 4 + text + count * (latents + logprobs)
+        size = sum(tensor.nbytes for tensor in kept(trajectories))
+        assert size == 2 * 4 * 8 * 8 * 4 + text + count * (latents + logprobs)
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept(trajectories)}
-        assert sum(storage.nbytes() for storage in storages.values()) == trajectories.nbytes
-        assert not trajectories.conditions.stepwise
-        assert not any(isinstance(value, torch.Tensor) for value in trajectories.conditions.template.values())
-        per_step[count] = trajectories.nbytes
+        assert sum(storage.nbytes() for storage in storages.values()) == size
+        fixed = [leaf.value for leaf in trajectories.conditions.values() if isinstance(leaf, Fixed)]
+        assert not tensors_of(fixed)
+        per_step[count] = size
     assert per_step[6] - per_step[3] == 3 * (2 * 4 * 8 * 8 * 2 + 2 * 4)
 
 
 def test_trajectories_say_what_they_are():
     _, _, guided = recorded("stable_diffusion", GUIDED)
     _, _, free = recorded("stable_diffusion", FREE)
-    assert (guided.call.guidance, free.call.guidance) == (5.0, None)
+    assert (guided.schedule.guidance, free.schedule.guidance) == (5.0, None)
     assert len(guided) == 2
     assert guided.dimensions == 4 * 8 * 8
-    assert torch.equal(guided.times, guided.steps.timesteps)
+    assert torch.equal(guided.schedule.times, guided.schedule.steps.timesteps)
     assert not any(tensor.requires_grad for tensor in kept(guided))
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_diffusion.lora import LORA_FILE, add_lora, base_of_lora, save_lora, stored_file, without_lora
 from trimtab_diffusion.recorder import denoiser_name, record
-from trimtab_diffusion.steps import Scheduler, Steps, gaussian_sample
+from trimtab_diffusion.steps import Scheduler, Steps, gaussian_logprob, gaussian_sample
 from trimtab_diffusion.trajectories import Schedule, Trajectories
 
 
@@ -187,7 +187,7 @@ class DDPOStableDiffusionPipeline:
         mean, std = steps.gaussian(model_output, sample, index)
         if prev_sample is None:
             prev_sample = gaussian_sample(mean, std, generator).to(sample.dtype)
-        return DDPOSchedulerOutput(prev_sample, steps.logprob(model_output, sample, prev_sample, index))
+        return DDPOSchedulerOutput(prev_sample, gaussian_logprob(prev_sample, mean, std))
 
     @property
     def autocast(self) -> type[AbstractContextManager[None]]:

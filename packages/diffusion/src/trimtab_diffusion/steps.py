@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -203,9 +204,10 @@ class Steps:
             ValueError: eta is out of range, the scheduler is of another kind, or its schedule divides by 0.
         """
         config, timesteps = scheduler.config, scheduler.timesteps.detach().cpu()
-        if eta < 0 or (eta > 1 and not is_flow(scheduler)):
+        is_flow = "FlowMatch" in type(scheduler).__name__
+        if eta < 0 or (eta > 1 and not is_flow):
             raise ValueError(f"eta={eta}: DDIM takes 0 to 1, a flow 0 or more.")
-        if is_flow(scheduler):
+        if is_flow:
             sigmas = scheduler.sigmas.detach().cpu().float()
             if len(timesteps) < 2:
                 raise ValueError(
@@ -262,16 +264,6 @@ class Steps:
             threshold=self.threshold,
         )
 
-    def logprob(self, model_output: Tensor, sample: Tensor, following: Tensor, index: Tensor) -> Tensor:
-        """Returns the log-probability [B] per dimension, in nats, of a step from `sample` to `following`.
-
-        Args:
-            model_output, sample, following: [B, ...].
-            index: [B], int64, the step of each row.
-        """
-        mean, std = self.gaussian(model_output, sample, index)
-        return gaussian_logprob(following, mean, std)
-
     def noised(self, x0: Tensor, noise: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the noised x0 from which steps begin, and what the denoiser should predict there.
 
@@ -292,7 +284,7 @@ class Steps:
         targets = {"epsilon": noise, "sample": x0, "v_prediction": signal * noise - deviation * x0}
         return signal * x0 + deviation * noise, targets[self.prediction_type]
 
-    @property
+    @cached_property
     def is_random(self) -> Tensor:
         """[T], bool: the steps whose standard deviation is positive, which have a log-probability."""
         nothing = torch.zeros(len(self), 1, dtype=torch.float64)
@@ -310,8 +302,3 @@ class Steps:
             unknown = timesteps[~matches.any(1).to(timesteps.device)].tolist()
             raise ValueError(f"Timesteps {unknown} came. Use those of the schedule: {self.timesteps.tolist()}.")
         return matches.int().argmax(1)
-
-
-def is_flow(scheduler: object) -> bool:
-    """Whether a scheduler follows a flow (sigmas from 1 to 0) rather than products of alphas."""
-    return "FlowMatch" in type(scheduler).__name__

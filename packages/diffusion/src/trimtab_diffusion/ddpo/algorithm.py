@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from trimtab_common.formulas.advantages import group_whitened
+from trimtab_diffusion.trajectories import Pairs
 
 from .config import DDPOConfig
 from .loss import rwr_weights, sparse_weights
-from .replay import Pairs
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Mapping[str, object]], Sequence[Tensor]]
 

@@ -1,8 +1,10 @@
 """An epoch's samples: prompts, images and rewards."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +15,8 @@ from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
-from trimtab_diffusion.trajectories import Trajectories
+from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.trajectories import TEXT, Schedule, Trajectories
 
 from .config import DDPOConfig
 
@@ -184,3 +187,24 @@ def checked_rewards(result: Any, prompts: Sequence[str], name: str) -> tuple[Ten
     rewards, metadata = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     items = [f"image {i} of a batch, prompt {prompt!r}" for i, prompt in enumerate(prompts)]
     return torch.tensor(checked_scores(rewards, items, source=f"What {name} returned")), metadata
+
+
+def schedule_of(
+    pipeline: DDPOStableDiffusionPipeline, config: DDPOConfig, embeds: Tensor | Mapping[str, Any], count: int
+) -> tuple[Schedule, Mapping[str, Any]]:
+    """The schedule of the pipeline's last call, or before its first one that of the config, and `embeds` by name.
+
+    There is guidance where the prompts' embeddings have twice `count` rows.
+    """
+    conditions = embeds if isinstance(embeds, Mapping) else {TEXT: embeds}
+    schedule = pipeline.schedule
+    if schedule is None:
+        scheduler = copy.deepcopy(pipeline.scheduler)
+        scheduler.set_timesteps(config.sample_num_steps)
+        _, name, *_ = inspect.signature(type(pipeline.denoiser).forward).parameters
+        schedule = Schedule(Steps.of(scheduler, config.sample_eta), scheduler.timesteps.cpu(), name)
+    if (states := conditions.get(TEXT)) is None:
+        return schedule, conditions
+    is_guided = len(states) == 2 * count
+    scale = schedule.guidance or config.sample_guidance_scale
+    return replace(schedule, guidance=scale if is_guided else None), conditions

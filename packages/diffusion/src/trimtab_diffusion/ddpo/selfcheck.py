@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from trimtab_common.conditions import OTHER_REFERENCE
 from trimtab_common.health import rounding_of, warn_at_start
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
-from trimtab_diffusion.trajectories import Trajectories
+from trimtab_diffusion.trajectories import Trajectories, sampled_pairs
 
 from .config import DDPOConfig
-from .replay import sampled_pairs
 from .setup import Reference
 
 
@@ -40,10 +39,11 @@ def check_first(
         ReplayError: the mean difference is above a tenth of the clip range, where all is computed and kept in float32.
             Elsewhere kernels round, and this is a warning.
     """
-    steps = path.steps.is_random.nonzero().flatten()
-    if silent := len(path.steps) - len(steps):
+    is_random = path.schedule.steps.is_random
+    steps = is_random.nonzero().flatten()
+    if silent := len(is_random) - len(steps):
         warnings.warn(
-            f"{silent} of {len(path.steps)} steps have no noise in this schedule, and so no log-probability: they are "
+            f"{silent} of {len(is_random)} steps have no noise in this schedule, and so no log-probability: they are "
             "left out of training. With timestep_spacing='leading', steps_offset=1 and set_alpha_to_one=False every "
             "step has noise.",
             stacklevel=3,
@@ -70,7 +70,7 @@ def check_first(
 def _gaps(path: Trajectories, denoiser: nn.Module, device: torch.device, rows: Tensor, index: Tensor) -> Tensor:
     """How far the log-probabilities of replayed steps are from the recorded ones, nats per dimension."""
     pairs = sampled_pairs(path, device, rows, index)
-    gaussian = path.gaussian(denoiser, pairs.latents, index, pairs.conditions)
+    gaussian = path.schedule.gaussian(denoiser, pairs.latents, index, pairs.conditions)
     return (gaussian_logprob(pairs.next_latents, *gaussian) - pairs.logprobs).abs().cpu()
 
 
@@ -80,9 +80,9 @@ def _first_kl(
 ) -> float:
     """The largest KL of policy and reference in some steps of the first sample, nats."""
     first = sampled_pairs(path, device, torch.zeros_like(index), index)
-    mean, std = path.gaussian(denoiser, first.latents, index, first.conditions)
+    mean, std = path.schedule.gaussian(denoiser, first.latents, index, first.conditions)
     with reference() as frozen:
-        ref_mean, _ = path.gaussian(frozen, first.latents, index, first.conditions)
+        ref_mean, _ = path.schedule.gaussian(frozen, first.latents, index, first.conditions)
     return float((gaussian_kl(mean, ref_mean, std) * path.dimensions).max())
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.stats import Deviation, Mean
+from trimtab_diffusion.trajectories import tensors_of
 
 from .algorithm import Updated
 from .config import DDPOConfig
@@ -18,13 +19,14 @@ OF_LOSSES = ("loss", "approx_kl", "clipfrac")
 
 def of_samples(samples: Samples, advantages: Tensor, config: DDPOConfig) -> dict[str, Any]:
     """Statistics of the rewards and advantages, the memory of the trajectories, and the clip range of their latents."""
-    dimensions = samples.trajectories.dimensions
+    path = samples.trajectories
+    dimensions = path.dimensions
     return {
         "reward_mean": Mean.of(samples.rewards),
         "reward_std": Deviation.of(samples.rewards),
         "rewards": samples.rewards,
         "advantages/zero": Mean.of((advantages == 0).float()),
-        "memory/trajectories_mb": samples.trajectories.nbytes / 1e6,
+        "memory/trajectories_mb": sum(tensor.nbytes for tensor in tensors_of(vars(path))) / 1e6,
         "clip_range": config.clip_range(dimensions),
         "clip_range_nats": config.clip_range(dimensions) * dimensions,
         **{f"other/{name}": Mean.of(values) for name, values in samples.others.items()},

@@ -25,7 +25,7 @@ from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
-from trimtab_diffusion.trajectories import Trajectories
+from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
 from . import setup, statistics
 from .algorithm import Losses, PolicyChange, Updated, advantages_of, update
@@ -34,8 +34,16 @@ from .hook import HookTracker
 from .hub import write_card
 from .loss import denoising_loss, score_function_loss
 from .optimizing import Updates, optimizer_of, warmup
-from .replay import noised_pairs, sampled_pairs, schedule_of
-from .sampling import Batches, PromptFunction, RewardFunction, Samples, checked_rewards, draw_prompts, score
+from .sampling import (
+    Batches,
+    PromptFunction,
+    RewardFunction,
+    Samples,
+    checked_rewards,
+    draw_prompts,
+    schedule_of,
+    score,
+)
 from .selfcheck import check_first
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
@@ -147,7 +155,7 @@ class DDPOTrainer:
         is_regression, passes = self.config.is_regression, self.config.train_num_inner_epochs
         updated = update(
             advantages,
-            path.steps.is_random.nonzero().flatten(),
+            path.schedule.steps.is_random.nonzero().flatten(),
             partial(noised_pairs if is_regression else sampled_pairs, path, device),
             self._regression_loss if is_regression else self.calculate_loss,
             Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, self.config, global_step),
@@ -295,7 +303,7 @@ class DDPOTrainer:
     def _log(self, epoch: int, samples: Samples, advantages: Tensor, updated: Updated, more: dict[str, float]) -> None:
         """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""
         path = samples.trajectories
-        random_steps = int(path.steps.is_random.sum())
+        random_steps = int(path.schedule.steps.is_random.sum())
         summary = {
             "epoch": float(epoch),
             "queries": float(self.queries),
