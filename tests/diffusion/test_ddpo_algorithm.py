@@ -11,6 +11,7 @@ from tests.diffusion import tiny
 from tests.diffusion.run_ddpo_distributed import brightness, config, trainer
 from torch import Tensor
 
+from trimtab_common.stats import Mean, Stats, merge_stats
 from trimtab_diffusion.ddpo.algorithm import update
 from trimtab_diffusion.trajectories import Pairs
 
@@ -29,9 +30,9 @@ class Counting:
     def backward(self, loss: Tensor, share: float) -> None:
         self.shares[-1].append(share)
 
-    def step(self) -> Tensor:
+    def step(self) -> Stats:
         self.shares.append([])
-        return torch.tensor(1.0)
+        return {"steps": Mean(1.0, 1.0)}
 
 
 @pytest.mark.parametrize(("fraction", "passes"), [(1.0, 2), (0.5, 1)])
@@ -51,7 +52,7 @@ def test_each_sample_trains_its_share_of_steps_once_in_a_pass(tmp_path: Path, fr
         train_gradient_accumulation_steps=2,
     )
     optimizer, advantages = Counting(), torch.arange(8.0)
-    updated = update(
+    stats = update(
         advantages,
         torch.tensor([0, 1, 3, 5]),
         pairs_of,
@@ -66,8 +67,9 @@ def test_each_sample_trains_its_share_of_steps_once_in_a_pass(tmp_path: Path, fr
     assert {step for _, step in seen} <= {0, 1, 3, 5}
     assert [row for row, _ in seen] != sorted(row for row, _ in seen)
     assert [sum(shares) for shares in optimizer.shares] == [pytest.approx(1)] * 2 * passes + [0]
-    assert len(updated.norms) == 2 * passes
-    assert all(bool(is_own) and float(second) == 2 for _, (is_own, second), _ in updated.parts)  # each pair's advantage
+    merged = merge_stats(stats)
+    assert merged["steps"].weight == 2 * passes
+    assert (merged["loss"].value, merged["approx_kl"].value) == (1, 2)  # each pair has its own advantage
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -16,7 +16,7 @@ from tests.lm.data.test_tokenization import CHATML, byte_level
 from trimtab_common.health import check_finite, check_rows
 from trimtab_common.reward_checks import checked_scores
 from trimtab_diffusion import DDPOConfig
-from trimtab_diffusion.ddpo.sampling import checked_rewards
+from trimtab_diffusion.ddpo.sampling import rewards_of
 from trimtab_lm import PPOConfig
 from trimtab_lm.data.formats import RowFormat, preference_parts, row_format
 from trimtab_lm.data.tokenization import encode_messages, encode_prompt_completion, encode_text
@@ -57,13 +57,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "PPOTrainer.step(scores=torch.zeros(4))": lambda: stepped(scores=torch.zeros(4)),
     "PPOTrainer.step(responses=['a', 'b', 'c', 'd'])": lambda: stepped(responses=list("abcd")),
     "PPOTrainer.step(response_masks=[[1], [1], [1], [1]])": lambda: stepped(response_masks=[[1]] * 4),
-    "DDPO: reward_function returns torch.zeros(3)": lambda: checked_rewards(
-        torch.zeros(3), ["a", "b"], "reward_function"
-    ),
-    "DDPO: reward_function returns None": lambda: checked_rewards(None, ["a", "b"], "reward_function"),
-    "DDPO: reward_function returns [0.5, nan]": lambda: checked_rewards(
-        [0.5, float("nan")], ["a", "b"], "reward_function"
-    ),
+    "DDPO: reward_function returns torch.zeros(3)": lambda: rewards_of(torch.zeros(3), ["a", "b"], "reward_function"),
+    "DDPO: reward_function returns None": lambda: rewards_of(None, ["a", "b"], "reward_function"),
+    "DDPO: reward_function returns [0.5, nan]": lambda: rewards_of([0.5, float("nan")], ["a", "b"], "reward_function"),
     "checked_scores of a generator without end": lambda: checked_scores(iter(int, 1), ["a"], source="What f returned"),
     "PPOConfig(batch_size='3')": lambda: PPOConfig(batch_size="3"),  # type: ignore[arg-type]
     "PPOConfig(batch_size=6, mini_batch_size=4)": lambda: PPOConfig(batch_size=6, mini_batch_size=4),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from trimtab_common.formulas.advantages import group_whitened
+from trimtab_common.stats import Mean, Stats
 from trimtab_diffusion.trajectories import Pairs
 
 from .config import DDPOConfig
@@ -18,24 +18,14 @@ from .loss import rwr_weights, sparse_weights
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Mapping[str, object]], Sequence[Tensor]]
 
 
-@dataclass(frozen=True)
-class PolicyChange:
-    """How far the policy moved n steps: the loss without its penalty, the log-ratio [n] and the KL [n], if any, in nats
-    per dimension; without gradients."""
-
-    surrogate: Tensor
-    log_ratio: Tensor
-    kl: Tensor | None
-
-
 class Losses(tuple[Tensor, ...]):
-    """The three that `DDPOTrainer.calculate_loss` is documented to return, and `change`, of which they are means."""
+    """The three that `DDPOTrainer.calculate_loss` is documented to return, and the statistics of its n steps."""
 
-    change: PolicyChange
+    stats: Stats
 
-    def __new__(cls, loss: Tensor, approx_kl: Tensor, clipped: Tensor, *, change: PolicyChange) -> Losses:
+    def __new__(cls, loss: Tensor, approx_kl: Tensor, clipped: Tensor, stats: Stats) -> Losses:
         losses = super().__new__(cls, (loss, approx_kl, clipped))
-        losses.change = change
+        losses.stats = stats
         return losses
 
 
@@ -48,16 +38,8 @@ class Optimizer(Protocol):
     def backward(self, loss: Tensor, share: float) -> None:
         """Adds the gradient of a part's loss, which is `share` of the step's."""
 
-    def step(self) -> Tensor:
-        """Changes the weights; returns the gradient's norm."""
-
-
-@dataclass
-class Updated:
-    """What an epoch's updates computed: of each part its pairs and their losses, of each update its gradient's norm."""
-
-    parts: list[tuple[int, Sequence[Tensor], PolicyChange | None]] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
+    def step(self) -> Stats:
+        """Changes the weights; returns the statistics of the gradient's norm."""
 
 
 def advantages_of(rewards: Tensor, prompts: Tensor, config: DDPOConfig) -> Tensor:
@@ -85,7 +67,7 @@ def update(
     *,
     generators: Sequence[torch.Generator],
     config: DDPOConfig,
-) -> Updated:
+) -> list[Stats]:
     """Passes over an epoch's samples: updates on shuffled (sample, step) pairs.
 
     Args:
@@ -97,10 +79,13 @@ def update(
         generators: one for each pass.
         config: sizes of updates and of their parts.
 
+    Returns:
+        The statistics of each part and of each update.
+
     Raises:
         ValueError: no step has noise.
     """
-    count, updated = min(config.trained_steps, len(random_steps)), Updated()
+    count, stats = min(config.trained_steps, len(random_steps)), list[Stats]()
     if count == 0:
         raise ValueError("No step of this schedule has noise: there is nothing to train. Use another scheduler.")
     for generator in generators:
@@ -114,7 +99,12 @@ def update(
                     pairs.latents, pairs.timesteps, pairs.next_latents, pairs.logprobs, gains, pairs.conditions
                 )
                 optimizer.backward(losses[0], len(part) / len(rows))
-                values = [torch.as_tensor(each).detach() for each in losses]
-                updated.parts.append((len(part), values, losses.change if isinstance(losses, Losses) else None))
-            updated.norms.append(optimizer.step())
-    return updated
+                stats.append(losses.stats if isinstance(losses, Losses) else stats_of(losses, len(part)))
+            stats.append(optimizer.step())
+    return stats
+
+
+def stats_of(losses: Sequence[Tensor], count: int) -> Stats:
+    """The statistics of a part of `count` pairs whose loss is a replaced `calculate_loss`, or regression."""
+    means = zip(("loss", "approx_kl", "clipfrac"), losses, strict=False)
+    return {name: Mean(torch.as_tensor(value).detach() * count, count) for name, value in means}

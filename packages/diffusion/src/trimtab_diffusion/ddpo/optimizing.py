@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.optimizers import fused_if_possible
+from trimtab_common.stats import Stats
 
 from .config import DDPOConfig
 
@@ -77,8 +78,8 @@ class Updates:
         self._require_finite(loss, "loss")
         self.accelerator.backward(loss * share)
 
-    def step(self) -> Tensor:
-        """Clips the gradient and changes the weights; returns the norm before.
+    def step(self) -> Stats:
+        """Clips the gradient and changes the weights; returns the statistics of the norm before.
 
         Raises:
             TrainingDivergedError: the norm is not finite, and no loss scale is there to skip the update.
@@ -92,7 +93,7 @@ class Updates:
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.done += 1
-        return norm
+        return self.accelerator.norm_stats(norm)
 
     def _require_finite(self, value: Tensor, name: str) -> None:
         if not torch.isfinite(value):

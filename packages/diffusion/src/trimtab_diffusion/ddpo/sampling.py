@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -13,10 +13,11 @@ from torch import Tensor
 from trimtab_common.health import check_rows
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rngs
+from trimtab_common.stats import Deviation, Mean, Stats
 from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.steps import Steps
-from trimtab_diffusion.trajectories import TEXT, Schedule, Trajectories
+from trimtab_diffusion.trajectories import TEXT, Schedule, Trajectories, tensors_of
 
 from .config import DDPOConfig
 
@@ -38,15 +39,29 @@ class Samples:
         trajectories: how they came about.
         prompts: B texts.
         rewards: [B], float32, on the CPU.
-        others: rewards that are not trained on, [B] each, by name.
+        others: statistics of rewards that are not trained on.
         batches: as the documented hook gets them, each [images, prompts, metadata, rewards, reward metadata].
     """
 
     trajectories: Trajectories
     prompts: list[str]
     rewards: Tensor
-    others: dict[str, Tensor]
+    others: Stats
     batches: list[list[Any]]
+
+    def stats(self, advantages: Tensor, clip_range: float) -> Stats:
+        """Statistics of rewards and advantages, of the trajectories' memory, and of the ratio's clip range."""
+        path = self.trajectories
+        return {
+            "reward_mean": Mean.of(self.rewards),
+            "reward_std": Deviation.of(self.rewards),
+            "rewards": self.rewards,
+            "advantages/zero": Mean.of((advantages == 0).float()),
+            "memory/trajectories_mb": sum(tensor.nbytes for tensor in tensors_of(vars(path))) / 1e6,
+            "clip_range": clip_range,
+            "clip_range_nats": clip_range * path.dimensions,
+            **self.others,
+        }
 
     def captioned(self, limit: int) -> tuple[list[Tensor], list[str]]:
         """At most `limit` images of the last batch, each with its prompt and its reward; a video's frames in a row."""
@@ -80,7 +95,7 @@ def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int
     return [(str(prompt), metadata) for prompt, metadata in drawn for _ in range(group_size)]
 
 
-class Batches:
+class Batches(Sequence[list[Any]]):
     """An epoch's batches [images, prompts, metadata]; each is sampled when it is first asked for.
 
     So the rewards of a batch may be computed while the next one is sampled.
@@ -109,14 +124,11 @@ class Batches:
     def __len__(self) -> int:
         return -(-len(self.drawn) // self.config.sample_batch_size)
 
-    def __getitem__(self, index: int) -> list[Any]:
+    def __getitem__(self, index: Any) -> Any:
         wanted = range(len(self))[index]
         while len(self._sampled) <= wanted:
             self._sample(len(self._sampled) * self.config.sample_batch_size)
         return self._sampled[wanted]
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return (self[i] for i in range(len(self)))
 
     def _sample(self, start: int) -> None:
         config, pipeline = self.config, self.pipeline
@@ -159,7 +171,7 @@ def score(
     """
 
     def scored(batch: Sequence[Any]) -> tuple[Tensor, Any]:
-        return checked_rewards(function(*batch[:3]), batch[1], name)
+        return rewards_of(function(*batch[:3]), batch[1], name)
 
     if workers is None:
         results = [reward_limit(timeout)(scored)(batch) for batch in batches]
@@ -167,10 +179,11 @@ def score(
         with ThreadPoolExecutor(workers) as pool:
             pending = [pool.submit(scored, batch) for batch in batches]
             results = [reward_limit(timeout)(future.result)() for future in pending]
-    return [rewards for rewards, _ in results], [metadata for _, metadata in results]
+    rewards, metadata = zip(*results, strict=True)
+    return list(rewards), list(metadata)
 
 
-def checked_rewards(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:
+def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:
     """Checks what a reward function returned for a batch.
 
     Args:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
+from trimtab_common.conditions import Vitals
 from trimtab_common.formulas.kl import kl_controller
 from trimtab_common.formulas.surrogate import clipped_ratio, surrogate_stats
 from trimtab_common.run import Stateful
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.sharding import divides_weights
-from trimtab_common.stats import gather_over_ranks, gather_stats, merge_stats
+from trimtab_common.stats import Mean, Stats, gather_over_ranks, gather_stats, merge_stats
 from trimtab_common.tracking import Tracker, progress
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
@@ -27,23 +29,14 @@ from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
-from . import setup, statistics
-from .algorithm import Losses, PolicyChange, Updated, advantages_of, update
+from . import setup
+from .algorithm import Losses, advantages_of, update
 from .config import DDPOConfig
 from .hook import HookTracker
 from .hub import write_card
 from .loss import denoising_loss, score_function_loss
 from .optimizing import Updates, optimizer_of, warmup
-from .sampling import (
-    Batches,
-    PromptFunction,
-    RewardFunction,
-    Samples,
-    checked_rewards,
-    draw_prompts,
-    schedule_of,
-    score,
-)
+from .sampling import Batches, PromptFunction, RewardFunction, Samples, draw_prompts, rewards_of, schedule_of, score
 from .selfcheck import check_first
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
@@ -153,18 +146,19 @@ class DDPOTrainer:
         if self.image_samples_callback is not None:
             self.image_samples_callback(samples.batches, global_step, HookTracker(self.tracker))
         is_regression, passes = self.config.is_regression, self.config.train_num_inner_epochs
-        updated = update(
+        updates = Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, self.config, global_step)
+        stats = update(
             advantages,
             path.schedule.steps.is_random.nonzero().flatten(),
             partial(noised_pairs if is_regression else sampled_pairs, path, device),
             self._regression_loss if is_regression else self.calculate_loss,
-            Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, self.config, global_step),
+            updates,
             generators=[self._generator(TRAIN, epoch * passes + i) for i in range(passes)],
             config=self.config,
         )
-        self.first_epoch, self.global_step = epoch + 1, global_step + len(updated.norms)
+        self.first_epoch, self.global_step = epoch + 1, updates.done
         times = {"time/sampling": sampled - started, "time/training": time.perf_counter() - sampled}
-        self._log(epoch, samples, advantages, updated, checks | times)
+        self._log(epoch, samples, advantages, [checks | times, *stats])
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
 
@@ -174,20 +168,20 @@ class DDPOTrainer:
         seed = sampling_seed(config.seed, rank=self.accelerator.process_index, draw=2 * epoch)
         drawn = draw_prompts(self.prompt_fn, config.samples_per_epoch, group_size=config.group_size, seed=seed)
         generator = self._generator(SAMPLE, epoch, self.accelerator.device)
-        batches, limit = Batches(self.sd_pipeline, drawn, generator, config), config.reward_timeout
+        batches = Batches(self.sd_pipeline, drawn, generator, config)
         rewards, facts = self.compute_rewards(batches, is_async=config.async_reward_computation)
         scored = [
-            [*batch, checked_rewards(each, batch[1], "compute_rewards")[0], fact]
+            [*batch, rewards_of(each, batch[1], "compute_rewards")[0], fact]
             for batch, each, fact in zip(batches, rewards, facts, strict=True)
         ]
+        others = {
+            f"other/{name}": Mean.of(torch.cat(score(function, scored, name, timeout=config.reward_timeout)[0]))
+            for name, function in self.other_rewards.items()
+        }
         self.queries += len(drawn) * self.accelerator.num_processes
-        return Samples(
-            Trajectories.joined(batches.trajectories),
-            [prompt for prompt, _ in drawn],
-            torch.cat([batch[3] for batch in scored]),
-            {name: torch.cat(score(each, scored, name, timeout=limit)[0]) for name, each in self.other_rewards.items()},
-            scored,
-        )
+        _, prompts, _, all_rewards, _ = zip(*scored, strict=True)
+        path = Trajectories.joined(batches.trajectories)
+        return Samples(path, [*chain(*prompts)], torch.cat(all_rewards), others, scored)
 
     def compute_rewards(
         self, prompt_image_pairs: Iterable[Sequence[Any]], is_async: bool = False
@@ -214,16 +208,17 @@ class DDPOTrainer:
         Returns:
             [B], float32.
         """
-        gathered = gather_over_ranks((prompts, rewards))
-        texts = [prompt for part, _ in gathered for prompt in part]
-        scores, limit = torch.cat([part for _, part in gathered]).double(), self.config.train_adv_clip_max
+        gathered = gather_over_ranks([*zip(prompts, rewards.tolist(), strict=True)])
+        texts, values = zip(*chain(*gathered), strict=True)
+        scores, limit = torch.tensor(values, dtype=torch.float64), self.config.train_adv_clip_max
         if self.prompt_stats is not None and not self.config.is_regression:
             advantages = self.prompt_stats.update(texts, scores)
         else:
-            advantages = advantages_of(scores, torch.tensor([texts.index(text) for text in texts]), self.config)
+            advantages = advantages_of(scores, torch.tensor([*map(texts.index, texts)]), self.config)
         if not self.config.is_regression:
             advantages = advantages.clamp(-limit, limit)
-        return advantages.split([len(part) for part, _ in gathered])[self.accelerator.process_index].float()
+        before = sum(map(len, gathered[: self.accelerator.process_index]))
+        return advantages[before : before + len(prompts)].float()
 
     def calculate_loss(
         self,
@@ -255,7 +250,8 @@ class DDPOTrainer:
             ValueError: a timestep is not one of the schedule.
         """
         schedule, conditions = schedule_of(self.sd_pipeline, self.config, embeds, len(latents))
-        index, clip = schedule.steps.index_of(timesteps), self.config.clip_range(latents[0].numel())
+        index, dimensions = schedule.steps.index_of(timesteps), latents[0].numel()
+        clip = self.config.clip_range(dimensions)
         mean, std = schedule.gaussian(self.model, latents, index, conditions)
         logprobs = gaussian_logprob(next_latents, mean, std)
         log_ratio = logprobs - log_probs
@@ -263,19 +259,20 @@ class DDPOTrainer:
             loss = surrogate = score_function_loss(logprobs, advantages).mean()
         else:
             loss = surrogate = self.loss(advantages, clip, log_ratio.exp())
-        kl = None
+        moved = surrogate_stats(log_ratio, advantages, torch.ones_like(log_ratio), clip_low=clip, clip_high=clip)
+        approx_kl, clipped = moved["approxkl"], moved["clipfrac"]
+        stats = {"ratio": moved["ratio"], "approx_kl": approx_kl, "clipfrac": clipped}
+        stats["loss"] = Mean(surrogate.detach() * len(latents), len(latents))
+        stats["policy/nats"] = Mean.of(log_ratio.abs() * dimensions)
         if self.reference is not None:
             with torch.no_grad(), self.reference() as frozen:
                 ref_mean, _ = schedule.gaussian(frozen, latents, index, conditions)
             kl = gaussian_kl(mean, ref_mean, std)
             loss = loss + self.kl_ctl.value * kl.mean()
-        moved = surrogate_stats(log_ratio, advantages, torch.ones_like(log_ratio), clip_low=clip, clip_high=clip)
+            stats["objective/kl"] = Mean.of(kl * dimensions * int(schedule.steps.is_random.sum()))
         # Tensors on the device: a number would make every micro-batch wait for it.
-        approx_kl, clipped = (
-            torch.as_tensor(moved[name].total / moved[name].weight) for name in ("approxkl", "clipfrac")
-        )
-        raw = PolicyChange(surrogate.detach(), log_ratio.detach(), None if kl is None else kl.detach())
-        return Losses(loss, approx_kl, clipped, change=raw)
+        means = torch.as_tensor(approx_kl.total / approx_kl.weight), torch.as_tensor(clipped.total / clipped.weight)
+        return Losses(loss, *means, stats)
 
     def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
         """The clipped loss of B steps, a mean; `calculate_loss` calls it for `estimator="is"`.
@@ -300,27 +297,24 @@ class DDPOTrainer:
         seed = sampling_seed(self.config.seed, rank=self.accelerator.process_index, draw=2 * number + use)
         return torch.Generator(device).manual_seed(seed)
 
-    def _log(self, epoch: int, samples: Samples, advantages: Tensor, updated: Updated, more: dict[str, float]) -> None:
+    def _log(self, epoch: int, samples: Samples, advantages: Tensor, parts: list[Stats]) -> None:
         """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""
-        path = samples.trajectories
-        random_steps = int(path.schedule.steps.is_random.sum())
-        summary = {
-            "epoch": float(epoch),
-            "queries": float(self.queries),
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
-            **more,
-            **statistics.of_samples(samples, advantages, self.config),
-            **statistics.of_updates(updated, dimensions=path.dimensions, random_steps=random_steps),
-        }
-        gathered = gather_stats(merge_stats([summary, *map(self.accelerator.norm_stats, updated.norms)]))
-        if "objective/kl" in gathered:
-            gathered["objective/kl_coef"] = self.kl_ctl.value
+        config, rate = self.config, float(self.optimizer.param_groups[0]["lr"])
+        of_samples = samples.stats(advantages, config.clip_range(samples.trajectories.dimensions))
+        of_run = {"epoch": float(epoch), "queries": float(self.queries), "learning_rate": rate}
+        gathered = gather_stats(merge_stats([of_run | of_samples, *parts]))
+        kl = gathered.get("objective/kl")
+        kl_coef = None if kl is None else self.kl_ctl.value
+        if kl is not None:
+            gathered["objective/kl_coef"] = kl_coef
         self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
-        judged = statistics.vitals(self.last_stats, self.config)
+        std, clipped = gathered["reward_std"], gathered.get("clipfrac")
+        scale = config.rwr_beta * std if config.estimator == "rwr" else None  # other estimators divide by the deviation
+        vitals = Vitals(kl=kl, kl_coef=kl_coef, clip_fraction=clipped, reward_std=std, scale=scale)
         warns = self.accelerator.is_main_process
-        health = self.run.health.report(judged, self.last_stats, when=f"epoch {epoch}", warns=warns)
-        if "objective/kl" in gathered:
-            self.kl_ctl.update(gathered["objective/kl"], len(samples.rewards) * self.accelerator.num_processes)
+        health = self.run.health.report(vitals, self.last_stats, when=f"epoch {epoch}", warns=warns)
+        if kl is not None:
+            self.kl_ctl.update(kl, len(samples.rewards) * self.accelerator.num_processes)
         self.tracker.log({**gathered, **health}, self.global_step)
         self.tracker.images("pictures", *samples.captioned(16), self.global_step)
 
