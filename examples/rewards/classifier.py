@@ -82,7 +82,7 @@ class ClassifierReward:
         settle(self.model, images, self._device)
         logits = [
             self.model(pixels(self.processor, pictures, self.model)).logits.float().cpu()
-            for _, pictures in chunks(images, self._batch_size)
+            for pictures in chunks(images, self._batch_size)
         ]
         logprobs = torch.cat(logits).log_softmax(1).gather(1, classes[:, None]).squeeze(1)
         return logprobs if self._log_probability else logprobs.exp()

@@ -12,11 +12,11 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from trimtab_diffusion.rewards.batches import to_tensor
-from trimtab_diffusion.rewards.clip import CLIP_OF_PREFERENCES, ClipAlignment, ClipEmbedder, normalize
+from trimtab_diffusion.rewards.clip import CLIP_OF_PREFERENCES, ClipAlignment, ClipEmbedder
 from trimtab_diffusion.rewards.loading import read_weights, weights_file
 
 from .names import translate
+from .pixels import normalize, to_tensor
 
 if TYPE_CHECKING:
     from transformers import CLIPConfig

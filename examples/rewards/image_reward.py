@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trimtab_diffusion.rewards.aesthetic import AestheticHead
-from trimtab_diffusion.rewards.batches import Images, Metadata, check_count, chunks, to_tensor
-from trimtab_diffusion.rewards.clip import normalize
+from trimtab_diffusion.rewards.batches import Images, Metadata, check_count, chunks
 from trimtab_diffusion.rewards.loading import read_weights, settle, weights_file
 
 from .names import translate
+from .pixels import normalize, to_tensor
 
 if TYPE_CHECKING:
     from transformers import BlipConfig, PreTrainedTokenizerBase
@@ -141,10 +142,11 @@ class ImageReward:
         settle(self.model, images, self.device)
         size, device = self.model.vision.config.image_size, self.model.vision.device
         rewards = []
-        for place, pictures in chunks(images, self.batch_size):
+        texts = iter(prompts)
+        for pictures in chunks(images, self.batch_size):
             pixels = normalize(torch.stack([_centre(picture, size) for picture in pictures]))
             tokens = self.tokenizer(
-                list(prompts[place]),
+                list(islice(texts, len(pictures))),
                 padding="max_length",
                 truncation=True,
                 max_length=TEXT_LENGTH,

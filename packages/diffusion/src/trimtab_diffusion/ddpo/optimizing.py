@@ -1,6 +1,7 @@
 """The optimizer, and the steps that it takes in an epoch, on whatever engine the accelerator runs."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sched
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, steps)))
 
 
+@dataclass
 class Updates:
     """Takes optimizer steps of several parts each; see `algorithm.Optimizer`.
 
@@ -51,17 +53,12 @@ class Updates:
         done: optimizer steps before these.
     """
 
-    def __init__(
-        self,
-        accelerator: WeighingAccelerator,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: torch.optim.lr_scheduler.LRScheduler,
-        config: DDPOConfig,
-        done: int,
-    ) -> None:
-        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.lr_scheduler, self.config, self.done = lr_scheduler, config, done
+    accelerator: WeighingAccelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler
+    config: DDPOConfig
+    done: int
 
     def parts(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yields the chunks that make a step; gradients are exchanged with the last."""

@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -95,6 +95,7 @@ def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int
     return [(str(prompt), metadata) for prompt, metadata in drawn for _ in range(group_size)]
 
 
+@dataclass
 class Batches(Sequence[list[Any]]):
     """An epoch's batches [images, prompts, metadata]; each is sampled when it is first asked for.
 
@@ -110,16 +111,12 @@ class Batches(Sequence[list[Any]]):
         trajectories: one for each batch that was sampled.
     """
 
-    def __init__(
-        self,
-        pipeline: DDPOStableDiffusionPipeline,
-        drawn: Sequence[tuple[str, Any]],
-        generator: torch.Generator,
-        config: DDPOConfig,
-    ) -> None:
-        self.pipeline, self.drawn, self.generator, self.config = pipeline, drawn, generator, config
-        self.trajectories: list[Trajectories] = []
-        self._sampled: list[list[Any]] = []
+    pipeline: DDPOStableDiffusionPipeline
+    drawn: Sequence[tuple[str, Any]]
+    generator: torch.Generator
+    config: DDPOConfig
+    trajectories: list[Trajectories] = field(default_factory=list, init=False)
+    _sampled: list[list[Any]] = field(default_factory=list, init=False)
 
     def __len__(self) -> int:
         return -(-len(self.drawn) // self.config.sample_batch_size)

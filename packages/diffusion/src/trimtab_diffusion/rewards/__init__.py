@@ -14,9 +14,8 @@ are not a tensor, where the model is.
 """
 
 from .aesthetic import AestheticHead, AestheticScore
-from .batches import Images, Metadata, Reward
+from .batches import Images, Metadata, Reward, WeightedSum, mean_over_frames
 from .clip import CLIP, ClipAlignment, ClipScore, PickScore
-from .combined import WeightedSum, mean_over_frames
 from .jpeg import jpeg_compressibility, jpeg_incompressibility
 
 __all__ = [

@@ -22,9 +22,6 @@ CLIP_OF_CLIPSCORE = "openai/clip-vit-base-patch32"
 CLIP_OF_PREFERENCES = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 """The CLIP from which PickScore and HPS v2 were trained; their tokenizer and image processor."""
 
-MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of the red, green and blue of CLIP's images, within [0, 1]."""
-
 
 class ClipEmbedder:
     """Unit embeddings of images and texts by a CLIP model.
@@ -82,7 +79,7 @@ class ClipEmbedder:
     def embed_images(self, images: Images) -> Tensor:
         """Returns unit embeddings [B, width], float32."""
         settle(self.model, images, self.device)
-        batches = (self.pixels(pictures) for _, pictures in chunks(images, self.batch_size))
+        batches = (self.pixels(pictures) for pictures in chunks(images, self.batch_size))
         return torch.cat([_unit(self.model.get_image_features(batch).pooler_output) for batch in batches])
 
     @torch.no_grad()
@@ -180,12 +177,6 @@ class PickScore(ClipAlignment):
     def __call__(self, images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
         """Returns scores [B]."""
         return self.clip.model.logit_scale.exp().item() * super().__call__(images, prompts, metadata)
-
-
-def normalize(images: Tensor) -> Tensor:
-    """Returns images [B, 3, H, W] within [0, 1], less CLIP's mean and divided by its standard deviation."""
-    mean, deviation = (torch.tensor(numbers)[:, None, None] for numbers in (MEAN, DEVIATION))
-    return (images - mean) / deviation
 
 
 def _unit(embeddings: Tensor) -> Tensor:

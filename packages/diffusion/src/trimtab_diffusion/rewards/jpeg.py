@@ -4,7 +4,6 @@ import io
 from collections.abc import Sequence
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from .batches import Images, Metadata, chunks
@@ -23,15 +22,13 @@ def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Met
     Returns:
         [B], in kB of 1000 bytes.
     """
-    return torch.tensor([_jpeg_bytes(picture) / 1000 for _, pictures in chunks(images, 1) for picture in pictures])
+    sizes = []
+    for (picture,) in chunks(images, 1):
+        picture.save(file := io.BytesIO(), format="JPEG", quality=QUALITY)
+        sizes.append(file.tell() / 1000)
+    return torch.tensor(sizes)
 
 
 def jpeg_compressibility(images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
     """Returns minus `jpeg_incompressibility` [B], in kB."""
     return -jpeg_incompressibility(images, prompts, metadata)
-
-
-def _jpeg_bytes(picture: Image.Image) -> int:
-    buffer = io.BytesIO()
-    picture.save(buffer, format="JPEG", quality=QUALITY)
-    return buffer.tell()
