@@ -5,18 +5,16 @@ weights and activations are estimates.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from trimtab_common.config import Count, CountFromZero, parse_config, setting
 from trimtab_lm.compat.models import undivided
-from trimtab_lm.interface import Model
 from trimtab_lm.models.loading import AutoModel
 
 GIB = 2**30
@@ -140,26 +138,18 @@ def size_of(config: PreTrainedConfig, lora_rank: int = 0) -> ModelSize:
     kind: AutoModel = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
         base = cast(PreTrainedModel, kind.from_config(config))
-        model: Model = base
-        if lora_rank:
-            model = get_peft_model(base, LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
-    parameters = list(model.parameters())
-    layers = list(_layers(base))
-    heads = [module for module in (base.get_input_embeddings(), base.get_output_embeddings()) if module is not None]
-    text = config.get_text_config()
+        if lora_rank:  # which puts the adapters into the model
+            get_peft_model(base, LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    blocks = set(undivided(base) or ())  # which transformers does not split, and engines gather one by one
+    layers = [module for module in base.modules() if type(module).__name__ in blocks]
+    heads = filter(None, (base.get_input_embeddings(), base.get_output_embeddings()))
     return ModelSize(
-        parameters=sum(weight.numel() for weight in parameters),
-        trainable=sum(weight.numel() for weight in parameters if weight.requires_grad),
+        parameters=base.num_parameters(),
+        trainable=base.num_parameters(only_trainable=True),
         largest_layer=max(sum(weight.numel() for weight in part.parameters()) for part in [*layers, *heads]),
         layers=len(layers),
-        hidden_size=text.hidden_size,
+        hidden_size=config.get_text_config().hidden_size,
     )
-
-
-def _layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The layers that an engine gathers one by one: the blocks that transformers does not split."""
-    names = set(undivided(model) or ())
-    return (module for module in model.modules() if type(module).__name__ in names)
 
 
 def memory(size: ModelSize, engine: Engine, config: MemoryConfig) -> Memory:
@@ -190,31 +180,19 @@ def memory(size: ModelSize, engine: Engine, config: MemoryConfig) -> Memory:
     )
 
 
-def memory_by_engine(config: MemoryConfig) -> dict[str, Memory]:
-    """Bytes on each GPU by the engine's name, of the engines for this number of GPUs.
-
-    Raises:
-        OSError: there is no such model.
-    """
-    size = size_of(AutoConfig.from_pretrained(config.model), config.lora_rank)
-    return {
-        name: memory(size, engine, config)
-        for name, engine in engines(config).items()
-        if (name == "one GPU") == (config.gpus == 1)
-    }
-
-
 def main(argv: Sequence[str]) -> int:
     """Print the table of the model that the words of the command line name; the exit status."""
     (config,) = parse_config(MemoryConfig, argv=argv, description=__doc__, program="trimtab memory")
     try:
-        engines_of_model = memory_by_engine(config)
+        size = size_of(AutoConfig.from_pretrained(config.model), config.lora_rank)
     except (OSError, ValueError) as error:
         print(f"trimtab memory: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     rows = [["engine", *Memory._fields, "total"]]
-    for name, parts in engines_of_model.items():
-        rows.append([name, *(f"{part / GIB:.1f}" for part in (*parts, parts.total))])
+    for name, engine in engines(config).items():
+        if (name == "one GPU") == (config.gpus == 1):
+            parts = memory(size, engine, config)
+            rows.append([name, *(f"{part / GIB:.1f}" for part in (*parts, parts.total))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"{config.model} on {config.gpus} GPUs, GiB on each:")
     for name, *cells in rows:

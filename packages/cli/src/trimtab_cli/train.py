@@ -1,9 +1,7 @@
 """`trimtab sft`, `reward`, `dpo`, `grpo` and `ppo`: a trainer on a dataset, by flags and a file."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Mapping, Sequence
 
-from datasets import Dataset
 from transformers import AutoTokenizer, Trainer
 
 from trimtab_common.sealing import CheckpointError
@@ -22,7 +20,6 @@ from trimtab_lm import (
     SFTConfig,
     SFTTrainer,
 )
-from trimtab_lm.hf.config import TrainerConfig
 
 from .runs import (
     CompletionsConfig,
@@ -67,80 +64,61 @@ DOUBLES = ("model_name", "query_dataset", "reward_model")
 """Fields of PPOConfig that `trimtab ppo` calls model, dataset and reward."""
 
 
+def train(
+    name: str,
+    about: str,
+    kind: Callable[..., Trainer],
+    *configs: type,
+    argv: Sequence[str],
+    task: str | None = None,
+) -> int:
+    """Train on transformers.Trainer, evaluate, and save the model with its tokenizer; the last line says where.
+
+    Args:
+        name: the subcommand's name.
+        about: what --help says of it.
+        kind: makes the trainer of the model, the reward functions if there are any, its config and the data.
+        configs: the classes of its settings besides the model and the data, that of the trainer at the end.
+        argv: the words after the subcommand.
+        task: PEFT's name of what the model does; None: it writes texts.
+    """
+    recipe = defaults(name)
+    run, evaluation, *rewards, args = settings(
+        name, argv, RunConfig, EvaluationConfig, *configs, about=about, recipe=recipe
+    )
+    with errors_in_one_line(name):
+        set_seed(args.seed)
+        args.model_init_kwargs = run.init_kwargs(args.model_init_kwargs)
+        held_out = None if evaluation.eval_split is None else run.rows(evaluation.eval_split)
+        data = {"train_dataset": run.rows(), "eval_dataset": held_out}
+        functions = [each.functions() for each in rewards]
+        trainer = kind(run.model, *functions, args=args, **data, peft_config=run.adapters(task))
+    with errors_in_one_line(name, (CheckpointError,)):
+        trainer.train(checkpoint_of(run, args))
+    if held_out is not None:
+        trainer.evaluate()
+    use = f"Score with it: trimtab grpo --reward {args.output_dir}" if task else chat_with(args.output_dir, run)
+    return finish(trainer, use)
+
+
 def sft(argv: Sequence[str]) -> int:
     """Supervised fine-tuning."""
-    kinds = RunConfig, EvaluationConfig, SFTConfig
-    run, evaluation, args = settings("sft", argv, *kinds, about=SFT, recipe=defaults("sft"))
-    with errors_in_one_line("sft"):
-        begin(run, args)
-        trainer = SFTTrainer(run.model, args, **rows_of(run, evaluation), peft_config=run.adapters())
-    return train("sft", trainer, run, chat_with(args.output_dir, run))
+    return train("sft", SFT, SFTTrainer, SFTConfig, argv=argv)
 
 
 def reward(argv: Sequence[str]) -> int:
     """A reward model."""
-    kinds = RunConfig, EvaluationConfig, RewardConfig
-    run, evaluation, args = settings("reward", argv, *kinds, about=REWARD, recipe=defaults("reward"))
-    with errors_in_one_line("reward"):
-        begin(run, args)
-        trainer = RewardTrainer(run.model, args, **rows_of(run, evaluation), peft_config=run.adapters("SEQ_CLS"))
-    return train("reward", trainer, run, f"Score with it: trimtab grpo --reward {args.output_dir}")
+    return train("reward", REWARD, RewardTrainer, RewardConfig, argv=argv, task="SEQ_CLS")
 
 
 def dpo(argv: Sequence[str]) -> int:
     """Learning from preferences."""
-    kinds = RunConfig, EvaluationConfig, DPOConfig
-    run, evaluation, args = settings("dpo", argv, *kinds, about=DPO, recipe=defaults("dpo"))
-    with errors_in_one_line("dpo"):
-        begin(run, args)
-        trainer = DPOTrainer(run.model, args=args, **rows_of(run, evaluation), peft_config=run.adapters())
-    return train("dpo", trainer, run, chat_with(args.output_dir, run))
+    return train("dpo", DPO, DPOTrainer, DPOConfig, argv=argv)
 
 
 def grpo(argv: Sequence[str]) -> int:
     """Learning from rewards, relative to the group."""
-    kinds = RunConfig, EvaluationConfig, RewardsConfig, GRPOConfig
-    run, evaluation, rewards, args = settings("grpo", argv, *kinds, about=GRPO, recipe=defaults("grpo"))
-    with errors_in_one_line("grpo"):
-        begin(run, args)
-        data = rows_of(run, evaluation)
-        trainer = GRPOTrainer(run.model, rewards.functions(), args, **data, peft_config=run.adapters())
-    return train("grpo", trainer, run, chat_with(args.output_dir, run))
-
-
-def begin(run: RunConfig, args: TrainerConfig) -> None:
-    """Seed the random numbers, and say how the trainer loads the model."""
-    set_seed(args.seed)
-    args.model_init_kwargs = run.init_kwargs(args.model_init_kwargs)
-
-
-class Rows(TypedDict):
-    """The datasets of a trainer."""
-
-    train_dataset: Dataset
-    eval_dataset: Dataset | None
-
-
-def rows_of(run: RunConfig, evaluation: EvaluationConfig) -> Rows:
-    """The rows to train and to evaluate on."""
-    held_out = None if evaluation.eval_split is None else run.rows(evaluation.eval_split)
-    return Rows(train_dataset=run.rows(), eval_dataset=held_out)
-
-
-def train(name: str, trainer: Trainer, run: RunConfig, use: str) -> int:
-    """Train, evaluate, and save the model with its tokenizer; the last line says where.
-
-    Args:
-        name: the subcommand's name.
-        trainer: on transformers.Trainer.
-        run: the settings of the subcommand.
-        use: how one uses the model.
-    """
-    with errors_in_one_line(name, (CheckpointError,)):
-        trainer.train(checkpoint_of(run, trainer.args))
-    if trainer.eval_dataset is not None:
-        trainer.evaluate()
-    return finish(trainer, use)
+    return train("grpo", GRPO, GRPOTrainer, RewardsConfig, GRPOConfig, argv=argv)
 
 
 def ppo(argv: Sequence[str]) -> int:
