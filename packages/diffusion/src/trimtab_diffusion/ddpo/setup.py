@@ -112,14 +112,18 @@ def compile_blocks(denoiser: Any, backend: str) -> None:
     """Compiles the blocks that a denoiser repeats, each by itself: one compilation serves all of a kind.
 
     Raises:
-        ValueError: diffusers names no such blocks.
+        ValueError: diffusers names no such blocks, and the denoiser has no list of them.
     """
     try:
         denoiser.compile_repeated_blocks(backend=backend)
     except ValueError as error:
-        raise ValueError(
-            f"train_compile={backend!r} compiles repeated blocks: {type(denoiser).__name__} names none. Use None."
-        ) from error
+        blocks = [block for part in denoiser.children() if isinstance(part, nn.ModuleList) for block in part]
+        if not blocks:
+            raise ValueError(
+                f"train_compile={backend!r} compiles repeated blocks: {type(denoiser).__name__} names none. Use None."
+            ) from error
+        for block in blocks:
+            block.compile(backend=backend)
 
 
 def return_float32(denoiser: nn.Module, accelerator: Accelerator) -> None:
