@@ -65,6 +65,8 @@ class DDPOStableDiffusionPipeline:
 
     Attributes:
         schedule: the schedule of the last call; None before the first.
+        guidance_argument: the pipeline's argument for the scale of guidance: of its embedded guidance, or else
+            classifier-free.
     """
 
     def __init__(
@@ -80,6 +82,9 @@ class DDPOStableDiffusionPipeline:
         self.use_lora = use_lora
         self.schedule: Schedule | None = None
         self.name = denoiser_name(pipeline)
+        takes_both = "true_cfg_scale" in inspect.signature(type(pipeline).__call__).parameters
+        is_embedded = not takes_both or self.denoiser.config.guidance_embeds
+        self.guidance_argument = "guidance_scale" if is_embedded else "true_cfg_scale"
         self.kind: Any = type(self.denoiser)  # FSDP gives its modules classes of their own
         self.sd_pipeline.scheduler = trainable_scheduler(self.sd_pipeline.scheduler)
         if getattr(self.sd_pipeline, "safety_checker", None) is not None:
@@ -97,12 +102,6 @@ class DDPOStableDiffusionPipeline:
     def denoiser(self) -> Any:
         """The unet or transformer, which trains."""
         return getattr(self.sd_pipeline, self.name)
-
-    @property
-    def guidance_argument(self) -> str:
-        """The pipeline's argument for the scale of guidance: of its embedded guidance, or else classifier-free."""
-        takes_both = "true_cfg_scale" in inspect.signature(type(self.sd_pipeline).__call__).parameters
-        return "true_cfg_scale" if takes_both and not self.denoiser.config.guidance_embeds else "guidance_scale"
 
     @property
     def unet(self) -> Any:

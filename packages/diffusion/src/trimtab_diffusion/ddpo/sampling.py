@@ -87,12 +87,14 @@ def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int
     Raises:
         TypeError: the function returns something else than a text and its metadata.
     """
+    drawn: list[tuple[str, Any]] = []
     with private_rngs(seed):
-        drawn = [prompt_function() for _ in range(count // group_size)]
-    for prompt in drawn:
-        if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)):
-            raise TypeError(f"prompt_function returned {prompt!r}; a tuple of a text and its metadata is needed.")
-    return [(str(prompt), metadata) for prompt, metadata in drawn for _ in range(group_size)]
+        while len(drawn) < count:
+            prompt = prompt_function()
+            if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)):
+                raise TypeError(f"prompt_function returned {prompt!r}; a tuple of a text and its metadata is needed.")
+            drawn += [(str(prompt[0]), prompt[1])] * group_size
+    return drawn
 
 
 @dataclass
