@@ -122,11 +122,11 @@ def look(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> tuple[dict[str, 
     """Samples answers to the evaluated sums, and prints some; returns `scores_of` and one answer to each sum."""
     rows, seed = trainer.eval_dataset, trainer.args.seed
     model = trainer.accelerator.unwrap_model(trainer.model)
-    trainer.weights_version += 1
-    trainer.backend.sync(model, trainer.weights_version)
+    trainer.sampler.version += 1
+    trainer.backend.sync(model, trainer.sampler.version)
     prompts = [torch.tensor(ids) for ids in rows[PROMPT_IDS]]
     rollout = trainer.backend.generate(
-        prompts, num_generations=run.eval_answers, version=trainer.weights_version, seed=seed
+        prompts, num_generations=run.eval_answers, version=trainer.sampler.version, seed=seed
     )
     texts = trainer.tokenizer.batch_decode(rollout.completions, skip_special_tokens=True)
     lines = [text.partition("\n")[0].strip() for text in texts]

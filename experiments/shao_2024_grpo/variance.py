@@ -42,7 +42,7 @@ def gradient_variances(trainer: GRPOTrainer, rows: Sequence[Row], *, seed: int) 
         variance/raw, of the rewards themselves, and variance/centred, of the rewards less the group's mean.
     """
     model, size = trainer.accelerator.unwrap_model(trainer.model), trainer.config.num_generations
-    sampled = trainer.sampler.sample(trainer.backend, model, rows, version=trainer.weights_version, seed=seed)
+    sampled = trainer.sampler.sample(rows, seed=seed)
     parameters = [parameter for layer in model.base_model.layers[-LAYERS:] for parameter in layer.parameters()]
     scales = {"raw": ("raw", 1.0), "centred": ("none", size / (size - 1))}
     variances = {name: Variance() for name in scales}

@@ -1,5 +1,7 @@
 """Preference pairs as tokens: what is cut and in which order, what counts, and the two collators."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -8,7 +10,7 @@ from tests.lm.dpo import run_training as dpo
 
 from trimtab_lm.dpo import DPOConfig, DPOTrainer
 from trimtab_lm.dpo.chain2024 import get_batch_logps
-from trimtab_lm.dpo.collator import DPODataCollatorWithPadding, PreferencePairCollator, tokens_to_score
+from trimtab_lm.dpo.collator import DPODataCollatorWithPadding, PreferencePairCollator, tokens_of
 from trimtab_lm.dpo.data import PairTokenizer, tokenize_pairs
 
 ROW = {"prompt": "abcdef ", "chosen": "ghijkl", "rejected": "mn"}
@@ -161,8 +163,9 @@ def test_an_answer_of_which_nothing_counts_is_refused(layout):
     with pytest.raises(ValueError, match="each needs one"):
         PreferencePairCollator(0, layout=layout)(rows)
     batch = DPODataCollatorWithPadding()(rows)
+    config = DPOConfig("out", padding_value=0, use_cpu=True)
     with pytest.raises(ValueError, match="each needs one"):
-        tokens_to_score(batch, is_encoder_decoder=False, label_pad_token_id=-100, padding_value=0)
+        tokens_of(SimpleNamespace(config=config, is_encoder_decoder=False), batch)
 
 
 def test_the_documented_collator_pads_each_column():

@@ -10,7 +10,7 @@ from torch import nn
 
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.stats import Mean
-from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter
+from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, prepare_datasets
 from trimtab_lm.hf.config import TrainerConfig
 
 VALUES = [1.0, 2.0, -3.0, 4.0, 0.5, -1.0, 2.5]
@@ -66,7 +66,7 @@ def make(folder, weight=2.0, values=VALUES, **settings):
     }
     data = DataOptions(train_dataset=rows(values), eval_dataset=rows(values), data_collator=collate)
     trainer = LineTrainer(Line(weight), TrainerConfig(str(folder), **defaults | settings), tiny.tokenizer(), data=data)
-    trainer.prepare_datasets()
+    prepare_datasets(trainer)
     return trainer
 
 

@@ -64,8 +64,8 @@ def test_a_device_has_its_own_room():
 
 def test_batches_hold_prompts_of_like_length():
     prompts = [torch.ones(length) for length in (2, 5, 3, 5, 2)]
-    assert batches_of(prompts, 2, 1, is_split=False) == [([1, 3], 1), ([2, 0], 1), ([4], 1)]
-    assert batches_of(prompts, 7, 3, is_split=False) == [([1, 3], 3), ([2, 0], 3), ([4], 3)]
-    assert batches_of(prompts[:2], 2, 3, is_split=False) == [([1], 2), ([1], 1), ([0], 2), ([0], 1)]
-    assert batches_of(prompts, 9, 1, is_split=True) == [([1, 3], 1), ([2], 1), ([0, 4], 1)]
+    assert batches_of(prompts, 2, 1, is_split=False) == [([1, 3], 0, 1), ([2, 0], 0, 1), ([4], 0, 1)]
+    assert batches_of(prompts, 7, 3, is_split=False) == [([1, 3], 0, 3), ([2, 0], 0, 3), ([4], 0, 3)]
+    assert batches_of(prompts[:2], 2, 3, is_split=False) == [([1], 0, 2), ([1], 2, 1), ([0], 0, 2), ([0], 2, 1)]
+    assert batches_of(prompts, 9, 1, is_split=True) == [([1, 3], 0, 1), ([2], 0, 1), ([0, 4], 0, 1)]
     assert batches_of([], 4, 2, is_split=False) == []

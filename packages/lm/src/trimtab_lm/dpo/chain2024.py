@@ -30,6 +30,7 @@ from .collator import (
     count_pairs,
     decoder_inputs,
     is_laid_out,
+    tokens_of,
 )
 from .config import DPOConfig
 from .loss import mixed
@@ -138,7 +139,7 @@ class Chain2024:
         trainer, config = self.trainer, self.trainer.config
         if is_laid_out(batch) or not self.runs:
             with dropout_off(trainer, model):
-                scores = score(model, trainer.tokens_of(batch))
+                scores = score(model, tokens_of(trainer, batch))
             self.lengths = scores.chosen_length, scores.rejected_length
             return scores
         refuse_router_loss(trainer.model, "DPOTrainer with a replaced method", "")

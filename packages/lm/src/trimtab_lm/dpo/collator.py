@@ -5,10 +5,11 @@ Rows have the columns of `DPOTrainer.tokenize_row`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -126,33 +127,23 @@ def concatenated_inputs(
     return joined
 
 
-def tokens_to_score(
-    batch: Mapping[str, Tensor],
-    *,
-    is_encoder_decoder: bool,
-    label_pad_token_id: int,
-    padding_value: int,
-    decoder_start_token_id: int | None = None,
-) -> dict[str, Tensor]:
-    """A batch as `model(tokens=...)` takes it: sequence 2i is the chosen answer of pair i, 2i + 1 its rejected one."""
+def tokens_of(trainer: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch as the trainer's models take it: sequence 2i is the chosen answer of pair i, 2i + 1 its rejected one."""
+    config, kind = trainer.config, {"is_encoder_decoder": trainer.is_encoder_decoder}
     if is_laid_out(batch):
-        return token_columns(dict(batch))
-    joined = concatenated_inputs(
-        batch,
-        is_encoder_decoder=is_encoder_decoder,
-        label_pad_token_id=label_pad_token_id,
-        padding_value=padding_value,
-    )
+        return send_to_device(token_columns(dict(batch)), config.device)
+    marker, pad = config.label_pad_token_id, config.padding_value
+    joined = concatenated_inputs(batch, **kind, label_pad_token_id=marker, padding_value=pad, device=config.device)
     labels = joined["concatenated_labels"]
-    labels = labels.masked_fill(labels == label_pad_token_id, -100)
-    tokens = from_labels(labels, is_encoder_decoder=is_encoder_decoder)
+    labels = labels.masked_fill(labels == marker, -100)
+    tokens = from_labels(labels, **kind)
     check_lengths(tokens["lengths"])
     count = len(labels) // 2
     tokens["sequence"] = tokens["sequence"] % count * 2 + tokens["sequence"] // count
     tokens["lengths"] = tokens["lengths"].view(2, count).T.flatten()
     tokens |= {name: joined[f"concatenated_{name}"] for name in ("input_ids", "attention_mask")}
-    if is_encoder_decoder:
-        tokens |= decoder_inputs(labels, start=cast(int, decoder_start_token_id), padding_value=padding_value)
+    if trainer.is_encoder_decoder:
+        tokens |= decoder_inputs(labels, start=trainer.decoder_start_token_id, padding_value=pad)
     return tokens
 
 

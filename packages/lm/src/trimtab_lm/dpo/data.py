@@ -45,7 +45,7 @@ from trimtab_lm.data.truncation import (
     truncate_pair,
     truncate_row,
 )
-from trimtab_lm.hf.adapter import shard_model
+from trimtab_lm.hf.adapter import prepare_datasets, shard_model
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.tokens.positions import Positions
 
@@ -308,7 +308,7 @@ class Datasets:
             return
         self.given = [given if is_kept else now for given, is_kept, now in zip(self.given, kept, current, strict=True)]
         trainer.train_dataset, trainer.eval_dataset = self.given
-        trainer.prepare_datasets()
+        prepare_datasets(trainer)
         self.prepared, self.prepared_by = [trainer.train_dataset, trainer.eval_dataset], self.preparation
 
     def tokenized(self, dataset: DataSource) -> Dataset | IterableDataset:

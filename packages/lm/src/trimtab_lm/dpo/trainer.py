@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -13,30 +12,28 @@ from transformers import TrainerCallback
 
 from trimtab_common.sharding import placed
 from trimtab_lm.data.formats import Row, Text
-from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
+from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, is_noisy
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Use
 from trimtab_lm.interface import Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
 from .algorithm import compare, losses_and_rewards
 from .chain2024 import Chain2024, Setting, get_batch_logps
 from .collator import (
-    REFERENCE_COLUMNS,
     PreferencePairCollator,
     concatenated_inputs,
     count_pairs,
-    tokens_to_score,
+    tokens_of,
 )
 from .config import DPOConfig
 from .data import Datasets
 from .evaluation import log_answers, sample_answers, unpadded
 from .loss import PairLogprobs, mixed
-from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of
+from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of, reference_logprobs
 from .statistics import pair_statistics
 
 
@@ -113,7 +110,10 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         self.is_encoder_decoder = check_kind(self.model, self.config)
         self.positions, self.decoder_start_token_id = Positions.of(self.model), decoder_start_of(self.model)
         if data_collator is None:
-            layout, marker = best_layout(self.model, share_prefix=True, is_noisy=self.is_noisy), args.label_pad_token_id
+            layout, marker = (
+                best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self)),
+                args.label_pad_token_id,
+            )
             self.data_collator = PreferencePairCollator(self.padding_value, marker, layout, self.decoder_start_token_id)
         self.datasets = Datasets(self)
         self.datasets.update()
@@ -170,22 +170,11 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         """The sum of the losses of pairs, divided by the pairs of the whole step."""
         if self.chain.runs:
             return self.chain.loss(model, batch, items)
-        losses, chosen, rejected, scores = compare(self, model, batch, self.tokens_of(batch))
+        losses, chosen, rejected, scores = compare(self, model, batch, tokens_of(self, batch))
         stats = pair_statistics(scores, losses, chosen, rejected, count=batch.get(REAL_ROWS))
         predictions = torch.stack([chosen, rejected, *scores[:2]], dim=1).detach()
         labels = torch.zeros(len(losses), dtype=torch.long, device=losses.device)
         return BatchLoss(losses.sum() / items, stats, {"predictions": predictions, "labels": labels})
-
-    def tokens_of(self, batch: Batch) -> dict[str, Tensor]:
-        """A batch as `model(tokens=...)` takes it: sequence 2i is the chosen answer of pair i, 2i + 1 its rejected."""
-        columns = tokens_to_score(
-            batch,
-            is_encoder_decoder=self.is_encoder_decoder,
-            label_pad_token_id=self.config.label_pad_token_id,
-            padding_value=self.padding_value,
-            decoder_start_token_id=self.decoder_start_token_id,
-        )
-        return send_to_device(columns, self.config.device)
 
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """A table of prompts and the answers of policy and reference, if `generate_during_eval` asks for it."""
@@ -235,19 +224,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
 
         Those that the batch brings along, as columns of its dataset, are taken as they are.
         """
-        device = self.config.device
-        if set(REFERENCE_COLUMNS) <= set(padded_batch):
-            return padded_batch[REFERENCE_COLUMNS[0]].to(device), padded_batch[REFERENCE_COLUMNS[1]].to(device)
-        if self.reference is None:
-            nothing = torch.zeros(count_pairs(padded_batch), device=device)
-            return nothing, nothing
-        # A policy that is its own reference is run as it is wrapped, so that its shards are gathered.
-        is_policy = self.reference.is_policy
-        model = self.model_wrapped if is_policy else placed(self.reference.model, device)
-        context = self.null_ref_context() if is_policy else self.reference.active()
-        with context, without_dropout(model), self.accelerator.autocast():
-            scores = self.concatenated_forward(model, padded_batch)
-        return scores[0], scores[1]
+        return reference_logprobs(self, padded_batch)
 
     @contextmanager
     def null_ref_context(self) -> Iterator[None]:

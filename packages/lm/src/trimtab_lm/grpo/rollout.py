@@ -14,6 +14,7 @@ from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
 from trimtab_lm.environments.rollout import EnvironmentRollout, environment
+from trimtab_lm.hf.adapter import is_noisy
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.interface import base_of
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Scored, Tokenizers, as_completions
@@ -59,7 +60,7 @@ class GroupSampler:
         self.trainer, self.config, self.tokenizer, self.rewards = trainer, config, trainer.tokenizer, rewards
         # Completions of a backend with its own limit are measured as they come.
         self.max_completion_length = 0 if has_own_limit else config.max_completion_length
-        self.positions, self.is_noisy = Positions.of(trainer.model), trainer.is_noisy
+        self.positions, self.is_noisy = Positions.of(trainer.model), is_noisy(trainer)
         self.is_encoder_decoder = bool(base_of(trainer.model).config.is_encoder_decoder)
         self.seed_of = partial(sampling_seed, config.seed, rank=config.process_index)
         self.version = 0
@@ -105,18 +106,25 @@ class GroupSampler:
     def roll_out(
         self, rows: Sequence[Row], *, draw: int, training: bool, real_rows: int | None = None
     ) -> ScoredRollout:
-        """A group of completions for each row, with its advantages; its statistics are recorded.
+        """Samples, see `sample`, by the random numbers of a draw, and records statistics of training or evaluation."""
+        scored = self.sample(rows, seed=self.seed_of(draw=draw), real_rows=real_rows)
+        stats = rollout_stats(scored, names=self.rewards.names, bos=self.tokenizer.bos_token_id)
+        self.trainer.recorder.add(stats, training=training)
+        self.trainer.samples.add(scored, training=training)
+        return scored
+
+    def sample(self, rows: Sequence[Row], *, seed: int, real_rows: int | None = None) -> ScoredRollout:
+        """A group of completions for each row, with its advantages.
 
         Collective with scale_rewards="batch" and with environments: every process calls it as often.
 
         Args:
             rows: P rows with `prompt`, `prompt_ids` and the columns of the reward functions.
-            draw: which random numbers to take.
-            training: whether the statistics belong to training, or to evaluation.
+            seed: seeds the random numbers.
             real_rows: the rows after these repeat others: nothing is learnt or told of them. None: there are none.
         """
         trainer, args, backend = self.trainer, self.config, self.trainer.backend
-        size, seed = args.num_generations, self.seed_of(draw=draw)
+        size = args.num_generations
         prompts = [torch.tensor(row[PROMPT_IDS]) for row in rows]
         repeated = [prompt for prompt in prompts for _ in range(size)]
         with private_rngs(seed):
@@ -137,7 +145,7 @@ class GroupSampler:
             sampled = sampled._replace(is_policy=False)  # of another one than the forward passes of training
         rollout, written = rollout_of(prompts, sampled, is_counted=counted, advantages=values)
         real = slice(None if real_rows is None else real_rows * size)
-        scored = ScoredRollout(
+        return ScoredRollout(
             rollout,
             sampled,
             self.tokenizer.batch_decode([prompt.tolist() for prompt in prompts[:real_rows]]),
@@ -147,10 +155,6 @@ class GroupSampler:
             Scored(rewarded.scores[real], rewarded.rewards[real]),
             sum(map(len, [*repeated, *sampled.completions])),
         )
-        stats = rollout_stats(scored, names=self.rewards.names, bos=self.tokenizer.bos_token_id)
-        trainer.recorder.add(stats, training=training)
-        trainer.samples.add(scored, training=training)
-        return scored
 
     def _rewards_of(self, rows: Sequence[Row], texts: Sequence[str], sampled: Rollout) -> Scored:
         prompts = [row["prompt"] for row in rows]

@@ -12,14 +12,24 @@ from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput
 
 from trimtab_common.health import TrainingDivergedError, rounding_of
 from trimtab_common.seeding import private_rngs
 from trimtab_common.sharding import divides_weights
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, num_averaged, real_rows, total
+from trimtab_lm.hf.adapter import (
+    BatchLoss,
+    DataOptions,
+    TrainerAdapter,
+    TrainerOptions,
+    is_noisy,
+    num_averaged,
+    prepare_datasets,
+    real_rows,
+    total,
+)
 from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.hf.types import Batch, DataSource, EvalSource, Optimizers, Prediction, Trial, Use
 from trimtab_lm.interface import Model, Processor, decoder_start_of
@@ -104,13 +114,13 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         require_eos(self.tokenizer)
         self.lay_out = partial(
             lay_out,
-            layout=best_layout(self.model, share_prefix=True, is_noisy=self.is_noisy),
+            layout=best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self)),
             pad_token_id=padding_id(self.tokenizer),  # padding is masked by its place, so it may be EOS
             decoder_start_token_id=decoder_start_of(self.model),
         )
         self.eval_batches = 0  # of this evaluation so far
         self._begin()
-        self.prepare_datasets()
+        prepare_datasets(self)
 
     def _begin(self) -> None:
         args = self.config
@@ -247,18 +257,9 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
 
     # Saving and resuming ----------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Trial = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """Train; from a checkpoint in the middle of a rollout, with what is left of that."""
-        self._begin()
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-
     def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
         """Begin a run, or take one up, with the rollout that its checkpoint was in. Collective."""
+        self._begin()
         checkpoint = super().open_run(resume_from_checkpoint, trial)
         if checkpoint is not None:
             self.progress.load(checkpoint, self.args.process_index, self.args.world_size)

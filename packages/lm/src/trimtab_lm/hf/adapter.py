@@ -66,14 +66,8 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     ):
         """Prepare model and tokenizer, then construct the Trainer; the subclass calls `prepare_datasets` at its end.
 
-        Args:
-            model: a loaded model; None with model_init, which makes it now and at each start of training.
-            config: stays as it is; the trainer works on a copy.
-            processing_class: a tokenizer or processor; None loads the one beside the model.
-            model_init: see model.
-            peft_config: adapters that `prepare_model` adds.
-            data: see `DataOptions`.
-            options: see `TrainerOptions`.
+        The model is loaded already, or made by model_init, now and at each start of training. The trainer works on a
+        copy of the config.
         """
         if (model is None) == (model_init is None):
             raise ValueError(f"{type(self).__name__} needs either a model or model_init, and not both.")
@@ -149,14 +143,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         """A new model from `model_init`, prepared as the first one was."""
         return self.prepare_model(cast(Model, super().call_model_init(trial)))
 
-    def prepare_datasets(self) -> None:
-        """Prepare the training set and all evaluation sets, once everything that they need is set up."""
-        self.train_dataset = self.prepare_dataset(self.train_dataset)
-        if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: self.prepare_dataset(one, "eval") for name, one in self.eval_dataset.items()}
-        else:
-            self.eval_dataset = self.prepare_dataset(self.eval_dataset, "eval")
-
     def prepare_dataset(self, dataset: DataSource | None, use: Use = "train") -> Any:
         """A dataset as the data collator reads it; None stays None. Collective."""
         if dataset is None:
@@ -201,12 +187,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     def part_of_step(self, batch: Batch, items: Any) -> tuple[Any, Any]:
         """How many items a micro-batch has, and how many its optimizer step has; hooks of 2024 return means."""
         return self.count_items(batch) * num_averaged(self), items
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether training adds noise to the model's layers: dropout, or NEFTune."""
-        has_neftune = self.config.neftune_noise_alpha is not None
-        return has_neftune or (has_dropout(self.model) and not self.trains_without_dropout)
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -261,13 +241,10 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         """Log, with what was recorded since the last log of training."""
         super().log((self.statistics(training=True) if "loss" in logs else {}) | logs, start_time)
 
-    def hyperparameter_search(
-        self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def hyperparameter_search(self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kw: Any) -> Any:
         """As in transformers, whose objective would sum all statistics; here it is `search_objective`."""
-        return super().hyperparameter_search(
-            hp_space, compute_objective or itemgetter(self.search_objective), *args, **kwargs
-        )
+        objective = compute_objective or itemgetter(self.search_objective)
+        return super().hyperparameter_search(hp_space, objective, *args, **kw)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -308,6 +285,22 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
 
 AnyTrainer = TrainerAdapter[Any, Any]
+
+
+def prepare_datasets(trainer: AnyTrainer) -> None:
+    """Prepare the training set and all evaluation sets, once everything that they need is set up."""
+    trainer.train_dataset = trainer.prepare_dataset(trainer.train_dataset)
+    given = trainer.eval_dataset
+    if isinstance(given, dict):
+        trainer.eval_dataset = {name: trainer.prepare_dataset(one, "eval") for name, one in given.items()}
+    else:
+        trainer.eval_dataset = trainer.prepare_dataset(given, "eval")
+
+
+def is_noisy(trainer: AnyTrainer) -> bool:
+    """Whether training adds noise to the model's layers: dropout, or NEFTune."""
+    has_neftune = trainer.config.neftune_noise_alpha is not None
+    return has_neftune or (has_dropout(trainer.model) and not trainer.trains_without_dropout)
 
 
 def total(trainer: AnyTrainer, counts: Iterable[Tensor | int], *, of_all_processes: bool = True) -> Tensor:

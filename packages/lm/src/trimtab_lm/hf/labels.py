@@ -19,7 +19,7 @@ from trimtab_lm.tokens.positions import Positions
 from trimtab_lm.tokens.router import refuse_router_loss
 from trimtab_lm.tokens.scores import TokenScores, score_logits
 
-from .adapter import TrainerAdapter, real_rows
+from .adapter import TrainerAdapter, is_noisy, real_rows
 from .config import Config
 from .models import with_adapters
 from .types import Batch, Collate, DataSource, Prediction
@@ -41,18 +41,6 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
             refuse_router_loss(model, "label_smoothing_factor", ", or leave label_smoothing_factor out")
         return model
 
-    def document_collator(self, pad_token_id: int) -> DocumentCollator:
-        """A collator of `input_ids` and `labels` in the layout that the model reads best; its place masks padding."""
-        layout = best_layout(self.model, share_prefix=False, is_noisy=self.is_noisy)
-        if layout == "row" and self._has_loss_of_logits:  # transformers would build a mask of the whole row
-            layout = "packed"
-        return DocumentCollator(
-            pad_token_id,
-            layout=layout,
-            decoder_start_token_id=decoder_start_of(self.model),
-            positions=Positions.of(self.model),
-        )
-
     def count_items(self, batch: Batch) -> Tensor:
         """The tokens that count; a decoder-only model's first one does not, because no token predicts it."""
         return (batch["labels"][:, 0 if self.is_encoder_decoder else 1 :] != -100).sum()
@@ -68,12 +56,13 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
 
         The outputs are the model's own, whole logits included.
         """
-        if return_outputs or self._has_loss_of_logits:
+        if return_outputs or self.has_loss_of_logits:
             return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @property
-    def _has_loss_of_logits(self) -> bool:
+    def has_loss_of_logits(self) -> bool:
+        """Whether the loss works on whole logits."""
         return self.label_smoother is not None or self.compute_loss_func is not None
 
     def prediction_step(
@@ -84,36 +73,46 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
             return super().prediction_step(model, inputs, prediction_loss_only)
         inputs = self.without_repetitions(inputs, real_rows(self))
         loss, logits, labels = Trainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
-        if not self._has_loss_of_logits:
+        if not self.has_loss_of_logits:
             stats = stats_of_logits(logits, labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
             self.recorder.add(stats, training=False)
         return loss, logits, labels
 
     def get_eval_dataloader(self, eval_dataset: DataSource | str | None = None) -> DataLoader[Batch]:
         """Batches for evaluation; a dataset that was not given to the constructor is prepared here."""
-        with self._evaluation_collator(is_row_by_row=self.compute_metrics is not None):
+        with evaluation_collator(self, is_row_by_row=self.compute_metrics is not None):
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: DataSource) -> DataLoader[Batch]:
         """Batches for `predict`, in which each row of the dataset is a row of its own."""
-        with self._evaluation_collator(is_row_by_row=True):
+        with evaluation_collator(self, is_row_by_row=True):
             return super().get_test_dataloader(test_dataset)
 
-    @contextmanager
-    def _evaluation_collator(self, *, is_row_by_row: bool) -> Iterator[None]:
-        """The collator of data loaders that are built inside the block.
 
-        Row by row, logits go with the labels of their row. Over several processes, positions name their rows.
-        """
-        collator = self.data_collator
-        if is_row_by_row and isinstance(collator, DocumentCollator) and collator.layout in ("row", "packed"):
-            self.data_collator = DocumentCollator(collator.pad_token_id, layout="padded")
-        if isinstance(collator, DocumentCollator) and self.accelerator.num_processes > 1:
-            self.data_collator = numbered_rows(self.data_collator)
-        try:
-            yield
-        finally:
-            self.data_collator = collator
+def document_collator(trainer: LabelTrainer[Any], pad_token_id: int) -> DocumentCollator:
+    """A collator of `input_ids` and `labels` in the layout that the model reads best; its place masks padding."""
+    layout = best_layout(trainer.model, share_prefix=False, is_noisy=is_noisy(trainer))
+    if layout == "row" and trainer.has_loss_of_logits:  # transformers would build a mask of the whole row
+        layout = "packed"
+    start, positions = decoder_start_of(trainer.model), Positions.of(trainer.model)
+    return DocumentCollator(pad_token_id, layout=layout, decoder_start_token_id=start, positions=positions)
+
+
+@contextmanager
+def evaluation_collator(trainer: LabelTrainer[Any], *, is_row_by_row: bool) -> Iterator[None]:
+    """The collator of data loaders that are built inside the block.
+
+    Row by row, logits go with the labels of their row. Over several processes, positions name their rows.
+    """
+    collator = trainer.data_collator
+    if is_row_by_row and isinstance(collator, DocumentCollator) and collator.layout in ("row", "packed"):
+        trainer.data_collator = DocumentCollator(collator.pad_token_id, layout="padded")
+    if isinstance(collator, DocumentCollator) and trainer.accelerator.num_processes > 1:
+        trainer.data_collator = numbered_rows(trainer.data_collator)
+    try:
+        yield
+    finally:
+        trainer.data_collator = collator
 
 
 def label_stats(scores: TokenScores) -> dict[str, Mean]:

@@ -1,14 +1,17 @@
-"""The run around the updates of IterativeSFTTrainer, as in `Trainer.train`: schedule, logs, evaluation, checkpoints."""
+"""The run of IterativeSFTTrainer, as of `Trainer.train`: updates, schedule, logs, evaluation, checkpoints."""
 
 import json
 import sys
 import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate.checkpointing import load_accelerator_state
+from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
@@ -16,14 +19,17 @@ from transformers.integrations.deepspeed import deepspeed_init
 from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 
+from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.hf.checkpoints import STATE
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
 from trimtab_lm.hf.models import load_weights
+from trimtab_lm.hf.types import Batch
 from trimtab_lm.interface import Model, base_of
 
 from .config import IterativeSFTConfig
+from .data import Rows
 
 PROGRESS, SCHEDULE = "iterative_sft.json", "scheduler.pt"
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
@@ -43,7 +49,7 @@ class Progress:
 
 
 class StepRun:
-    """What the caller's loop over `step` needs besides updates.
+    """What the caller's loop over `step` needs.
 
     Args:
         trainer: an IterativeSFTTrainer.
@@ -83,6 +89,41 @@ class StepRun:
                 f"max_steps={trainer.args.max_steps} optimizer steps are done, and the learning rate's schedule has "
                 "ended. Raise max_steps, or leave it out for a constant learning rate."
             )
+
+    def windows(self, rows: Rows) -> list[list[Batch]]:
+        """The batches of each update, in an order that depends on the seed and the number of the call alone."""
+        trainer, args = self.trainer, self.trainer.args
+        seed = sampling_seed(args.seed, rank=args.process_index, draw=self.progress.calls)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        batches = [trainer.data_collator([rows[i] for i in part]) for part in order.split(args.train_batch_size)]
+        size = args.gradient_accumulation_steps
+        return [batches[start : start + size] for start in range(0, len(batches), size)]
+
+    def update(self, window: Sequence[Batch]) -> dict[str, Any]:
+        """One optimizer step over micro-batches; returns its statistics."""
+        trainer, accelerator, notify = self.trainer, self.trainer.accelerator, self.notify
+        model, count = trainer.model_wrapped, trainer.items_of(window)
+        notify("on_step_begin")
+        for i, batch in enumerate(window):
+            accelerator.sync_gradients = is_last = i == len(window) - 1
+            exchanges = is_last or accelerator.distributed_type == DistributedType.DEEPSPEED
+            with nullcontext() if exchanges else accelerator.no_sync(model):
+                self.unlogged_loss += trainer.training_step(model, batch, count)
+            trainer.current_flos += int(trainer.floating_point_ops(batch))
+            if not is_last:
+                notify("on_substep_end")
+        norm = accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm or float("inf"))
+        notify("on_pre_optimizer_step")
+        trainer.optimizer.step()
+        notify("on_optimizer_step")
+        learning_rate = trainer.optimizer.param_groups[0]["lr"]
+        if not (accelerator.optimizer_step_was_skipped or isinstance(trainer.lr_scheduler, ReduceLROnPlateau)):
+            trainer.lr_scheduler.step()
+        model.zero_grad()
+        trainer.state.global_step += 1
+        notify("on_step_end")
+        grad_norm = None if norm is None else float(norm)
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "num_tokens": int(count)}
 
     def after_update(self, update: dict[str, Any], updates_of_call: int) -> None:
         """Count an update; log, evaluate and save where the callbacks ask for it; end the process at a signal."""

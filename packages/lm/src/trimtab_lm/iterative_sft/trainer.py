@@ -1,20 +1,15 @@
 """Fine-tuning in steps that the caller takes: a loop on Accelerate, with the evaluation and the hub of Trainer."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import torch
-from accelerate.utils import DistributedType
 from peft import PeftConfig
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from trimtab_common.seeding import sampling_seed
-from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use
-from trimtab_lm.hf.labels import LabelTrainer, label_stats
+from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use, prepare_datasets
+from trimtab_lm.hf.labels import LabelTrainer, document_collator, label_stats
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.interface import Model, Processor
@@ -24,7 +19,7 @@ from trimtab_lm.tokens.ids import vocabulary_size
 from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
-from .data import Rows, rows_of_tensors, rows_of_texts, tokenize_dataset
+from .data import rows_of_tensors, rows_of_texts, tokenize_dataset
 from .run import StepRun
 
 
@@ -78,8 +73,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         }
         if data_collator is None:
             pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-            self.data_collator = self.document_collator(next((one for one in (pad, eos) if one is not None), 0))
-        self.prepare_datasets()
+            self.data_collator = document_collator(self, next((one for one in (pad, eos) if one is not None), 0))
+        prepare_datasets(self)
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which make it over the sharded parameters
             self.create_optimizer()
         self.run = StepRun(self)
@@ -123,50 +118,16 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         else:
             rows = rows_of_tensors(input_ids, attention_mask, labels, self.config, **self.model_facts)
         self.run.begin_call(len(rows))
-        windows = self.windows(rows)
+        windows = self.run.windows(rows)
         summary: dict[str, Any] = {}
         num_tokens = 0
         for window in windows[self.progress.updates :]:  # those before were done before the checkpoint
-            summary = self.update(window)
+            summary = self.run.update(window)
             num_tokens += summary["num_tokens"]
             self.run.after_update(summary, len(windows))
         self.run.end_call()
         where = {"epoch": self.progress.calls, "global_step": self.state.global_step}
         return {**summary, **self.call_stats.flush(training=True), **where, "num_tokens": num_tokens}
-
-    def windows(self, rows: Rows) -> list[list[Batch]]:
-        """The batches of each update, in an order that depends on the seed and the number of the call alone."""
-        seed = sampling_seed(self.args.seed, rank=self.args.process_index, draw=self.progress.calls)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        batches = [self.data_collator([rows[i] for i in part]) for part in order.split(self.args.train_batch_size)]
-        size = self.args.gradient_accumulation_steps
-        return [batches[start : start + size] for start in range(0, len(batches), size)]
-
-    def update(self, window: Sequence[Batch]) -> dict[str, Any]:
-        """One optimizer step over micro-batches; returns its statistics."""
-        model, notify = self.model_wrapped, self.run.notify
-        count = self.items_of(window)
-        notify("on_step_begin")
-        for i, batch in enumerate(window):
-            self.accelerator.sync_gradients = is_last = i == len(window) - 1
-            exchanges = is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED
-            with nullcontext() if exchanges else self.accelerator.no_sync(model):
-                self.run.unlogged_loss += self.training_step(model, batch, count)
-            self.current_flos += int(self.floating_point_ops(batch))
-            if not is_last:
-                notify("on_substep_end")
-        norm = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or float("inf"))
-        notify("on_pre_optimizer_step")
-        self.optimizer.step()
-        notify("on_optimizer_step")
-        learning_rate = self.optimizer.param_groups[0]["lr"]
-        if not (self.accelerator.optimizer_step_was_skipped or isinstance(self.lr_scheduler, ReduceLROnPlateau)):
-            self.lr_scheduler.step()
-        model.zero_grad()
-        self.state.global_step += 1
-        notify("on_step_end")
-        grad_norm = None if norm is None else float(norm)
-        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "num_tokens": int(count)}
 
     def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
         """The dataset as `input_ids` and `labels`."""

@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from trimtab_common.overrides import replaced
-from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions
+from trimtab_lm.hf.adapter import (
+    REAL_ROWS,
+    BatchLoss,
+    DataOptions,
+    TrainerAdapter,
+    TrainerOptions,
+    is_noisy,
+    prepare_datasets,
+)
 from trimtab_lm.hf.models import with_adapters
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, Optimizers, Prediction, Use
 from trimtab_lm.interface import Model, Processor, base_of
@@ -91,11 +99,11 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         super().__init__(scorer, args, processing_class, model_init, peft_config, data=data, **hooks)
         self.has_own_collator = data_collator is not None
         if data_collator is None and self.scores_in_forward:
-            layout = best_layout(self.model, share_prefix=True, is_noisy=self.is_noisy)
+            layout = best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self))
             self.data_collator = PairCollator(self.tokenizer.pad_token_id, layout)
         elif data_collator is None:
             self.data_collator = RewardDataCollatorWithPadding(self.tokenizer)
-        self.prepare_datasets()
+        prepare_datasets(self)
 
     def load_processing_class(self, processing_class: Processor | None, model: Model) -> Processor:
         """The processing class with a padding token."""

@@ -110,6 +110,7 @@ class RewardSet:
             as_function(function, tokenizer, device=device, batch_size=batch_size)
             for function, tokenizer in zip(rewards, tokenizers, strict=True)
         ]
+        self._order = sorted(range(len(rewards)), key=lambda i: not is_async(self.functions[i]))  # async ones first
         self._loop: EventLoop | None = None
         self._timeout = timeout
 
@@ -144,26 +145,21 @@ class RewardSet:
                 f"The dataset has columns {taken}, names under which rewards get something else: rename them."
             )
         group = len(completions) // max(len(prompts), 1)
-        per_prompt: dict[str, Sequence[object]] = {"prompts": prompts, **columns}
-        if bad := {name: len(values) for name, values in per_prompt.items() if len(values) * group != len(completions)}:
-            raise ValueError(
-                f"{len(completions)} completions of {len(prompts)} prompts, but the lengths {bad}: prompts and columns "
-                "have one entry per prompt, and each prompt as many completions."
-            )
-        arguments = per_prompt
-        if group > 1:
-            arguments = {name: [value for value in values for _ in range(group)] for name, values in per_prompt.items()}
+        arguments: dict[str, Sequence[object]] = {}
+        for name, values in {"prompts": prompts, **columns}.items():
+            if len(values) * group != len(completions):
+                raise ValueError(
+                    f"{len(completions)} completions of {len(prompts)} prompts, but {len(values)} {name}: prompts and "
+                    "columns have one entry per prompt, and each prompt as many completions."
+                )
+            arguments[name] = values if group == 1 else [value for value in values for _ in range(group)]
         if len(completion_ids) != len(completions):
             raise ValueError(f"{len(completions)} completions, but the ids of {len(completion_ids)}.")
         arguments |= {"completions": list(completions), "completion_ids": list(completion_ids)}
         if environment_rewards is not None:
             arguments["environment_rewards"] = list(environment_rewards)
-        calls = [
-            functools.partial(function, **accepted(function, f"The reward function {name!r}", arguments))
-            for function, name in zip(self.functions, self.names, strict=True)
-        ]
         with reward_limit(self._timeout):
-            results = self._run(calls)
+            results = self._run(arguments)
         items = [f"completion {i}" for i in range(len(completions))]
         columns_of_scores = [
             checked_scores(result, items, source=f"What the reward function {name!r} returned", may_abstain=True)
@@ -180,14 +176,14 @@ class RewardSet:
             )
         return Scored(scores, (scores.nan_to_num(0.0) * self.weights).sum(dim=1))
 
-    def _run(self, calls: Sequence[Callable[[], object]]) -> list[object]:
+    def _run(self, arguments: Mapping[str, object]) -> list[object]:
         waiting: dict[int, Future[object]] = {}
-        results: list[object] = [None] * len(calls)
-        order = sorted(range(len(calls)), key=lambda i: not is_async(self.functions[i]))  # async ones start first
+        results: list[object] = [None] * len(self.functions)
         try:
-            for i in order:
+            for i in self._order:
+                taken = accepted(self.functions[i], f"The reward function {self.names[i]!r}", arguments)
                 with blaming(self.names[i]):
-                    results[i] = result = calls[i]()
+                    results[i] = result = self.functions[i](**taken)
                 if inspect.isawaitable(result):
                     self._loop = self._loop or EventLoop()
                     waiting[i] = self._loop.submit(result)

@@ -103,7 +103,7 @@ def pad(rows: Sequence[Tensor], value: int, *, side: str = "right") -> tuple[Ten
 
 def batches_of(
     prompts: Sequence[Tensor], batch_size: int, num_generations: int, *, is_split: bool
-) -> list[tuple[list[int], int]]:
+) -> list[tuple[list[int], int, int]]:
     """Prompts of like length, and how many completions of each to sample.
 
     Args:
@@ -114,18 +114,19 @@ def batches_of(
             otherwise stand inside the text.
 
     Returns:
-        For each batch the numbers of its prompts, the longest first, and the completions of each.
+        For each batch the numbers of its prompts, the longest first, how many completions of each there are already,
+        and how many to sample.
     """
     lengths = list(map(len, prompts))
     left = sorted(range(len(prompts)), key=lengths.__getitem__, reverse=True)
     repeats, size = min(num_generations, batch_size), max(batch_size // num_generations, 1)
-    batches: list[tuple[list[int], int]] = []
+    batches: list[tuple[list[int], int, int]] = []
     while left:
         chosen = left[:size]
         if is_split:
             chosen = [i for i in chosen if lengths[i] == lengths[chosen[0]]]
         left = left[len(chosen) :]
-        batches += [(chosen, min(repeats, num_generations - done)) for done in range(0, num_generations, repeats)]
+        batches += [(chosen, done, min(repeats, num_generations - done)) for done in range(0, num_generations, repeats)]
     return batches
 
 
@@ -242,21 +243,21 @@ def sample_groups(
     if loop is not None:
         kwargs["custom_generate"] = loop
     batches = batches_of(prompts, batch_size, num_generations, is_split=learns_prompt(model))
-    groups: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in prompts]
+    count = len(prompts) * num_generations
+    completions, ended, told = [torch.empty(0)] * count, [False] * count, [torch.empty(0)] * count
     with whole_weights(model):  # once, and not for each token
-        for chosen, repeats in progress(batches, "generating"):
+        for chosen, done, repeats in progress(batches, "generating"):
             shared = repeats if share_prompts and config.do_sample else 1
-            read = [i for i in chosen for _ in range(repeats // shared)]
-            rows, logprobs = _sample(model, [prompts[i] for i in read], config, repeats=shared, **kwargs)
+            read = [prompts[i] for i in chosen for _ in range(repeats // shared)]
+            rows, logprobs = _sample(model, read, config, repeats=shared, **kwargs)
             for number, row in enumerate(rows):
-                prompt = read[number // shared]
-                ids = cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device)
-                told = None if logprobs is None else logprobs[number, : len(ids)].to(ids.device)
-                groups[prompt].append((ids, told))
-    drawn = [completion for group in groups for completion in group]
-    ended = [int(ids[-1]) in eos_ids or (has_criterion and len(ids) < new) for ids, _ in drawn]
-    all_told = [told for _, told in drawn if told is not None]
-    return Rollout([ids for ids, _ in drawn], ended, all_told if len(all_told) == len(drawn) else None)
+                prompt = chosen[number // repeats]
+                place = prompt * num_generations + done + number % repeats
+                ids = completions[place] = cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device)
+                ended[place] = int(ids[-1]) in eos_ids or (has_criterion and len(ids) < new)
+                if logprobs is not None:
+                    told[place] = logprobs[number, : len(ids)].to(ids.device)
+    return Rollout(completions, ended, None if loop is None else told)
 
 
 def _sample(

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerOptions
-from trimtab_lm.hf.labels import LabelTrainer, label_stats
+from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerOptions, prepare_datasets
+from trimtab_lm.hf.labels import LabelTrainer, document_collator, label_stats
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Use
 from trimtab_lm.interface import Model, Processor
@@ -73,8 +73,8 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         self.has_own_collator = data_collator is not None
         if data_collator is None:
             eos, pad = require_eos(self.tokenizer), self.tokenizer.pad_token_id
-            self.data_collator = self.document_collator(eos if pad is None else pad)
-        self.prepare_datasets()
+            self.data_collator = document_collator(self, eos if pad is None else pad)
+        prepare_datasets(self)
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:
         """-sum of log p over the tokens that count, each with a router's loss, over their number in the whole step."""
