@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class GroupMask(Tensor):
         groups: for each group the length of its prefix, and then those of its branches. A sequence that shares no
             prefix is a group of one length.
         was_read: whether a model has read the numbers.
-        biases: float32 [branch, prefix + branch] by the two lengths: 0, and -inf where a branch does not attend.
+        biases: float32 [branch, prefix + branch] by the two lengths: 0, and -inf where a branch does not attend. The
+            first layer fills it.
     """
 
     document: Tensor
@@ -49,12 +51,7 @@ class GroupMask(Tensor):
         width, device = document.shape[1], document.device
         mask = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, width, width).as_subclass(cls)
         mask.document, mask.branch, mask.was_read = document, branch, False
-        mask.groups = _groups(document[0], branch[0])
-        pairs = {(branch, prefix) for prefix, *branches in mask.groups for branch in branches}
-        mask.biases = {
-            (branch, prefix): torch.full((branch, prefix + branch), -torch.inf, device=device).triu_(prefix + 1)
-            for branch, prefix in pairs
-        }
+        mask.groups, mask.biases = _groups(document[0], branch[0]), {}
         return mask
 
     def numbers(self) -> Tensor:
@@ -107,16 +104,20 @@ def attend(
     parts = zip(query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
     outputs = []
     for prefix_size, *branch_sizes in attn_mask.groups:
-        queries, *prefix = next(parts)
-        outputs.append(scaled_dot_product_attention(queries, prefix[0], prefix[1], is_causal=True, **options))
+        queries, prefix_keys, prefix_values = next(parts)
+        output = scaled_dot_product_attention(queries, prefix_keys, prefix_values, is_causal=True, **options)
+        outputs.append(output.transpose(1, 2))
         for size in branch_sizes:
-            queries, *branch = next(parts)
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(prefix, branch, strict=True))
+            queries, keys, values = next(parts)
+            keys, values = torch.cat([prefix_keys, keys], dim=2), torch.cat([prefix_values, values], dim=2)
+            if (size, prefix_size) not in attn_mask.biases:
+                bias = torch.full((size, prefix_size + size), -torch.inf, device=query.device).triu_(prefix_size + 1)
+                attn_mask.biases[size, prefix_size] = bias
             # The kernel takes float32 beside lower precisions; beside float64 it reads it wrongly (torch 2.13).
             bias = attn_mask.biases[size, prefix_size].to(torch.promote_types(query.dtype, torch.float32))
-            outputs.append(scaled_dot_product_attention(queries, keys, values, bias, **options))
+            outputs.append(scaled_dot_product_attention(queries, keys, values, bias, **options).transpose(1, 2))
     # Laid out as the kernel lays out a whole row, so that the model's own transposition copies nothing.
-    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1).transpose(1, 2)
+    return torch.cat(outputs, dim=1).transpose(1, 2)
 
 
 def _numbers(value: object) -> object:
@@ -132,8 +133,8 @@ def _groups(document: Tensor, branch: Tensor) -> list[list[int]]:
     runs, lengths = torch.stack([document, branch]).unique_consecutive(dim=1, return_counts=True)
     segments = zip(*runs.tolist(), lengths.tolist(), strict=True)
     groups: list[list[int]] = []
-    for _, members in groupby(segments, key=lambda segment: segment[0]):
-        branches, sizes = zip(*((number, size) for _, number, size in members), strict=True)
+    for _, members in groupby(segments, key=itemgetter(0)):
+        _, branches, sizes = zip(*members, strict=True)
         if branches[0] != 0:  # no prefix
             groups += [[size] for size in sizes]
         else:  # a single branch continues its prefix
