@@ -144,7 +144,7 @@ def test_adapters_without_the_head_are_refused(tmp_path):
 
 
 def test_padding_has_to_differ_from_eos_where_the_model_tells_it_by_its_id(tmp_path):
-    with pytest.raises(ValueError, match="tells padding by its id"):
+    with pytest.raises(ValueError, match="finds padding by its id"):
         trainer(scorer("bert"), tmp_path, {"processing_class": tiny.tokenizer(pad_token="</s>")})
 
 
