@@ -79,8 +79,8 @@ class Fixed(torch.nn.Module):
         super().__init__()
         self.scores = torch.nn.Parameter(torch.tensor(scores, dtype=D))
 
-    def forward(self, tokens: dict[str, Tensor]) -> Tensor:
-        return self.scores.reshape(-1, 1)
+    def forward(self, tokens: dict[str, Tensor]) -> tuple[Tensor, float]:
+        return self.scores.reshape(-1, 1), 0.0
 
 
 def test_a_margin_meets_its_own_pair_alone(tmp_path, monkeypatch):

@@ -222,5 +222,5 @@ def test_a_classifier_reads_the_last_token_whatever_it_is(layout: str):
         hidden.append(model.score(state))
     assert score_sequences_in_forward(model)
     group = TokenGroup.of_sequences(sequences, [[0, 0, 1], [0, 0, 1, 1, 1]])
-    columns = model(tokens=lay_out([group], layout, pad_token_id=tiny.PAD, width=12))
+    columns, _ = model(tokens=lay_out([group], layout, pad_token_id=tiny.PAD, width=12))
     torch.testing.assert_close(columns.to(D), torch.stack(hidden), rtol=1e-5, atol=1e-6)

@@ -24,7 +24,7 @@ class Comparison(NamedTuple):
 
 
 def score(
-    model: Callable[..., Any], rows: Mapping[str, Tensor], *, reads_tokens: bool, has_router: bool
+    model: Callable[..., Any], rows: Mapping[str, Tensor], *, reads_tokens: bool
 ) -> tuple[Tensor, Tensor | float]:
     """Scores [2B, labels] of sequences, chosen and rejected of each pair in turn, and the loss of a router.
 
@@ -32,13 +32,10 @@ def score(
         model: a classifier.
         rows: see `collator.pair_rows`.
         reads_tokens: whether the model's forward takes `tokens` and scores each sequence at its end.
-        has_router: whether the model is a mixture of experts that trains its router.
     """
-    if not reads_tokens:
-        return model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits, 0.0
-    if has_router:
-        return model(tokens=token_columns(rows), with_router_loss=True)
-    return model(tokens=token_columns(rows)), 0.0
+    if reads_tokens:
+        return model(tokens=token_columns(rows))
+    return model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits, 0.0
 
 
 def compare(scores: Tensor, *, num_labels: int, margin: Tensor | None, center: float | None) -> Comparison:

@@ -28,7 +28,6 @@ from trimtab_lm.legacy.arguments import REWARD, takes_constructor_of_2024
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_sequences_in_forward
 from trimtab_lm.tokens.positions import Positions
-from trimtab_lm.tokens.router import has_router_loss
 
 from .algorithm import compare, score
 from .collator import PairCollator, RewardDataCollatorWithPadding, pair_rows
@@ -159,8 +158,8 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
 
         The outputs are `scores` [B, 2], of chosen and rejected, also as `predictions`; `losses` [B]; and `labels` [B].
         """
-        rows, router = self._rows(batch), self.scores_in_forward and has_router_loss(self.model)
-        logits, router_loss = score(model, rows, reads_tokens=self.scores_in_forward, has_router=router)
+        rows = self._rows(batch)
+        logits, router_loss = score(model, rows, reads_tokens=self.scores_in_forward)
         center = self.config.center_rewards_coefficient
         pairs = compare(logits, num_labels=self.num_labels, margin=rows.get("margin"), center=center)
         losses, real = pairs.losses + router_loss, batch.get(REAL_ROWS)

@@ -63,9 +63,9 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
 
 
 def score_sequences_in_forward(model: Model) -> bool:
-    """Adds `model(tokens=batch)` to a sequence classifier: the logits [S, labels] at the last token of each branch.
+    """Adds `model(tokens=batch)` to a sequence classifier, which returns logits [S, labels] and the router's loss.
 
-    With `with_router_loss=True`, for padded rows, it returns them and the router's loss; see `tokens.router`.
+    The logits are those at the last token of each branch. See `tokens.router` for the loss, which needs padded rows.
 
     The classifier's own forward takes the last token whose id is not the padding id. Where padding is the end token it
     would read before the end of a text.
@@ -83,15 +83,13 @@ def score_sequences_in_forward(model: Model) -> bool:
     if getattr(_own_forward(model), "scores_sequences", False):
         return True
 
-    def score(tokens: Batch, with_router_loss: bool = False) -> Tensor | tuple[Tensor, Tensor | float]:
+    def score(tokens: Batch) -> tuple[Tensor, Tensor | float]:
         trunk = trunk_of(base)
         inputs = positioned(trunk.forward, model_inputs(base, tokens))
         output = trunk(**inputs, use_cache=False, return_dict=True)
         states = output.last_hidden_state.flatten(0, 1).index_select(0, tokens["ends"])
         logits: Tensor = base.get_submodule("score")(states)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if not with_router_loss:
-            return logits
         return logits, classifier_router_loss(base, output.get("router_logits"), inputs.get("attention_mask"), states)
 
     _extend_forward(model, model.forward, score, score_sequences_in_forward, scores_sequences=True)

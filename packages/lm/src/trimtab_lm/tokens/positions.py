@@ -105,7 +105,7 @@ def _size(table: nn.Module | Tensor) -> int | None:
 def positioned(forward: Forward, inputs: ModelInputs) -> ModelInputs:
     """Adds position ids that skip padding, where `forward` takes position ids and the inputs have none.
 
-    Without them GPT-2 would count padding on the left as text.
+    They are 0 at padding on the left, which GPT-2 would count as text without them.
 
     Args:
         forward: the model's own forward, whose signature is read.
@@ -113,9 +113,4 @@ def positioned(forward: Forward, inputs: ModelInputs) -> ModelInputs:
     """
     if "position_ids" in inputs or "position_ids" not in inspect.signature(forward).parameters:
         return inputs
-    return {**inputs, "position_ids": positions_of(inputs["attention_mask"])}
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    """Position ids that skip padding, [B, T], for an attention mask [B, T]; 0 at padding on the left."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return {**inputs, "position_ids": (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)}
