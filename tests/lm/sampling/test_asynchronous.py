@@ -218,7 +218,7 @@ def test_the_ratio_is_to_the_policy_that_sampled():
         assert stats["ppo/sampling/token_ratio/mean"] == pytest.approx(1.1051709)
         assert stats["objective/kl"] == pytest.approx(-0.3, abs=1e-6)  # three tokens under the policy that sampled
     assert ratios == {None: pytest.approx(1.1051709, rel=1e-6), 2.0: pytest.approx(1, rel=1e-6)}
-    with pytest.raises(ValueError, match=r"asynchronous_rollouts=True takes the ratio .* give step sampler_logprobs"):
+    with pytest.raises(ValueError, match=r"asynchronous_rollouts=True needs .* give step sampler_logprobs"):
         tiny.ppo(model, asynchronous_rollouts=True).step(queries, responses, [0.0, 1.0, 2.0, 3.0])
 
 

@@ -159,13 +159,6 @@ class Interruption:
     def __init__(self, accelerator: Accelerator, close: Callable[[int], object]) -> None:
         self.accelerator, self.close, self.number, self.is_in_train = accelerator, close, 0, False
 
-    def listen(self) -> None:
-        """Notes signals from now on, until `release` or until the trainer is gone."""
-        if not _signals.listeners:
-            _signals.number = 0
-            _signals.listen()
-        _signals.listeners.add(self)
-
     def release(self) -> None:
         """Leaves signals to the program again."""
         _signals.listeners.discard(self)
@@ -176,7 +169,7 @@ class Interruption:
     def during_train(self) -> Iterator[None]:
         """Listens inside the block, which is a loop of the trainer's own."""
         was_listening = self in _signals.listeners
-        self.listen()
+        self.begin_step()
         self.is_in_train = True
         try:
             yield
@@ -202,10 +195,17 @@ class Interruption:
             self.end()
 
     def begin_step(self) -> None:
-        """Before a step of a caller's loop: ends the process if a signal came in the last one, else listens."""
+        """Before a step of a caller's loop: ends the process if a signal came in the last one, else notes signals.
+
+        It notes them until `release`, or until the trainer is gone.
+        """
         self.end_if_saved()
-        if not self.is_in_train:
-            self.listen()
+        if self.is_in_train:
+            return
+        if not _signals.listeners:
+            _signals.number = 0
+            _signals.listen()
+        _signals.listeners.add(self)
 
     def end_if_saved(self) -> None:
         """Before anything that belongs to the next step of a caller's loop; see `end_step`. Collective if it ends."""

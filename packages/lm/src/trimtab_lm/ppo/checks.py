@@ -100,10 +100,10 @@ def check_step(
         )
     if sampler_logprobs is not None:
         check_fits(sampler_logprobs, responses)
-    elif config.clips_to_sampler:
+    elif config.asynchronous_rollouts:
         raise ValueError(
-            "asynchronous_rollouts=True takes the ratio to the policy that sampled: give step sampler_logprobs, or set "
-            "asynchronous_rollouts=False."
+            "asynchronous_rollouts=True needs the log-probabilities of the policy that sampled: give step "
+            "sampler_logprobs, or set asynchronous_rollouts=False."
         )
     numbers = checked_scores(scores, [f"response {i}" for i in range(batch_size)], source="scores")
     # `model.generate` returns the decoder start token in front of a response.

@@ -183,7 +183,7 @@ class PPOTrainer(NamesOf2024):
             rollout = evaluate(self, rollout, scores_shaped, overridden, clock.lap)
             check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
             recorded = update(self, rollout, batches, overridden)
-        if is_first and not config.clips_to_sampler:
+        if is_first and rollout.old_logprobs is rollout.logprobs:
             check_ratio(recorded[0].largest_log_ratio, most=self.rounding)
         stats = step_stats(self, rollout, recorded, clock, ends=ends)
         if self.lr_scheduler is not None:
