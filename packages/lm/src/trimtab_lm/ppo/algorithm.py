@@ -38,29 +38,29 @@ def evaluate(
     sampled = at_tokens(rollout.sampler_logprobs, rollout, policy)
     turn_rewards = at_tokens(rollout.response_rewards, rollout, policy)
     logprobs, ref_logprobs, *exact_kl = kl_terms(boxes, policy, ref, sampled)
-    rewards, non_score_rewards, *kl = boxes.compute_rewards(scores, logprobs, ref_logprobs, mask, *exact_kl)
+    rewards, non_score_reward, *kl = boxes.compute_rewards(scores, logprobs, ref_logprobs, mask, *exact_kl)
     kl = kl or [boxes._kl_penalty(logprobs, ref_logprobs)]  # early methods of 2024 return two columns
     lap("compute_rewards")
     rewards = rewards if turn_rewards is None else rewards + turn_rewards
     values, advantages, returns = boxes.compute_advantages(policy.values, rewards, mask)
     lap("compute_advantages")
-    columns = (values, kl[0], non_score_rewards, advantages, returns)
-    values, kl[0], non_score_rewards, advantages, returns = (torch.where(at, x, 0.0) for x in columns)
+    columns = (values, kl[0], non_score_reward, advantages, returns)
+    values, kl[0], non_score_reward, advantages, returns = (torch.where(at, x, 0.0) for x in columns)
     if (cap := config.importance_sampling_cap) is not None:
         told, lengths = None if sampled is None else sampled[at], mask.sum(1)
         weighed, _ = corrected(advantages[at], policy.logprobs[at], told, lengths=lengths, cap=cap)
         advantages = advantages.masked_scatter(at, weighed)
     return replace(
         rollout,
-        mask=mask,
+        masks=mask,
         logprobs=policy.logprobs,
         sampled=sampled,
         old_logprobs=policy.logprobs if sampled is None or not config.clips_to_sampler else sampled,
         ref_logprobs=ref.logprobs,
         entropy=policy.entropy,
         values=values,
-        kl=kl[0],
-        non_score_rewards=non_score_rewards,
+        kls=kl[0],
+        non_score_reward=non_score_reward,
         advantages=advantages,
         returns=returns,
     )
@@ -70,7 +70,7 @@ def update(
     boxes: Trainer, rollout: Experience, batches: Iterable[Tensor], replaced: Collection[str]
 ) -> list[Minibatch]:
     """An optimizer step over each batch of rows, until one shows that the policy has moved too far: it is not taken."""
-    config, step, counts = boxes.config, boxes.optimizer_step, rollout.mask.sum(1).cpu()
+    config, step, counts = boxes.config, boxes.optimizer_step, rollout.masks.sum(1).cpu()
     recorded = list[Minibatch]()
     for rows in batches:
         step.drop()  # what an error has left

@@ -11,7 +11,10 @@ UNKNOWN = torch.empty(0)
 
 @dataclass(frozen=True)
 class Experience:
-    """B responses. Columns are [B] per response and [B, W] per token, 0 where `mask` is 0; `evaluate` fills them."""
+    """B responses. Columns are [B] per response and [B, W] per token, 0 where `masks` is 0; `evaluate` fills them.
+
+    They have the names that `PPOTrainer.record_step_stats` takes.
+    """
 
     queries: list[Tensor]
     responses: list[Tensor]
@@ -21,15 +24,15 @@ class Experience:
     model_inputs: dict[str, Tensor]
     lengths: Tensor  # [B], tokens of query and response, on the host
     scores: Tensor  # [B], as given, with the rewards of an environment
-    mask: Tensor = UNKNOWN  # 1 where a token counts
+    masks: Tensor = UNKNOWN  # 1 where a token counts
     logprobs: Tensor = UNKNOWN  # of the policy before the updates, in nats
-    sampled: Tensor | None = None  # `sampler_logprobs` in the columns of `mask`
+    sampled: Tensor | None = None  # `sampler_logprobs` in the columns of `masks`
     old_logprobs: Tensor = UNKNOWN  # of the ratio: `logprobs`, or `sampled`
     ref_logprobs: Tensor = UNKNOWN
     entropy: Tensor | None = None  # None if a forward pass of 2024 does not return logits
     values: Tensor = UNKNOWN
-    kl: Tensor = UNKNOWN
-    non_score_rewards: Tensor = UNKNOWN
+    kls: Tensor = UNKNOWN
+    non_score_reward: Tensor = UNKNOWN
     advantages: Tensor = UNKNOWN
     returns: Tensor = UNKNOWN
 
@@ -43,23 +46,6 @@ class Experience:
             elif column is not None and column is not UNKNOWN:
                 chosen[name] = column[rows.to(column.device)]
         return Experience(**chosen)
-
-    def columns(self) -> dict[str, Any]:
-        """The columns under the names that `PPOTrainer.record_step_stats` takes."""
-        return {
-            "queries": self.queries,
-            "responses": self.responses,
-            "scores": self.scores,
-            "masks": self.mask,
-            "logprobs": self.logprobs,
-            "ref_logprobs": self.ref_logprobs,
-            "kls": self.kl,
-            "non_score_reward": self.non_score_rewards,
-            "values": self.values,
-            "advantages": self.advantages,
-            "returns": self.returns,
-            "entropy": self.entropy,
-        }
 
     def minibatches(self, rows: Tensor, size: int) -> tuple[Tensor, ...]:
         """The rows in minibatches of like length."""

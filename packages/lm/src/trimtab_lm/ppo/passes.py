@@ -128,7 +128,7 @@ def forward(trainer: Trainer, model: nn.Module, rollout: Experience, replaced: C
         return_logits=keeps_logits or (is_replaced and model is trainer.actor_critic),
         response_masks=rollout.response_masks,
     )
-    scores = columns if isinstance(columns, Scores) else completed(columns, rollout.mask, trainer.temperature)
+    scores = columns if isinstance(columns, Scores) else completed(columns, rollout.masks, trainer.temperature)
     logprobs, logits, values, mask = scores
     return Scores(logprobs, logits if keeps_logits else None, values, mask, scores.entropy, scores.head_inputs)
 

@@ -36,7 +36,7 @@ def training_stats(rollout: Experience, recorded: Sequence[Minibatch], *, cap: f
         recorded: what its updates recorded.
         cap: `importance_sampling_cap`.
     """
-    mask, at = rollout.mask, rollout.mask.bool()
+    mask, at = rollout.masks, rollout.masks.bool()
     local = {
         **merge_stats(map(token_means, recorded)),
         "policy/advantages_mean": Mean.of(rollout.advantages, mask),
@@ -90,6 +90,7 @@ def rollout_stats(
     returns: Tensor,
     entropy: Tensor | None,
     train_stats: Mapping[str, Tensor],
+    **_: object,
 ) -> Stats:
     """Statistics of this process's part of the batch, to be gathered; `objective/kl` is the KL of the penalty."""
     mask = masks.bool()
@@ -215,7 +216,7 @@ def step_stats(
     """
     train_stats = training_stats(rollout, recorded, cap=trainer.config.importance_sampling_cap)
     clock.lap("optimize_step")
-    stats = trainer.record_step_stats(kl_coef=trainer.kl_ctl.value, **rollout.columns(), train_stats=train_stats)
+    stats = trainer.record_step_stats(kl_coef=trainer.kl_ctl.value, **vars(rollout), train_stats=train_stats)
     clock.lap("calc_stats")
     local = flattened({**stats, **token_stats(rollout, trainer.tokenizer, ends=ends), **clock.stats})
     local["ppo/learning_rate"] = float(trainer.optimizer.param_groups[0]["lr"])

@@ -320,7 +320,7 @@ class PPOTrainer(NamesOf2024):
         return masked_mean(policy_losses, mask), config.vf_coef * masked_mean(value_losses, mask), stats
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> Stats:
-        """This process's statistics of a step, from `Experience.columns` and the `train_stats` of the updates."""
+        """This process's statistics of a step, from the columns of `Experience` and the updates' `train_stats`."""
         return rollout_stats(kl_coef=kl_coef, **data)
 
     def gather_stats(self, stats: Mapping[str, Any]) -> Stats:
