@@ -130,10 +130,8 @@ class ActorCritic(nn.Module):
         self.policy = policy
         self.critic = None if critic is None else Critic(critic)
         self.head = LanguageHead(policy.pretrained_model)
-        self.readers, self.positions = (
-            {"tokens": Layouts.of(policy.pretrained_model)},
-            Positions.of(policy.pretrained_model),
-        )
+        self.readers = {"tokens": Layouts.of(policy.pretrained_model)}
+        self.positions = Positions.of(policy.pretrained_model)
         if self.critic is not None:
             self.readers["critic_tokens"] = self.critic.layouts
             policy.v_head.requires_grad_(False)  # an unused head would wait for gradients that never come
