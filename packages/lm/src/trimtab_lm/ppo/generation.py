@@ -160,8 +160,9 @@ class Sampler:
 
     def ahead_if_asked(self, backend: RolloutBackend | None) -> RolloutBackend | None:
         """The backend, which samples ahead if the config says so."""
-        is_ahead = backend is not None and self.config.asynchronous_rollouts
-        return AsynchronousRollout(backend, self.pending) if backend is not None and is_ahead else backend
+        if backend is None or not self.config.asynchronous_rollouts:
+            return backend
+        return AsynchronousRollout(backend, self.pending)
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
         def logprobs_of(queries: list[Tensor], responses: list[Tensor]) -> Tensor:
