@@ -14,7 +14,7 @@ from trimtab_common.sharding import placed
 from trimtab_lm.data.formats import Row, Text
 from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, is_noisy
 from trimtab_lm.hf.models import load_language_model
-from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Use
+from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
 from trimtab_lm.interface import Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
 from trimtab_lm.models.reference import Reference
@@ -145,10 +145,11 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         """The dataset as token columns, with the reference's log-probabilities where they are precomputed."""
         return self.datasets.with_reference(super().prepare_dataset(dataset, use))
 
-    def data_of_run(self) -> DataSource | None:
-        """The pairs without the reference's log-probabilities."""
+    def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
+        """Begin a run, or take one up; its data are the pairs without the reference's log-probabilities."""
         self.datasets.update()
-        return self.datasets.without_reference(self.train_dataset)
+        is_trial, data = trial is not None, self.datasets.without_reference(self.train_dataset)
+        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=is_trial)
 
     def get_train_dataloader(self) -> DataLoader[Batch]:
         """Batches for training, from datasets that are prepared by the present settings and methods."""

@@ -1,6 +1,7 @@
 """Groups of completions, sampled and scored: lines 5 to 9 of Algorithm 1 of the GRPO paper."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.stats import Mean, gather_over_ranks
@@ -18,6 +20,7 @@ from trimtab_lm.hf.adapter import is_noisy
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.interface import base_of
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Scored, Tokenizers, as_completions
+from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import response_texts
 from trimtab_lm.sampling.mismatch import Surprise
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, roll_out
@@ -30,6 +33,8 @@ from .algorithm import Completions, with_old_logprobs
 from .config import GRPOConfig
 from .loss import advantages
 from .statistics import SURPRISE, ScoredRollout, rollout_stats
+
+EVALUATION = 2**31  # evaluation's draws begin here: steps of training, which number its draws, never get so far
 
 
 class GroupSampler:
@@ -45,6 +50,7 @@ class GroupSampler:
 
     Attributes:
         version: the number of the policy's weights, as backends count them.
+        eval_batches: the number of batches of this evaluation so far.
 
     Raises:
         ValueError: the process sees several GPUs.
@@ -63,7 +69,7 @@ class GroupSampler:
         self.positions, self.is_noisy = Positions.of(trainer.model), is_noisy(trainer)
         self.is_encoder_decoder = bool(base_of(trainer.model).config.is_encoder_decoder)
         self.seed_of = partial(sampling_seed, config.seed, rank=config.process_index)
-        self.version = 0
+        self.version, self.eval_batches = 0, 0
 
     def tokenize(self, dataset: DataSource) -> DataSource:
         """The dataset with the token ids of its prompts."""
@@ -102,6 +108,23 @@ class GroupSampler:
         size = len(rows) // (args.gradient_accumulation_steps * args.steps_per_generation)
         rollout = with_old_logprobs(scored.rollout, partial(self.old_logprobs, size=size), args, steps=steps)
         return self.with_reference(rollout, size=size)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around an evaluation: each samples by the same seeds. A data loader draws random numbers there, too."""
+        self.version += 1
+        self.eval_batches = 0
+        with private_rngs(self.seed_of(draw=EVALUATION)):
+            yield
+
+    def for_evaluation(self, rows: Sequence[Row], *, real_rows: int | None) -> Completions:
+        """What the loss of a batch of an evaluation is computed of; see `sample`."""
+        scored = self.roll_out(rows, draw=EVALUATION + self.eval_batches, training=False, real_rows=real_rows)
+        self.eval_batches += 1
+        old_logprobs = partial(self.old_logprobs, size=len(rows))
+        return self.with_reference(
+            with_old_logprobs(scored.rollout, old_logprobs, self.config, steps=1), size=len(rows)
+        )
 
     def roll_out(
         self, rows: Sequence[Row], *, draw: int, training: bool, real_rows: int | None = None
@@ -148,7 +171,7 @@ class GroupSampler:
         return ScoredRollout(
             rollout,
             sampled,
-            self.tokenizer.batch_decode([prompt.tolist() for prompt in prompts[:real_rows]]),
+            self.tokenizer.batch_decode(prompts[:real_rows]),
             texts[real],
             written[real],
             ended[real],
@@ -238,6 +261,20 @@ def everyones_advantages(rewards: Tensor, is_counted: Tensor, *, scale: str, ran
     all_advantages = advantages(torch.cat([r for r, _ in parts]), scale=scale, mask=torch.cat([c for _, c in parts]))
     start = sum(len(r) for r, _ in parts[:rank])
     return all_advantages[start : start + len(rewards)]
+
+
+def backend_and_pending(
+    config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, rollout: RolloutBackend | None
+) -> tuple[RolloutBackend, Any]:
+    """What samples the completions, `rollout` or else what the config names; and what it samples ahead, if it does."""
+    if rollout is None:
+        rollout = make_backend(config.rollout_backend, config.sampling(), tokenizer, config.rollout_backend_kwargs)
+    if not config.asynchronous_rollouts:
+        return rollout, None
+    from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
+
+    pending = Pending()
+    return AsynchronousRollout(rollout, pending), pending
 
 
 def rewards_of(

@@ -1,15 +1,16 @@
 """What must hold before the first update, and which completions are to blame where an update cannot be made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
 from trimtab_common.conditions import OTHER_REFERENCE, OTHER_START
-from trimtab_common.health import check_rows, warn_at_start
-from trimtab_lm.hf.types import Batch
-from trimtab_lm.interface import Model
+from trimtab_common.health import TrainingDivergedError, check_rows, warn_at_start
+from trimtab_common.sharding import divides_weights
 from trimtab_lm.tokens.layout import TokenGroup
 
 from .algorithm import Completions
@@ -29,24 +30,29 @@ def check_start(logprobs: Tensor, rollout: Completions, *, most: float) -> None:
             warn_at_start(condition, float((logprobs - others).detach().abs().max()), rounding=most)
 
 
-@torch.no_grad()
-def check_completions(
-    groups: Sequence[TokenGroup], model: Model, lay_out: Callable[[list[TokenGroup]], Batch], *, temperature: float
-) -> None:
-    """Scores each completion alone, because one that is not finite may spoil those that it is laid out with.
+@contextmanager
+def blaming_completions(trainer: Any, groups: Sequence[TokenGroup]) -> Iterator[None]:
+    """Names the completions of a micro-batch that give no finite log-probabilities, if its loss is not finite.
+
+    Each completion is scored alone, because one that is not finite may spoil those that it is laid out with.
 
     Args:
-        groups: the groups of a micro-batch whose loss is not finite.
-        model: the policy, unwrapped, on one device.
-        lay_out: lays groups out for the model.
-        temperature: the temperature of the samples.
+        trainer: a GRPOTrainer.
+        groups: the groups of the micro-batch.
 
     Raises:
-        TrainingDivergedError: names the completions of the micro-batch whose log-probabilities are not finite.
+        TrainingDivergedError: in place of the one that names no completions.
     """
-    sums = []
-    for group in groups:
-        for ids, counts in zip(group.branches, group.counts, strict=True):
-            tokens = send_to_device(lay_out([TokenGroup(group.prefix, [ids], [counts])]), model.device)
-            sums.append(model(tokens=tokens, temperature=temperature).logprobs.sum())
-    check_rows({"logprobs": torch.stack(sums)}, what="completion")
+    try:
+        yield
+    except TrainingDivergedError:
+        if not divides_weights(trainer.accelerator):  # a forward pass would wait for the other processes
+            model, sums = trainer.accelerator.unwrap_model(trainer.model), []
+            for group in groups:
+                for ids, counts in zip(group.branches, group.counts, strict=True):
+                    tokens = send_to_device(trainer.lay_out([TokenGroup(group.prefix, [ids], [counts])]), model.device)
+                    with torch.no_grad():
+                        scores = model(tokens=tokens, temperature=trainer.config.temperature)
+                    sums.append(scores.logprobs.sum())
+            check_rows({"logprobs": torch.stack(sums)}, what="completion")
+        raise

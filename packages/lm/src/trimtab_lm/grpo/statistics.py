@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.formulas.surrogate import surrogate_stats
@@ -139,13 +139,13 @@ def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
-def vitals(numbers: Mapping[str, float], config: GRPOConfig, *, pads_with_eos: bool) -> Vitals:
+def vitals(numbers: Mapping[str, float], config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Vitals:
     """The quantities that the steps since the last log are judged by.
 
     Args:
         numbers: what `numbers_of` returned.
         config: the trainer's config.
-        pads_with_eos: whether the pad token is the end token.
+        tokenizer: the policy's tokenizer.
     """
     is_scaled = config.scale_rewards in ("group", "batch")
     ended = 1 - numbers.get("completions/clipped_ratio", 0.0)
@@ -158,7 +158,7 @@ def vitals(numbers: Mapping[str, float], config: GRPOConfig, *, pads_with_eos: b
         scale=None if is_scaled else numbers.get("reward_std"),
         response_length=numbers.get("completions/mean_length"),
         length_correlation=numbers.get(LENGTH_CORRELATION),
-        ended=ended if pads_with_eos else None,
+        ended=ended if tokenizer.pad_token_id == tokenizer.eos_token_id else None,
         doubled_bos=numbers.get("prompts/doubled_bos"),
     )
 

@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from trimtab_common.health import TrainingDivergedError, rounding_of
-from trimtab_common.seeding import private_rngs
-from trimtab_common.sharding import divides_weights
+from trimtab_common.health import rounding_of
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.adapter import (
@@ -36,21 +34,18 @@ from trimtab_lm.interface import Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, Tokenizers
-from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import lay_out, token_columns
 
-from .algorithm import policy_loss, with_old_logprobs
+from .algorithm import policy_loss
 from .batches import PromptLoader, RolloutBuffer
 from .config import GRPOConfig
 from .loss import NORMALIZATIONS, Totals
-from .rollout import GroupSampler, rewards_of
+from .rollout import GroupSampler, backend_and_pending, rewards_of
 from .saving import Progress
-from .selfcheck import check_completions, check_start
+from .selfcheck import blaming_completions, check_start
 from .statistics import SampleTable, numbers_of, update_stats, vitals
-
-EVALUATION = 2**31  # evaluation's draws begin here: steps of training, which number its draws, never get so far
 
 
 class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
@@ -101,14 +96,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         policy = load_language_model(model, args.model_init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
-        backend = partial(make_backend, args.rollout_backend, args.sampling(), self.tokenizer)
-        self.backend = backend(args.rollout_backend_kwargs) if rollout is None else rollout
-        self.pending: Any = None
-        if args.asynchronous_rollouts:
-            from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
-
-            self.pending = Pending()
-            self.backend = AsynchronousRollout(self.backend, self.pending)
+        self.backend, self.pending = backend_and_pending(args, self.tokenizer, rollout)
         rewards = rewards_of(reward_funcs, args, reward_processing_classes, self.backend)
         self.sampler = GroupSampler(self, rewards, has_own_limit=rollout is not None)
         require_eos(self.tokenizer)
@@ -118,7 +106,6 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
             pad_token_id=padding_id(self.tokenizer),  # padding is masked by its place, so it may be EOS
             decoder_start_token_id=decoder_start_of(self.model),
         )
-        self.eval_batches = 0  # of this evaluation so far
         self._begin()
         prepare_datasets(self)
 
@@ -176,7 +163,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
     def items_of(self, batches: Sequence[Batch], *, of_all_processes: bool = True) -> Totals:
         """What the loss of these micro-batches divides by."""
         parts = [batch["rollout"].totals for batch in batches]
-        local = torch.tensor([(part.sequences, part.tokens) for part in parts]).sum(0)
+        local = torch.tensor([(part.sequences, part.tokens) for part in parts]).view(-1, 2).sum(0)
         sequences, tokens = total(self, [local], of_all_processes=of_all_processes).tolist()
         ranks = num_averaged(self) if of_all_processes else 1
         return Totals(int(sequences), int(tokens), rank_tokens=int(local[1]), ranks=ranks)
@@ -202,13 +189,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of a micro-batch; an error names the completions whose numbers are not finite."""
-        try:
+        with blaming_completions(self, inputs["rollout"].groups):
             return super().training_step(model, inputs, num_items_in_batch)
-        except TrainingDivergedError:
-            if not divides_weights(self.accelerator):  # a forward pass would wait for the other processes
-                policy, temperature = self.accelerator.unwrap_model(self.model), self.config.temperature
-                check_completions(inputs["rollout"].groups, policy, self.lay_out, temperature=temperature)
-            raise
 
     # Evaluation and logs ----------------------------------------------------------------------------------------------
 
@@ -216,20 +198,14 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Prediction:
         """Completions of a batch of prompts, their rewards, and the loss on them."""
-        draw, size = EVALUATION + self.eval_batches, len(inputs)
-        scored = self.sampler.roll_out(inputs, draw=draw, training=False, real_rows=real_rows(self))
-        self.eval_batches += 1
-        rollout = with_old_logprobs(scored.rollout, partial(self.sampler.old_logprobs, size=size), self.config, steps=1)
-        rollout = self.sampler.with_reference(rollout, size=size)
+        rollout = self.sampler.for_evaluation(inputs, real_rows=real_rows(self))
         batch = send_to_device({**self.lay_out(rollout.groups), "rollout": rollout}, self.config.device)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, batch).detach(), None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in transformers, with the statistics of the completions; every evaluation samples by the same seeds."""
-        self.eval_batches = 0
-        self.sampler.version += 1
-        with private_rngs(self.sampler.seed_of(draw=EVALUATION)):  # a data loader draws some too
+        with self.sampler.evaluation():
             return super().evaluation_loop(*args, **kwargs)
 
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
@@ -241,12 +217,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         numbers = numbers_of(self.recorder.flush(training=training))
         if not training:
             return numbers
-        pads_with_eos = self.tokenizer.pad_token_id == self.tokenizer.eos_token_id
-        health = self.progress.health.report(
-            vitals(numbers, self.config, pads_with_eos=pads_with_eos),
-            when=f"step {self.state.global_step}",
-            warns=self.is_world_process_zero(),
-        )
+        signs, step = vitals(numbers, self.config, self.tokenizer), f"step {self.state.global_step}"
+        health = self.progress.health.report(signs, when=step, warns=self.is_world_process_zero())
         return numbers | {"num_tokens": self.progress.num_tokens} | health
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -10,7 +10,7 @@ from accelerate.utils import send_to_device
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import set_seed
+from transformers import Trainer, set_seed
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
@@ -69,19 +69,14 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         The model is loaded already, or made by model_init, now and at each start of training. The trainer works on a
         copy of the config.
         """
-        if (model is None) == (model_init is None):
-            raise ValueError(f"{type(self).__name__} needs either a model or model_init, and not both.")
         self.keeps_columns, self.peft_config = not config.remove_unused_columns, peft_config
         self.args = self.config = for_own_collators(config, data["train_dataset"], data["eval_dataset"])
         self.recorder, self.tables = Recorder(), Tables()
-        if model_init is not None:
-            set_seed(config.seed)  # as Trainer does before it calls model_init
-            self.model_init = model_init
-            model = cast(Model, super().call_model_init())
-        loaded = cast(Model, model)
-        processing_class = self.load_processing_class(processing_class, loaded)
+        self.model_init = model_init
+        model = first_model(self, model)
+        processing_class = self.load_processing_class(processing_class, model)
         self.tokenizer = tokenizer_of(processing_class)
-        model = self.prepare_model(loaded)
+        model = self.prepare_model(model)
         check_generation_config(model, self.tokenizer)
         make_output_dir(config)
         super().__init__(model=model, args=self.config, processing_class=processing_class, **data, **options)
@@ -132,10 +127,6 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     def load_processing_class(self, processing_class: Processor | None, model: Model) -> Processor:
         """The processing class, or the one that is saved beside the model."""
         return load_processing_class(processing_class, model)
-
-    def data_of_run(self) -> DataSource | None:
-        """The dataset by which a run is told from another."""
-        return self.train_dataset
 
     # Models and data --------------------------------------------------------------------------------------------------
 
@@ -267,8 +258,8 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
     def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
         """Begin a run, or take one up: the folder of its verified checkpoint. Collective; raises as `train` does."""
-        data = self.data_of_run()
-        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=trial is not None)
+        is_trial, data = trial is not None, self.train_dataset
+        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=is_trial)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.checkpoints.saving():
@@ -285,6 +276,16 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
 
 AnyTrainer = TrainerAdapter[Any, Any]
+
+
+def first_model(trainer: AnyTrainer, model: Model | None) -> Model:
+    """The model that the trainer was given, or the one that its model_init makes."""
+    if (model is None) == (trainer.model_init is None):
+        raise ValueError(f"{type(trainer).__name__} needs either a model or model_init, and not both.")
+    if model is not None:
+        return model
+    set_seed(trainer.args.seed)  # as Trainer does before it calls model_init
+    return cast(Model, Trainer.call_model_init(trainer))
 
 
 def prepare_datasets(trainer: AnyTrainer) -> None:

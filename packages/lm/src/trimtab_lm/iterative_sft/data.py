@@ -12,13 +12,20 @@ from trimtab_lm.data.formats import RowFormat, columns_of, prepare_dataset, row_
 from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
 from trimtab_lm.data.truncation import truncate_row
-from trimtab_lm.tokens.ids import check_ids, check_mask
+from trimtab_lm.interface import Model, base_of
+from trimtab_lm.tokens.ids import check_ids, check_mask, vocabulary_size
 from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
 
 Rows = list[dict[str, list[int]]]
 FORMATS = (RowFormat.TOKENIZED, RowFormat.PROMPT_COMPLETION, RowFormat.TEXT)
+
+
+def facts_of(model: Model) -> dict[str, Any]:
+    """What the functions below take of a model."""
+    kind = bool(base_of(model).config.is_encoder_decoder)
+    return {"is_encoder_decoder": kind, "positions": Positions.of(model), "vocab_size": vocabulary_size(model)}
 
 
 def rows_of_tensors(

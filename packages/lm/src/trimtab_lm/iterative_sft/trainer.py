@@ -15,11 +15,9 @@ from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
 from trimtab_lm.sft.algorithm import score_labels, token_nll
-from trimtab_lm.tokens.ids import vocabulary_size
-from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
-from .data import rows_of_tensors, rows_of_texts, tokenize_dataset
+from .data import facts_of, rows_of_tensors, rows_of_texts, tokenize_dataset
 from .run import StepRun
 
 
@@ -66,11 +64,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         language_model = load_language_model(model, args.model_init_kwargs)
         super().__init__(language_model, args, processing_class, None, peft_config, data=data, **hooks)
-        self.model_facts: dict[str, Any] = {
-            "is_encoder_decoder": self.is_encoder_decoder,
-            "positions": Positions.of(self.model),
-            "vocab_size": vocabulary_size(self.model),
-        }
+        self.model_facts = facts_of(self.model)
         if data_collator is None:
             pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
             self.data_collator = document_collator(self, next((one for one in (pad, eos) if one is not None), 0))

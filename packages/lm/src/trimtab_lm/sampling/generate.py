@@ -130,13 +130,6 @@ def batches_of(
     return batches
 
 
-def new_tokens(model: Model, longest: int, config: GenerationConfig) -> int:
-    """The most tokens that a completion of a prompt of `longest` tokens may have."""
-    is_encoder_decoder = model.config.is_encoder_decoder
-    length = config.max_length or longest  # of prompt and completion together, or of an encoder-decoder's completion
-    return config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
-
-
 def completions_at_a_time(model: Model, tokens: int) -> int:
     """How many completions of a length have room: 256 MiB on a CPU, 1 GiB on a GPU, or half of the model's weights.
 
@@ -230,7 +223,9 @@ def sample_groups(
         ValueError: the longest prompt and its completion have no room in the model's positions.
     """
     longest = max(map(len, prompts), default=0)
-    new, is_encoder_decoder = new_tokens(model, longest, config), model.config.is_encoder_decoder
+    is_encoder_decoder = model.config.is_encoder_decoder
+    length = config.max_length or longest  # of prompt and completion together, or of an encoder-decoder's completion
+    new = config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
     remedy = "Lower max_new_tokens, or shorten the queries."
     Positions.of(model).check_sample(longest, new, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
     # Only a criterion of its own ends a completion without an end token; else a pad token at the end was sampled.
