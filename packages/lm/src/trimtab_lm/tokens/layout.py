@@ -143,9 +143,6 @@ def lay_out(
         that predicts the token; `targets` [N], its id; `sequence` [N], its branch in 0..S-1.
 
         For the branches: `lengths` [S], how many tokens count; `ends` [S], the flattened place of the last token.
-
-    Raises:
-        ValueError: the layout is encoder-decoder and there is no decoder_start_token_id.
     """
     if layout == "encoder-decoder":
         return _encoder_decoder(groups, pad_token_id, decoder_start_token_id)
@@ -184,7 +181,7 @@ def lay_out(
             ids[row, cursor:end] = branch_ids
             positions[row, cursor:end] = np.arange(len(branch_ids)) + len(piece.prefix)
             branch[row, cursor:end] = number + 1
-            branches.append((branch_ids, counts, row * width + cursor - 1, before))
+            branches.append((ids[row, cursor:end], counts, row * width + cursor - 1, before))
             cursor = end
         document[row, start:cursor] = index
     inputs = {"input_ids": ids}
@@ -237,7 +234,7 @@ def token_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: batch[name] for name in TOKEN_KEYS if name in batch}
 
 
-_Branch = tuple[Sequence[int], Sequence[int], int, int | None]
+_Branch = tuple[Sequence[int] | Integers, Sequence[int], int, int | None]
 """A branch's ids and counts, the flattened place before its first token, and the place that predicts that, if any."""
 
 
@@ -245,13 +242,13 @@ def _with_tokens(inputs: Mapping[str, Integers], branches: Sequence[_Branch]) ->
     """Returns model inputs and the columns of counted tokens and of branches, as tensors; see `lay_out`."""
     source, targets, ends = [NOTHING], [NOTHING], []
     for ids, counts, place, before in branches:
-        if len(counts) != len(ids):
-            raise ValueError(f"A branch of {len(ids)} tokens has {len(counts)} counts. Give one for each token.")
         places, is_counted = np.arange(place, place + len(ids)), np.array(counts, dtype=bool)
-        places[:1] = -1 if before is None else before
-        is_counted[:1] &= before is not None
+        if before is None:
+            is_counted[:1] = False
+        else:
+            places[:1] = before
         source.append(places[is_counted])
-        targets.append(np.array(ids, dtype=np.int64)[is_counted])
+        targets.append(np.asarray(ids, dtype=np.int64)[is_counted])
         ends.append(place + len(ids))
     lengths = [len(places) for places in source[1:]]
     columns = {
@@ -269,10 +266,7 @@ def _encoder_decoder(
     groups: Sequence[TokenGroup], pad_token_id: int, decoder_start_token_id: int | None
 ) -> dict[str, Tensor]:
     """Lays groups out for a model with an encoder: see `lay_out`."""
-    if decoder_start_token_id is None:
-        raise ValueError(
-            "An encoder-decoder batch needs decoder_start_token_id, and got None. Set it in the model's config."
-        )
+    assert decoder_start_token_id is not None
     source, mask = pad_right([group.prefix for group in groups], pad_token_id)
     branches = [ids for group in groups for ids in group.branches]
     counts = [row for group in groups for row in group.counts]
