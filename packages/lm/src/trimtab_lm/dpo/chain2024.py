@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from trimtab_common.overrides import call_with_known, replaced
+from trimtab_common.sharding import placed
 from trimtab_common.stats import Mean
 from trimtab_lm.hf.adapter import REAL_ROWS, dropout_off
 from trimtab_lm.hf.types import Batch, BatchLoss
-from trimtab_lm.interface import base_of
+from trimtab_lm.interface import Model, base_of
 from trimtab_lm.tokens.layout import from_labels, sum_per_sequence
 from trimtab_lm.tokens.positions import positioned
 from trimtab_lm.tokens.router import refuse_router_loss
@@ -34,6 +35,7 @@ from .collator import (
 )
 from .config import DPOConfig
 from .loss import mixed
+from .setup import load_reference, make_reference
 from .statistics import pair_statistics
 
 SCORING = (
@@ -60,6 +62,26 @@ class Setting:
     def __set__(self, trainer: Any, value: Any) -> None:
         trainer.chain.check_loss(trainer.config.with_setting(self.name, value))
         setattr(trainer.config, self.name, value)
+
+
+class RefModel:
+    """`DPOTrainer.ref_model`: the reference, a model or, assigned, its name.
+
+    It is None where the reference is the policy, or where there is none.
+    """
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        fixed = trainer.reference
+        if fixed is None or fixed.is_policy or fixed.model is trainer.model:
+            return None
+        return placed(fixed.model, trainer.config.device)
+
+    def __set__(self, trainer: Any, model: Model | str | None) -> None:
+        loaded = load_reference(model, trainer.config)
+        trainer.reference = make_reference(trainer.model, loaded, trainer.config, trainer.accelerator)
+        trainer.datasets.open_cache()
 
 
 class Chain2024:

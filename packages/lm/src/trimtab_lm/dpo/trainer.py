@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from trimtab_common.sharding import placed
 from trimtab_lm.data.formats import Row, Text
 from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, is_noisy
 from trimtab_lm.hf.models import load_language_model
@@ -22,7 +21,7 @@ from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
 from .algorithm import compare, losses_and_rewards
-from .chain2024 import Chain2024, Setting, get_batch_logps
+from .chain2024 import Chain2024, RefModel, Setting, get_batch_logps
 from .collator import (
     PreferencePairCollator,
     concatenated_inputs,
@@ -75,6 +74,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
     label_pad_token_id, padding_value, generate_during_eval = Setting(), Setting(), Setting()
     dataset_num_proc, precompute_ref_log_probs = Setting(), Setting()
     model_adapter_name, ref_adapter_name = Setting(), Setting()
+    ref_model = RefModel()
 
     @takes_constructor_of_2024(DPOConfig, DPO)
     def __init__(
@@ -186,18 +186,6 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
 
     concatenated_inputs = staticmethod(concatenated_inputs)
     get_batch_logps = staticmethod(get_batch_logps)
-
-    @property
-    def ref_model(self) -> Model | None:
-        """The reference where it is a model of its own; None where it is the policy, or where there is none."""
-        if self.reference is None or self.reference.is_policy or self.reference.model is self.model:
-            return None
-        return placed(self.reference.model, self.config.device)
-
-    @ref_model.setter
-    def ref_model(self, model: Model | str | None) -> None:
-        self.reference = make_reference(self.model, load_reference(model, self.config), self.config, self.accelerator)
-        self.datasets.open_cache()
 
     @property
     def is_peft_model(self) -> bool:

@@ -87,14 +87,16 @@ class PromptLoader(DataLoader[Row]):
         self.set_epoch = batches.set_epoch
 
     @classmethod
-    def of_process(cls, rows: Dataset, config: GRPOConfig, *, prompts_per_step: int) -> "PromptLoader":
+    def of_process(cls, rows: Dataset | None, config: GRPOConfig, *, prompts_per_step: int) -> "PromptLoader":
         """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch.
 
         Args:
-            rows: the training set.
+            rows: the training set; None is refused.
             config: the trainer's config.
             prompts_per_step: prompts in an optimizer step, on this process.
         """
+        if rows is None:
+            raise ValueError("GRPOTrainer: training requires a train_dataset.")
         micro_batches = config.gradient_accumulation_steps * config.steps_per_generation
         batches = PromptBatches(
             len(rows),

@@ -136,9 +136,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
 
     def get_train_dataloader(self) -> DataLoader[Row]:
         """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch."""
-        if self.train_dataset is None:
-            raise ValueError("GRPOTrainer: training requires a train_dataset.")
-        rows, args = cast(Dataset, self.train_dataset), self.config
+        rows, args = cast(Dataset | None, self.train_dataset), self.config
         prompts_per_step = self.get_total_train_batch_size(args) // args.world_size
         return PromptLoader.of_process(rows, args, prompts_per_step=prompts_per_step)
 
