@@ -125,7 +125,7 @@ class Scripted:
     """
 
     def __init__(self, sampler: TransformersRollout):
-        self.sampler, self.sampled = sampler, 0
+        self.sampler, self.sampled, self.settings = sampler, 0, sampler.settings
 
     def sync(self, model: Any, version: int) -> None:
         self.sampler.sync(model, version)
