@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab_lm.tokens import scores
 
@@ -68,6 +69,34 @@ def test_an_entropy_in_the_loss_has_its_gradient():
     log_p = head(hidden).log_softmax(-1)
     plain = log_p.gather(-1, targets[:, None]).sum() - (log_p.exp() * log_p).sum()
     torch.testing.assert_close(ours, torch.autograd.grad(plain, [hidden])[0], **EXACT[torch.float64])
+
+
+class Buffers(TorchDispatchMode):
+    """Holds every tensor [.., vocabulary] that an operation returns, so that no storage is used again."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dim() > 1 and result.shape[-1] == VOCABULARY:
+            self.seen.append(result)
+        return result
+
+
+@pytest.mark.parametrize("entropy_weight", [0.0, 1.0])
+def test_two_buffers_of_a_chunk_serve_all_chunks(entropy_weight: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 4 * VOCABULARY)
+    hidden, head, targets = linear_head()
+    with Buffers() as buffers:
+        both = scores.score_linear(hidden, head, targets)
+        loss = (VARIED * both.logprobs).sum() + (entropy_weight * both.entropy.sum() if entropy_weight else 0.0)
+        buffers.seen.clear()
+        torch.autograd.grad(loss, [hidden])
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in buffers.seen}
+    del sizes[head.weight.untyped_storage().data_ptr()]
+    assert sum(sizes.values()) == 2 * 4 * VOCABULARY * hidden.element_size()
 
 
 def test_bfloat16_does_not_round_the_factor_of_the_mean():
