@@ -1,4 +1,4 @@
-"""The accelerator of a run: accelerate's, with losses that are weighed alike under every engine."""
+"""The accelerator of a run: accelerate's, with the same weighing of losses under every engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab_common.stats import Mean
 
 
 class WeighingAccelerator(Accelerator):
-    """An accelerator whose `backward` weighs the loss by itself, for every engine.
+    """An accelerator whose `backward` weighs the loss in the same way under every engine.
 
     accelerate divides a loss by `gradient_accumulation_steps`. Under DeepSpeed it does not: that engine reads the
     number once, when it starts.
@@ -72,7 +72,7 @@ def create_accelerator(
     *,
     mixed_precision: str | None = None,
 ) -> WeighingAccelerator:
-    """The accelerator of a run, on the CPU where there is no GPU.
+    """Returns the accelerator of a run, on the CPU if there is no GPU.
 
     Args:
         accelerator_kwargs: arguments of `accelerate.Accelerator`; they take precedence.

@@ -13,7 +13,7 @@ def _number(words: str) -> float | None:
 
 @dataclass(frozen=True)
 class Vitals:
-    """The quantities of one step that are judged; None leaves a quantity unchecked.
+    """The quantities of one step that the health monitor checks; None leaves one unchecked.
 
     Args:
         kl: KL(policy, reference), the mean of the sampled log-ratios, nats per response.
@@ -22,12 +22,12 @@ class Vitals:
         entropy: the policy's entropy, nats per token.
         surprise: how much less likely the sampled tokens are than samples of the policy, nats per token, beyond what
             chance explains; negative where they are likelier.
-        clip_fraction: share of the ratios that are clipped, in [0, 1].
+        clip_fraction: share of clipped ratios, in [0, 1].
         explained_variance: the value function's explained variance, at most 1.
         value_error: variance of returns - values, of the tokens.
         value_gain: share of the values' squared error that the updates of a step remove, on average over the updates;
             None with one update a step.
-        value_spread: standard deviation of the values over that of the returns.
+        value_spread: the values' standard deviation over the returns'.
         reward_std: standard deviation of the scores, in the unit of the reward.
         scale: the scale of what the policy or the value function learns from, where nothing brings it to 1.
         response_length: mean tokens per response.
@@ -66,7 +66,7 @@ class Sign:
 
     Args:
         statistic: the field of `Vitals`.
-        above, below: the limit, one of them, and the side of it that is wrong.
+        above, below: exactly one is set: values above, or below, this limit are wrong.
         of: what the limit is a multiple of: the statistic's `first` value, the KL's `target`, or what `rounding`
             explains; None: nothing.
         slow: 0: one check tells. n: the last n * patience checks must be on the wrong side.
@@ -86,11 +86,11 @@ class Sign:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """Something that goes wrong, and the numbers by which it shows.
+    """A problem, and the numbers that show it.
 
     Args:
         name: what goes wrong.
-        signs: all of them must be there; the first is the one that is logged.
+        signs: the problem exists if all signs do; the first one is logged.
         or_signs: other signs by which it shows too.
         cause: what the numbers say.
         remedy: sentences.
@@ -120,7 +120,7 @@ CONDITIONS = (
     Condition(
         name="far_from_reference",
         signs=(Sign("kl_per_token", above=2.0),),
-        cause="the policy's text is no longer that of the reference, and the reward may be exploited",
+        cause="the policy has moved far from the reference, and may exploit the reward",
         remedy="Raise the KL coefficient (init_kl_coef, beta), lower the learning rate, and read samples.",
     ),
     Condition(

@@ -1,4 +1,4 @@
-"""Judges the numbers of each step by `trimtab_common.conditions`, and stops at numbers that are not finite."""
+"""Checks the numbers of each step against `trimtab_common.conditions`, and stops at numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab_common.conditions import CONDITIONS, Condition, Sign, Vitals
 
 
 class TrainingDivergedError(FloatingPointError):
-    """A number that must be finite is not; the weights of the last step can no longer be trusted."""
+    """A number is NaN or infinite; do not trust the weights after the last step."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def alert_of(condition: Condition, readings: Sequence[Reading]) -> Alert:
 
 
 def warn_at_start(condition: Condition, gap: float, *, rounding: float) -> None:
-    """Warns if a condition holds that is looked for before the first update, such as `OTHER_REFERENCE`.
+    """Warns if a condition of the first step holds, such as `OTHER_REFERENCE`.
 
     Args:
         condition: which of them.
@@ -91,7 +91,7 @@ def warn_at_start(condition: Condition, gap: float, *, rounding: float) -> None:
 
 
 def rounding_of(dtype: torch.dtype, *, is_mixed: bool) -> float:
-    """Nats by which two ways to the same log-probability may differ, for weights of a type."""
+    """The tolerance in nats between two computations of the same log-probability, by the weights' dtype."""
     return 1e-3 if dtype in (torch.float32, torch.float64) and not is_mixed else 0.5
 
 
@@ -137,7 +137,7 @@ class MonitorState(TypedDict):
 
 
 class HealthMonitor:
-    """Judges the vitals of every step, and repeats an alert at most every `repeat_after` checks.
+    """Checks the vitals of every step; repeats an alert at most every `repeat_after` checks.
 
     Args:
         conditions: what to look for; `dataclasses.replace(condition, signs=...)` has another limit.
@@ -165,14 +165,14 @@ class HealthMonitor:
         self._last_alert: dict[str, int] = {}
 
     def check(self, vitals: Vitals, stats: Mapping[str, object] = {}) -> list[Alert]:
-        """Judges one step.
+        """Checks one step.
 
         Args:
             vitals: the quantities that the conditions are about.
             stats: other statistics, which must be finite and are not judged further.
 
         Returns:
-            The alerts that are due.
+            The alerts to show now.
 
         Raises:
             TrainingDivergedError: a statistic or a vital is NaN or infinite.

@@ -46,7 +46,7 @@ def status_of(number: int) -> int:
 
 
 def is_preemption(status: int) -> bool:
-    """Whether a process that ends with a status was preempted, so that its run is to be taken up again.
+    """Whether an exit status means that the process was preempted, so that its run should be resumed.
 
     SIGTERM stops a trial of a sweep for good if the agent that started the trial is still there. A machine that goes
     away ends the agent too.
@@ -55,7 +55,7 @@ def is_preemption(status: int) -> bool:
 
 
 class _Signals:
-    """What this process has heard. A process has one handler for each signal, so there is one object.
+    """The signals that this process has received. A process has one handler per signal, so there is one object.
 
     Attributes:
         number: the first signal, 0: none.
@@ -69,7 +69,7 @@ class _Signals:
         self._before: dict[int, Handler] = {}
 
     def listen(self) -> None:
-        """Installs the handlers, where there are none but Python's."""
+        """Installs the handlers, unless the program has installed its own."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
@@ -78,7 +78,7 @@ class _Signals:
                 signal.signal(number, self._on_signal)
 
     def restore(self) -> None:
-        """Puts back the handlers that were there before, those that nobody has replaced since."""
+        """Restores the former handlers, except for signals whose handler was replaced in the meantime."""
         if threading.current_thread() is threading.main_thread():
             for number, default in PYTHONS.items():
                 if signal.getsignal(number) == self._on_signal:  # also where the program has put it back
@@ -86,7 +86,7 @@ class _Signals:
             self._before.clear()
 
     def exit_at_sigterm(self, *, exits: bool) -> None:
-        """Whether SIGTERM raises SystemExit while nobody listens; a handler of the program's stays in place."""
+        """Makes SIGTERM raise SystemExit when no trainer is running. Keeps handlers that the program installed."""
         if threading.current_thread() is not threading.main_thread():
             return
         choice: tuple[Handler, Handler] = (signal.SIG_DFL, exit_now)
@@ -97,7 +97,7 @@ class _Signals:
             signal.signal(signal.SIGTERM, new)
 
     def before_fork(self) -> None:
-        """Blocks the signals while a thread forks: one that came to the child before `in_child` would be lost."""
+        """Blocks the signals while a thread forks: the child would lose a signal that comes before `in_child`."""
         ours = [number for number in SIGNALS if signal.getsignal(number) == self._on_signal]
         self._thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
 
@@ -106,7 +106,7 @@ class _Signals:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._thread.mask)
 
     def in_child(self) -> None:
-        """Puts Python's handlers in place of ours in a forked process, where the parent's trainers do not train."""
+        """Restores Python's handlers in a forked process, because the parent's trainers do not run there."""
         for number, default in PYTHONS.items():
             if signal.getsignal(number) in (self._on_signal, exit_now):
                 signal.signal(number, default)
@@ -127,22 +127,22 @@ class _Signals:
         signal.raise_signal(number)
 
     def _is_of_wandb(self, number: int) -> bool:
-        """Whether it is the SIGINT by which W&B's service follows the SIGTERM of W&B's agent."""
+        """Whether this is the SIGINT that W&B's service sends after the SIGTERM of W&B's agent."""
         return (self.number, number) == SIGNALS and "WANDB_SWEEP_ID" in os.environ
 
 
 def exit_now(number: int, frame: FrameType | None) -> NoReturn:
-    """A handler that closes `with` blocks. It sends nothing: it may have interrupted a call that holds a lock."""
+    """A handler that closes `with` blocks. It logs nothing: it may have interrupted a call that holds a lock."""
     raise SystemExit(status_of(number))
 
 
 def exit_at_sigterm(*, exits: bool) -> None:
-    """Lets SIGTERM raise SystemExit where no trainer trains, or ends that."""
+    """Makes SIGTERM raise SystemExit when no trainer is running, or stops that."""
     _signals.exit_at_sigterm(exits=exits)
 
 
 class Interruption:
-    """How a trainer takes the signals: at the end of a step, and in all processes at the same one.
+    """Handles signals for a trainer: at the end of a step, at the same one in all processes.
 
     A trainer calls `during_train` around its own loop and `end_if_asked` after each step of it. Its `step`, which
     callers call in loops of their own, begins with `begin_step` and ends with `end_step`.
@@ -153,21 +153,21 @@ class Interruption:
 
     Attributes:
         number: the signal by which the processes have agreed to end; 0: none.
-        is_in_train: whether the trainer is in a loop of its own.
+        is_in_train: whether the trainer runs its own loop.
     """
 
     def __init__(self, accelerator: Accelerator, close: Callable[[int], object]) -> None:
         self.accelerator, self.close, self.number, self.is_in_train = accelerator, close, 0, False
 
     def release(self) -> None:
-        """Leaves signals to the program again."""
+        """Returns signal handling to the program."""
         _signals.listeners.discard(self)
         if not _signals.listeners:
             _signals.restore()
 
     @contextmanager
     def during_train(self) -> Iterator[None]:
-        """Listens inside the block, which is a loop of the trainer's own."""
+        """Handles signals inside the block, which runs the trainer's own loop."""
         was_listening = self in _signals.listeners
         self.begin_step()
         self.is_in_train = True
@@ -179,7 +179,7 @@ class Interruption:
                 self.release()
 
     def is_asked(self) -> bool:
-        """Whether any process was told to end; `number` then says by which signal. Collective, of one step's end."""
+        """Whether any process received a signal; `number` is the signal. Collective; call it once per step."""
         if world_size() == 1:
             self.number = _signals.number if self in _signals.listeners else 0
         else:
@@ -218,7 +218,7 @@ class Interruption:
         The caller may then log the step. The process ends when the caller goes on to the next one.
 
         Args:
-            save: saves the run; a CheckpointError or ValueError of it becomes a warning.
+            save: saves the run; its CheckpointError or ValueError becomes a warning.
             is_last: whether no step is to follow; signals are then left to the program again.
         """
         if self.is_in_train:

@@ -1,4 +1,4 @@
-"""Which methods of a trainer its user replaces, and calls of such methods."""
+"""Finds replaced methods of a trainer, and calls them."""
 
 import inspect
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def replaced(trainer: object, base: type, *names: str) -> list[str]:
-    """The names of those of these methods of `base` that a subclass, or an assignment to the trainer, replaces."""
+    """Returns the names of methods of `base` that a subclass, or an assignment to the trainer, replaces."""
     kind = type(trainer)
     return [name for name in names if name in vars(trainer) or getattr(kind, name) is not getattr(base, name)]
 
 
 def source_of(trainer: object, base: type, *names: str) -> str | None:
-    """The source of those of these methods that are replaced, "" without any; None where Python does not know it."""
+    """Returns the source code of replaced methods, "" if there are none; None if Python cannot find the source."""
     try:
         return "".join(inspect.getsource(getattr(trainer, name)) for name in replaced(trainer, base, *names))
     except (OSError, TypeError):
@@ -20,7 +20,7 @@ def source_of(trainer: object, base: type, *names: str) -> str | None:
 
 
 def call_with_known(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls a method with those of the options that it has parameters for."""
+    """Calls a method with the options that it has parameters for."""
     parameters = inspect.signature(method).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return method(*args, **{name: value for name, value in options.items() if takes_all or name in parameters})

@@ -1,4 +1,4 @@
-"""The check of what reward functions return, for every trainer and sampler."""
+"""Checks the results of reward functions, for every trainer and sampler."""
 
 import math
 import numbers
@@ -20,7 +20,7 @@ def checked_scores(result: object, items: Sequence[str], *, source: str, may_abs
     Args:
         result: a list, tuple, tensor, array, range or iterator of numbers: Python's, NumPy's, or tensors of one
             element, on any device. Tensors and arrays may be [B] or [B, 1].
-        items: B names of what is scored, such as "completion 3", for the errors.
+        items: B names of the scored items for errors, such as "completion 3".
         source: whose result it is, as errors begin: "What reward_function returned".
         may_abstain: whether an entry may be None.
 
@@ -69,7 +69,7 @@ def checked_scores(result: object, items: Sequence[str], *, source: str, may_abs
 
 
 def require_finite(keeper: str, /, **numbers: float) -> None:
-    """Raises ValueError that names what is NaN or infinite, before `keeper` keeps it."""
+    """Raises a ValueError that names NaN and infinite values, before they enter the state of `keeper`."""
     if broken := [f"{name}={value}" for name, value in numbers.items() if not math.isfinite(value)]:
         raise ValueError(
             f"{keeper}: {', '.join(broken)} came, and finite numbers are needed, because they are kept for all later "
@@ -78,7 +78,7 @@ def require_finite(keeper: str, /, **numbers: float) -> None:
 
 
 def is_finite_score(value: float) -> bool:
-    """Whether float32 holds a number."""
+    """Whether a number is finite in float32."""
     return abs(value) <= LARGEST  # NaN is not
 
 

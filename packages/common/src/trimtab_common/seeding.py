@@ -13,7 +13,7 @@ import torch
 
 
 def set_seed(seed: int) -> None:
-    """Seeds Python's, NumPy's and torch's global generators, those of every accelerator included.
+    """Seeds Python's, NumPy's and torch's global generators, including every accelerator's.
 
     Args:
         seed: in [0, 2**32).
@@ -29,7 +29,7 @@ def set_seed(seed: int) -> None:
 
 
 def sampling_seed(seed: int, *, rank: int, draw: int) -> int:
-    """The seed of one draw of one process, which its arguments fix.
+    """Returns the seed of one draw of one process; equal arguments give equal seeds.
 
     It is a hash: adding strides (`seed + rank * 100003 + draw`) would make streams of different runs meet.
 
@@ -71,7 +71,7 @@ def private_rng(seed: int, device: torch.device | str) -> Iterator[None]:
 def private_rngs(seed: int) -> Iterator[None]:
     """Seeds Python's, NumPy's and torch's generators inside the block, and restores each after it.
 
-    For code of the user's, which may draw from any of them.
+    For user code, which may draw from any of them.
 
     Args:
         seed: in [0, 2**63).
@@ -102,7 +102,7 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
     """Restores what `rng_state` returned.
 
     Warns where this process sees other accelerators than the saved one did: their streams cannot be restored, so that
-    draws on them differ from those of an uninterrupted run.
+    their draws differ from an uninterrupted run's.
     """
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words), gauss_next))

@@ -38,7 +38,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def total_over_ranks(x: float, device: torch.device) -> float:
-    """The sum of a number over all processes, without a word to the device where there is one. Collective."""
+    """The sum of a number over all processes; a single process does not touch the device. Collective."""
     return x if world_size() == 1 else float(sum_over_ranks(torch.tensor(x, dtype=torch.float32, device=device)))
 
 
@@ -51,7 +51,7 @@ def gather_over_ranks(value: T) -> list[T]:
 
 
 def everywhere(call: Callable[[], None]) -> None:
-    """Calls a function in every process, and raises the first error of any of them in all. Collective."""
+    """Calls a function in every process; if any raises an error, all processes raise the first one. Collective."""
     failure: Exception | None = None
     try:
         call()
@@ -145,7 +145,7 @@ class Correlation:
 
     Args:
         x: the variance of one quantity.
-        y: that of the other, with the same count.
+        y: the other quantity, with the same count.
         products: sum of the products of their deviations from their means.
     """
 
@@ -168,7 +168,7 @@ class Correlation:
 
     @property
     def value(self) -> float:
-        """In [-1, 1]; NaN of fewer than four pairs, and where one quantity does not vary but for rounding."""
+        """In [-1, 1]; NaN for fewer than four pairs, and if a quantity varies only by rounding."""
         if self.x.count < 4 or not (self.x.varies and self.y.varies):
             return float("nan")
         return self.products / (self.x.squares * self.y.squares) ** 0.5
@@ -178,7 +178,7 @@ Summary = Mean | Variance | Correlation
 
 
 def merge_stats(parts: Iterable[Mapping[str, Any]]) -> Stats:
-    """Merges the statistics of several parts to those of the whole.
+    """Merges the statistics of several parts into one.
 
     Args:
         parts: `Mean`, `Variance`, `Deviation` and `Correlation` are added up, 1-D tensors of any length are

@@ -13,7 +13,7 @@ REWARD_TIMEOUT = (
     "With several processes, seconds that the rewards of a batch may take in one of them while the others wait; then "
     "it ends, and the launcher ends the others. 0 or None: no limit."
 )
-"""What the setting `reward_timeout` of the configs says of itself."""
+"""The help text of the configs' setting `reward_timeout`."""
 EXIT_STATUS = 75
 """The status of a process that reached its limit: EX_TEMPFAIL of sysexits.h, for which a retry makes sense."""
 

@@ -179,7 +179,7 @@ def kl_controller(
     max_kl_coef: float | None = None,
     gain: float = 0.0,
 ) -> FixedKLController:
-    """The controller that moves a coefficient towards a target; without target and horizon, one that keeps it.
+    """Returns the controller that moves a coefficient towards a target; without target and horizon, a constant one.
 
     See `AdaptiveKLController` and, for a gain above 0, `DampedKLController`.
     """

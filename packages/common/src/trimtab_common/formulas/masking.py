@@ -1,4 +1,4 @@
-"""Statistics of the positions that count.
+"""Statistics over masked positions: those with mask 1 count.
 
 Every mask is 1 where a position counts and has the shape of its tensor. A collective is called by every process.
 """

@@ -1,4 +1,4 @@
-"""PPO with a value head, a separate critic or both trunks shared, on a loop of its own."""
+"""PPO with a value head or a separate critic, with its own training loop."""
 
 from .config import PPOConfig
 from .trainer import PPOTrainer

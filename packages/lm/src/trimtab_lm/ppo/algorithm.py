@@ -1,4 +1,4 @@
-"""PPO for language models: a batch is evaluated once, and then learnt from in several optimizer steps.
+"""PPO for language models: evaluates a batch once, then takes several optimizer steps on it.
 
 Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347. `boxes` is the trainer.
 """
@@ -69,7 +69,7 @@ def evaluate(
 def update(
     boxes: Trainer, rollout: Experience, batches: Iterable[Tensor], replaced: Collection[str]
 ) -> list[Minibatch]:
-    """An optimizer step over each batch of rows, until one shows that the policy has moved too far: it is not taken."""
+    """Takes an optimizer step on each batch of rows; stops, without the step, if the policy has moved too far."""
     config, step, counts = boxes.config, boxes.optimizer_step, rollout.masks.sum(1).cpu()
     recorded = list[Minibatch]()
     for rows in batches:
@@ -78,7 +78,7 @@ def update(
         tokens, divergence = total_over_ranks(float(counts[rows].sum()), step.accelerator.device), Mean(0.0, 0.0)
         for number, part in enumerate(parts, start=1):
             is_last = number == len(parts)
-            # The gradient is that of all tokens of the step at once, averaged over processes.
+            # The gradient equals one pass over all tokens of the step, averaged over processes.
             share = float(counts[part].sum()) * step.accelerator.num_processes / tokens
             with step.accelerator.part_of_step(step.model, is_last=is_last, share=share):
                 old = rollout[part]

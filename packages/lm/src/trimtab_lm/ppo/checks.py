@@ -1,4 +1,4 @@
-"""The checks of a step: its arguments, once, and what must hold before the first update."""
+"""Checks the arguments of a step once, and what must hold before the first update."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +137,7 @@ def check_step(
 
 
 def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
-    """ValueError unless there is a finite log-probability for each token of each response."""
+    """Raises ValueError unless there is a finite log-probability for each token of each response."""
     shapes, needed = [tuple(row.shape) for row in sampler_logprobs], [tuple(row.shape) for row in responses]
     if shapes != needed:
         raise ValueError(
@@ -219,7 +219,7 @@ def check_sampler(
 def check_generate(
     rollout: RolloutBackend, generation_kwargs: Mapping[str, object], *, generate_ref_response: bool
 ) -> None:
-    """ValueError unless a rollout can do what `generate` is asked for."""
+    """Raises ValueError unless the rollout supports the arguments of `generate`."""
     if generation_kwargs or generate_ref_response:
         raise ValueError(
             f"The rollout samples by its own settings, from the policy alone: leave {sorted(generation_kwargs)}, "
@@ -233,7 +233,7 @@ def check_generate(
 
 
 def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], columns: Sequence[str]) -> None:
-    """ValueError unless the batch has the columns to log, with a row for each reward."""
+    """Raises ValueError unless the batch has the columns to log, with a row for each reward."""
     missing = [name for name in columns if name not in batch]
     if missing:
         raise ValueError(

@@ -30,7 +30,7 @@ class _Computed(int):
 
 
 class _Taken:
-    """Holds the mark of a config that a trainer took, in a slot: `vars` of a config are its fields alone."""
+    """Marks a config that is in use, without adding a field."""
 
     __slots__ = ("_is_taken",)
     _is_taken: bool
@@ -101,7 +101,7 @@ class PPOConfig(_Taken):
     max_grad_norm: Positive | None = setting("Clip the gradient's norm to this at every update.", default=None)
     optimize_cuda_cache: bool | None = setting("Deprecated name of optimize_device_cache.", default=None)
     optimize_device_cache: bool | None = setting(
-        "Give unused accelerator memory back after each step: leaner beside other programs, slightly slower.",
+        "Free unused accelerator memory after each step: leaves more to other programs, slightly slower.",
         default=False,
     )
     early_stopping: bool = setting(
@@ -127,7 +127,7 @@ class PPOConfig(_Taken):
     global_batch_size: int | None = computed("Responses per step over all processes; computed.")
     total_ppo_epochs: int | None = computed("Deprecated: steps / batch_size, rounded up; computed.")
     temperature: Positive | None = setting(
-        "Temperature that the responses were sampled at. None: that of the last `generate`.", default=None
+        "Sampling temperature of the responses. None: the temperature of the last `generate`.", default=None
     )
     missing_eos_penalty: NotNegative | None = setting(
         "Subtracted from the score of a response that does not end with an end token.", default=None
@@ -192,16 +192,16 @@ class PPOConfig(_Taken):
 
     @property
     def clips_to_sampler(self) -> bool:
-        """Whether the ratio is to the policy that sampled, by the sampler's own log-probabilities."""
+        """Whether the ratio compares with the sampling policy, by the sampler's own log-probabilities."""
         return self.asynchronous_rollouts and self.importance_sampling_cap is None
 
     @property
     def kl_target(self) -> float | None:
-        """What the KL coefficient moves towards, in nats per response; None where it stays."""
+        """The target of the KL coefficient, in nats per response; None for a constant coefficient."""
         return self.target if self.adap_kl_ctrl else None
 
     def kl_controller(self) -> FixedKLController:
-        """What moves the coefficient of the KL penalty."""
+        """The controller of the KL penalty's coefficient."""
         return kl_controller(
             self.init_kl_coef,
             target=self.kl_target,
@@ -215,7 +215,7 @@ class PPOConfig(_Taken):
         return flattened(vars(self))
 
     def taken(self, **facts: Any) -> "PPOConfig":
-        """A checked copy for a trainer, with what is known at run time filled in. Its fields cannot be assigned."""
+        """A checked copy for a trainer, with the fields that are known at run time. Its fields cannot be assigned."""
         config = replace(self, **facts)
         config._is_taken = True
         return config

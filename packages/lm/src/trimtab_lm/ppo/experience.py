@@ -1,4 +1,4 @@
-"""The record of a batch of responses, and that of a minibatch's update."""
+"""The records of a batch of responses and of a minibatch's update."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

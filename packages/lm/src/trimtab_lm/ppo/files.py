@@ -1,4 +1,4 @@
-"""What PPO writes: checkpoints of a run, the trained policy, and what a step logs."""
+"""The files of PPO: checkpoints, the trained policy, and what a step logs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ tokenizer = AutoTokenizer.from_pretrained("{repo_id}")"""
 
 
 def resume(run: Run, config: PPOConfig, where: str | Path | None) -> None:
-    """Goes on from a checkpoint, or begins a run in the config's `output_dir`.
+    """Resumes from a checkpoint, or begins a run in the config's `output_dir`.
 
     Args:
         run: the trainer's run.
@@ -33,7 +33,7 @@ def resume(run: Run, config: PPOConfig, where: str | Path | None) -> None:
         where: a checkpoint's folder, or "latest" for the newest in `output_dir`, if there is one; None: begin.
 
     Raises:
-        CheckpointError: a new run would save beside the checkpoints of another.
+        CheckpointError: a new run would mix its checkpoints with another run's.
     """
     root = config.output_dir
     if where == "latest" and root is None:
@@ -45,7 +45,7 @@ def resume(run: Run, config: PPOConfig, where: str | Path | None) -> None:
 
 
 def full_weights(accelerator: Accelerator, actor_critic: nn.Module) -> dict[str, Tensor] | None:
-    """The policy's weights, gathered on the main process; None where each process has them. Collective."""
+    """The policy's weights, gathered on the main process; None if every process has them. Collective."""
     if not divides_weights(accelerator):
         return None
     weights = accelerator.get_state_dict(actor_critic) or {}

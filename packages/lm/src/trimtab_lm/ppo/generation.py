@@ -1,4 +1,4 @@
-"""Samples the responses of PPO, from the policy itself or from any backend, and remembers at which temperature."""
+"""Samples the responses of PPO from the policy or a backend, and remembers the temperature."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ from .statistics import ended
 
 
 class Sampler:
-    """What samples for a trainer, at a temperature that it remembers, with random numbers of its own.
+    """Samples for a trainer with its own random numbers, and remembers the temperature.
 
     Every call has a stream made from (seed, rank, number of the call): sampling neither moves nor depends on the global
     generators, and goes on where it was after `load_state_dict`. Settings that make the sampler another policy than the
@@ -36,7 +36,7 @@ class Sampler:
 
     Attributes:
         temperature: the temperature of the last call that sampled.
-        eos_ids: the tokens that end a response, of the last call, and before the first those of the model.
+        eos_ids: the end tokens of the last call; before the first call, the model's.
         calls: calls so far.
         pending: what is sampled ahead.
     """
@@ -68,7 +68,7 @@ class Sampler:
         generate_ref_response: bool,
         **generation_kwargs: Any,
     ) -> list[list[Tensor]]:
-        """Responses of the policy, and if asked of the reference."""
+        """Responses of the policy, and of the reference if asked for."""
         if self.trainer.rollout is not None:
             check_generate(self.trainer.rollout, generation_kwargs, generate_ref_response=generate_ref_response)
             responses = self._from_backend(self.trainer.rollout, queries, rows_of({"input_ids": queries})).completions
@@ -102,7 +102,7 @@ class Sampler:
             return generate(model, queries, config, eos_ids=self.eos_ids, **rest, **options)
 
     def _from_backend(self, backend: RolloutBackend, queries: list[Tensor], rows: Sequence[Row]) -> Sampled:
-        """One response to each query, by the policy's weights as they are; see `roll_out`.
+        """One response to each query, by the policy's present weights; see `roll_out`.
 
         Each call passes new weights to the backend: the sampler cannot know whether the caller has changed them.
         """
@@ -117,7 +117,7 @@ class Sampler:
     def sample(
         self, batch: dict[str, Any], options: Mapping[str, Any], generate: Callable[..., list[Tensor]]
     ) -> Sampled:
-        """Responses to a batch, with what a backend says of them; environments get the columns of the batch.
+        """Responses to a batch, with the backend's records; environments get the columns of the batch.
 
         Args:
             batch: columns, `input_ids` among them.
@@ -142,7 +142,7 @@ class Sampler:
             self.trainer.rollout.begin_step(step, upcoming, num_generations=1, seed=seed)
 
     def options(self, generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate` for whole batches; makes the backend where the config names one."""
+        """Arguments of `generate` for whole batches; makes the backend if the config names one."""
         config = self.config
         if config.asynchronous_rollouts and self.trainer.rollout is None and config.rollout_backend == "transformers":
             raise ValueError("asynchronous_rollouts needs a sampler in another process: rollout_backend='vllm_server'.")
@@ -198,7 +198,7 @@ class Sampler:
 
 
 def rows_of(batch: Mapping[str, Sequence[object]]) -> list[Row]:
-    """The rows of a batch, as an environment gets them: without `input_ids`, and with the `query` as `prompt`.
+    """The rows of a batch for an environment: without `input_ids`, and with the `query` as `prompt`.
 
     Args:
         batch: columns, `input_ids` among them.
@@ -246,5 +246,5 @@ def _check(queries: Sequence[Tensor]) -> None:
             )
         if query.dim() != 1 or len(query) == 0:
             raise ValueError(
-                f"Query {i} has shape {list(query.shape)}: give one 1-D tensor of token ids, or a list of them."
+                f"Query {i} has shape {list(query.shape)}: give one 1-D tensor of token ids, or a list of such tensors."
             )

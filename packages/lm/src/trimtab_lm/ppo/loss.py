@@ -10,7 +10,7 @@ from .config import PPOConfig
 
 
 def shaped(scores: Tensor, is_ended: Tensor, config: PPOConfig, running: RunningMoments) -> Tensor:
-    """Scores less the penalty for a missing end token, then scaled, normed and clipped as the config says. Collective.
+    """Scores minus the penalty for a missing end token, then scaled, normed and clipped by the config. Collective.
 
     scores: [B]; is_ended: [B], whether a response ends with an end token; running: moments of all scores. Returns [B].
     """
@@ -26,7 +26,7 @@ def per_token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: floa
     """-kl_coef * KL at each token, plus the score at the last one (Ziegler et al. 2019, arXiv:1909.08593, Eq. 2).
 
     scores: [B], one per response; kl: [B, R] in nats; mask: [B, R], 1 where a token counts, at least one per row.
-    Returns rewards and the part of them that is not the score, both [B, R], 0 outside the mask.
+    Returns rewards and their part without the score, both [B, R], 0 outside the mask.
     """
     non_score = torch.where(mask.bool(), -kl_coef * kl, 0.0)
     last = mask.shape[1] - 1 - mask.flip(1).argmax(1)

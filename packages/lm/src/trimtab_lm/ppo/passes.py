@@ -74,7 +74,7 @@ _Group = tuple[list[int], list[list[int]], list[list[int]]]
 
 
 class Trainer(Protocol):
-    """A PPOTrainer as its parts see it. Its documented methods may be replaced."""
+    """The attributes of a PPOTrainer that its parts use. Its documented methods may be replaced."""
 
     config: PPOConfig
     accelerator: WeighingAccelerator
@@ -109,7 +109,7 @@ class Trainer(Protocol):
 
 
 def forward(trainer: Trainer, model: nn.Module, rollout: Experience, replaced: Collection[str]) -> Scores:
-    """What `batched_forward_pass` says of a minibatch, in its own width and mask.
+    """The results of `batched_forward_pass` for a minibatch, with its own width and mask.
 
     Args:
         trainer: a PPOTrainer.
@@ -201,7 +201,7 @@ def score(
 
 
 def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], padding: Padding) -> dict[str, Tensor]:
-    """What a causal model reads (query and response in one row), or an encoder-decoder one, padded on the right.
+    """The padded inputs of a causal model (query and response in one row) or of an encoder-decoder model.
 
     The last token of each response is read too: callers that shift the columns themselves find it as a label.
 
@@ -300,7 +300,7 @@ def exact_kl_of(
 
 
 def at_tokens(rows: Sequence[Tensor] | None, rollout: Experience, scores: Scores) -> Tensor | None:
-    """Numbers of response tokens at the places of those that count, [B, W]; 0 elsewhere.
+    """Places numbers of response tokens at the positions that count, [B, W]; 0 elsewhere.
 
     Args:
         rows: B rows, a number for each response token; None if the numbers are unknown.

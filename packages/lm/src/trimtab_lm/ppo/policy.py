@@ -1,4 +1,4 @@
-"""Policy, value function and reference: what they say about the tokens of samples."""
+"""Policy, value function and reference, and their outputs at response tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,14 +26,14 @@ from trimtab_lm.tokens.router import refuse_router_loss
 
 
 class Layouts(NamedTuple):
-    """How a model reads samples: `apart` where no query repeats, `shared` where one prefix serves equal queries."""
+    """The layouts of a model's inputs: `apart` if no query repeats, `shared` if equal queries share one prefix."""
 
     apart: Layout
     shared: Layout
 
     @classmethod
     def of(cls, model: Model) -> "Layouts":
-        """The leanest layouts that give the model's own outputs; see `best_layout`."""
+        """The layouts with the fewest positions that give the model's own outputs; see `best_layout`."""
         apart = best_layout(model, share_prefix=False)
         return cls(apart, best_layout(model, share_prefix=True) if apart == "packed" else apart)
 
@@ -57,7 +57,7 @@ class TokenOutputs(NamedTuple):
 
 
 class Critic(nn.Module):
-    """A value function with a trunk of its own, such as a reward model that continues as critic.
+    """A value function with a separate trunk, such as a reward model that continues as critic.
 
     model: a wrapper with a value head (its LM head is not used), or any transformers model. The one-label head of a
     sequence classifier becomes the value head; otherwise the value head starts at 0.
@@ -119,7 +119,7 @@ class ActorCritic(nn.Module):
 
     Args:
         policy: a wrapper with a value head.
-        critic: a model for the values instead of that head, or None.
+        critic: a separate model for the values, or None.
 
     Attributes:
         readers: how `tokens` are laid out for the policy, and `critic_tokens` for the critic.
@@ -138,7 +138,7 @@ class ActorCritic(nn.Module):
 
     @property
     def value_function(self) -> nn.Module:
-        """What has the weights of the values alone: the critic, or the policy's value head."""
+        """The module with only the value function's weights: the critic, or the policy's value head."""
         return self.policy.v_head if self.critic is None else self.critic
 
     @property
@@ -156,7 +156,7 @@ class ActorCritic(nn.Module):
         return units & {type(module).__name__ for module in self.modules()}
 
     def tie_weights(self) -> None:
-        """Ties again what is tied in policy and critic; accelerate asks for it after it has replaced the weights."""
+        """Ties weights of policy and critic again; accelerate calls it after it has replaced the weights."""
         for trunk in self._trunks:
             trunk.tie_weights()
 
@@ -176,7 +176,7 @@ class ActorCritic(nn.Module):
         needs_values: bool = True,
         **inputs: Any,
     ) -> TokenOutputs | tuple[Any, ...]:
-        """Two calls, because a strategy such as DDP sees this method alone.
+        """Runs policy and critic in one call, because DDP and others wrap only this method.
 
         `tokens` gives the TokenOutputs of its tokens, at a temperature. Model inputs, by name or with `input_ids`
         in the first place, give (logits [B, T, V], loss, values [B, T]) as a model with a value head does.
@@ -212,7 +212,7 @@ def keep_value_dtype(actor: ActorCritic) -> None:
 
 
 class ReferencePolicy(nn.Module):
-    """The reference of the KL penalty, called as the policy is: without its adapters, gradients and values.
+    """The reference of the KL penalty: runs like the policy, without its adapters, gradients and values.
 
     It is put on the accelerator's device, and sharded where the policy is.
 

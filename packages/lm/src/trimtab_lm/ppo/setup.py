@@ -78,7 +78,7 @@ def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
 
 
 def check_engine(config: PPOConfig, engine: DistributedType) -> None:
-    """ValueError where DeepSpeed could not save, or would keep gradients of an update that early stopping drops."""
+    """Raises ValueError if DeepSpeed could not save, or would keep gradients of an update that early stopping drops."""
     if engine != DistributedType.DEEPSPEED:
         return
     if config.save_steps:
@@ -98,12 +98,12 @@ def checked(config: PPOConfig | None, rollout: RolloutBackend | None) -> PPOConf
     """The config, checked again, because its fields may have been assigned."""
     config = replace(config or PPOConfig())
     if rollout is not None and config.rollout_backend != "transformers":
-        raise ValueError(f"rollout_backend={config.rollout_backend!r} and a rollout: leave one of them out.")
+        raise ValueError(f"rollout_backend={config.rollout_backend!r} and a rollout came. Leave one out.")
     return config
 
 
 def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
-    """The model with a value head to train: the caller's, or that of `config.model_name`."""
+    """The model with a value head to train: the caller's, or `config.model_name`."""
     if model is None:
         if config.model_name is None:
             raise ValueError("PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name.")
@@ -131,7 +131,7 @@ def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
 def reference_of(
     model: PreTrainedModelWrapper, ref_model: Any, num_shared_layers: int | None
 ) -> tuple[Reference, PreTrainedModelWrapper | None]:
-    """The reference of a policy, and the same as a model with a value head; None where the adapters are switched off.
+    """The reference of a policy, and as a model with a value head; None if it is the policy without its adapters.
 
     Its values are not used. See `Reference.of` for the arguments.
     """
@@ -149,7 +149,7 @@ def reference_of(
 
 
 def tokenizer_of(config: PPOConfig, tokenizer: Any) -> PreTrainedTokenizerBase:
-    """The caller's tokenizer, or that of a processor, or of `config.model_name`; it must have a pad token."""
+    """The tokenizer: the caller's, a processor's, or `config.model_name`'s; it must have a pad token."""
     if tokenizer is None and config.model_name is None:
         raise ValueError("PPOTrainer needs a tokenizer: give it one, or PPOConfig a model_name.")
     tokenizer = interface.tokenizer_of(tokenizer or AutoTokenizer.from_pretrained(config.model_name))
@@ -162,7 +162,7 @@ def tokenizer_of(config: PPOConfig, tokenizer: Any) -> PreTrainedTokenizerBase:
 
 
 def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) -> PPOConfig:
-    """The config with what is known at run time; ValueError where it says otherwise."""
+    """The config with the fields that are known at run time; ValueError if they contradict it."""
     facts: dict[str, Any] = {
         "world_size": world_size,
         "is_encoder_decoder": model.is_encoder_decoder,
@@ -179,7 +179,7 @@ def filled(config: PPOConfig, model: PreTrainedModelWrapper, world_size: int) ->
 def optimizers_of(
     config: PPOConfig, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None, model: ActorCritic
 ) -> tuple[Optimizer, LRScheduler | None]:
-    """The optimizer, which must hold all parameters that train, and what moves its learning rates, if anything does.
+    """The optimizer, which must hold all trained parameters, and its learning-rate scheduler, if any.
 
     Args:
         config: the learning rates, and their warm-up.
@@ -236,7 +236,7 @@ def warmup_factor(steps: int, *, length: int) -> float:
 def open_data(
     trainer: Owner, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
 ) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
-    """The prompts, their batches, and the position in them, of which checkpoints hold the state.
+    """The prompts, their batches, and the position in them, which checkpoints hold.
 
     Args:
         trainer: its parts so far.
@@ -309,7 +309,7 @@ def prompts_of_run(trainer: Owner) -> DataLoader[Any]:
 
 
 def rewards_of_run(trainer: Owner, reward: Any, weights: Sequence[float] | None) -> RewardSet:
-    """What scores the responses of a run; nothing where none is named and an environment gives the rewards.
+    """The reward functions of a run; none if an environment gives the rewards.
 
     Args:
         trainer: its parts so far.
@@ -324,5 +324,5 @@ def rewards_of_run(trainer: Owner, reward: Any, weights: Sequence[float] | None)
 
 
 def nothing(completions: Sequence[str]) -> list[float]:
-    """The scores of responses that an environment alone rewards."""
+    """The scores of responses that only an environment rewards."""
     return [0.0] * len(completions)

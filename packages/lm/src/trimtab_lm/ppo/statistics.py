@@ -1,4 +1,4 @@
-"""The documented statistics of a PPO step. Every mean, variance and distribution is of the positions that count."""
+"""The documented statistics of a PPO step. Means, variances and distributions cover the positions that count."""
 
 import math
 import time
@@ -26,7 +26,7 @@ LENGTH_CORRELATION = "tokens/responses_len_score_correlation"
 
 
 def training_stats(rollout: Experience, recorded: Sequence[Minibatch], *, cap: float | None) -> dict[str, Tensor]:
-    """Statistics of the updates, and of what they learnt from, as `record_step_stats` takes them. Collective.
+    """Statistics of the updates and of their inputs, for `record_step_stats`. Collective.
 
     Each is a tensor whose mean over its first axis is the statistic. Means and variances cover the tokens of all
     processes; `policy/advantages` [1, N] are those of this process.
@@ -119,7 +119,7 @@ def rollout_stats(
 
 
 def vitals(stats: Stats, config: PPOConfig) -> Vitals:
-    """The quantities of a step that its health is judged by; a subclass's statistics may lack some."""
+    """The quantities of a step for the health checks; a subclass's statistics may lack some."""
     kl, length = stats["objective/kl"], stats.get("tokens/responses_len_mean")
     mean, variance = stats.get("ppo/returns/mean"), stats.get("ppo/returns/var")
     explained, spread = stats.get("ppo/val/var_explained"), stats.get("ppo/val/var")
@@ -157,7 +157,7 @@ def _value_gain(stats: Mapping[str, float]) -> float | None:
 def token_stats(rollout: Experience, tokenizer: PreTrainedTokenizerBase, *, ends: Sequence[int]) -> dict[str, Summary]:
     """The share of queries that begin with two BOS tokens, `tokens/doubled_bos`, and `tokens/ended`.
 
-    `tokens/responses_len_score_correlation` is that of lengths and scores, NaN where one of them does not vary.
+    `tokens/responses_len_score_correlation` correlates lengths and scores; NaN if either does not vary.
 
     `tokens/ended` is the share of responses that end with an end token, where padding is one: a model that was
     fine-tuned with such padding may not have learnt to stop.
@@ -186,7 +186,7 @@ def ended(responses: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
 
 
 def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, step: int) -> dict[str, Summary]:
-    """What a step of `train` logs of its responses, for `gather_stats`: most runs have nothing.
+    """Statistics of responses that a step of `train` logs, for `gather_stats`; empty in most runs.
 
     Args:
         sampled: the responses.
@@ -235,14 +235,14 @@ def step_stats(
 
 
 class Clock:
-    """Seconds of the phases of a step, one after the other, and of all of them."""
+    """Measures the seconds of each phase of a step, and of the whole step."""
 
     def __init__(self) -> None:
         self.started = self.last = time.perf_counter()
         self.stats: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """The time since the last lap, or the start, was `name`'s."""
+        """Adds the time since the last lap, or the start, to phase `name`."""
         now = time.perf_counter()
         self.stats |= {f"time/ppo/{name}": now - self.last, "time/ppo/total": now - self.started}
         self.last = now

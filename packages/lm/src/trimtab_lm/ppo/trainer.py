@@ -202,7 +202,7 @@ class PPOTrainer(NamesOf2024):
         return stats
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
-        """The ids that a model reads, padded, as `batched_forward_pass` takes them."""
+        """The padded inputs of a model, for `batched_forward_pass`."""
         return padded_inputs(queries, responses, self.padding)
 
     def batched_forward_pass(
@@ -273,7 +273,7 @@ class PPOTrainer(NamesOf2024):
         advantages: Tensor,
         returns: Tensor,
     ) -> Stats:
-        """Backward for one minibatch, and the optimizer step if it is due; returns its statistics.
+        """Runs backward for one minibatch, and the optimizer step if it is due; returns statistics.
 
         Arguments as of `loss`. Called by itself, outside of `step`, the minibatch is an optimizer step. Inside,
         accelerate weighs the loss by the minibatch's share of the step's tokens, and its `sync_gradients` says which
@@ -368,18 +368,18 @@ class PPOTrainer(NamesOf2024):
 
     @property
     def temperature(self) -> float:
-        """At which responses are sampled and scored: the config's, or that of the last `generate`."""
+        """The temperature of sampling and scoring: the config's, or the last `generate`'s."""
         return self.sampler.temperature
 
     def save_checkpoint(self, output_dir: str | Path | None = None) -> Path:
-        """Writes all that the next step depends on, atomically, as `checkpoint-<steps>` into the folder (config's)."""
+        """Writes everything that the next step depends on, atomically, to `checkpoint-<steps>` in the folder."""
         root = output_dir or self.config.output_dir
         if root is None:
             raise ValueError("save_checkpoint needs a folder: give it one, or PPOConfig(output_dir=...).")
         return self.run.save(root, self.steps_done, keep=self.config.save_total_limit)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Goes on from a checkpoint, in a trainer with the models, config and data of the one that saved it."""
+        """Resumes from a checkpoint, in a trainer with the same models, config and data as the one that saved it."""
         self.run.load(path)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
@@ -387,7 +387,7 @@ class PPOTrainer(NamesOf2024):
         self._save_pretrained(str(save_directory), **kwargs)
 
     def _save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """What a subclass of 2024 replaces, of `save_pretrained`."""
+        """The part of `save_pretrained` that subclasses of 2024 replace."""
         files.write_policy(self, save_directory, files.full_weights(self.accelerator, self.actor_critic), **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:

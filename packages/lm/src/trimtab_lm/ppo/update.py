@@ -1,4 +1,4 @@
-"""One optimizer step over several minibatches: how each of them weighs, and whether the step is taken."""
+"""One optimizer step over several minibatches: their weights, and whether to take the step."""
 
 import math
 import warnings
@@ -94,7 +94,7 @@ class OptimizerStep:
         return self.accelerator.norm_stats(norm)
 
     def drop(self) -> None:
-        """Forgets the gradient."""
+        """Clears the gradient."""
         self.optimizer.zero_grad()
         self.kept = 0
 
