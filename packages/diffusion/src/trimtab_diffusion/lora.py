@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.training_utils import cast_training_params
 from diffusers.utils import convert_state_dict_to_diffusers
 from huggingface_hub import ModelCard, hf_hub_download
@@ -21,23 +22,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 
 
-class Denoiser(Protocol):
-    """A diffusers model that can hold adapters."""
-
-    def active_adapters(self) -> list[str]: ...
-
-    def add_adapter(self, config: LoraConfig) -> None: ...
-
-    def disable_adapters(self) -> None: ...
-
-    def enable_adapters(self) -> None: ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-
-    def requires_grad_(self, requires_grad: bool = True) -> object: ...
-
-
-def add_lora(denoiser: Denoiser, *, rank: int) -> None:
+def add_lora(denoiser: PeftAdapterMixin, *, rank: int) -> None:
     """Freezes a denoiser and adds adapters to its attention, or trains the adapters that it has.
 
     New adapters start as zero maps (Hu et al. 2021, arXiv:2106.09685). All are trained in float32.
@@ -49,7 +34,7 @@ def add_lora(denoiser: Denoiser, *, rank: int) -> None:
     Raises:
         ValueError: several adapters are active.
     """
-    denoiser.requires_grad_(False)
+    module = cast(nn.Module, denoiser).requires_grad_(False)
     if _has_adapters(denoiser):
         active = denoiser.active_adapters()
         if len(active) != 1:
@@ -57,20 +42,20 @@ def add_lora(denoiser: Denoiser, *, rank: int) -> None:
                 f"The adapters {', '.join(active)} are active: only one can be trained and saved. Choose it with "
                 "pipeline.set_adapters. To keep the others in the weights, call pipeline.fuse_lora before."
             )
-        for name, weight in denoiser.named_parameters():
+        for name, weight in module.named_parameters():
             weight.requires_grad_("lora_" in name and f".{active[0]}." in name)
     else:
         config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(ATTENTION))
         denoiser.add_adapter(config)
-    cast_training_params(cast(nn.Module, denoiser), dtype=torch.float32)
+    cast_training_params(module, dtype=torch.float32)
 
 
 @contextmanager
-def without_lora(denoiser: Denoiser) -> Iterator[None]:
-    """Switches the adapters of a denoiser off inside the block."""
+def without_lora(denoiser: PeftAdapterMixin) -> Iterator[nn.Module]:
+    """Switches the adapters of a denoiser off inside the block, which gets the denoiser."""
     denoiser.disable_adapters()
     try:
-        yield
+        yield cast(nn.Module, denoiser)
     finally:
         denoiser.enable_adapters()
 

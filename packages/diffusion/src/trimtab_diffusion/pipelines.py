@@ -193,8 +193,8 @@ class DDPOStableDiffusionPipeline:
         """A context for forward passes that does nothing: the trainer uses its accelerator's."""
         return nullcontext
 
-    def reference(self) -> AbstractContextManager[None]:
-        """Returns a context in which the denoiser runs without its adapters."""
+    def reference(self) -> AbstractContextManager[nn.Module]:
+        """Returns a context in which the denoiser, which it gives, runs without its adapters."""
         return without_lora(self.denoiser)
 
     def get_trainable_layers(self) -> nn.Module:

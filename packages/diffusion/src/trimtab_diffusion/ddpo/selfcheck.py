@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from trimtab_common.conditions import OTHER_REFERENCE
 from trimtab_common.health import rounding_of, warn_at_start
@@ -55,35 +55,23 @@ def check_first(
     is_tf32 = config.allow_tf32 and accelerator.device.type == "cuda"
     is_float32 = path.first.dtype in (torch.float32, torch.float64)
     is_exact = accelerator.mixed_precision == "no" and not is_tf32 and is_float32
-    pairs = torch.cartesian_prod(torch.arange(min(config.sample_batch_size, len(path))), steps)
-    chunks = pairs.split(config.train_batch_size)
-    gaps = torch.cat([_gaps(path, denoiser, accelerator.device, *chunk.unbind(1)) for chunk in chunks])
-    nats = float(gaps.max()) * path.dimensions
-    _judge(float(gaps.mean()), nats, config.clip_range(path.dimensions), is_exact=is_exact)
-    if reference is not None:
-        kl = _first_kl(path, denoiser, reference, accelerator.device, steps[: config.train_batch_size])
-        warn_at_start(OTHER_REFERENCE, kl, rounding=rounding_of(torch.float32, is_mixed=not is_exact))
+    every = torch.cartesian_prod(torch.arange(min(config.sample_batch_size, len(path))), steps)
+    gaps, first_kl = [], None
+    for chunk in every.split(config.train_batch_size):
+        rows, index = chunk.unbind(1)
+        pairs = sampled_pairs(path, accelerator.device, rows, index)
+        with torch.no_grad():
+            mean, std = path.schedule.gaussian(denoiser, pairs.latents, index, pairs.conditions)
+        gaps.append((gaussian_logprob(pairs.next_latents, mean, std) - pairs.logprobs).abs().cpu())
+        if reference is not None and first_kl is None:
+            with torch.no_grad(), reference() as frozen:
+                ref_mean, _ = path.schedule.gaussian(frozen, pairs.latents, index, pairs.conditions)
+            first_kl = float((gaussian_kl(mean, ref_mean, std) * path.dimensions).max())
+    nats = float(torch.cat(gaps).max()) * path.dimensions
+    _judge(float(torch.cat(gaps).mean()), nats, config.clip_range(path.dimensions), is_exact=is_exact)
+    if first_kl is not None:
+        warn_at_start(OTHER_REFERENCE, first_kl, rounding=rounding_of(torch.float32, is_mixed=not is_exact))
     return {"selfcheck/nats": nats}
-
-
-@torch.no_grad()
-def _gaps(path: Trajectories, denoiser: nn.Module, device: torch.device, rows: Tensor, index: Tensor) -> Tensor:
-    """How far the log-probabilities of replayed steps are from the recorded ones, nats per dimension."""
-    pairs = sampled_pairs(path, device, rows, index)
-    gaussian = path.schedule.gaussian(denoiser, pairs.latents, index, pairs.conditions)
-    return (gaussian_logprob(pairs.next_latents, *gaussian) - pairs.logprobs).abs().cpu()
-
-
-@torch.no_grad()
-def _first_kl(
-    path: Trajectories, denoiser: nn.Module, reference: Reference, device: torch.device, index: Tensor
-) -> float:
-    """The largest KL of policy and reference in some steps of the first sample, nats."""
-    first = sampled_pairs(path, device, torch.zeros_like(index), index)
-    mean, std = path.schedule.gaussian(denoiser, first.latents, index, first.conditions)
-    with reference() as frozen:
-        ref_mean, _ = path.schedule.gaussian(frozen, first.latents, index, first.conditions)
-    return float((gaussian_kl(mean, ref_mean, std) * path.dimensions).max())
 
 
 def _judge(mean: float, nats: float, clip: float, *, is_exact: bool) -> None:

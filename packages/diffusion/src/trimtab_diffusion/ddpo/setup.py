@@ -3,8 +3,8 @@
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -142,7 +142,7 @@ def reference_of(
     if not config.init_kl_coef:
         return None
     if pipeline.use_lora:
-        return partial(_without_adapters, pipeline)
+        return pipeline.reference
     frozen = copy.deepcopy(pipeline.denoiser).requires_grad_(False)
     if divides_weights(accelerator):
         prepared = prepared_for_inference(frozen, accelerator)
@@ -150,12 +150,6 @@ def reference_of(
     else:
         prepared = accelerator.prepare_model(frozen, evaluation_mode=True)  # in the policy's precision
     return lambda: nullcontext(prepared)
-
-
-@contextmanager
-def _without_adapters(pipeline: DDPOStableDiffusionPipeline) -> Iterator[nn.Module]:
-    with pipeline.reference():
-        yield pipeline.denoiser
 
 
 def prompt_stats_of(config: DDPOConfig) -> PerPromptStatTracker | None:

@@ -144,7 +144,7 @@ class DDPOTrainer:
         path, device = samples.trajectories, self.accelerator.device
         checks = check_first(path, self.model, self.reference, self.config, self.accelerator) if not global_step else {}
         if self.image_samples_callback is not None:
-            self.image_samples_callback(samples.batches, global_step, HookTracker(self.tracker))
+            self.image_samples_callback(samples.batches, global_step, HookTracker(self.run.tracker))
         is_regression, passes = self.config.is_regression, self.config.train_num_inner_epochs
         updates = Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, self.config, global_step)
         stats = update(
@@ -315,8 +315,8 @@ class DDPOTrainer:
         health = self.run.health.report(vitals, self.last_stats, when=f"epoch {epoch}", warns=warns)
         if kl is not None:
             self.kl_ctl.update(kl, len(samples.rewards) * self.accelerator.num_processes)
-        self.tracker.log({**gathered, **health}, self.global_step)
-        self.tracker.images("pictures", *samples.captioned(16), self.global_step)
+        self.run.tracker.log({**gathered, **health}, self.global_step)
+        self.run.tracker.images("pictures", *samples.captioned(16), self.global_step)
 
     # ------------------------------------------------------------------- files
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,26 +41,15 @@ class AestheticScore:
     Args:
         checkpoint: the weights `sac+logos+ava1-l14-linearMSE`: a file, or a folder or hub id with this file alone.
         clip: the model on whose embeddings these weights were trained.
-        batch_size: images per call of the model.
-        device: where the model runs; None: the device of the images (see the package).
-        dtype: CLIP's dtype; the perceptron computes in float32.
+        options: batch_size, device and CLIP's dtype, as of `ClipEmbedder`; the perceptron computes in float32.
 
     Raises:
         FileNotFoundError: raised by the first call, for a file that does not exist.
         ValueError: raised by the first call, for weights of another shape.
     """
 
-    def __init__(
-        self,
-        checkpoint: str | Path,
-        *,
-        clip: str | Path = CLIP,
-        batch_size: int = 32,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.clip = ClipEmbedder(clip, reads_texts=False, batch_size=batch_size, device=device, dtype=dtype)
+    def __init__(self, checkpoint: str | Path, *, clip: str | Path = CLIP, **options: Any) -> None:
+        self.checkpoint, self.clip = checkpoint, ClipEmbedder(clip, reads_texts=False, **options)
 
     @cached_property
     def head(self) -> AestheticHead:

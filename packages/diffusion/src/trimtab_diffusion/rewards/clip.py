@@ -105,20 +105,11 @@ class ClipAlignment:
 
     Args:
         checkpoint: folder or hub id of a CLIP model.
-        batch_size: images per call of the model.
-        device: where the model runs; None: the device of the images (see the package).
-        dtype: the model's dtype.
+        options: batch_size, device and dtype, as of `ClipEmbedder`.
     """
 
-    def __init__(
-        self,
-        checkpoint: str | Path = CLIP,
-        *,
-        batch_size: int = 32,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.clip = ClipEmbedder(checkpoint, batch_size=batch_size, device=device, dtype=dtype)
+    def __init__(self, checkpoint: str | Path = CLIP, **options: Any) -> None:
+        self.clip = ClipEmbedder(checkpoint, **options)
 
     def __call__(self, images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
         """Returns cosines [B]."""
@@ -135,7 +126,7 @@ class ClipScore(ClipAlignment):
     Args:
         checkpoint: folder or hub id of a CLIP model. The paper's is a ViT-B/32.
         prefix: stands before each prompt.
-        options: batch_size, device and dtype, as of `ClipAlignment`.
+        options: batch_size, device and dtype, as of `ClipEmbedder`.
     """
 
     def __init__(
@@ -158,9 +149,7 @@ class PickScore(ClipAlignment):
     Args:
         checkpoint: folder or hub id of the model.
         processor: folder or hub id of its tokenizer and image processor.
-        batch_size: images per call of the model.
-        device: where the model runs; None: the device of the images (see the package).
-        dtype: the model's dtype.
+        options: batch_size, device and dtype, as of `ClipEmbedder`.
     """
 
     def __init__(
@@ -168,11 +157,9 @@ class PickScore(ClipAlignment):
         checkpoint: str | Path = "yuvalkirstain/PickScore_v1",
         *,
         processor: str | Path = CLIP_OF_PREFERENCES,
-        batch_size: int = 32,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> None:
-        self.clip = ClipEmbedder(checkpoint, processor=processor, batch_size=batch_size, device=device, dtype=dtype)
+        super().__init__(checkpoint, processor=processor, **options)
 
     def __call__(self, images: Images, prompts: Sequence[str], metadata: Metadata) -> Tensor:
         """Returns scores [B]."""
