@@ -16,13 +16,11 @@ class Command(NamedTuple):
         module: where its function is.
         function: takes the words after the subcommand, and returns the exit status.
         purpose: in a line.
-        package: the import name of a package that it needs besides trimtab_lm.
     """
 
     module: str
     function: str
     purpose: str
-    package: str = "trimtab_lm"
 
 
 TRAINING = {
@@ -32,7 +30,7 @@ TRAINING = {
     "grpo": Command("trimtab_cli.train", "grpo", "GRPO, from prompts and rewards"),
     "ppo": Command("trimtab_cli.train", "ppo", "PPO with a value head, from prompts and rewards"),
     "iterative-sft": Command("trimtab_cli.raft", "iterative_sft", "fine-tuning on the best of n samples (RAFT)"),
-    "ddpo": Command("trimtab_cli.ddpo", "ddpo", "DDPO of a diffusion pipeline, from rewards", "trimtab_diffusion"),
+    "ddpo": Command("trimtab_cli.ddpo", "ddpo", "DDPO of a diffusion pipeline, from rewards"),
 }
 OTHERS = {
     "sweep": Command("trimtab_cli.sweep.command", "main", "run a W&B sweep file, without a server"),
@@ -40,6 +38,8 @@ OTHERS = {
     "memory": Command("trimtab_cli.memory", "main", "what each GPU would hold in a training, per engine"),
 }
 COMMANDS = TRAINING | OTHERS
+NEEDED = {"ddpo": "trimtab_diffusion"}
+"""Packages that subcommands need besides those that this one depends on."""
 HELP = {"-h", "--help", "--help-all"}
 
 
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trimtab: error: {name!r} is no subcommand. {advice}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
-    if not is_installed(command):
-        print(f"trimtab: error: {name} needs a package that is missing: {remedy(command)}", file=sys.stderr)
+    if remedy := remedy_of(name):
+        print(f"trimtab: error: {name} needs a package that is missing: {remedy}", file=sys.stderr)
         return 2
     run = cast(Callable[[Sequence[str]], int], getattr(import_module(command.module), command.function))
     return run(words[1:])
@@ -81,7 +81,7 @@ def help_text() -> str:
     for title, commands in (("train a model", TRAINING), ("other subcommands", OTHERS)):
         lines += ["", f"{title}:"]
         for name, command in commands.items():
-            missing = "" if is_installed(command) else f" (missing: {remedy(command)})"
+            missing = f" (missing: {remedy})" if (remedy := remedy_of(name)) else ""
             lines.append(f"  {name:<14} {command.purpose}{missing}")
     lines += [
         "",
@@ -92,11 +92,7 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def is_installed(command: Command) -> bool:
-    """Whether the package of a subcommand can be imported; it is not imported."""
-    return find_spec(command.package) is not None
-
-
-def remedy(command: Command) -> str:
-    """How to install the package of a subcommand."""
-    return f"pip install {command.package.replace('_', '-')}"
+def remedy_of(name: str) -> str:
+    """How to install the package that a subcommand misses; empty where none is missing. Nothing is imported."""
+    package = NEEDED.get(name)
+    return "" if package is None or find_spec(package) else f"pip install {package.replace('_', '-')}"
