@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from runpy import run_path
 from typing import Any, Literal, cast
 
 import datasets
@@ -216,27 +215,19 @@ def named(name: str) -> Callable[..., Any] | str:
     if not colon:
         refuse_missing_path(name)
         return name
-    module = _module(source)
-    if not callable(value := vars(module).get(function)):
-        near = difflib.get_close_matches(function, [one for one, other in vars(module).items() if callable(other)], n=1)
-        raise ValueError(f"{source} has no function {function!r}.{f' Did you mean {near[0]}?' if near else ''}")
-    return cast(Callable[..., Any], value)
-
-
-def _module(source: str) -> ModuleType:
     if not source.endswith(".py"):
         try:
-            return import_module(source)
+            members = vars(import_module(source))
         except ModuleNotFoundError as error:
             raise ValueError(f"There is no module {error.name!r}. Name a file: path/to/file.py:function.") from error
-    if not Path(source).is_file():
+    elif Path(source).is_file():
+        members = run_path(source, run_name=Path(source).stem)
+    else:
         raise ValueError(f"There is no file {source}.")
-    spec = spec_from_file_location(Path(source).stem, source)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if not callable(value := members.get(function)):
+        near = difflib.get_close_matches(function, [one for one, other in members.items() if callable(other)], n=1)
+        raise ValueError(f"{source} has no function {function!r}.{f' Did you mean {near[0]}?' if near else ''}")
+    return cast(Callable[..., Any], value)
 
 
 @contextmanager
