@@ -48,14 +48,14 @@ def check_layouts(model: PreTrainedModel) -> None:
         torch.testing.assert_close(model(tokens=batch).logprobs, expected, rtol=1e-3, atol=1e-3, msg=layout)
 
 
-@pytest.mark.filterwarnings("ignore:.*padded row of its own")
+@pytest.mark.filterwarnings("ignore:.*separate padded row")
 @pytest.mark.parametrize("model_type", LOCAL)
 def test_a_window_that_is_shorter_than_rows_and_longer_than_a_probe_is_kept(model_type: str):
     check_layouts(families.causal(model_type, **dict.fromkeys(WINDOWS, 14) | LOCAL[model_type]))
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*padded row of its own")
+@pytest.mark.filterwarnings("ignore:.*separate padded row")
 @pytest.mark.parametrize("window", [4, 14, 30])
 @pytest.mark.parametrize("model_type", sorted(VERIFIED))
 def test_verified_types_give_the_numbers_of_plain_rows(model_type: str, window: int):

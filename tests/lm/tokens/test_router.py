@@ -30,7 +30,7 @@ from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import from_labels
 from trimtab_lm.tokens.router import load_balancing_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*padded row of its own")
+pytestmark = pytest.mark.filterwarnings("ignore:.*separate padded row")
 TEXTS = ["hello there my friend", "the cat sat on the mat"]
 PAIRS = [("hello ", "there", "where are you"), ("the cat ", "sat on", "ran")]
 STEP = {"max_steps": 1, "learning_rate": 0.0, "logging_steps": 1, "report_to": "none", "use_cpu": True}

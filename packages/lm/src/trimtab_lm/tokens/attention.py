@@ -1,4 +1,4 @@
-"""Which positions attend to which in a tree, and in which models that is all that ties positions."""
+"""The attention mask of a tree, and the models in which only attention connects positions."""
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def tree_mask(document: Tensor, branch: Tensor) -> Tensor:
         document, branch: [R, W], see `lay_out`.
 
     Returns:
-        [R, 1, W, W], True where the position of the third dimension attends to that of the fourth.
+        [R, 1, W, W], True where the position on the third axis attends to the one on the fourth.
     """
     same = document[:, :, None] == document[:, None, :]
     reads = (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
@@ -37,14 +37,14 @@ def tree_mask(document: Tensor, branch: Tensor) -> Tensor:
 
 
 def is_verified(model: Model) -> bool:
-    """Whether a model is of transformers' own code for one of the `VERIFIED` types, or of a subclass."""
+    """Whether a model's class, or a base of it, is transformers' own for one of the `VERIFIED` types."""
     base = base_of(model)
     is_own = any(kind.__module__.startswith("transformers.models.") for kind in type(base).__mro__)
     return is_own and base.config.model_type in VERIFIED
 
 
 def attends_fully(model: Model) -> bool:
-    """Whether every layer of a verified model attends to all earlier tokens that its mask allows.
+    """Whether every layer of a verified model attends to all earlier tokens within the mask.
 
     A local layer would apply a tree's mask without its window. Configurations name the layers' kinds, or one window
     for all, or nothing.

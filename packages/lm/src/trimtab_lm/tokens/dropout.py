@@ -37,7 +37,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def dropout_rates_at_zero(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside the block, whose modules stay in training mode; afterwards the rates are as they were.
+    """Sets dropout rates to 0 inside the block, keeps modules in training mode, and restores the rates.
 
     For blocks that hold the backward pass too. `without_dropout` would not do: `Trainer.training_step` sets the mode of
     the modules itself. Rates that modules read from their config (as Falcon's do) are among those that are set to 0.

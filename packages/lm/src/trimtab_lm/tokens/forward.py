@@ -44,7 +44,7 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
     `tokens` run the model's own forward. A second call with the same model changes nothing.
 
     Args:
-        model: a language model. Its batches are those of `lay_out`, or model inputs with the columns of `from_labels`.
+        model: a language model. It takes batches of `lay_out`, or model inputs with the columns of `from_labels`.
 
     Returns:
         The head that computes the scores.
@@ -97,7 +97,7 @@ def score_sequences_in_forward(model: Model) -> bool:
 
 
 def _own_forward(model: nn.Module) -> Forward:
-    """The model's forward. A copy of a model with an extended forward gets that of its class.
+    """Returns the model's forward; gives a copy of an extended model its class's forward back.
 
     The extension runs the model that it was made for, and `copy.deepcopy` hands it to the copy.
     """
@@ -109,9 +109,9 @@ def _own_forward(model: nn.Module) -> Forward:
 def _extend_forward(
     model: nn.Module, run: Forward, score: Callable[..., object], extend: Callable[[Any], object], **marks: object
 ) -> None:
-    """Replaces `model.forward` by one that calls `score` where it gets tokens, and else `run`.
+    """Replaces `model.forward` by one that calls `score` if it gets tokens, and `run` otherwise.
 
-    A copy of the model gets a forward of its own by `extend`, at its first call.
+    A copy of the model gets its own forward from `extend`, at its first call.
     """
 
     # Trainer reads from the signature which columns the model takes, so it stays the model's. A bound method has it
@@ -129,7 +129,7 @@ def _extend_forward(
 
 
 def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
-    """Returns what the model's forward takes of a laid-out batch.
+    """Returns the arguments of the model's forward for a laid-out batch.
 
     For a tree, and for documents in a single row, it builds the attention mask [R, 1, W, W]. It runs an encoder whose
     prompts have several branches, once per prompt.
@@ -188,7 +188,7 @@ def attention_mask(model: PreTrainedModel, document: Tensor, branch: Tensor) -> 
 
 
 def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> Layout:
-    """Returns the layout with the fewest positions in which the model computes what it computes on padded rows.
+    """Returns the layout with the fewest positions that gives the same outputs as padded rows.
 
     Each candidate that the model's type allows (`attention.VERIFIED`) is run on a few tokens and compared. Warns where
     only padded rows are left.
@@ -222,7 +222,7 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
                 if _agrees(base, layout):
                     return layout
     warnings.warn(
-        f"{type(base).__name__}: {reason}, so each sequence gets a padded row of its own. The results are right, but "
+        f"{type(base).__name__}: {reason}, so each sequence gets a separate padded row. The results are right, but "
         "training is slower. Common decoders (Llama, Qwen, Mistral, Gemma) share rows with attn_implementation='sdpa' "
         "or 'eager'.",
         stacklevel=3,
@@ -232,7 +232,7 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
 
 @torch.no_grad()
 def _agrees(model: PreTrainedModel, layout: Layout) -> bool:
-    """Whether a layout changes the hidden states by little, compared with what attention across branches changes."""
+    """Whether a layout changes the hidden states far less than attention across branches would."""
     vocab_size = decoder_config(model).vocab_size
     first, second, third = ([(7 * i + k) % vocab_size for i in range(1, 4)] for k in (1, 3, 5))
     groups = [TokenGroup(first, [second, third], [[1] * 3] * 2)] * 2

@@ -1,4 +1,4 @@
-"""The checks of token ids and masks that callers pass to a step."""
+"""Checks the token ids and masks that callers pass to a step."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -10,7 +10,7 @@ from trimtab_lm.interface import Model
 
 
 def vocabulary_size(model: Model) -> int:
-    """The number of token ids that a model can read: the rows of its embedding, also beneath an adapter."""
+    """The number of token ids that a model can read: the rows of its embedding, also under an adapter."""
     table = cast(Any, model).get_input_embeddings()
     return int(getattr(table, "base_layer", table).num_embeddings)
 

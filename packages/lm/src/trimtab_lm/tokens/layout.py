@@ -1,4 +1,4 @@
-"""The layout of token sequences in the rows of a batch, and the position that predicts each token.
+"""Lays token sequences out in the rows of a batch, with the position that predicts each token.
 
 A `TokenGroup` is a prefix and the branches that continue it: a document (no prefix, one branch), a preference pair (a
 prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts groups into rows in one of five ways:
@@ -34,13 +34,13 @@ TOKEN_KEYS = (*INPUT_KEYS, "document", "branch", "encoder_row", "source", "targe
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """A prefix, the branches that continue it, and which of their tokens count.
+    """A prefix, the branches that continue it, and a mask of their tokens.
 
     Args:
         prefix: token ids; may be empty.
         branches: token ids of each branch.
         counts: for each token of each branch, 1 where its log-probability is wanted, else 0. Where the prefix is empty
-            nothing predicts a branch's first token, which then never counts.
+            nothing predicts a branch's first token, so it never counts.
     """
 
     prefix: Sequence[int]
@@ -49,12 +49,12 @@ class TokenGroup:
 
     @classmethod
     def document(cls, ids: Sequence[int], counts: Sequence[int] | None = None) -> "TokenGroup":
-        """Returns a group of one sequence and no prefix. Every token but the first counts, or those of `counts`."""
+        """Returns a group of one sequence without a prefix; by default every token except the first counts."""
         return cls([], [ids], [[1] * len(ids) if counts is None else counts])
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[Sequence[int]], counts: Sequence[Sequence[int]]) -> "TokenGroup":
-        """Returns a group whose prefix is what the sequences begin with in common, up to the first counted token.
+        """Returns a group whose prefix is the sequences' common beginning, up to the first counted token.
 
         Args:
             sequences: token ids, prefix included.
@@ -69,7 +69,7 @@ class TokenGroup:
 
 
 def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Bins items into rows by best-fit decreasing: each item goes to the fullest row that has room for it.
+    """Bins items into rows by best-fit decreasing: each item goes to the fullest row with enough room.
 
     Args:
         lengths: the lengths of the items, each at most `width`.
@@ -230,7 +230,7 @@ def sum_per_sequence(x: Tensor, sequence: Tensor, count: int) -> Tensor:
 
 
 def token_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the columns of `lay_out` alone."""
+    """Returns only the columns of `lay_out`."""
     return {name: batch[name] for name in TOKEN_KEYS if name in batch}
 
 
@@ -281,7 +281,7 @@ def _encoder_decoder(
 
 
 def pad_right(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
-    """Returns rows of ids [rows, longest], filled up with `value`, and their attention mask."""
+    """Returns rows of ids [rows, longest], padded with `value`, and their attention mask."""
     width = max(len(row) for row in rows)
     padded = torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.long)
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])

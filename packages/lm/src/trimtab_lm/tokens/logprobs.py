@@ -76,7 +76,7 @@ def last_hidden_state(model: Model, output: ModelOutput) -> Tensor:
 def forward_replaced(
     module: nn.Module, forward: Callable[[Forward, Tensor], tuple[Tensor, ...]]
 ) -> Iterator[list[Tensor]]:
-    """Replaces a module's forward inside the block by one that returns further tensors beside the module's output.
+    """Replaces a module's forward inside the block by one that returns more tensors with the module's output.
 
     The further tensors pass through the module's forward hooks. Those of FSDP and DeepSpeed look at all outputs of a
     call, and so see the gradients that come back through any of them.
@@ -109,7 +109,7 @@ def forward_replaced(
 
 @contextmanager
 def without_logits(model: Model) -> Iterator[None]:
-    """Makes the LM head read no positions inside the block, so that the model's logits are [B, 0, V] and cost nothing.
+    """Makes the LM head read no positions inside the block: the model's logits are [B, 0, V], at no cost.
 
     A model without an LM head runs unchanged.
     """

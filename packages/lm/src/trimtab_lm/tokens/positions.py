@@ -1,4 +1,4 @@
-"""How many positions a model has, the check that a sequence fits into them, and the ids that skip padding."""
+"""The number of positions of a model, the check that a sequence fits, and position ids that skip padding."""
 
 import inspect
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class Positions(NamedTuple):
 
         Args:
             prompt: tokens of the prompt.
-            new: the most tokens that are sampled.
+            new: the maximum number of sampled tokens.
             is_encoder_decoder: whether an encoder reads the prompt.
             remedy: the last sentence of the message.
 
@@ -92,7 +92,7 @@ def _rows(module: nn.Module) -> int | None:
 
 
 def _size(table: nn.Module | Tensor) -> int | None:
-    """Returns the number of positions of a table; None for a module that adds rows when it needs them."""
+    """Returns the number of positions of a table; None for a module that adds rows on demand."""
     if isinstance(table, Tensor):
         return len(table)
     if not isinstance(table, nn.Embedding) or hasattr(table, "make_weight"):  # FSMT's table grows
@@ -103,7 +103,7 @@ def _size(table: nn.Module | Tensor) -> int | None:
 
 
 def positioned(forward: Forward, inputs: ModelInputs) -> ModelInputs:
-    """Adds position ids that skip padding, where `forward` takes position ids and the inputs have none.
+    """Adds position ids that skip padding, if `forward` takes position ids and the inputs have none.
 
     They are 0 at padding on the left, which GPT-2 would count as text without them.
 

@@ -17,7 +17,7 @@ def has_router_loss(model: Model) -> bool:
 
 
 def refuse_router_loss(model: Model, user: str, remedy: str) -> None:
-    """Checks that a model asks for no router's loss, where `user` does not add one.
+    """Raises an error if a model asks for a router's loss that `user` does not add.
 
     Raises:
         ValueError: it asks for one.
@@ -31,7 +31,7 @@ def refuse_router_loss(model: Model, user: str, remedy: str) -> None:
 
 @torch.no_grad()
 def router_coefficient(model: Model) -> float:
-    """Returns what a causal model multiplies its router's loss by: its own loss over that, where no label counts.
+    """Returns the coefficient of a causal model's router loss: the ratio of its own loss, without labels, to that loss.
 
     Returns:
         0.0 for a model that does not ask for a router's loss, or has none.
@@ -82,7 +82,7 @@ def classifier_router_loss(
 
 
 def check_reaches(loss: Tensor, states: Tensor, model: Model) -> None:
-    """Checks that a router's loss has a gradient, which reentrant checkpoints of layers cut off.
+    """Checks that a router's loss has a gradient, which reentrant checkpointing of layers removes.
 
     Args:
         loss: the router's loss.

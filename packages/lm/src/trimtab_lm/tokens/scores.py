@@ -44,7 +44,7 @@ def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -
 def score_chunks(
     head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, *, vocab_size: int, temperature: float = 1.0
 ) -> TokenScores:
-    """Returns `score_logits(head(hidden), targets)`; runs any head again in backward, and holds logits of a chunk.
+    """Returns `score_logits(head(hidden), targets)` for any head, which backward runs again; holds one chunk of logits.
 
     Args:
         head: from [n, H] to logits [n, V].

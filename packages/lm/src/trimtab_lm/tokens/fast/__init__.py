@@ -1,4 +1,4 @@
-"""Attention on a CPU that costs less than a mask of the whole row; `runs_by_group` says where it can run.
+"""Attention on a CPU that is cheaper than a mask of the whole row; `runs_by_group` says where it can run.
 
 `python -m tools.bench.ablation` measures what it brings to a whole step.
 """

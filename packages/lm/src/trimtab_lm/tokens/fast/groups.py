@@ -24,7 +24,7 @@ def runs_by_group(model: PreTrainedModel, ids: Tensor) -> bool:
 
 
 class GroupMask(Tensor):
-    """The mask `tree_mask` [1, 1, W, W] of a single row, with which SDPA runs on one group of the row at a time.
+    """The mask `tree_mask` [1, 1, W, W] of a single row; with it SDPA runs on one group at a time.
 
     It takes over SDPA's call through `__torch_function__`, as `torch.nn.attention.bias.CausalBias` does. The cost of
     attention grows with the squared lengths of the groups instead of the row's. A model that reads the mask elsewhere
@@ -66,7 +66,7 @@ class GroupMask(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Runs SDPA by `attend`, and any other function on the numbers of the mask, if it asks for more than facts."""
+        """Runs SDPA by `attend`; any other function sees the plain mask. Answers shape, dtype and device directly."""
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return attend(*args, **kwargs)
@@ -121,7 +121,7 @@ def attend(
 
 
 def _numbers(value: object) -> object:
-    """Returns a group mask as a plain tensor, and anything else as it is."""
+    """Returns a group mask as a plain tensor, and any other value unchanged."""
     if not isinstance(value, GroupMask):
         return value
     value.was_read = True
