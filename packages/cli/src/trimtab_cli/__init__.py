@@ -1,1 +1,1 @@
-"""The command `trimtab`: trains, sweeps, and looks at models. It imports what a subcommand needs alone."""
+"""The command `trimtab`: trains, sweeps, and inspects models. Imports only what a subcommand needs."""

@@ -1,4 +1,4 @@
-"""`trimtab chat MODEL`: what a model answers, beside its reference."""
+"""`trimtab chat MODEL`: shows a model's answers next to its reference's."""
 
 import argparse
 import sys
@@ -100,7 +100,7 @@ class Speaker:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def answer(self, text: str, sampling: dict[str, object]) -> str:
-        """The model's answer to a message, or its continuation of a text where it has no chat template."""
+        """The model's answer to a message; without a chat template, its continuation of a text."""
         talk = [*self.messages, {"role": "user", "content": text}]
         prompt = text if self.tokenizer.chat_template is None else talk
         ids = encode_prompt(self.tokenizer, prompt)["input_ids"]

@@ -93,6 +93,6 @@ def help_text() -> str:
 
 
 def remedy_of(name: str) -> str:
-    """How to install the package that a subcommand misses; empty where none is missing. Nothing is imported."""
+    """How to install the package that a subcommand misses; empty if none is missing. Imports nothing."""
     package = NEEDED.get(name)
     return "" if package is None or find_spec(package) else f"pip install {package.replace('_', '-')}"

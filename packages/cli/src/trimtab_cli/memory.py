@@ -1,4 +1,4 @@
-"""Memory of a training on each GPU, per engine: `trimtab memory --model ID_OR_CONFIG --gpus 8`.
+"""Training memory on each GPU, per engine: `trimtab memory --model ID_OR_CONFIG --gpus 8`.
 
 Weights, gradients and optimizer states are counted from the model itself, which is built without memory. Copies of
 weights and activations are estimates.
@@ -47,11 +47,11 @@ class MemoryConfig:
 
 
 class ModelSize(NamedTuple):
-    """What the memory of a training depends on.
+    """The settings that training memory depends on.
 
     Attributes:
         parameters: numbers that the model has; a tied weight counts once.
-        trainable: those that are trained.
+        trainable: the trained ones.
         largest_layer: parameters of the largest part that is gathered at once: a layer, the embedding or the head.
         layers: the layers of the decoder, and of the encoder if there is one.
         hidden_size: width of a layer.
@@ -153,7 +153,7 @@ def size_of(config: PreTrainedConfig, lora_rank: int = 0) -> ModelSize:
 
 
 def memory(size: ModelSize, engine: Engine, config: MemoryConfig) -> Memory:
-    """Bytes on each GPU that a training with AdamW takes.
+    """Bytes on each GPU for training with AdamW.
 
     Args:
         size: the model's size.

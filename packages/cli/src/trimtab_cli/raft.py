@@ -1,4 +1,4 @@
-"""`trimtab iterative-sft`: best of n, learnt. This is RAFT (Dong et al. 2023, arXiv:2304.06767, Algorithm 1)."""
+"""`trimtab iterative-sft`: learns the best of n samples: RAFT (Dong et al. 2023, arXiv:2304.06767, Algorithm 1)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ class RaftConfig:
 
     rounds: Count = setting("Times that the model samples, and learns from the best.", default=10)
     prompts: Count = setting("Prompts of a round, over all processes: the b of Algorithm 1.", default=64)
-    samples: Count = setting("Completions of each prompt, of which the best is learnt: the K.", default=8)
+    samples: Count = setting("Completions for each prompt, to learn the best one: the K.", default=8)
     max_new_tokens: Count = setting("Tokens of a completion at most.", default=64)
-    sample_batch_size: Count = setting("Completions that are sampled at a time, on one process.", default=64)
+    sample_batch_size: Count = setting("Completions to sample at a time, on one process.", default=64)
 
 
 def iterative_sft(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What the training subcommands share: their settings, models, data and rewards by name, and errors in one line."""
+"""Shared parts of the training subcommands: settings, models, data and rewards by name, one-line errors."""
 
 import difflib
 import os
@@ -36,7 +36,7 @@ class RunConfig:
     dataset: str = setting("Hub id, folder or file (.jsonl, .json, .csv, .parquet, .txt) of the training data.")
     split: str = setting("Split to train on, or a part of it, such as train[:90%].", default="train")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "Type in which the weights are loaded. auto: that of the checkpoint.", default="auto"
+        "Type of the loaded weights. auto: the checkpoint's.", default="auto"
     )
     lora_r: CountFromZero = setting("Train LoRA adapters of this rank. 0: train all weights.", default=0)
     lora_alpha: Positive | None = setting("Scale of the adapters, over their rank. None: 2 x lora_r.", default=None)
@@ -166,7 +166,7 @@ def settings(
 
 
 def tracker() -> str:
-    """Where a run logs without a flag: W&B in a sweep, which reads its metric there, else nowhere."""
+    """The tracker without a flag: W&B in a sweep, which reads its metric there; otherwise none."""
     return "wandb" if "WANDB_SWEEP_ID" in os.environ else "none"
 
 
@@ -192,12 +192,12 @@ def finish(trainer: Trainer, use: str) -> int:
 
 
 def chat_with(folder: str | None, run: RunConfig) -> str:
-    """How one looks at the model in a folder."""
+    """The command that shows the model in a folder."""
     return f"Look at it: trimtab chat {folder} --reference {run.model}"
 
 
 def refuse_missing_path(name: str) -> None:
-    """Raise ValueError for a name that looks like a path and leads nowhere: libraries would look for it on the hub."""
+    """Raise ValueError for a name that looks like a path but does not exist: libraries would look for it on the hub."""
     path = Path(name)
     is_in_a_folder = len(path.parts) == 2 and path.parent.is_dir()
     is_path = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or is_in_a_folder

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a denoiser: trained in float32 whatever the denoiser's dtype, saved in diffusers' format."""
+"""Low-rank adapters on a denoiser: trained in float32, saved in diffusers' format."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -87,7 +87,7 @@ def base_name(pipeline: Any) -> str | None:
 
 
 def stored_file(source: str, name: str, **hub: Any) -> Path | None:
-    """Returns a file of a folder or of a hub repository; None where it is not there.
+    """Returns a file of a folder or of a hub repository; None if it does not exist.
 
     Args:
         source: the folder, or the hub id.
@@ -103,7 +103,7 @@ def stored_file(source: str, name: str, **hub: Any) -> Path | None:
 
 
 def base_of_lora(file: Path) -> str:
-    """Returns the pipeline that stored adapters were trained on: by their metadata, or by the model card beside them.
+    """Returns the pipeline that stored adapters were trained on, from their metadata or their model card.
 
     Raises:
         ValueError: neither names it.

@@ -194,7 +194,7 @@ class DDPOStableDiffusionPipeline:
         return nullcontext
 
     def reference(self) -> AbstractContextManager[nn.Module]:
-        """Returns a context in which the denoiser, which it gives, runs without its adapters."""
+        """Returns a context manager that gives the denoiser with its adapters off."""
         return without_lora(self.denoiser)
 
     def get_trainable_layers(self) -> nn.Module:
@@ -227,7 +227,7 @@ class DDPOStableDiffusionPipeline:
 
 
 class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
-    """A pipeline that is loaded from a folder or the hub, with the adapters that are stored there.
+    """A pipeline loaded from a folder or the hub, with the adapters stored there.
 
     A folder of adapters alone, such as `DDPOTrainer.save_pretrained` writes, is loaded with the pipeline that they were
     trained on. Stored adapters are trained on, also with `use_lora=False`.
@@ -300,7 +300,7 @@ def trainable_scheduler(scheduler: Any) -> Scheduler:
 
 
 def _with_settings(kind: Any, config: Mapping[str, Any], **settings: Any) -> Any:
-    """A scheduler with all settings of another's config that it knows.
+    """Returns a scheduler with all settings that it shares with another's config.
 
     `from_config` alone drops settings that were never set, even where the defaults of the two kinds differ.
     """

@@ -158,7 +158,7 @@ class _Recorder:
         return result
 
     def _asked(self, sample: Tensor, model_output: Tensor) -> tuple[Asked, tuple[Arguments, ...]]:
-        """Returns how the denoiser was called for a step, and with what besides the latents.
+        """Returns the denoiser's calls of a step, and their arguments other than the latents.
 
         Raises:
             ValueError: the scheduler did not get its output, with classifier-free guidance at most.
@@ -196,7 +196,7 @@ class _Recorder:
         )
 
     def trajectories(self) -> Trajectories:
-        """Returns what was recorded; checks that the pipeline took all steps of its schedule."""
+        """Returns the recorded trajectories; checks that the pipeline took all steps of its schedule."""
         if not self.latents or len(self.latents) != len(self.steps):
             raise ValueError(
                 f"{type(self.pipeline).__name__} took {len(self.latents)} of {len(self.pipeline.scheduler.timesteps)} "
@@ -215,7 +215,7 @@ class _Recorder:
         )
 
     def _over_steps(self, name: str, *seen: object) -> Tensor | Fixed:
-        """Returns what a call of the denoiser got at all steps, as a leaf of `Trajectories.conditions`."""
+        """Returns an argument of the denoiser at all steps, as a leaf of `Trajectories.conditions`."""
         value, is_same = seen[0], len(set(map(id, seen))) == 1
         copies = 1 if self.asked[1] is None else 2 // len(self.inputs[0])
         count = len(self.first) * copies

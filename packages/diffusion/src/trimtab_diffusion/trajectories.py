@@ -31,7 +31,7 @@ class Fixed:
 
 
 def mapped(function: Callable[..., object], *trees: Any) -> Any:
-    """Calls a function with the corresponding leaves of nested dicts, lists and tuples, and returns them as such.
+    """Calls a function on corresponding leaves of nested dicts, lists and tuples; returns a tree of the results.
 
     Raises:
         ValueError: the trees have different structures.
@@ -55,7 +55,7 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 
 def cat(dim: int, *leaves: Tensor | Fixed) -> Tensor | Fixed:
-    """Joins what several calls of a denoiser have as one argument.
+    """Joins one argument of several calls of a denoiser.
 
     Args:
         dim: 0 joins images; 2 joins what a denoiser gets without the prompt and what it gets with it.
@@ -73,7 +73,7 @@ def cat(dim: int, *leaves: Tensor | Fixed) -> Tensor | Fixed:
 
 
 def of_one_length(parts: Sequence[Arguments]) -> Sequence[Arguments]:
-    """Pads the texts of conditions with zeros, and masks them, where the lengths or the masks differ.
+    """Pads texts in conditions with zeros, and masks them, if lengths or masks differ.
 
     Raises:
         ValueError: texts differ in length and the denoiser takes no mask.
@@ -118,7 +118,7 @@ def guided(output: Tensor, scale: float | None, *, keeps_norm: bool = False) -> 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a pipeline denoises, and how it asks its denoiser.
+    """The steps of a pipeline, and the calls of its denoiser.
 
     Args:
         steps: the schedule.
@@ -185,7 +185,7 @@ class Trajectories:
 
     @property
     def dimensions(self) -> int:
-        """Numbers in the latents of an image, by which a mean over dimensions is multiplied for a sum."""
+        """The number of dimensions of an image's latents, which turns a mean over them into a sum."""
         return self.first[0].numel()
 
     @classmethod

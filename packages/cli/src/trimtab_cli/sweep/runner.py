@@ -47,7 +47,7 @@ def fill_command(command: Sequence[Any], *, program: str, args: Mapping[str, Any
 
 
 def start_process(words: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a trial's process in a group of its own, which writes to its log."""
+    """Start a trial's process in its own process group; it writes to its log."""
     with log.open("w") as out:
         return subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0)
 
@@ -59,7 +59,7 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def end_leftovers(log: Path, patience: float) -> None:
-    """End the processes that still have a log open: those of a trial whose sweep was killed."""
+    """End the processes of a trial whose sweep was killed: they still have its log open."""
     found = psutil.process_iter(["open_files"])  # None for a process of someone else's
     left = [process for process in found if str(log) in {file.path for file in process.info["open_files"] or ()}]
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -71,7 +71,7 @@ def end_leftovers(log: Path, patience: float) -> None:
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value is a finite number, and no truth value."""
+    """Whether a value is a finite number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -1,4 +1,4 @@
-"""A sweep file of W&B's, read and checked key by key; what this tool cannot do is refused, never passed over."""
+"""Reads W&B's sweep files, and checks every key; refuses what this tool cannot do."""
 
 import difflib
 import itertools
@@ -57,7 +57,7 @@ class Hyperband(Section):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One thing that is varied, or a constant: where it stands, what it is drawn from, and its values in a list."""
+    """A parameter or a constant: its keys, its distribution, or its list of values."""
 
     path: tuple[str, ...]
     kind: str
@@ -94,7 +94,7 @@ class Sweep(Section):
 
     @cached_property
     def all(self) -> list[Parameter]:
-        """The parameters, those of nested ones too."""
+        """The parameters, including nested ones."""
         return list(_parameters(self.parameters, (), is_grid=self.method == "grid"))
 
     @property
@@ -109,7 +109,7 @@ class Sweep(Section):
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep in a YAML file; SweepError, with the file and the key, where it is no sweep that runs here."""
+    """The sweep in a YAML file; a SweepError names the file and the key that cannot run here."""
     from trimtab_common.config.values import ConfigError, read_yaml  # imports torch, which the help does without
 
     try:

@@ -1,4 +1,4 @@
-"""The record of a sweep: an Optuna study in the sweep's folder, which knows what each trial got and gave."""
+"""The record of a sweep: an Optuna study in the sweep's folder, with each trial's parameters and results."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ SAME = {"method", "metric", "parameters", "program", "command", "early_terminate
 
 
 def open_study(folder: Path, sweep: Sweep, *, seed: int | None, sweep_id: str | None) -> optuna.Study:
-    """The study of a sweep; other processes are kept out of its folder until `locks.free(sweep)`.
+    """The study of a sweep; locks its folder against other processes until `locks.free(sweep)`.
 
     Raises:
         SweepError: another process runs the sweep, or the folder holds another one.
@@ -63,7 +63,7 @@ def new_study(sweep: Sweep, storage: optuna.storages.BaseStorage | None = None) 
 
 
 def read_study(folder: Path) -> optuna.Study:
-    """The study of a sweep that has been run; SweepError where none has got as far as its first trial."""
+    """The study of a sweep that has run; SweepError if it has not started its first trial."""
     if (folder / JOURNAL).is_file():
         with suppress(KeyError):  # a kill leaves a journal without the study
             study = optuna.load_study(study_name="s", storage=storage_in(folder))

@@ -1,4 +1,4 @@
-"""DDPO (Black et al. 2023, arXiv:2305.13301): what rewards are worth, and the updates that follow them."""
+"""DDPO (Black et al. 2023, arXiv:2305.13301): advantages of rewards, and the updates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Optimizer(Protocol):
 
 
 def advantages_of(rewards: Tensor, prompts: Tensor, config: DDPOConfig) -> Tensor:
-    """How much better the samples of all processes are than their group (GRPO) or the epoch; for RWR their weights.
+    """Advantages of all processes' samples over their group (GRPO) or the epoch; for RWR their weights.
 
     Args:
         rewards: [B], float64.

@@ -122,7 +122,7 @@ class DDPOConfig:
 
     @property
     def trained_steps(self) -> int:
-        """Steps of a sample that are trained on."""
+        """Trained steps per sample."""
         return int(self.sample_num_steps * self.train_timestep_fraction + 1e-9)
 
     @property
@@ -136,7 +136,7 @@ class DDPOConfig:
         return self.estimator.startswith("rwr")
 
     def clip_range(self, dimensions: int) -> float:
-        """What ratios per dimension are clipped to, 1 +- this, where latents have `dimensions` numbers."""
+        """The clip range of ratios per dimension, 1 +- this, for latents with `dimensions` numbers."""
         return self.train_clip_range if self.train_clip_range_nats is None else self.train_clip_range_nats / dimensions
 
     def _check_choices(self) -> None:

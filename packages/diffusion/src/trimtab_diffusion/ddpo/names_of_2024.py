@@ -1,4 +1,4 @@
-"""What scripts of 2024 import from beside the trainer."""
+"""Names that scripts of 2024 import in addition to the trainer."""
 
 from collections.abc import Sequence
 from typing import Any

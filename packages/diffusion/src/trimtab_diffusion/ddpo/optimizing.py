@@ -1,4 +1,4 @@
-"""The optimizer, and the steps that it takes in an epoch, on whatever engine the accelerator runs."""
+"""The optimizer, and its steps in an epoch, on any engine of the accelerator."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .config import DDPOConfig
 
 
 def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over what trains, with 8-bit moments if asked for."""
+    """AdamW over the trained weights, with 8-bit moments if asked for."""
     trainable = [weight for weight in denoiser.parameters() if weight.requires_grad]
     kind: Any = partial(torch.optim.AdamW, fused=fused_if_possible(trainable))
     if config.train_use_8bit_adam:
@@ -36,7 +36,7 @@ def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimiz
 
 
 def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """A learning rate that rises from 1/steps of its value to all of it over the first `steps` updates."""
+    """A learning rate that rises from 1/steps of its value to its full value over the first `steps` updates."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, steps)))
 
 

@@ -28,7 +28,7 @@ class PromptFunction(Protocol):
     """Draws a prompt, with metadata for the reward function."""
 
     def __call__(self) -> tuple[str, Any]:
-        """A text, and what the reward function is to know of it."""
+        """A text, and its metadata for the reward function."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ def score(
 
 
 def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:
-    """Checks what a reward function returned for a batch.
+    """Checks a reward function's result for a batch.
 
     Args:
         result: rewards [b] or [b, 1], or a pair of rewards and metadata.
@@ -204,7 +204,7 @@ def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, 
 def schedule_of(
     pipeline: DDPOStableDiffusionPipeline, config: DDPOConfig, embeds: Tensor | Mapping[str, Any], count: int
 ) -> tuple[Schedule, Mapping[str, Any]]:
-    """The schedule of the pipeline's last call, or before its first one that of the config, and `embeds` by name.
+    """The schedule of the pipeline's last call (before the first call, the config's), and `embeds` by name.
 
     There is guidance where the prompts' embeddings have twice `count` rows.
     """

@@ -1,4 +1,4 @@
-"""Before the first update the policy must give the probabilities that it sampled with."""
+"""Checks before the first update that the policy reproduces its sampling probabilities."""
 
 import warnings
 

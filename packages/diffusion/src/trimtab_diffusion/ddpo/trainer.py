@@ -109,7 +109,7 @@ class DDPOTrainer:
             The numbers that each epoch logged.
 
         Raises:
-            CheckpointError: a new run would save beside the checkpoints of another.
+            CheckpointError: a new run would mix its checkpoints with another run's.
         """
         if self.first_epoch == 0:
             self.run.record.claim(self.checkpoint_folder)
@@ -369,7 +369,7 @@ class DDPOTrainer:
         write_card(path, self.sd_pipeline, self.config, name=name, trainer=kind, repo_id=repo_id)
 
     def _full_weights(self) -> dict[str, Tensor] | None:
-        """The denoiser's weights, gathered on the main process; None where each process has them. Collective."""
+        """The denoiser's weights, gathered on the main process; None if every process has them. Collective."""
         return self.accelerator.get_state_dict(self.model) if divides_weights(self.accelerator) else None
 
     def _write(self, folder: str | Path, weights: dict[str, Tensor] | None, repo_id: str | None = None) -> None:
@@ -386,12 +386,12 @@ class DDPOTrainer:
 
     @property
     def num_train_timesteps(self) -> int:
-        """Steps of a sample that are trained on."""
+        """Trained steps per sample."""
         return self.config.trained_steps
 
     @property
     def trainable_layers(self) -> list[nn.Parameter]:
-        """The weights that train."""
+        """The trained weights."""
         return [weight for weight in self.model.parameters() if weight.requires_grad]
 
     @property

@@ -1,4 +1,4 @@
-"""Batches of images, as reward functions take them, and rewards of other rewards."""
+"""Batches of images for reward functions, and rewards made from other rewards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -56,7 +56,7 @@ def mean_over_frames(reward: Reward) -> Reward:
 
 
 class WeightedSum:
-    """The sum of rewards, each times its weight. Rewards differ in scale, so that weights should too.
+    """A weighted sum of rewards. Choose weights that make up for their scales.
 
     Args:
         terms: pairs of a reward and its weight, which may be negative.

@@ -72,7 +72,7 @@ class ClipEmbedder:
         return AutoTokenizer.from_pretrained(self.processor_name)
 
     def pixels(self, pictures: list[Image.Image]) -> Tensor:
-        """Returns the images as the model reads them."""
+        """Returns the images as the model's inputs."""
         return pixels(self.processor, pictures, self.model)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Rewards of the size of a file."""
+"""Rewards for the size of the image file."""
 
 import io
 from collections.abc import Sequence

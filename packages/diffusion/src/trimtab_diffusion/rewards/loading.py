@@ -1,4 +1,4 @@
-"""Models of rewards: where they are loaded from, and where they run."""
+"""Loads reward models and places them on a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 
 
 def settle(model: nn.Module, images: Images, device: str | torch.device | None) -> None:
-    """Moves the model to its device, or without one to that of the images."""
+    """Moves the model to its device; without one, to the images' device."""
     if device is None and isinstance(images, Tensor):
         device = images.device
     if device is not None:
@@ -34,7 +34,7 @@ def image_processor(checkpoint: str | Path) -> BaseImageProcessor:
 
 
 def pixels(processor: BaseImageProcessor, pictures: list[Image.Image], model: PreTrainedModel) -> Tensor:
-    """Returns the images as a model reads them."""
+    """Returns the images as the model's inputs."""
     return processor(images=pictures, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
 
 
