@@ -32,7 +32,7 @@ class PairScores(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Losses of B pairs, with those of a router, and the implicit rewards of their answers, all [B]; their scores."""
+    """Losses of B pairs, router losses included, implicit rewards of their answers, all [B], and their scores."""
 
     losses: Tensor
     chosen_rewards: Tensor

@@ -1,4 +1,4 @@
-"""The chain of documented methods of TRL 0.7 to 0.11, which trains where a subclass or an assignment replaces one.
+"""The chain of documented methods of TRL 0.7 to 0.11; it trains if a subclass or an assignment replaces one.
 
     tokenize_row -> concatenated_inputs -> concatenated_forward -> get_batch_logps -> dpo_loss -> get_batch_loss_metrics
 
@@ -85,7 +85,7 @@ class RefModel:
 
 
 class Chain2024:
-    """The chain of one trainer, and what its methods leave for the next, for which 2024's signatures have no place.
+    """The chain of one trainer, and values that its methods pass on outside 2024's signatures.
 
     Args:
         trainer: whose methods form the chain.
@@ -113,7 +113,7 @@ class Chain2024:
             mixed(config.loss_type, config.loss_weights)
 
     def collator(self, given: Any) -> Any:
-        """The caller's collator, or else the one of the path that runs, with the trainer's present settings."""
+        """The caller's collator, or the collator of the path in use, with the trainer's present settings."""
         if not isinstance(given, PreferencePairCollator):
             return given
         trainer = self.trainer

@@ -1,4 +1,4 @@
-"""Batches of preference pairs: laid out with the prompt once, or padded in the documented columns; as tokens to score.
+"""Batches of preference pairs: laid out with the prompt once, or padded in the documented columns.
 
 Rows have the columns of `DPOTrainer.tokenize_row`.
 """
@@ -157,7 +157,7 @@ def check_lengths(lengths: Tensor) -> None:
 
 
 def decoder_inputs(labels: Tensor, *, start: int, padding_value: int) -> dict[str, Tensor]:
-    """What a decoder reads for labels [B, T], -100 where there is none: the token before each."""
+    """The decoder's inputs for labels [B, T] (-100 without a label): the token before each."""
     read = F.pad(labels, (1, 0), value=start)[:, :-1]
     return {
         "decoder_input_ids": read.masked_fill(read == -100, padding_value),

@@ -116,7 +116,7 @@ class DPOConfig(TrainerConfig):
         return isinstance(self.loss_type, str) and self.loss_type not in LOSSES
 
     def with_setting(self, name: str, value: object) -> "DPOConfig":
-        """A copy with another value of one of the losses' or the tokenization's settings, which is checked."""
+        """A checked copy with another value for a setting of the losses or of the tokenization."""
         changed = copy.copy(self)
         setattr(changed, name, value)
         changed._check_settings()
@@ -132,7 +132,7 @@ class DPOConfig(TrainerConfig):
 
     @property
     def cache_folder(self) -> Path:
-        """Where precomputed log-probabilities lie; a folder with this name is not pushed to the hub."""
+        """Folder of precomputed log-probabilities; not pushed to the hub."""
         return Path(self.ref_log_probs_cache or Path(str(self.output_dir)) / "_ref_log_probs")
 
     def _check_numbers(self) -> None:

@@ -98,7 +98,7 @@ class PairTokenizer:
         return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None)
 
     def __call__(self, row: Row) -> dict[str, object]:
-        """The token columns of a row, and the counts of what was cut that `report_truncation` reads."""
+        """The token columns of a row, and the counts of removed tokens for `report_truncation`."""
         settings = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
         if self.is_encoder_decoder:
             return self._seq2seq(encode_preference_seq2seq(self.tokenizer, row, **settings))
@@ -137,7 +137,7 @@ class PairTokenizer:
         return {"input_ids": ids, "completion_mask": mask}
 
     def check_length(self, pair: Mapping[str, Sequence[int]]) -> None:
-        """Raise ValueError for a tokenized pair of which a text is longer than the model's positions."""
+        """Raise ValueError for a tokenized pair with a text longer than the model's positions."""
         if self.positions is None:
             return
         remedy = f"Lower max_length ({self.max_length}), or drop the pair."
@@ -171,7 +171,7 @@ class PairTokenizer:
         return parts | {"input_ids": ids[start:], "attention_mask": [1] * (len(ids) - start)}
 
     def _shorter_answers(self, encoded: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], int]:
-        """The pair with answers of at most max_target_length, and how many tokens that took."""
+        """The pair with answers of at most max_target_length, and the number of removed tokens."""
         shorter, cut, start = dict(encoded), 0, len(encoded["prompt_input_ids"])
         for side in SIDES:
             ids, mask = encoded[f"{side}_input_ids"], encoded[f"{side}_mask"]
@@ -215,7 +215,7 @@ def _with_masks(pair: dict[str, Any]) -> dict[str, object]:
 
 
 def tokenized_columns(*, is_encoder_decoder: bool) -> set[str]:
-    """The columns by which a dataset shows that it is tokenized."""
+    """The columns of a tokenized dataset."""
     answers = () if is_encoder_decoder else tuple(f"{side}_input_ids" for side in SIDES)
     return {"prompt_input_ids", *answers, *(f"{side}_labels" for side in SIDES)}
 
@@ -228,7 +228,7 @@ def tokenize_pairs(
     num_proc: int | None,
     tokenize_row: Callable[[Row], Mapping[str, object]] | None = None,
 ) -> Dataset | IterableDataset:
-    """The dataset's pairs as token columns; one that has them already is returned as it is.
+    """The dataset's pairs as token columns; a tokenized dataset is returned unchanged.
 
     keep_columns: keep the columns that were there, for a collator that reads them. tokenize_row: takes the place of
     `tokenize`; it gets the columns of a row, its prompt among them.
@@ -261,7 +261,7 @@ def _with_prompt(tokenize_row: Callable[[Row], Mapping[str, object]], row: Row) 
 
 
 class Datasets:
-    """The datasets of a DPOTrainer: what the caller gave, and what present settings and methods make of it."""
+    """The datasets of a DPOTrainer: the caller's, and the ones prepared with present settings and methods."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -282,7 +282,7 @@ class Datasets:
 
     @property
     def tokenizer(self) -> PairTokenizer:
-        """What tokenizes a row by the present settings."""
+        """The function that tokenizes a row with the present settings."""
         trainer = self.trainer
         return PairTokenizer.of(
             trainer.config,
@@ -312,7 +312,7 @@ class Datasets:
         self.prepared, self.prepared_by = [trainer.train_dataset, trainer.eval_dataset], self.preparation
 
     def tokenized(self, dataset: DataSource) -> Dataset | IterableDataset:
-        """A dataset as token columns; one that has them is returned as it is."""
+        """A dataset as token columns; a tokenized one is returned unchanged."""
         trainer = self.trainer
         return tokenize_pairs(
             dataset,

@@ -1,4 +1,4 @@
-"""The losses of DPO and its relatives, by the names that configurations use, and weighted sums of them."""
+"""The losses of DPO and its relatives, by their names in configurations, and weighted sums of losses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,4 +1,4 @@
-"""The reference's log-probabilities of whole datasets, computed once and found again by content.
+"""Computes the reference's log-probabilities of whole datasets once, and finds them again by content.
 
 One file per reference and dataset: folder/<key>.safetensors with `chosen` and `rejected` [pairs]. The key is a hash of
 the reference's weights and configuration, the precision it runs in, and the token columns of every pair: whatever
@@ -100,9 +100,9 @@ class ReferenceCache:
 
 
 def fingerprint(reference: Reference) -> str:
-    """A hash of what computes a reference's log-probabilities: its configuration and its weights. Collective.
+    """A hash of a reference's configuration and weights. Collective.
 
-    Of a PEFT model only the adapter in use counts, so that with adapters off it is that of the model underneath.
+    For a PEFT model only the adapter in use counts; with adapters off the hash is the base model's.
     """
     model = reference.model
     adapters = set(model.peft_config) - {reference.adapter} if isinstance(model, PeftModel) else set()
@@ -160,7 +160,7 @@ def _read(file: Path) -> Columns:
 
 
 def _write(file: Path, columns: Columns) -> None:
-    """Written beside, flushed and renamed: a file with its name is whole."""
+    """Write to a temporary file, flush it, then rename it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     names = ("chosen", "rejected")

@@ -22,7 +22,7 @@ from .config import DPOConfig
 
 
 def make_trainable(model: Model, peft_config: PeftConfig | None, config: DPOConfig) -> Model:
-    """The model with the adapters of peft_config, and with `model_adapter_name` as the one that trains.
+    """The model with the adapters of peft_config, which trains the adapter `model_adapter_name`.
 
     Adapters that a model brings beside a peft_config are merged into its weights first, with a warning.
 
@@ -121,7 +121,7 @@ def check_kind(model: Model, config: DPOConfig) -> bool:
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig) -> int:
-    """The token that pads. It may be EOS, for a batch's masks go by places and not by tokens."""
+    """The padding token. It may be EOS, because a batch's masks depend on places, not on tokens."""
     choices = (config.padding_value, tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next(int(choice) for choice in choices if choice is not None)
 

@@ -1,4 +1,4 @@
-"""What is logged of a batch of pairs."""
+"""The logged statistics of a batch of pairs."""
 
 from collections.abc import Sequence
 

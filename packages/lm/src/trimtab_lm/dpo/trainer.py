@@ -45,7 +45,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
     Logs rewards/{chosen,rejected,accuracies,margins} (a tie is no success), logps/{chosen,rejected} (summed over
     tokens) and entropy/{chosen,rejected} (nats per token). Arguments of TRL 0.7 to 0.11 are taken with a FutureWarning.
 
-    Where a subclass or an assignment replaces a documented method, 2024's chain of them trains: see `chain2024`.
+    If a subclass or an assignment replaces a documented method, 2024's chain of methods trains: see `chain2024`.
 
     Args:
         model: a causal or encoder-decoder model, with adapters or without, or the name of one.
@@ -59,7 +59,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
             tokenized, with the columns of `tokenize_row`. Columns `reference_chosen_logps` and
             `reference_rejected_logps` replace a reference. Streams too, if nothing is precomputed.
         eval_dataset: such rows too, or a dict of several datasets.
-        processing_class: the tokenizer; None loads the one beside the model.
+        processing_class: the tokenizer; by default the one saved with the model.
         model_init: makes the model, instead of `model`.
         peft_config: adapters to add.
         compute_metrics: gets predictions [pairs, 4], the rewards of the chosen and rejected answers and their
@@ -130,7 +130,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
 
     @property
     def data_collator(self) -> Any:
-        """The caller's collator, or else the one of the path that runs."""
+        """The caller's collator, or the collator of the path in use."""
         return self.chain.collator(self._collator)
 
     @data_collator.setter
@@ -138,7 +138,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         self._collator = collator
 
     def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
-        """The dataset as token columns; one that has them is returned as it is."""
+        """The dataset as token columns; a tokenized one is returned unchanged."""
         return self.datasets.tokenized(dataset)
 
     def prepare_dataset(self, dataset: DataSource | None, use: Use = "train") -> Any:
@@ -152,7 +152,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=is_trial)
 
     def get_train_dataloader(self) -> DataLoader[Batch]:
-        """Batches for training, from datasets that are prepared by the present settings and methods."""
+        """Batches for training, from datasets prepared with the present settings and methods."""
         self.datasets.update()
         return super().get_train_dataloader()
 

@@ -1,4 +1,4 @@
-"""Rollouts that are conversations: with tools, or with any other environment that reads and replies."""
+"""Rollouts as conversations with tools, or with any other environment that reads and replies."""
 
 from trimtab_lm.environments.protocol import Environment, Reply
 from trimtab_lm.environments.rollout import EnvironmentRollout

@@ -1,4 +1,4 @@
-"""From an environment's observation to the token ids that follow a turn of the policy."""
+"""Converts an environment's observation to the token ids after a turn of the policy."""
 
 import re
 from typing import cast

@@ -19,7 +19,7 @@ T = TypeVar("T")
 async def call(function: Callable[P, Awaitable[T] | T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of a function, plain or async, while the event loop goes on.
 
-    A plain function runs in a thread of its own, which does not keep the process alive if it never returns.
+    A plain function runs in a daemon thread, which does not keep the process alive if it never returns.
     """
     if is_async(function):
         result = function(*args, **kwargs)
@@ -48,7 +48,7 @@ class Slot(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A turn of the policy, and who replies to it."""
+    """A turn of the policy, and the environment that replies to it."""
 
     slot: Slot
     text: str
@@ -56,7 +56,7 @@ class Turn(NamedTuple):
 
 
 class EnvironmentPool:
-    """Environments that are reset and used again, episode after episode.
+    """Environments that are reset for each episode and used again.
 
     Args:
         make_environment: creates one.

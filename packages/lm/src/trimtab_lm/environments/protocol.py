@@ -1,4 +1,4 @@
-"""What an environment is: the other side of a conversation with the policy."""
+"""The protocol of environments: the other side of a conversation with the policy."""
 
 import numbers
 from collections.abc import Awaitable, Mapping, Sequence
@@ -15,7 +15,7 @@ class Reply(NamedTuple):
     """What an environment answers to a turn of the policy.
 
     Attributes:
-        observation: what the policy reads before its next turn; nobody reads it after the last turn.
+        observation: what the policy reads before its next turn; ignored after the last turn.
         reward: for this turn.
         done: whether the episode is over.
         errors: how many things went wrong in this step, for the statistics.
@@ -57,12 +57,12 @@ class Environment(Protocol):
 
 
 def error_text(error: Exception) -> str:
-    """An exception as the policy reads it."""
+    """Converts an exception to a text for the policy."""
     return f"Error: {type(error).__name__}: {error}"
 
 
 def checked(reply: object, environment: Environment) -> Reply:
-    """What an environment's `step` returned.
+    """Checks the result of an environment's `step`.
 
     Raises:
         TypeError, ValueError: it is no `Reply`, or a part of it has another type.

@@ -1,4 +1,4 @@
-"""Rollouts that are conversations with environments, over any backend."""
+"""Rollouts as conversations with environments, with any backend."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class Episode:
 
     @property
     def context(self) -> Tensor:
-        """All that the policy has read and written."""
+        """All tokens that the policy has read and written."""
         return torch.cat([self.prompt, self.prompt.new_tensor(self.ids)])
 
     def write(self, ids: list[int], logprobs: list[float], reward: float) -> None:

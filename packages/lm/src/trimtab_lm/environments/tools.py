@@ -48,7 +48,7 @@ class ToolEnvironment:
     functions, or override `step`.
 
     Args:
-        tools: functions, plain or async, that are called by their names.
+        tools: functions, plain or async; the policy calls them by name.
         parse: the calls in a text; ValueError where they are malformed.
         max_characters: the most characters of each result; the rest is cut off.
     """
@@ -64,7 +64,7 @@ class ToolEnvironment:
         self.parse, self.max_characters = parse, max_characters
 
     def reset(self) -> None:
-        """Nothing: tools keep no state here."""
+        """Does nothing: tools have no state."""
 
     async def step(self, text: str, ids: list[int]) -> Reply:
         """The results of the calls in a turn; the calls of a turn run at once."""

@@ -1,4 +1,4 @@
-"""GRPO (Shao et al. 2024, arXiv:2402.03300, Algorithm 1): what is known of a rollout, and the loss of a part of it."""
+"""GRPO (Shao et al. 2024, arXiv:2402.03300, Algorithm 1): the record of a rollout, and its loss."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,11 +42,11 @@ class Completions:
 
     @property
     def totals(self) -> Totals:
-        """What the loss divides by if an optimizer step learns from this alone, on one process."""
+        """The divisor of the loss if this is a whole optimizer step on one process."""
         return Totals(int(self.is_counted.sum()), len(self.sequence), rank_tokens=len(self.sequence))
 
     def __getitem__(self, prompts: Sequence[int]) -> "Completions":
-        """Some of the prompts, in this order."""
+        """Selects prompts, in this order."""
         by_prompt = self.lengths.view(len(self.groups), -1)
         rows = torch.arange(len(self.lengths)).view_as(by_prompt)[list(prompts)].flatten()
         places = torch.arange(len(self.sequence)).split(by_prompt.sum(1).tolist())
@@ -68,7 +68,7 @@ class Completions:
         return replace(self, **tensors)
 
     def after_update(self) -> "Completions":
-        """The rollout once the policy has moved: only the sampler can tell the log-probabilities of the old one."""
+        """The rollout after the policy has moved: only the sampler's log-probabilities are of the old policy."""
         moved = replace(self, old_logprobs=self.sampler_logprobs, sampler_logprobs=None)
         return moved if self.old_logprobs is None else self
 
@@ -76,7 +76,7 @@ class Completions:
 def with_old_logprobs(
     rollout: Completions, score: Callable[[Completions], Tensor], config: GRPOConfig, *, steps: int
 ) -> Completions:
-    """Decides which policy the ratio is to, before the `steps` updates on a rollout.
+    """Decides which policy's log-probabilities the ratio uses, before the `steps` updates on a rollout.
 
     - asynchronous rollouts without a cap: to the policy that sampled, by the sampler's log-probabilities;
     - otherwise to the policy as it is now. Later updates need its log-probabilities: the sampler's, if those are the
@@ -90,7 +90,7 @@ def with_old_logprobs(
 
 
 class Losses(NamedTuple):
-    """The loss, a scalar with gradient; [N] each, for statistics, what it was computed from."""
+    """The loss, a scalar with gradient, and its inputs for statistics, [N] each."""
 
     loss: Tensor
     log_ratio: Tensor
@@ -100,7 +100,7 @@ class Losses(NamedTuple):
 
 
 def policy_loss(logprobs: Tensor, rollout: Completions, totals: Totals, config: GRPOConfig) -> Losses:
-    """The clipped surrogate and the KL to the reference (Eq. 3), as this rollout's part of the loss of a step.
+    """The clipped surrogate and the KL to the reference (Eq. 3): this rollout's part of a step's loss.
 
     logprobs: [N], nats, of the policy, with gradient. totals: what the step learns from.
     """

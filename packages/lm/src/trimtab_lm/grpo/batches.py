@@ -1,4 +1,4 @@
-"""Prompts for one call of generation, and the rollout that it becomes, micro-batch by micro-batch."""
+"""Prompts for one call of generation, and the micro-batches of its rollout."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from .config import GRPOConfig
 
 
 class PromptBatches(Sampler[list[int]]):
-    """Row numbers of the prompts of each call of generation, on one process: every batch `repeats` times in a row.
+    """Row numbers of the prompts of each generation call, on one process: each batch `repeats` times in a row.
 
     rows: the number of rows in the dataset. Rows that are left after the last whole call wait for another epoch. With
     fewer rows than a call takes, an epoch is one call, which goes through the rows as often as it must.
@@ -78,7 +78,7 @@ class PromptBatches(Sampler[list[int]]):
 
 
 class PromptLoader(DataLoader[Row]):
-    """Batches of rows by a `PromptBatches`, which is of one process already: not for accelerate to divide again."""
+    """A data loader over a `PromptBatches`, which accelerate must not divide among processes again."""
 
     def __init__(self, rows: Dataset, batches: PromptBatches, **options: Any):
         # A generator of its own: starting an epoch must not move the random numbers of training.
@@ -88,7 +88,7 @@ class PromptLoader(DataLoader[Row]):
 
     @classmethod
     def of_process(cls, rows: Dataset | None, config: GRPOConfig, *, prompts_per_step: int) -> "PromptLoader":
-        """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch.
+        """Yields the prompts of one generation call, once for each micro-batch that the call serves.
 
         Args:
             rows: the training set; None is refused.
@@ -121,7 +121,7 @@ class PromptLoader(DataLoader[Row]):
 
 
 class RolloutBuffer:
-    """The rollout of one call of generation, given out in micro-batches: each prompt once per pass.
+    """Splits the rollout of one generation call into micro-batches: each prompt once per pass.
 
     micro_batches: in each pass. The first pass takes the prompts in order, later ones in orders fixed by the seed.
     """
@@ -156,14 +156,14 @@ class RolloutBuffer:
         return parts
 
     def state_dict(self) -> dict[str, object]:
-        """For torch.save; a rollout that is used up is left out."""
+        """For torch.save; leaves out a rollout that is used up."""
         rollout = None
         if self.rollout is not None and self.used < self.micro_batches * self.passes:
             rollout = {**vars(self.rollout), "groups": [vars(group) for group in self.rollout.groups]}
         return {"rollout": rollout, "seed": self.seed, "used": self.used, "shape": [self.micro_batches, self.passes]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a half-used rollout of a buffer of another shape."""
+        """Raises ValueError for a half-used rollout from a buffer with another shape."""
         if state["rollout"] is None:
             return
         if state["shape"] != [self.micro_batches, self.passes]:

@@ -118,18 +118,18 @@ class GRPOConfig(TrainerConfig):
 
     @property
     def clip(self) -> dict[str, Any]:
-        """The bounds of the ratio, as `policy_losses` takes them."""
+        """The bounds of the ratio for `policy_losses`."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return {"epsilon_low": self.epsilon, "epsilon_high": high, "delta": self.delta}
 
     @property
     def clips_to_sampler(self) -> bool:
-        """Whether the ratio is to the policy that sampled, by the sampler's own log-probabilities."""
+        """Whether the ratio compares with the sampling policy, by the sampler's own log-probabilities."""
         return self.asynchronous_rollouts and self.importance_sampling_cap is None
 
     @property
     def samples_tell_surprise(self) -> bool:
-        """Whether the tokens that are learnt from are all that the policy sampled, before it moved."""
+        """Whether the loss covers all tokens that the policy sampled, before it moved."""
         return not (self.asynchronous_rollouts or self.mask_truncated_completions)
 
     def _check_choices(self) -> None:

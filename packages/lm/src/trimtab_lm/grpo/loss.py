@@ -30,7 +30,7 @@ SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def advantages(scores: Tensor, *, scale: str, mask: Tensor | None = None) -> Tensor:
-    """The advantage of each completion over the others of its prompt.
+    """The advantage of each completion over its prompt's other completions.
 
     scores: [P, G], of G completions to each of P prompts; mask: [P, G], 1 where a completion counts, all by default.
     scale: "group" (Shao et al. 2024, arXiv:2402.03300), "batch" (Liu et al. 2025, arXiv:2508.08221) or "none" (Dr.
@@ -50,7 +50,7 @@ def advantages(scores: Tensor, *, scale: str, mask: Tensor | None = None) -> Ten
 
 
 def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor, tokens_per_sequence: Tensor) -> Tensor:
-    """log pi - log pi_old of each token: PPO's and GRPO's ratio. Returns [N], clamped to +-20."""
+    """Returns log pi - log pi_old of each token, [N], clamped to +-20: the logarithm of PPO's and GRPO's ratio."""
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
@@ -74,7 +74,7 @@ LOG_RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 def policy_losses(
     log_ratio: Tensor, advantages: Tensor, *, epsilon_low: float, epsilon_high: float, delta: float | None = None
 ) -> Tensor:
-    """The clipped surrogate with a range of its own on either side (DAPO, Yu et al. 2025, arXiv:2503.14476, Eq. 10).
+    """The clipped surrogate with separate lower and upper ranges (DAPO, Yu et al. 2025, arXiv:2503.14476, Eq. 10).
 
     log_ratio: [N], by one of `LOG_RATIOS`; advantages: [N], of each token's completion. delta > 1 + epsilon_high bounds
     the ratio where the advantage is negative too. Returns [N], to be minimised.
@@ -95,7 +95,7 @@ def corrected_k3(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -
 
 @dataclass(frozen=True)
 class Totals:
-    """What one optimizer step learns from; completions that are masked count nowhere.
+    """The counts of one optimizer step, without masked completions.
 
     sequences, tokens: completions and their tokens, over all micro-batches and processes. rank_tokens: tokens of all
     micro-batches of this process. ranks: number of processes.
@@ -135,7 +135,7 @@ NORMALIZATIONS: dict[str, Callable[[Tensor, Totals, int], Tensor]] = {
 def token_weights(
     loss_type: str, sequence: Tensor, tokens_per_sequence: Tensor, *, totals: Totals, max_completion_length: int
 ) -> Tensor:
-    """Weights [N], float32, with which the tokens' losses add up to the loss of the step.
+    """Weights [N], float32; the weighted sum of the tokens' losses is the loss of the step.
 
     - "grpo": mean over the tokens of each completion, then over completions (Shao et al. 2024, arXiv:2402.03300,
       Eq. 3).

@@ -41,7 +41,7 @@ class GroupSampler:
     """Samples a group of completions for each prompt, scores it and computes advantages.
 
     Random numbers, also those that reward functions draw from the global generators, are fixed by the number of a draw;
-    those of training are not moved.
+    the random numbers of training do not move.
 
     Args:
         trainer: the GRPOTrainer whose backend samples from its policy, and whose recorder and table get the statistics.
@@ -86,11 +86,11 @@ class GroupSampler:
         )
 
     def for_training(self, rows: Sequence[Row], next_rows: Sequence[Row]) -> Completions:
-        """What the coming updates learn from, with the log-probabilities of the policy before them and the reference.
+        """The rollout of the coming updates, with log-probabilities of the present policy and of the reference.
 
         Args:
             rows: the prompts of this call of generation.
-            next_rows: those of the next call, where rollouts are asynchronous.
+            next_rows: the prompts of the next call, for asynchronous rollouts.
         """
         trainer, args, step = self.trainer, self.config, self.trainer.state.global_step
         steps = args.steps_per_generation * args.num_iterations
@@ -118,7 +118,7 @@ class GroupSampler:
             yield
 
     def for_evaluation(self, rows: Sequence[Row], *, real_rows: int | None) -> Completions:
-        """What the loss of a batch of an evaluation is computed of; see `sample`."""
+        """The rollout of an evaluation batch; see `sample`."""
         scored = self.roll_out(rows, draw=EVALUATION + self.eval_batches, training=False, real_rows=real_rows)
         self.eval_batches += 1
         old_logprobs = partial(self.old_logprobs, size=len(rows))
@@ -144,7 +144,7 @@ class GroupSampler:
         Args:
             rows: P rows with `prompt`, `prompt_ids` and the columns of the reward functions.
             seed: seeds the random numbers.
-            real_rows: the rows after these repeat others: nothing is learnt or told of them. None: there are none.
+            real_rows: the rows after these repeat others; the loss and the statistics leave them out. None: no repeats.
         """
         trainer, args, backend = self.trainer, self.config, self.trainer.backend
         size = args.num_generations
@@ -216,7 +216,7 @@ class GroupSampler:
 def rollout_of(
     prompts: Sequence[Tensor], sampled: Rollout, *, is_counted: Tensor, advantages: Tensor
 ) -> tuple[Completions, Tensor]:
-    """What is learnt from sampled completions, and how many tokens [S] of each the policy wrote.
+    """The rollout of sampled completions, and how many tokens [S] of each the policy wrote.
 
     A completion that does not count is a branch of one token, which does not count either. is_counted, advantages:
     [P, G].
@@ -254,7 +254,7 @@ def rollout_of(
 
 
 def everyones_advantages(rewards: Tensor, is_counted: Tensor, *, scale: str, rank: int = 0) -> Tensor:
-    """The advantages [P, G] of this process's completions; see `advantages`. Collective where scale is "batch"."""
+    """The advantages [P, G] of this process's completions; see `advantages`. Collective if scale is "batch"."""
     if scale != "batch":
         return advantages(rewards, scale=scale, mask=is_counted)
     parts = gather_over_ranks((rewards, is_counted))
@@ -266,7 +266,7 @@ def everyones_advantages(rewards: Tensor, is_counted: Tensor, *, scale: str, ran
 def backend_and_pending(
     config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, rollout: RolloutBackend | None
 ) -> tuple[RolloutBackend, Any]:
-    """What samples the completions, `rollout` or else what the config names; and what it samples ahead, if it does."""
+    """The backend: `rollout`, or the one that the config names, which may sample ahead."""
     if rollout is None:
         rollout = make_backend(config.rollout_backend, config.sampling(), tokenizer, config.rollout_backend_kwargs)
     if not config.asynchronous_rollouts:

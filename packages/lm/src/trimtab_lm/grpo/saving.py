@@ -1,4 +1,4 @@
-"""What a run of GRPO has beside its weights, in a checkpoint: a file per process beside those of Trainer."""
+"""The state of a GRPO run in a checkpoint: one file per process, in addition to Trainer's files."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from .batches import RolloutBuffer
 
 @dataclass
 class Progress:
-    """How far a process has come in a run.
+    """The progress of a process in a run.
 
     Attributes:
         buffer: the rollout that is in use.
@@ -36,7 +36,7 @@ class Progress:
         torch.save(state | {"pending": pending, "processes": processes}, _file(folder, rank))
 
     def load(self, folder: str, rank: int, processes: int) -> None:
-        """Take up what `save` wrote; warn, and begin with a new rollout, where this process has no part of it."""
+        """Restore what `save` wrote; if this process has no part of it, warn and begin with a new rollout."""
         file = _file(folder, rank)
         state: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {}
         if state.get("processes") != processes or "rollout" not in state["buffer"]:

@@ -1,4 +1,4 @@
-"""What must hold before the first update, and which completions are to blame where an update cannot be made."""
+"""Checks before the first update, and finds the completions that make an update impossible."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ from .algorithm import Completions
 
 
 def check_start(logprobs: Tensor, rollout: Completions, *, most: float) -> None:
-    """Before any update the policy gives the log-probabilities [N] of the rollout, and those of its reference.
+    """Checks that, before any update, the policy and the reference give the rollout's log-probabilities [N].
 
     A check that fails warns with its cause and cure.
     """
     if not len(logprobs):
         return
-    # Those of a sampler that is another policy differ for its own reasons.
+    # A sampler with another policy has other log-probabilities.
     start = rollout.sampler_logprobs if rollout.sampler_is_policy else rollout.old_logprobs
     for condition, others in ((OTHER_START, start), (OTHER_REFERENCE, rollout.ref_logprobs)):
         if others is not None:

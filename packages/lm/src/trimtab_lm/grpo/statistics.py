@@ -28,7 +28,7 @@ LENGTH_CORRELATION = "completions/length_reward_correlation"
 
 
 class ScoredRollout(NamedTuple):
-    """What is learnt from completions, and what statistics tell of them: P prompts, S completions, G side by side.
+    """A rollout with its texts and scores, for statistics: P prompts, S completions, G side by side.
 
     Attributes:
         rollout: what is learnt from.
@@ -55,7 +55,7 @@ def rollout_stats(sampled: ScoredRollout, *, names: Sequence[str], bos: int | No
     """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of a rollout.
 
     `completions/clipped_ratio` is the share that was cut at the length limit. Lengths count what the policy wrote.
-    `completions/length_reward_correlation` is that of lengths and rewards within groups, where both vary.
+    `completions/length_reward_correlation` correlates lengths and rewards within groups, if both vary.
 
     Args:
         sampled: the rollout.
@@ -108,7 +108,7 @@ def policy_stats(
     delta: float | None = None,
     kl: Tensor | None = None,
 ) -> dict[str, Mean]:
-    """Means over the tokens of what an update does to them; all [N], as for `policy_losses`.
+    """Means over the tokens of an update; all [N], as in `policy_losses`.
 
     `ratio`: mean of r. `approxkl`: mean of log(r)^2 / 2. `clip_ratio/low_mean` and `/high_mean`: share of tokens whose
     gradient is stopped below 1 - epsilon_low or above 1 + epsilon_high; `/region_mean`: either.
@@ -140,7 +140,7 @@ def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 def vitals(numbers: Mapping[str, float], config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Vitals:
-    """The quantities that the steps since the last log are judged by.
+    """The quantities for the health checks of the steps since the last log.
 
     Args:
         numbers: what `numbers_of` returned.

@@ -63,7 +63,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         args: the config; None for the defaults.
         train_dataset: a `prompt` column, of texts or conversations, and any others.
         eval_dataset: such rows too, or a dict of several datasets.
-        processing_class: the tokenizer; None loads the one beside the model.
+        processing_class: the tokenizer; by default the one saved with the model.
         reward_processing_classes: tokenizers of the reward models.
         peft_config: adapters to add.
         rollout: samples the completions, instead of the backend that the config names; an `EnvironmentRollout` samples
@@ -135,7 +135,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         return self.sampler.tokenize(dataset)
 
     def get_train_dataloader(self) -> DataLoader[Row]:
-        """Each batch holds the prompts of one call of generation, and comes as often as that serves a micro-batch."""
+        """Yields the prompts of one generation call, once for each micro-batch that the call serves."""
         rows, args = cast(Dataset | None, self.train_dataset), self.config
         prompts_per_step = self.get_total_train_batch_size(args) // args.world_size
         return PromptLoader.of_process(rows, args, prompts_per_step=prompts_per_step)
@@ -143,7 +143,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
     # Algorithm 1 of the paper -----------------------------------------------------------------------------------------
 
     def micro_batches(self, batches: list[list[Row]]) -> list[Batch]:
-        """The micro-batches of an optimizer step, out of a new rollout if one is due.
+        """The micro-batches of an optimizer step, from a new rollout if one is due.
 
         Generation is here and not in training_step, because the number of tokens that the whole step learns from must
         be known before its first micro-batch.
@@ -159,7 +159,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         return [{**self.lay_out(part.groups), "rollout": part} for part in buffer.take(len(batches))]
 
     def items_of(self, batches: Sequence[Batch], *, of_all_processes: bool = True) -> Totals:
-        """What the loss of these micro-batches divides by."""
+        """The divisor of the loss of these micro-batches."""
         parts = [batch["rollout"].totals for batch in batches]
         local = torch.tensor([(part.sequences, part.tokens) for part in parts]).view(-1, 2).sum(0)
         sequences, tokens = total(self, [local], of_all_processes=of_all_processes).tolist()
@@ -167,13 +167,13 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         return Totals(int(sequences), int(tokens), rank_tokens=int(local[1]), ranks=ranks)
 
     def part_of_step(self, batch: Batch, items: Totals) -> tuple[float, float]:
-        """What of the loss of the optimizer step a micro-batch's own loss is: a part of a whole."""
+        """A micro-batch's share of the loss of its optimizer step."""
         one, normalize, limit = torch.ones(1), NORMALIZATIONS[self.config.loss_type], self.config.max_completion_length
         whole, part = (float(normalize(one, totals, limit)) for totals in (items, batch["rollout"].totals))
         return whole * num_averaged(self), part
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Totals) -> BatchLoss:
-        """The clipped surrogate and the KL, as this micro-batch's part of the loss of the step."""
+        """The clipped surrogate and the KL: this micro-batch's part of the step's loss."""
         args, scores = self.config, model(tokens=token_columns(batch), temperature=self.config.temperature)
         rollout = batch["rollout"].to(scores.logprobs.device)
         if self.is_in_train and model.training and not self.state.global_step:
@@ -228,7 +228,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
     # Saving and resuming ----------------------------------------------------------------------------------------------
 
     def open_run(self, resume_from_checkpoint: str | Path | bool | None, trial: Trial = None) -> str | None:
-        """Begin a run, or take one up, with the rollout that its checkpoint was in. Collective."""
+        """Begin a run, or resume one with the rollout in its checkpoint. Collective."""
         self._begin()
         checkpoint = super().open_run(resume_from_checkpoint, trial)
         if checkpoint is not None:
@@ -236,7 +236,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         return checkpoint
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; into a checkpoint the rollout that is in use too, of each process its own."""
+        """Save the model; in a checkpoint also each process's rollout in use."""
         super().save_model(output_dir, _internal_call)
         if output_dir is not None and _internal_call and not self.args.save_only_model:
             self.progress.save(output_dir, self.args.process_index, self.args.world_size)

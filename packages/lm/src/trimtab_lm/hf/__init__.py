@@ -1,1 +1,1 @@
-"""What the trainers on transformers.Trainer share."""
+"""Shared parts of the trainers on transformers.Trainer."""

@@ -36,7 +36,7 @@ REAL_ROWS = "real_rows"
 
 
 class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
-    """`transformers.Trainer` for losses that are means over the items of an optimizer step, such as tokens or pairs.
+    """`transformers.Trainer` for losses averaged over the items of an optimizer step, such as tokens or pairs.
 
     A subclass supplies `prepare_model`, `tokenize_dataset`, `count_items` and `batch_loss`. The adapter divides the
     loss by the items of all micro-batches and processes, counts each row of an evaluation once, logs statistics as
@@ -91,7 +91,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     # What a trainer supplies ------------------------------------------------------------------------------------------
 
     def prepare_model(self, model: Model) -> Model:
-        """The model as it is trained, with its adapters; called for each model, before it reaches its device."""
+        """Prepares a model for training, adapters included; called for each model, before it reaches its device."""
         raise NotImplementedError
 
     def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
@@ -110,11 +110,11 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         raise NotImplementedError
 
     def micro_batches(self, batches: list[Any]) -> list[Batch]:
-        """What to train on for the batches of the data loader that belong to one optimizer step."""
+        """The micro-batches to train on, from the data loader's batches of one optimizer step."""
         return batches
 
     def without_repetitions(self, batch: Batch, real_rows: int | None) -> Batch:
-        """A batch of an evaluation, of which only the first `real_rows` rows count; None: all of them."""
+        """An evaluation batch, of which only the first `real_rows` rows count; None: all rows."""
         return {**batch, REAL_ROWS: real_rows}
 
     def statistics(self, *, training: bool) -> dict[str, float]:
@@ -125,7 +125,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         """Put samples into tables at the end of an evaluation, under names that begin with the prefix."""
 
     def load_processing_class(self, processing_class: Processor | None, model: Model) -> Processor:
-        """The processing class, or the one that is saved beside the model."""
+        """The processing class, or the one saved with the model."""
         return load_processing_class(processing_class, model)
 
     # Models and data --------------------------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         return batches, self.items_of(batches)
 
     def items_of(self, batches: Sequence[Batch], *, of_all_processes: bool = True) -> Any:
-        """What the loss of these micro-batches divides by: their items, at least 1, so that no items give loss 0.
+        """The divisor of the loss of these micro-batches: their items, at least 1, so that no items give loss 0.
 
-        of_all_processes: add those of the other processes, as Trainer does. Collective then.
+        of_all_processes: add the other processes' items, as Trainer does. Collective then.
         """
         return total(self, map(self.count_items, batches), of_all_processes=of_all_processes).clamp(min=1)
 
@@ -257,7 +257,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
             return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
-        """Begin a run, or take one up: the folder of its verified checkpoint. Collective; raises as `train` does."""
+        """Begin a run, or resume one and return its verified checkpoint. Collective; raises as `train` does."""
         is_trial, data = trial is not None, self.train_dataset
         return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=is_trial)
 
@@ -315,12 +315,12 @@ def total(trainer: AnyTrainer, counts: Iterable[Tensor | int], *, of_all_process
 
 
 def num_averaged(trainer: AnyTrainer) -> int:
-    """How many processes' gradients are averaged although the loss was divided by the items of all of them."""
+    """The number of processes whose gradients are averaged after the loss was divided by all their items."""
     return trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
 
 
 def dropout_off(trainer: AnyTrainer, model: nn.Module) -> AbstractContextManager[None]:
-    """Without dropout inside the block, if the trainer asks for it."""
+    """Switches dropout off inside the block, if the trainer asks for it."""
     return dropout_rates_at_zero(model) if trainer.trains_without_dropout else nullcontext()
 
 

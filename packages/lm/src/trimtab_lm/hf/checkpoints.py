@@ -50,7 +50,7 @@ WITHOUT_EFFECT = (
     "num_completions_to_print", "optimize_device_cache", "model_init_kwargs", "ref_model_init_kwargs",
     "reward_timeout", "on_save_error", "padding_value", "gradient_checkpointing*", "activation_checkpointing*",
 )  # fmt: skip
-"""Settings that a resumed run may change. A longer run (`max_steps`, `num_train_epochs`) is one of them."""
+"""Settings that a resumed run may change, such as `max_steps` and `num_train_epochs`."""
 
 
 STATE = "trainer_state.json"
@@ -61,13 +61,13 @@ HELD = ("learning_rate", "weight_decay", "adam_*")
 
 
 def make_output_dir(args: TrainingArguments) -> None:
-    """Make the folder of the checkpoints, also where a link waits for its target; Trainer makes none there."""
+    """Make the folder of the checkpoints, and the target of a dangling link, which Trainer would not make."""
     if args.should_save:
         Path(str(args.output_dir)).resolve().mkdir(parents=True, exist_ok=True)
 
 
 class Checkpoints(TrainerCallback):
-    """The checkpoints of a run: what the Trainer saves under another name is sealed, renamed and rotated."""
+    """The checkpoints of a run: Trainer saves under a temporary name; this seals, renames and rotates."""
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.accelerator = trainer, trainer.accelerator
@@ -82,7 +82,7 @@ class Checkpoints(TrainerCallback):
     def open_run(
         self, config: TrainerConfig, data: DataSource | None, resume_from: str | Path | bool | None, *, is_trial: bool
     ) -> str | None:
-        """Begin a run on this data under a new id, or take one up: the folder of its verified checkpoint. Collective.
+        """Begin a run on this data with a new id, or resume one and return its verified checkpoint. Collective.
 
         Raises:
             CheckpointError: the checkpoint is damaged or of another run, or the folder holds those of another run.
@@ -105,7 +105,7 @@ class Checkpoints(TrainerCallback):
         return None
 
     def resume(self, args: TrainerConfig, record: RunRecord, where: str | Path | Literal[True]) -> str:
-        """Take up the run of a checkpoint, which is verified; returns its folder."""
+        """Verify a checkpoint and resume its run; returns its folder."""
         problem, folder = None, ""
         if args.should_save or args.local_process_index == 0:  # one process a machine reads the files
             try:
@@ -146,7 +146,7 @@ class Checkpoints(TrainerCallback):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around what saves a checkpoint: Trainer writes it under another name, and `publish` gives it its own.
+        """Put it around saving: Trainer writes the checkpoint under a temporary name, and `publish` renames it.
 
         Explains where the file system refuses, or warns if the run is to go on. What begins a save fails in all
         processes. What fails later, when the disk fills up while it is written, fails in one; with several processes
@@ -174,7 +174,7 @@ class Checkpoints(TrainerCallback):
             args.output_dir, self._staging, self._saving = str(self._output_dir), None, None
 
     def begin_save(self, output_dir: str | None) -> bool:
-        """Open the folder in which `saving` has a checkpoint written. Collective.
+        """Open the folder into which `saving` writes a checkpoint. Collective.
 
         Returns:
             Whether a checkpoint is being written.
@@ -216,7 +216,7 @@ class Checkpoints(TrainerCallback):
         return True
 
     def publish(self) -> Path | None:
-        """Seal the checkpoint, give it its name, then remove what save_total_limit leaves no room for. Collective.
+        """Seal the checkpoint, rename it, then remove checkpoints beyond save_total_limit. Collective.
 
         Returns:
             The checkpoint's folder; None if there is none that is being written.
@@ -245,20 +245,20 @@ class Checkpoints(TrainerCallback):
         return folder
 
     def _leave_branch(self) -> None:
-        """Keep the later checkpoints of a run that went back to an earlier one from being the newest."""
+        """Rename the later checkpoints of a run that resumed from an earlier one, so that none of them is "latest"."""
         if self._resumed is not None and self.run is not None:
             with suppress(OSError):  # the save explains it
                 self.run.leave_branch(Path(str(self.trainer.args.output_dir)), self._resumed)
                 self._resumed = None
 
     def _hold(self, args: TrainingArguments) -> None:
-        """Keep other runs out of output_dir, if this process writes there; see `trimtab_common.locks`."""
+        """Lock output_dir against other runs, if this process writes there; see `trimtab_common.locks`."""
         folder = Path(str(args.output_dir))
         if args.should_save and args.save_strategy != "no" and folder.is_dir():
             hold(folder, self)
 
     def _needed_bytes(self) -> int:
-        """Of a checkpoint: its weights, of adapters those alone, and the optimizer's moments."""
+        """The size of a checkpoint: the weights (with PEFT only the trained ones), and the optimizer's moments."""
         model, optimizer = cast(nn.Module, self.trainer.model), self.trainer.optimizer
         weights = [weight for weight in model.parameters() if weight.requires_grad or not isinstance(model, PeftModel)]
         moments = {} if self.trainer.args.save_only_model or optimizer is None else optimizer.state
@@ -267,7 +267,7 @@ class Checkpoints(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Take over save_total_limit, by which the Trainer would remove checkpoints before the new one is sealed."""
+        """Take over save_total_limit: Trainer would remove checkpoints before the new one is sealed."""
         if args.save_total_limit is not None:
             self.keep, args.save_total_limit = args.save_total_limit, None
         self._is_finished = bool(state.max_steps) and state.global_step >= state.max_steps

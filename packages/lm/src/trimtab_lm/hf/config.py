@@ -1,4 +1,4 @@
-"""What the configs of the trainers on `transformers.Trainer` share."""
+"""Shared settings of the trainers on `transformers.Trainer`."""
 
 import copy
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class TrainerConfig(TrainingArguments):
         return {name: without_secrets(value) for name, value in super().to_dict().items()}
 
     def refuse_label_smoothing(self, trainer: str) -> None:
-        """Check that nobody asks for transformers' label smoothing where the loss has no token labels.
+        """Refuse transformers' label smoothing if the loss has no token labels.
 
         Raises:
             ValueError: label_smoothing_factor is set.
@@ -61,7 +61,7 @@ def checkpointing_of(args: TrainingArguments) -> tuple[bool, dict[str, object] |
 
 
 def for_own_collators(config: Config, train_dataset: object, eval_dataset: object) -> Config:
-    """A copy of the config for a trainer whose collator makes the model's inputs; the caller's stays as it is.
+    """A copy of the config for a trainer whose collator makes the model's inputs; does not change the caller's.
 
     Trainer does not drop columns by the names of the model's inputs. Each process reads its own rows of a stream,
     because batches of different shapes cannot be sent to other processes.

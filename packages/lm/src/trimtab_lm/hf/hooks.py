@@ -42,7 +42,7 @@ def _compute_loss(
 
 
 def _get_batch_samples(trainer: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
-    """The method samples from a model; Trainer has a hook of that name, for the batches of an optimizer step."""
+    """The method samples from a model; Trainer has a hook with this name, for the batches of an optimizer step."""
     if kwargs or isinstance(args[0], nn.Module):
         return method(*args, **kwargs)
     inherited = (vars(kind).get("get_batch_samples") for kind in type(trainer).__mro__)
@@ -59,7 +59,7 @@ FITTED: dict[str, tuple[int, Callable[..., Any]]] = {
 
 
 class HooksOf2024(Trainer):
-    """Calls a hook that a subclass or an assignment replaces with the arguments that it has parameters for."""
+    """Calls a replaced hook with the arguments that it has parameters for."""
 
     items_of_step: Any = None
     """What the loss of the optimizer step divides by, where a replaced `training_step` does not hand it on."""
@@ -80,7 +80,7 @@ class HooksOf2024(Trainer):
 
 
 def predictions_of(outputs: Any, *, are_needed: bool) -> tuple[Any, Any]:
-    """What `compute_metrics` gets of a batch: the `predictions` and `labels` among the outputs of `compute_loss`.
+    """The `predictions` and `labels` of a batch for `compute_metrics`, from the outputs of `compute_loss`.
 
     Raises:
         ValueError: a replaced method returns none, and they are needed.
@@ -103,7 +103,7 @@ def _without_trainer(method: Method, trainer: object, *args: Any, **kwargs: Any)
 
 
 def _fitted(name: str, method: Method, *, parameters: int, shown: Method | None = None) -> Method:
-    """A method of a class that takes today's arguments, or `shown` or else the method itself, if that does already.
+    """Returns a method that takes today's arguments; `shown`, or the method itself, if it takes them already.
 
     Args:
         name: the hook's name.

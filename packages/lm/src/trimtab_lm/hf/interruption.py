@@ -20,7 +20,7 @@ class EndsBySignal(TrainerCallback):
         saves: whether a run that ends is saved.
 
     Attributes:
-        stops: whether the step that has ended is the last one.
+        stops: whether the finished step is the last one.
     """
 
     def __init__(self, trainer: Trainer, *, saves: bool) -> None:
@@ -29,7 +29,7 @@ class EndsBySignal(TrainerCallback):
 
     @contextmanager
     def during_train(self) -> Iterator[None]:
-        """Listens inside the block, which is `Trainer.train`; ends the process if a signal came after the last step."""
+        """Handles signals inside `Trainer.train`; ends the process if a signal came after the last step."""
         self.stops = False
         with self.interruption.during_train():
             yield

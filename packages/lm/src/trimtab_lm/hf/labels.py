@@ -46,7 +46,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
         return (batch["labels"][:, 0 if self.is_encoder_decoder else 1 :] != -100).sum()
 
     def without_repetitions(self, batch: Batch, real_rows: int | None) -> Batch:
-        """A batch in which only labels of the first `real_rows` rows count; None: all of them."""
+        """A batch in which only labels of the first `real_rows` rows count; None: all rows."""
         return labels_of_real_rows(batch, real_rows)
 
     def compute_loss(
@@ -84,13 +84,13 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: DataSource) -> DataLoader[Batch]:
-        """Batches for `predict`, in which each row of the dataset is a row of its own."""
+        """Batches for `predict`, with one row per row of the dataset."""
         with evaluation_collator(self, is_row_by_row=True):
             return super().get_test_dataloader(test_dataset)
 
 
 def document_collator(trainer: LabelTrainer[Any], pad_token_id: int) -> DocumentCollator:
-    """A collator of `input_ids` and `labels` in the layout that the model reads best; its place masks padding."""
+    """A collator of `input_ids` and `labels` in the best layout for the model; masks padding by its place."""
     layout = best_layout(trainer.model, share_prefix=False, is_noisy=is_noisy(trainer))
     if layout == "row" and trainer.has_loss_of_logits:  # transformers would build a mask of the whole row
         layout = "packed"
@@ -116,7 +116,7 @@ def evaluation_collator(trainer: LabelTrainer[Any], *, is_row_by_row: bool) -> I
 
 
 def label_stats(scores: TokenScores) -> dict[str, Mean]:
-    """Loss, with that of a router, and entropy per token, in nats."""
+    """Loss, with the router's, and entropy per token, in nats."""
     return {"entropy": Mean.of(scores.entropy), "loss": Mean.of(scores.router_loss - scores.logprobs)}
 
 

@@ -25,7 +25,7 @@ from .config import checkpointing_of
 
 
 def load_language_model(model: Model | str | None, init_kwargs: Mapping[str, object] | None = None) -> Model | None:
-    """A causal or encoder-decoder model by hub id or folder; a model that is loaded is returned as it is.
+    """Loads a causal or encoder-decoder model by hub id or folder; returns a model in memory unchanged.
 
     Args:
         model: the model or its name.
@@ -45,7 +45,7 @@ def load_language_model(model: Model | str | None, init_kwargs: Mapping[str, obj
 
 
 def refuse_init_kwargs(init_kwargs: Mapping[str, object] | None) -> None:
-    """Raise ValueError for arguments of `from_pretrained` beside a model that is loaded."""
+    """Raise ValueError for arguments of `from_pretrained` together with a model in memory."""
     if init_kwargs:
         raise ValueError(
             f"model_init_kwargs={dict(init_kwargs)} say how to load a model, and the model is loaded already. Pass its "
@@ -62,7 +62,7 @@ def pretrained_kwargs(init_kwargs: Mapping[str, object] | None) -> dict[str, obj
 
 
 def load_processing_class(processing_class: Processor | None, model: Model) -> Processor:
-    """The processing class, or the one that is saved beside the model.
+    """The processing class, or the one saved with the model.
 
     Raises:
         ValueError: there is neither a processing class nor a name that the model was loaded from.
@@ -81,7 +81,7 @@ def load_processing_class(processing_class: Processor | None, model: Model) -> P
 
 
 def with_adapters(model: Model, peft_config: PeftConfig | None, args: TrainingArguments) -> Model:
-    """The model as it is trained: quantized weights prepared, adapters added, inputs made to need gradients.
+    """Prepares a model for training: quantized weights, adapters, and inputs that require gradients.
 
     Raises:
         ValueError: peft_config for a model that has adapters already.
@@ -112,7 +112,7 @@ def with_adapters(model: Model, peft_config: PeftConfig | None, args: TrainingAr
 
 
 def prepare_sharding(model: Model, accelerator: Accelerator) -> None:
-    """Checks that the accelerator can shard the model, if it is to, and keeps the precision of what the model returns.
+    """Checks that the accelerator can shard the model, if asked to, and keeps the precision of its outputs.
 
     Raises:
         ValueError: other modules than the input embeddings and the LM head share a weight, as those of T5 and BART.

@@ -1,4 +1,4 @@
-"""Training on a stream: its passes one after the other, so that a resumed run finds its place in any of them."""
+"""Training on a stream: passes one after another, so that a resumed run finds its place in any pass."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What the trainers on `transformers.Trainer` tell their trackers: statistics between logs, and tables."""
+"""Statistics between logs, and tables, for the trackers of the trainers on `transformers.Trainer`."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from trimtab_common.writers import markdown_table
 class Recorder:
     """Statistics of micro-batches until they are logged, separate for training and evaluation.
 
-    Weighted means (`trimtab_common.stats.Mean`) become those of everything that was recorded, over all processes.
+    Weighted means (`trimtab_common.stats.Mean`) are merged over everything recorded in all processes.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class MetricsFile(TrainerCallback):
 
 
 def prepare_trackers(args: TrainingArguments) -> None:
-    """Let W&B run offline if `report_to` names it and there is no key; nobody is asked at the terminal."""
+    """Let W&B run offline if `report_to` names it and there is no key, instead of asking at the terminal."""
     if "wandb" not in (args.report_to or []) or os.environ.get("WANDB_MODE") or args.process_index != 0:
         return
     wandb = import_wandb()

@@ -1,4 +1,4 @@
-"""The types of what callers, `transformers.Trainer` and our trainers hand to each other."""
+"""Types shared by callers, `transformers.Trainer` and trimtab's trainers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
@@ -22,7 +22,7 @@ DataSource: TypeAlias = Data | torch.utils.data.Dataset[Row]
 EvalSource: TypeAlias = DataSource | dict[str, DataSource]
 """A dataset for evaluation, or several by name."""
 Prediction: TypeAlias = tuple[Tensor | None, Any, Any]
-"""Loss, predictions and labels of a batch: tensors or tuples of them, None where they are not asked for."""
+"""Loss, predictions and labels of a batch: tensors or tuples of tensors; None if not asked for."""
 ComputeMetrics: TypeAlias = Callable[[EvalPrediction], dict[str, float]]
 """Metrics by name, from the predictions and labels of an evaluation."""
 Optimizers: TypeAlias = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]
@@ -55,7 +55,7 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class BatchLoss(NamedTuple):
-    """What a trainer computes of a micro-batch.
+    """A trainer's results for a micro-batch.
 
     Attributes:
         loss: scalar with gradient, the part that the micro-batch has in the loss of its optimizer step.

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in steps that the caller takes, with whatever it generates and filters between them."""
+"""Supervised fine-tuning step by step; the caller generates and filters data between steps."""
 
 from trimtab_lm.sampling.best_of_n import BestOfNSampler
 

@@ -11,7 +11,7 @@ from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 @dataclass
 @takes_arguments_of_2024()
 class IterativeSFTConfig(TrainerConfig):
-    """Fine-tuning in steps: all of transformers' TrainingArguments, and what becomes of the rows of a step.
+    """Fine-tuning in steps: transformers' TrainingArguments, and settings for the rows of a step.
 
     The batch size and the accumulation say how the rows of one `step` call are split; max_steps how long the learning
     rate's schedule is.

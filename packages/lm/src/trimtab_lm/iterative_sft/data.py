@@ -1,4 +1,4 @@
-"""The rows of a step: checked, tokenized where they are texts, cut to length."""
+"""Checks the rows of a step, tokenizes texts, and truncates."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def rows_of_tensors(
     vocab_size: int,
     positions: Positions | None = None,
 ) -> Rows:
-    """`input_ids` and `labels` of each row, less what the attention mask leaves out; see IterativeSFTTrainer.step."""
+    """`input_ids` and `labels` of each row, without masked positions; see IterativeSFTTrainer.step."""
     if input_ids is None:
         raise ValueError("step() got neither input_ids nor texts. Give one of them.")
     if is_encoder_decoder and labels is None:
@@ -160,7 +160,7 @@ def _without_padding(row: dict[str, list[int]], mask: Tensor, *, is_encoder_deco
 
 
 def _learning(tokenizer: PreTrainedTokenizerBase, text: str, target: str, i: int) -> dict[str, list[int]]:
-    """A causal model's row: the tokens of `target`, where it stands in `text`, count; to the end of it, EOS too."""
+    """A causal model's row: the tokens of `target` within `text` count, and EOS if `target` ends it."""
     if target == text:
         ids = encode_text(tokenizer, text)["input_ids"]
         return {"input_ids": ids, "labels": list(ids)}

@@ -37,19 +37,19 @@ ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP,
 
 @dataclass
 class Progress:
-    """How far the caller has come: finished calls of `step`, and finished updates of the unfinished call."""
+    """The caller's progress: finished calls of `step`, and finished updates of the unfinished call."""
 
     calls: int = 0
     updates: int = 0
 
     def count_update(self, updates_of_call: int) -> None:
-        """Count one update of a call that has so many."""
+        """Count one of a call's updates."""
         is_last = self.updates + 1 == updates_of_call
         self.calls, self.updates = (self.calls + 1, 0) if is_last else (self.calls, self.updates + 1)
 
 
 class StepRun:
-    """What the caller's loop over `step` needs.
+    """The services of a caller's loop over `step`.
 
     Args:
         trainer: an IterativeSFTTrainer.
@@ -147,7 +147,7 @@ class StepRun:
             trainer.ending.interruption.end()
 
     def end_call(self) -> None:
-        """Listen to signals no longer if this call was the last one; free unused memory if the config asks for it."""
+        """Stop handling signals if this call was the last one; free unused memory if the config asks for it."""
         trainer = self.trainer
         if trainer.ending.stops or self._is_finished:
             trainer.ending.interruption.release()
@@ -233,7 +233,7 @@ class StepRun:
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def resume(self, checkpoint: str | bool | None) -> None:
-        """Start where a checkpoint left the run; arguments and errors as of `IterativeSFTTrainer.train`."""
+        """Resume from a checkpoint; arguments and errors as in `IterativeSFTTrainer.train`."""
         if not checkpoint:
             raise ValueError(
                 "There is no train_dataset to go through. Call step(...) with rows, or pass resume_from_checkpoint to "

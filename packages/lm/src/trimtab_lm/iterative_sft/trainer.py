@@ -1,4 +1,4 @@
-"""Fine-tuning in steps that the caller takes: a loop on Accelerate, with the evaluation and the hub of Trainer."""
+"""Fine-tuning step by step: a loop on Accelerate, with Trainer's evaluation and hub."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         data_collator: from rows of `input_ids`, `attention_mask` and `labels` to a batch, instead of the padding-free
             one.
         eval_dataset: rows of `input_ids` (and `labels`), of `text`, or of `prompt` and `completion`.
-        processing_class: the tokenizer; None loads the one beside the model.
+        processing_class: the tokenizer; by default the one saved with the model.
         train_dataset: rows as of eval_dataset, for `train`.
         peft_config: adapters to add.
     """
@@ -85,7 +85,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         texts: Sequence[str] | None = None,
         texts_labels: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """Trains on these rows, once through. Every process gives its own rows, the same number of them.
+        """Trains once on these rows. Every process passes its own rows, the same number on each.
 
         Rows longer than max_length are truncated as truncation_mode says, with one warning.
 

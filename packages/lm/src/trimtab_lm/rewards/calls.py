@@ -26,7 +26,7 @@ def accepted(function: Callable[..., object], what: str, arguments: Mapping[str,
         arguments: all that there are, by name.
 
     Returns:
-        The arguments to call it with; all of them if it takes `**kwargs`.
+        The arguments to call it with; all arguments if it takes `**kwargs`.
 
     Raises:
         TypeError: the function needs an argument that there is not.
@@ -45,7 +45,7 @@ def accepted(function: Callable[..., object], what: str, arguments: Mapping[str,
 
 
 class EventLoop:
-    """An asyncio loop in a thread of its own.
+    """An asyncio loop in a separate thread.
 
     It works where another loop runs already, as in notebooks, and it outlives a call.
     """
@@ -67,7 +67,7 @@ async def _await(awaitable: Awaitable[T]) -> T:
 
 @contextmanager
 def blaming(name: str) -> Iterator[None]:
-    """Add the name of a reward function to what is raised inside the block."""
+    """Add the name of a reward function to errors inside the block."""
     try:
         yield
     except Exception as error:

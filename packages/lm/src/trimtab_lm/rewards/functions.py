@@ -41,7 +41,7 @@ class Scored(NamedTuple):
 
     Attributes:
         scores: [B, F] of F functions, float32, on the CPU; NaN where a function abstains.
-        rewards: [B], the weighted sum of the scores that are not NaN.
+        rewards: [B], the weighted sum of the scores, without NaNs.
     """
 
     scores: Tensor
@@ -225,7 +225,7 @@ class ModelReward:
 def as_function(
     function: object, tokenizer: PreTrainedTokenizerBase | None, *, device: torch.device | str | None, batch_size: int
 ) -> RewardFunction:
-    """A reward function or model as a function that takes keywords.
+    """Converts a reward function or model to a function with keywords.
 
     Args:
         function: see `RewardSet`.
@@ -257,7 +257,7 @@ def rewards_of(
     device: torch.device | str,
     timeout: float | None = None,
 ) -> RewardSet:
-    """The rewards of a trainer whose reward models share the policy's tokenizer, and whose functions may be of PPO's.
+    """The rewards of PPO: reward models share the policy's tokenizer, and functions may have PPO's documented form.
 
     Args:
         reward: one function or model, or a list: what `RewardSet` takes, any module as reward model, and functions of

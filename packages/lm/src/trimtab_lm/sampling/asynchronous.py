@@ -17,7 +17,7 @@ from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 
 
 class Request(NamedTuple):
-    """What a rollout is asked for.
+    """The request for a rollout.
 
     Attributes:
         prompts: token ids.
@@ -31,19 +31,19 @@ class Request(NamedTuple):
 
     @classmethod
     def of(cls, prompts: Sequence[Tensor], *, num_generations: int, seed: int) -> "Request":
-        """The request for prompts that are rows of token ids, 1-D."""
+        """The request for prompts, 1-D rows of token ids."""
         return cls([prompt.tolist() for prompt in prompts], num_generations, seed)
 
 
 class Pending:
-    """The rollout that is sampled ahead, if there is one. A checkpoint waits for it, and holds it."""
+    """The rollout sampled ahead, if there is one. A checkpoint waits for it, and holds it."""
 
     def __init__(self) -> None:
         self._request: Request | None = None
         self._future: Future[Rollout] = Future()
 
     def begin(self, backend: RolloutBackend, request: Request, *, version: int, policy_step: int) -> None:
-        """Sample on a thread, which does nothing but wait for the engine."""
+        """Sample on a thread that waits for the engine."""
 
         def sample() -> Rollout:
             prompts = [torch.tensor(ids) for ids in request.prompts]
@@ -57,19 +57,19 @@ class Pending:
         pool.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Return once the engine has sampled it; raise the error that it met."""
+        """Return once the engine has sampled it; raise the engine's error, if any."""
         if self._request is not None:
             self._result()
 
     def take(self, request: Request) -> Rollout | None:
-        """The rollout, if it is the one that was asked for; an error on the way is raised here."""
+        """The rollout, if it answers this request; raises the engine's error, if any."""
         if self._request != request:
             return None
         rollout, self._request = self._result(), None
         return rollout
 
     def drop(self) -> None:
-        """Wait for the engine, and forget the rollout."""
+        """Wait for the engine, and drop the rollout."""
         if self._request is not None:
             self._future.exception()
         self._request = None
@@ -96,7 +96,7 @@ class Pending:
 
 
 class AsynchronousRollout:
-    """Samples the upcoming rollout on a thread, as soon as the present one is taken.
+    """Samples the next rollout on a thread, as soon as the trainer has taken the present one.
 
     A step calls `begin_step`, `sync` and `generate`, in this order. `generate` returns the rollout that was sampled
     ahead, and begins the upcoming one with the weights that were synced.
@@ -142,7 +142,7 @@ class AsynchronousRollout:
         self.backend.sync(model, version)
 
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
-        """The rollout, sampled ahead or at once; its `policy_step` says by which policy."""
+        """The rollout, sampled ahead or now; its `policy_step` is the sampling policy's."""
         rollout = self.pending.take(Request.of(prompts, num_generations=num_generations, seed=seed))
         if rollout is None:
             rollout = self.backend.generate(prompts, num_generations=num_generations, version=version, seed=seed)

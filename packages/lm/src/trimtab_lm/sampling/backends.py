@@ -1,4 +1,4 @@
-"""Samplers that are the trained model itself, and the choice of a backend by name."""
+"""Samplers that run the trained model itself, and the choice of a backend by name."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ def make_backend(
     tokenizer: PreTrainedTokenizerBase,
     options: Mapping[str, Any] | None = None,
 ) -> RolloutBackend:
-    """The sampler of a name.
+    """Returns the sampler with this name.
 
     Args:
         name: one of `BACKENDS`.
@@ -68,7 +68,7 @@ class TransformersRollout:
     Args:
         settings: how completions are drawn.
         tokenizer: the policy's.
-        batch_size: completions that are sampled at a time; by default as many as fit, see `completions_at_a_time`.
+        batch_size: completions to sample at a time; by default as many as fit, see `completions_at_a_time`.
         share_prompts: run a prompt through a causal model once for its whole group, where the cache can be repeated
             (attention in every layer; with linear attention or prompt learning each completion runs its prompt). An
             encoder always runs once per prompt.
@@ -119,7 +119,7 @@ def is_exact(model: Any) -> bool:
 
 @contextmanager
 def without_autocast(model: Any) -> Iterator[None]:
-    """Runs a model in the dtype of its weights, although accelerate prepared it for mixed precision.
+    """Runs a model in its weights' dtype, without accelerate's mixed precision.
 
     transformers' paged cache has the dtype of the weights: it cannot hold the keys and values of autocast.
     """
@@ -206,7 +206,7 @@ class ContinuousBatchingRollout:
         Requests are handed in before the manager starts: `generate_batch` hands them in while its thread runs already,
         so that the first batch, and with it every draw, would depend on which thread is faster.
         """
-        # Seeds are hashed to 63 bits, of which the manager takes 32.
+        # The manager accepts 32-bit seeds.
         sizes = self._cpu_sizes(prompts, config) if self.model.device.type == "cpu" else {}
         options = {**sizes, **self.options, "return_logprobs": True, "seed": seed % 2**32}
         manager = self.model.init_continuous_batching(config, ContinuousBatchingConfig(**options))

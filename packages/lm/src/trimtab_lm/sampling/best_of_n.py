@@ -1,4 +1,4 @@
-"""Best of n: several samples for each query, of which those with the highest scores are kept."""
+"""Best of n: takes several samples for each query, and keeps those with the highest scores."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ class BestOfNSampler:
         length_sampler: called for the number of new tokens of each query, such as LengthSampler; None with `rollout`.
         sample_size: samples of each query.
         seed: seeds the sampling, which leaves the global random numbers alone; None draws a seed from them.
-        n_candidates: samples that are kept.
+        n_candidates: the number of samples to keep.
         generation_config: settings of the sampling; it is plain, at temperature 1, where they say nothing.
         rollout: what samples, by its own settings, such as a VLLMRollout; None: transformers' generate.
 

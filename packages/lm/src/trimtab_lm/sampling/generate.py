@@ -21,13 +21,13 @@ from .rollout import PLAIN_SAMPLING, Rollout
 
 MIB = 2**20
 CPU_ROOM, DEVICE_ROOM = 256 * MIB, 1024 * MIB
-"""Bytes for keys, values and scores of the completions that are sampled at a time, of a small model."""
+"""Bytes for the keys, values and scores of completions sampled at a time, for a small model."""
 SCORE_BYTES = 32
 """Bytes for each entry of a row's vocabulary while a token is drawn: float32 logits and scores, float64 sums."""
 
 
 class Automatic(int):
-    """A documented number that stands for "as many as fit", unless the caller gives one of their own."""
+    """A documented number that means "as many as fit", unless the caller passes a number."""
 
 
 AS_MANY_AS_FIT = Automatic(4)
@@ -70,7 +70,7 @@ def cut_at_eos(response: Tensor, eos_ids: Sequence[int], padding: int | None) ->
 def response_texts(
     tokenizer: Any, queries: Sequence[Tensor], responses: Sequence[Tensor], *, is_encoder_decoder: bool = False
 ) -> list[str]:
-    """What each response [R] adds to the text of its query [Q], special tokens left out; a decoder's stands alone.
+    """The text that each response [R] adds to its query [Q], without special tokens; all of it for an encoder-decoder.
 
     Decoded by itself, a response would lose the space before its first word with tokenizers of SentencePiece's kind
     (Llama), and query + response would run two words into one.
@@ -131,7 +131,7 @@ def batches_of(
 
 
 def completions_at_a_time(model: Model, tokens: int) -> int:
-    """How many completions of a length have room: 256 MiB on a CPU, 1 GiB on a GPU, or half of the model's weights.
+    """How many completions of a length fit into 256 MiB on a CPU, 1 GiB on a GPU, or half of the weights' size.
 
     It depends on the model and the length alone, and not on the memory that happens to be free, so that a seed gives
     the same samples again.
@@ -205,7 +205,7 @@ def sample_groups(
     mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The decoder
     start token of an encoder-decoder model is not part of a completion.
 
-    transformers' `generate` prepares everything. The loop is that of `fast.loop_for`, except where a setting or an
+    transformers' `generate` prepares everything. The loop is `fast.loop_for`'s, except where a setting or an
     argument is asked for that it does not know, such as `stop_strings` or any `cache_implementation`: then it is that
     of transformers, and a warning says why.
 
@@ -228,7 +228,7 @@ def sample_groups(
     new = config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
     remedy = "Lower max_new_tokens, or shorten the queries."
     Positions.of(model).check_sample(longest, new, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
-    # Only a criterion of its own ends a completion without an end token; else a pad token at the end was sampled.
+    # Only a custom criterion ends a completion without an end token; otherwise the model sampled the last pad token.
     has_criterion = bool(config.stop_strings) or "stopping_criteria" in kwargs
     padding = config.pad_token_id if has_criterion else None
     if isinstance(batch_size, Automatic):

@@ -35,7 +35,7 @@ class Surprise(Mean):
 
     @classmethod
     def of_tokens(cls, logprobs: Tensor, entropy: Tensor, mask: Tensor | None = None) -> "Surprise":
-        """That of tokens [...] with their log-probabilities, the policy's entropies before them, and a mask."""
+        """The surprise of tokens [...], from their log-probabilities, the policy's entropies, and a mask."""
         difference = -(logprobs + entropy).detach()
         mean, squares = Mean.of(difference, mask), Mean.of(difference.square(), mask)
         return cls(mean.total, mean.weight, squares.total)
@@ -69,7 +69,7 @@ class Mismatch(NamedTuple):
 
 @torch.no_grad()
 def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor) -> Mismatch:
-    """The differences of two policies on the tokens that one of them sampled; 0 and 1 where there is none.
+    """Statistics of the difference between two policies on sampled tokens; 0 and 1 without tokens.
 
     Args:
         logprobs: [N], nats, of the tokens of B completions one after the other, under the trainer's policy that was to
@@ -88,7 +88,7 @@ def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Ten
 
 
 def truncated_importance_weights(token_ratio: Tensor, *, cap: float) -> Tensor:
-    """min(pi_trainer / pi_sampler, cap): what the loss of each token is multiplied by (truncated importance sampling).
+    """min(pi_trainer / pi_sampler, cap): the weight of each token's loss (truncated importance sampling).
 
     The weights make the gradient on the sampler's tokens that of the trainer's policy, as far as the cap leaves it;
     the cap bounds their variance (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL

@@ -1,4 +1,4 @@
-"""What a sampler of completions gives and takes: the interface of all backends."""
+"""The interface of all sampling backends: their arguments and results."""
 
 import math
 import warnings
@@ -35,7 +35,7 @@ SAMPLING_ALONE = ("temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff"
 
 
 class Episodes(NamedTuple):
-    """What a completion has besides its tokens where it is a conversation with an environment.
+    """The masks, rewards and numbers of completions that are conversations with an environment.
 
     Attributes:
         masks: for each completion, 1-D, 1 where the policy wrote the token and 0 where the environment did.
@@ -118,11 +118,11 @@ def roll_out(
 
 
 class StaleWeightsError(RuntimeError):
-    """Completions were asked of weights that the sampler does not hold."""
+    """A caller asked for completions by weights that the sampler does not hold."""
 
 
 def require_version(held: int | None, wanted: int) -> None:
-    """The check of every rollout: samples of older weights would be trained on as if they were the policy's."""
+    """Checks the version of the weights: training would take samples of older weights for the policy's."""
     if held != wanted:
         raise StaleWeightsError(
             f"A rollout of the weights of version {wanted} was asked for, but the sampler holds "
@@ -133,7 +133,7 @@ def require_version(held: int | None, wanted: int) -> None:
 def check_room(
     positions: Positions, prompts: Sequence[Tensor], settings: "SamplingSettings", *, remedy: str = ""
 ) -> None:
-    """The check of rollouts by an engine: a causal model has room for the longest prompt and its completion.
+    """Checks that the longest prompt and its completion fit into the engine.
 
     Args:
         positions: the positions of the model, or of the engine that runs it.
@@ -150,7 +150,7 @@ def check_room(
 
 
 def sampling_config(model: Any, *, pad_token_id: int, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The complete generation config for `kwargs`, and those kwargs that are no generation settings.
+    """The complete generation config for `kwargs`, and the kwargs that are not generation settings.
 
     Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
     transformers' default top_k of 50, would make the sampler another policy than the one that is trained. Token ids
@@ -212,7 +212,7 @@ DISTORTIONS = {
 
 
 def distortions(config: GenerationConfig) -> list[str]:
-    """What in a generation config makes tokens follow another distribution than the policy's, one line each.
+    """The settings of a generation config that change the distribution of tokens, one line each.
 
     The temperature is not among them: it enters the log-probabilities.
     """
@@ -227,7 +227,7 @@ def distortions(config: GenerationConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How completions are drawn. With the defaults a token follows the model's own distribution.
+    """How to sample completions. With the defaults, a token follows the model's own distribution.
 
     max_completion_length: tokens. temperature: divides the logits, above 0. top_p in (0, 1], top_k (0 is off), min_p
     and repetition_penalty as in transformers. generation_kwargs: further settings in the backend's own terms, those of
@@ -265,7 +265,7 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, generation_kwargs: Mapping[str, Any]) -> Self:
-        """The settings that arguments of transformers' `generate` ask for.
+        """The settings for arguments of transformers' `generate`.
 
         Args:
             generation_kwargs: `max_new_tokens`, `temperature` and so on, under their names in GenerationConfig.
@@ -278,7 +278,7 @@ class SamplingSettings:
         return cls(**settings, generation_kwargs=kwargs)
 
     def config(self, model: Any, *, pad_token_id: int) -> tuple[GenerationConfig, dict[str, Any]]:
-        """transformers' complete configuration, and what of generation_kwargs it has no place for."""
+        """transformers' complete configuration, and the generation_kwargs that it does not know."""
         chosen = {
             "do_sample": True,
             "use_cache": True,
@@ -314,5 +314,5 @@ class Notes:
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's padding token, or its end token; masks and lengths tell padding, so either does."""
+    """The tokenizer's padding token, or its end token; either will do, because masks and lengths mark padding."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

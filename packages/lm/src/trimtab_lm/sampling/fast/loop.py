@@ -1,4 +1,4 @@
-"""A loop for transformers' `generate`: tokens are drawn at little cost, and rows that have ended leave the batch."""
+"""A loop for transformers' `generate`: draws tokens cheaply, and drops finished rows from the batch."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ _said = WeakKeyDictionary[nn.Module, set[str]]()
 def loop_for(
     model: Model, config: GenerationConfig, kwargs: Mapping[str, object], *, neutral: Mapping[str, object]
 ) -> Loop | None:
-    """Returns `decode`, for the argument `custom_generate` of `generate`; None where transformers' loop must run.
+    """Returns `decode`, for the argument `custom_generate` of `generate`; None if transformers' loop must run.
 
     Warns where completions that have ended stay in the batch, once for each model and its reasons.
 
@@ -121,7 +121,7 @@ def decode(
 
 
 def draw(probs: Tensor, places: Tensor, size: int) -> Tensor:
-    """One token of each row that is left in a batch.
+    """Draws one token for each remaining row of a batch.
 
     Every place of the batch takes its random numbers, also a free one: what a row draws does not depend on the ends of
     the others, and is what transformers' `generate` draws, except for large vocabularies on a CPU. There

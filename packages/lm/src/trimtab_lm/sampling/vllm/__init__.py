@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: an engine in the training process, or servers. Only a backend that is asked for imports it."""
+"""Rollouts by vLLM: an engine in the training process, or servers. Imported only when a config asks for it."""
 
 from .engine import VLLMRollout
 from .server import VLLMServerRollout

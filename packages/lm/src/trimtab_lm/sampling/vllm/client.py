@@ -1,4 +1,4 @@
-"""Requests to vLLM servers, and one line for each way in which they fail."""
+"""Requests to vLLM servers, with a one-line error for each kind of failure."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ class VLLMServers:
 
     Args:
         addresses: such as "http://localhost:8000".
-        concurrency: requests that are with a server at a time.
+        concurrency: simultaneous requests to a server.
         timeout: seconds to wait for an answer.
         retries: how often a request that does not reach its server is sent again. Waits begin with half a second.
     """
@@ -77,6 +77,6 @@ class VLLMServers:
         self.of_each(lambda server: self.ask(server, path, body))
 
     def of_each(self, call: Callable[[str], T]) -> list[T]:
-        """What a function gives for each server; all are called at the same time."""
+        """Calls a function for every server at the same time, and returns the results."""
         with ThreadPoolExecutor(len(self.addresses)) as pool:
             return list(pool.map(call, self.addresses))

@@ -121,7 +121,7 @@ class VLLMRollout:
         return rollout
 
     def _build(self, model: Model) -> "LLM":
-        """An engine of the policy's architecture, which is checked; its weights are those of the name."""
+        """Starts an engine with the weights of the model's name, and checks that it has the policy's architecture."""
         base = engine_policy(model)
         name = self.name or base.name_or_path
         if not name:
@@ -182,7 +182,7 @@ def installed_vllm() -> ModuleType:
 def sampling_params(
     settings: SamplingSettings, eos_ids: Sequence[int], *, n: int, seed: int, number: int
 ) -> dict[str, Any]:
-    """Arguments of `vllm.SamplingParams` for the prompt of a number, whose generations have seeds of their own."""
+    """Arguments of `vllm.SamplingParams` for a prompt's number; each generation gets its own seed."""
     return {
         "n": n,
         "max_tokens": settings.max_completion_length,
@@ -201,7 +201,7 @@ def sampling_params(
 
 
 def sampling_of(settings: SamplingSettings) -> GenerationConfig:
-    """The settings that can bend the distribution, in transformers' terms, in which we know what they do."""
+    """The settings that can change the distribution, by transformers' names."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     bad_words = settings.generation_kwargs.get("bad_words")
     min_tokens = settings.generation_kwargs.get("min_tokens")

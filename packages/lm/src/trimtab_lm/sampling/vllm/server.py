@@ -55,7 +55,7 @@ class VLLMServerRollout:
             GPUs.
         weights_folder: for "files", a folder that the training processes and all servers share. None: shared memory.
         trainer_address: for "nccl", where the servers reach the first training process. None: its host name.
-        concurrency: prompts that are with a server at a time.
+        concurrency: simultaneous prompts at a server.
         timeout: seconds to wait for an answer.
         retries: how often a request that does not reach a server is sent again. Waits double from half a second.
     """

@@ -1,4 +1,4 @@
-"""The ways of weights to vLLM servers: files that all can read, or NCCL between GPUs."""
+"""Sends weights to vLLM servers: by shared files, or by NCCL between GPUs."""
 
 import socket
 import tempfile

@@ -1,4 +1,4 @@
-"""A policy's weights as a checkpoint names them, adapters merged in: what an engine in another place loads."""
+"""A policy's weights for an engine: with a checkpoint's names and merged adapters."""
 
 from collections.abc import Iterator
 
