@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad as fill
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
@@ -140,8 +140,10 @@ def forward_in_parts(
     parts = [forward(trainer, model, rollout[rows], replaced) for rows in order]
     back, whole = torch.cat(list(order)).argsort(), list[Tensor | None]()
     for values in zip(*((*part, part.entropy, part.head_inputs) for part in parts), strict=True):
-        rows = [row for value in values if value is not None for row in value]
-        whole.append(pad_sequence(rows, batch_first=True)[back.to(rows[0].device)] if rows else None)
+        known = [value for value in values if value is not None]
+        width = max((value.shape[1] for value in known), default=0)
+        filled = [fill(value, (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])) for value in known]
+        whole.append(torch.cat(filled)[back.to(filled[0].device)] if filled else None)
     return Scores(*whole)
 
 
