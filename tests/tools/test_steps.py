@@ -10,10 +10,10 @@ def test_the_functions_of_the_packages_that_run_are_counted_once():
     trace = Trace()
     trace.start()
     for number in (1.0, 2.0):
-        (Mean(number, 1) + Mean(number, 1)).cpu()
+        _ = (Mean(number, 1) + Mean(number, 1)).value
     trace.stop()
     Mean.of(torch.ones(2))
-    assert {code.co_name for code in trace.codes} == {"__add__", "cpu"}
+    assert {code.co_name for code in trace.codes} == {"__add__", "value"}
     assert str(trace) == "2 functions in 1 files"
 
 

@@ -164,7 +164,7 @@ class GroupSampler:
         rewards, scale = rewarded.rewards.view(len(rows), size), str(args.scale_rewards)
         values = everyones_advantages(rewards, counted, scale=scale, rank=args.process_index)
         counted[real_rows:] &= real_rows is None
-        if self.is_noisy or backend.settings.temperature != args.temperature:
+        if sampled.is_policy and (self.is_noisy or backend.settings.temperature != args.temperature):
             sampled = sampled._replace(is_policy=False)  # of another one than the forward passes of training
         rollout, written = rollout_of(prompts, sampled, is_counted=counted, advantages=values)
         real = slice(None if real_rows is None else real_rows * size)
