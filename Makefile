@@ -28,11 +28,13 @@ SLOW := tests/common/test_checkpoint.py tests/test_architecture.py \
   tests/diffusion/test_ddpo_resume.py tests/diffusion/test_ddpo_trainer.py tests/diffusion/test_pipelines.py \
   tests/experiments/test_ddpo.py tests/experiments/test_reproduce.py tests/experiments/test_stiennon_2020_summarize.py \
   tests/lm/hf tests/lm/legacy/test_trainers.py tests/lm/ppo tests/lm/reward tests/lm/sampling tests/lm/sft
+ELSEWHERE := $(SLOW) $(SHARDED) $(HEALTH) $(SIGNALS) tests/test_long_runs.py tests/lm/legacy/test_trl_scripts.py \
+  tests/docs tests/tools/test_chaos.py
 ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.py
 SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-slow test-lowest test-newest newest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
+.PHONY: help setup demo reproduce test test-slow test-rest test-lowest test-newest newest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -53,6 +55,10 @@ test: $(STAMP) ## run the tests, JOBS at a time (other commands run those marked
 
 test-slow: $(STAMP) ## run the tests of these files that `make test` leaves out for time, JOBS at a time
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not distributed and not vllm" -n $(JOBS) --dist worksteal --durations=10 $(SLOW) $(ARGS)
+
+test-rest: $(STAMP) ## run the slow tests that no other target runs: model families, killed sweeps, downloads (eight minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not distributed and not vllm" -n $(JOBS) --dist worksteal \
+	  --durations=10 $(ELSEWHERE:%=--ignore=%) $(ARGS) tests
 
 test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions that the packages accept, in .venv-lowest
 	$(LOWEST)/bin/python tools/lower_bounds.py

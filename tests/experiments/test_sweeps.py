@@ -38,8 +38,8 @@ from experiments.stiennon_2020_summarize import reward, sft
 from experiments.stiennon_2020_summarize import train as pipeline
 from experiments.ziegler_2019_sentiment import train as ppo
 from trimtab_cli.sweep.runner import fill_command, is_finite
-from trimtab_cli.sweep.spec import Sweep, read_sweep
-from trimtab_cli.sweep.study import JOURNAL, new_study, next_trial, parameters_at, read_study, status_of, trials_of
+from trimtab_cli.sweep.spec import Sweep, SweepError, read_sweep
+from trimtab_cli.sweep.study import new_study, next_trial, parameters_at, read_study, status_of, trials_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
@@ -504,9 +504,8 @@ def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, mon
 
 def trials() -> list[dict[str, Any]]:
     found = []
-    if Path("sweep", JOURNAL).exists():
-        with suppress(KeyError):  # the study is not in the file yet
-            found = trials_of(read_study(Path("sweep")))
+    with suppress(SweepError):  # the sweep has not begun its first trial yet
+        found = trials_of(read_study(Path("sweep")))
     return [{**trial.user_attrs, "status": status_of(trial), "metric": trial.value} for trial in found]
 
 
