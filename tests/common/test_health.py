@@ -2,6 +2,7 @@ import copy
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,8 @@ def test_a_healthy_run_is_left_alone():
 def test_what_is_not_finite_stops_training_by_name(value):
     with pytest.raises(TrainingDivergedError, match=f"loss/policy={value}"):
         HealthMonitor().check(HEALTHY, {"loss/policy": value})
+    with pytest.raises(TrainingDivergedError, match=f"loss/policy={value}"):
+        HealthMonitor().check(HEALTHY, {"loss/policy": np.float32(value)})
     with pytest.raises(TrainingDivergedError, match=f"entropy={value}"):
         HealthMonitor().check(replace(HEALTHY, entropy=value))
 

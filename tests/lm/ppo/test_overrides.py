@@ -329,6 +329,21 @@ def test_a_forward_pass_without_logits_trains_without_an_entropy():
     assert missing == {"objective/entropy", "objective/surprise", "ppo/policy/entropy"}
 
 
+def test_logits_of_some_minibatches_alone_give_no_entropy_of_the_batch():
+    class Halting(ForwardOf2024):
+        passes = 0
+
+        def batched_forward_pass(self, *args, **kwargs):
+            self.passes += 1
+            logprobs, logits, values, mask = super().batched_forward_pass(*args, **kwargs)
+            return logprobs, logits if self.passes % 2 else None, values, mask
+
+    (history, weights), (expected, expected_weights) = two_steps(Halting), two_steps(PPOTrainer)
+    missing = {name for name in expected[1].keys() - history[1].keys() if not name.startswith("health/")}
+    assert missing == {"objective/entropy", "objective/surprise"}
+    torch.testing.assert_close(weights, expected_weights)
+
+
 def test_masks_that_change_between_rollout_and_update_are_refused():
     class Changing(ForwardOf2024):
         def batched_forward_pass(self, *args, **kwargs):

@@ -77,6 +77,21 @@ def test_what_a_function_needs_and_the_dataset_lacks_is_named():
         score(graded, {"answer": [1, 2]})
 
 
+def test_no_function_runs_before_all_have_what_they_need():
+    called = []
+
+    def paid(completions: list[str]) -> list[float]:
+        called.append(None)
+        return [0.0] * len(completions)
+
+    def graded(completions: list[str], solution: list[str]) -> list[float]:
+        return []
+
+    with pytest.raises(TypeError, match=r"'graded' needs \['solution'\]"):
+        score([paid, graded])
+    assert called == []
+
+
 def meeting(count: int) -> list[Any]:
     """Async functions of which none returns before all of them run."""
     waiting: list[asyncio.Future] = []

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -97,7 +98,7 @@ def rounding_of(dtype: torch.dtype, *, is_mixed: bool) -> float:
 
 def check_finite(stats: Mapping[str, object]) -> None:
     """Raises TrainingDivergedError that names every number that is NaN or infinite."""
-    broken = [f"{name}={n}" for name, n in stats.items() if isinstance(n, float) and not math.isfinite(n)]
+    broken = [f"{name}={n}" for name, n in stats.items() if isinstance(n, Real) and not math.isfinite(n)]
     if broken:
         raise TrainingDivergedError(
             f"not finite: {', '.join(broken)}. Resume from the last checkpoint with a lower learning rate or gradient "

@@ -140,10 +140,12 @@ def forward_in_parts(
     parts = [forward(trainer, model, rollout[rows], replaced) for rows in order]
     back, whole = torch.cat(list(order)).argsort(), list[Tensor | None]()
     for values in zip(*((*part, part.entropy, part.head_inputs) for part in parts), strict=True):
-        known = [value for value in values if value is not None]
-        width = max((value.shape[1] for value in known), default=0)
-        filled = [fill(value, (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])) for value in known]
-        whole.append(torch.cat(filled)[back.to(filled[0].device)] if filled else None)
+        if any(value is None for value in values):
+            whole.append(None)
+            continue
+        width = max(value.shape[1] for value in values)
+        filled = [fill(value, (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])) for value in values]
+        whole.append(torch.cat(filled)[back.to(filled[0].device)])
     return Scores(*whole)
 
 

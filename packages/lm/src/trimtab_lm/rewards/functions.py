@@ -158,8 +158,12 @@ class RewardSet:
         arguments |= {"completions": list(completions), "completion_ids": list(completion_ids)}
         if environment_rewards is not None:
             arguments["environment_rewards"] = list(environment_rewards)
+        calls = [
+            accepted(function, f"The reward function {function_name!r}", arguments)
+            for function, function_name in zip(self.functions, self.names, strict=True)
+        ]
         with reward_limit(self._timeout):
-            results = self._run(arguments)
+            results = self._run(calls)
         items = [f"completion {i}" for i in range(len(completions))]
         columns_of_scores = [
             checked_scores(result, items, source=f"What the reward function {name!r} returned", may_abstain=True)
@@ -176,14 +180,13 @@ class RewardSet:
             )
         return Scored(scores, (scores.nan_to_num(0.0) * self.weights).sum(dim=1))
 
-    def _run(self, arguments: Mapping[str, object]) -> list[object]:
+    def _run(self, calls: Sequence[Mapping[str, object]]) -> list[object]:
         waiting: dict[int, Future[object]] = {}
         results: list[object] = [None] * len(self.functions)
         try:
             for i in self._order:
-                taken = accepted(self.functions[i], f"The reward function {self.names[i]!r}", arguments)
                 with blaming(self.names[i]):
-                    results[i] = result = self.functions[i](**taken)
+                    results[i] = result = self.functions[i](**calls[i])
                 if inspect.isawaitable(result):
                     self._loop = self._loop or EventLoop()
                     waiting[i] = self._loop.submit(result)
