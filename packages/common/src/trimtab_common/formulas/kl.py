@@ -120,7 +120,7 @@ class AdaptiveKLController(FixedKLController):
         Raises:
             ValueError: an argument is NaN or infinite. The coefficient did not change.
         """
-        require_finite(type(self).__name__, current=current, n_steps=n_steps)
+        super().update(current, n_steps)
         self.value = self._moved(self.value, current, n_steps)
 
     def _moved(self, kl_coef: float, current: float, n_steps: int) -> float:

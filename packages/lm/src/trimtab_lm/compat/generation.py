@@ -22,12 +22,9 @@ def cache_argument(function: Callable[..., Any]) -> str | None:
         function: the forward of a model, or `prepare_inputs_for_generation`. If a release renames the
             argument, its annotation (transformers' `Cache`) still identifies it. XLM's `cache` is another kind of dict.
     """
-    parameters = inspect.signature(function).parameters
-    for name in ("cache", OLD, *parameters):
-        annotation = str(parameters[name].annotation) if name in parameters else "dict"
-        if "dict" not in annotation and (name in ("cache", OLD) or "Cache" in annotation):
-            return name
-    return None
+    types = {name: str(parameter.annotation) for name, parameter in inspect.signature(function).parameters.items()}
+    names = ("cache", OLD, *(name for name in types if "Cache" in types[name]))
+    return next((name for name in names if name in types and "dict" not in types[name]), None)
 
 
 CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation) or OLD

@@ -110,10 +110,8 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         self.is_encoder_decoder = check_kind(self.model, self.config)
         self.positions, self.decoder_start_token_id = Positions.of(self.model), decoder_start_of(self.model)
         if data_collator is None:
-            layout, marker = (
-                best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self)),
-                args.label_pad_token_id,
-            )
+            layout = best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self))
+            marker = args.label_pad_token_id
             self.data_collator = PreferencePairCollator(self.padding_value, marker, layout, self.decoder_start_token_id)
         self.datasets = Datasets(self)
         self.datasets.update()
@@ -146,10 +144,10 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         return self.datasets.with_reference(super().prepare_dataset(dataset, use))
 
     def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
-        """Begin a run, or take one up; its data are the pairs without the reference's log-probabilities."""
+        """Begin a run, or resume one; its data are the pairs without the reference's log-probabilities."""
         self.datasets.update()
-        is_trial, data = trial is not None, self.datasets.without_reference(self.train_dataset)
-        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=is_trial)
+        data = self.datasets.without_reference(self.train_dataset)
+        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=trial is not None)
 
     def get_train_dataloader(self) -> DataLoader[Batch]:
         """Batches for training, from datasets prepared with the present settings and methods."""

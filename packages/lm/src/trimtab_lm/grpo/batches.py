@@ -1,7 +1,7 @@
 """Prompts for one call of generation, and the micro-batches of its rollout."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -82,8 +82,8 @@ class PromptLoader(DataLoader[Row]):
 
     def __init__(self, rows: Dataset, batches: PromptBatches, **options: Any):
         # A generator of its own: starting an epoch must not move the random numbers of training.
-        own = {"batch_sampler": batches, "generator": torch.Generator()}
-        super().__init__(rows, collate_fn=list, **own, **options)  # type: ignore[arg-type]
+        generator, dataset = torch.Generator(), cast(torch.utils.data.Dataset[Row], rows)  # which it is, but in name
+        super().__init__(dataset, batch_sampler=batches, collate_fn=list, generator=generator, **options)
         self.set_epoch = batches.set_epoch
 
     @classmethod

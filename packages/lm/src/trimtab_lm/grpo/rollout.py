@@ -221,12 +221,8 @@ def rollout_of(
     A completion that does not count is a branch of one token, which does not count either. is_counted, advantages:
     [P, G].
     """
-    completions, episodes, (_, size), flags = (
-        sampled.completions,
-        sampled.episodes,
-        is_counted.shape,
-        is_counted.flatten(),
-    )
+    completions, episodes = sampled.completions, sampled.episodes
+    size, flags = is_counted.shape[1], is_counted.flatten()
     lengths = list(map(len, completions))
     sequence = torch.arange(len(flags)).repeat_interleave(torch.tensor(lengths))  # of all tokens
     is_written = torch.ones_like(sequence) if episodes is None else torch.cat(episodes.masks).cpu()

@@ -258,8 +258,8 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
     def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
         """Begin a run, or resume one and return its verified checkpoint. Collective; raises as `train` does."""
-        is_trial, data = trial is not None, self.train_dataset
-        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=is_trial)
+        data = self.train_dataset
+        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=trial is not None)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.checkpoints.saving():

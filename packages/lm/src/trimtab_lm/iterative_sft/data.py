@@ -23,9 +23,12 @@ FORMATS = (RowFormat.TOKENIZED, RowFormat.PROMPT_COMPLETION, RowFormat.TEXT)
 
 
 def facts_of(model: Model) -> dict[str, Any]:
-    """What the functions below take of a model."""
-    kind = bool(base_of(model).config.is_encoder_decoder)
-    return {"is_encoder_decoder": kind, "positions": Positions.of(model), "vocab_size": vocabulary_size(model)}
+    """The facts of a model that the functions below take as arguments."""
+    return {
+        "is_encoder_decoder": bool(base_of(model).config.is_encoder_decoder),
+        "positions": Positions.of(model),
+        "vocab_size": vocabulary_size(model),
+    }
 
 
 def rows_of_tensors(
