@@ -24,17 +24,13 @@ HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/te
   tests/lm/ppo/test_health.py tests/lm/grpo/test_health.py tests/diffusion/test_ddpo_health.py
 SIGNALS := tests/test_signals.py tests/test_disks.py tests/test_locks.py tests/test_checkpoint_rules.py \
   tests/common/test_interruption.py
-SLOW := tests/common/test_checkpoint.py tests/test_architecture.py \
-  tests/diffusion/test_ddpo_resume.py tests/diffusion/test_ddpo_trainer.py tests/diffusion/test_pipelines.py \
-  tests/experiments/test_ddpo.py tests/experiments/test_reproduce.py tests/experiments/test_stiennon_2020_summarize.py \
-  tests/lm/hf tests/lm/legacy/test_trainers.py tests/lm/ppo tests/lm/reward tests/lm/sampling tests/lm/sft
-ELSEWHERE := $(SLOW) $(SHARDED) $(HEALTH) $(SIGNALS) tests/test_long_runs.py tests/lm/legacy/test_trl_scripts.py \
+ELSEWHERE := $(SHARDED) $(HEALTH) $(SIGNALS) tests/test_long_runs.py tests/lm/legacy/test_trl_scripts.py \
   tests/docs tests/tools/test_chaos.py
 ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.py
 SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-slow test-rest test-lowest test-newest newest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
+.PHONY: help setup demo reproduce test test-slow test-downloads test-lowest test-newest newest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -53,12 +49,12 @@ reproduce: $(STAMP) ## judge the papers' claims, and write the table (90 minutes
 test: $(STAMP) ## run the tests, JOBS at a time (other commands run those marked slow, gpu, vllm and distributed)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)
 
-test-slow: $(STAMP) ## run the tests of these files that `make test` leaves out for time, JOBS at a time
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not distributed and not vllm" -n $(JOBS) --dist worksteal --durations=10 $(SLOW) $(ARGS)
+test-slow: $(STAMP) ## run the slow tests that no other target runs: resuming, model families, killed sweeps (twelve minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not distributed and not vllm and not downloads" -n $(JOBS) \
+	  --dist worksteal --durations=10 $(ELSEWHERE:%=--ignore=%) $(ARGS) tests
 
-test-rest: $(STAMP) ## run the slow tests that no other target runs: model families, killed sweeps, downloads (eight minutes)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not distributed and not vllm" -n $(JOBS) --dist worksteal \
-	  --durations=10 $(ELSEWHERE:%=--ignore=%) $(ARGS) tests
+test-downloads: $(STAMP) ## run the tests that download models and datasets of the experiments
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m downloads --timeout=1200 $(ARGS) tests/experiments
 
 test-lowest: $(LOWEST)/.installed ## train every trainer on the lowest versions that the packages accept, in .venv-lowest
 	$(LOWEST)/bin/python tools/lower_bounds.py

@@ -392,7 +392,7 @@ def test_a_dataset_is_prepared_once(cache: Path):
     assert calls == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.downloads
 def test_the_published_texts_are_what_the_docstrings_say():
     reviews = assets.imdb_reviews()
     assert len(reviews) == len(set(reviews["text"])) == 49580
@@ -403,7 +403,7 @@ def test_the_published_texts_are_what_the_docstrings_say():
     assert (addresses[0]["year"], addresses[-1]["year"], len(addresses)) == (1790, 2021, 233)
 
 
-@pytest.mark.slow
+@pytest.mark.downloads
 def test_no_text_of_one_split_begins_as_one_of_another():
     splits = {name: [data.start_of(text, 99) for text in assets.openings(name)] for name in ("train", "tune", "test")}
     assert {name: len(texts) for name, texts in splits.items()} == {"train": 1708, "tune": 483, "test": 320}

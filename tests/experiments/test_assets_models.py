@@ -159,7 +159,7 @@ def test_a_name_is_a_model_that_is_downloaded_and_any_other_stays_as_it_is(monke
         assert assets.model_folder(name) == name
 
 
-@pytest.mark.slow
+@pytest.mark.downloads
 def test_the_published_chat_model_knows_the_capital_of_france():
     folder = assets.smollm2_135m_instruct()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -169,7 +169,7 @@ def test_the_published_chat_model_knows_the_capital_of_france():
     assert tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"
 
 
-@pytest.mark.slow
+@pytest.mark.downloads
 def test_the_published_sentence_encoder_puts_a_cat_near_a_kitten():
     folder = assets.sentence_encoder()
     model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -183,7 +183,7 @@ def test_the_published_sentence_encoder_puts_a_cat_near_a_kitten():
     assert cat @ market < 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.downloads
 def test_the_published_story_model_tells_a_story():
     folder = assets.stories15m()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
