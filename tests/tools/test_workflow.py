@@ -1,0 +1,25 @@
+"""The hosted CI calls make targets and nothing else, and leaves out none that .ci/run calls."""
+
+import yaml
+from tools.targets import ROOT, documented, run_by_ci
+
+JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+TARGETS = JOBS["make"]["strategy"]["matrix"]["target"]
+NO_TESTS = {"help", "sizes"}
+
+
+def commands() -> list[str]:
+    return [step["run"] for job in JOBS.values() for step in job["steps"] if "run" in step]
+
+
+def test_each_job_calls_make_once():
+    assert [command.split()[0] for command in commands()] == ["make"] * len(JOBS)
+
+
+def test_the_targets_exist():
+    named = {word for command in commands() if "{{" not in command for word in command.split()[1:]}
+    assert named | set(TARGETS) <= set(documented((ROOT / "Makefile").read_text()))
+
+
+def test_no_target_of_ci_is_left_out():
+    assert set(TARGETS) == set(run_by_ci((ROOT / ".ci" / "run").read_text())) - NO_TESTS
