@@ -6,7 +6,6 @@ import torch
 from trimtab_common.formulas.kl import (
     SAMPLED_KL,
     AdaptiveKLController,
-    DampedKLController,
     FixedKLController,
     full,
     k1,
@@ -83,6 +82,13 @@ def test_adaptive_controller_divides_by_ten_at_most_and_stays_positive():
         assert kl.value == pytest.approx(0.02)
 
 
+def test_an_assigned_coefficient_is_the_one_that_moves():
+    kl = AdaptiveKLController(0.2, target=6, horizon=100)
+    kl.value = 0.5
+    kl.update(60.0, 100)
+    assert kl.value == pytest.approx(0.5 * 1.2)
+
+
 def test_controllers_restore_their_coefficient():
     kl = AdaptiveKLController(0.2, target=6, horizon=100)
     kl.update(0.0, 50)
@@ -104,7 +110,7 @@ def test_a_bounded_coefficient_does_not_wind_up():
 
 
 def test_damped_controller_answers_at_once_and_forgets():
-    kl = DampedKLController(0.2, target=6, horizon=1e12, gain=2.0)
+    kl = AdaptiveKLController(0.2, target=6, horizon=1e12, gain=2.0)
     expected = {0.0: math.exp(-2), 3.0: math.exp(-1), 6.0: 1.0, 9.0: math.exp(1), 12.0: math.exp(2), 60.0: math.exp(2)}
     for current, factor in expected.items():
         kl.update(current, 100)
@@ -112,7 +118,7 @@ def test_damped_controller_answers_at_once_and_forgets():
 
 
 def test_damped_controller_is_bounded_as_a_whole():
-    kl = DampedKLController(0.2, target=6, horizon=100, max_kl_coef=0.3, gain=2.0)
+    kl = AdaptiveKLController(0.2, target=6, horizon=100, max_kl_coef=0.3, gain=2.0)
     for _ in range(40):
         kl.update(60.0, 100)
         assert kl.value == 0.3
@@ -123,11 +129,11 @@ def test_damped_controller_is_bounded_as_a_whole():
 
 
 def test_damped_controller_goes_on_from_a_checkpoint_with_and_without_an_integral():
-    kl, saved = DampedKLController(0.2, target=6, horizon=100, gain=2.0), AdaptiveKLController(0.7, 6, 100)
+    kl, saved = AdaptiveKLController(0.2, target=6, horizon=100, gain=2.0), AdaptiveKLController(0.7, 6, 100)
     kl.load_state_dict(saved.state_dict())
     assert (kl.value, kl.integral) == (0.7, 0.7)
     kl.update(3.0, 100)
-    other = DampedKLController(0.2, target=6, horizon=100, gain=2.0)
+    other = AdaptiveKLController(0.2, target=6, horizon=100, gain=2.0)
     other.load_state_dict(kl.state_dict())
     kl.update(9.0, 100)
     other.update(9.0, 100)
@@ -147,13 +153,13 @@ def largest_error(kl: AdaptiveKLController) -> float:
 @pytest.mark.parametrize("target", [3.0, 6.0, 12.0])
 def test_damping_ends_the_swings_of_a_kl_that_follows_late(target: float):
     plain = largest_error(AdaptiveKLController(0.1, target, horizon=96))
-    damped = largest_error(DampedKLController(0.1, target, horizon=96, gain=2.0))
+    damped = largest_error(AdaptiveKLController(0.1, target, horizon=96, gain=2.0))
     assert damped < 0.05
     assert plain > 0.15
 
 
 def test_damped_controller_restores_coefficient_and_integral():
-    kl, other = (DampedKLController(0.2, target=6, horizon=100, gain=2.0) for _ in range(2))
+    kl, other = (AdaptiveKLController(0.2, target=6, horizon=100, gain=2.0) for _ in range(2))
     kl.update(0.0, 50)
     other.load_state_dict(kl.state_dict())
     for one in (kl, other):
@@ -169,7 +175,7 @@ def test_fixed_controller_is_fixed():
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    "kl", [FixedKLController(0.1), AdaptiveKLController(0.1, 6, 100), DampedKLController(0.1, 6, 100, gain=1)]
+    "kl", [FixedKLController(0.1), AdaptiveKLController(0.1, 6, 100), AdaptiveKLController(0.1, 6, 100, gain=1)]
 )
 def test_no_controller_keeps_what_is_not_finite(kl, broken):
     before = kl.state_dict()

@@ -95,20 +95,30 @@ class AdaptiveKLController(FixedKLController):
     five horizons or more, and a negative coefficient would reward KL. The factor is therefore at least 0.1, which
     changes only updates of more than 4.5 horizons.
 
+    The KL follows the coefficient some steps later. The rule sums the errors of these steps, so that the coefficient
+    overshoots and the KL swings around its target. With a gain the coefficient is
+
+        integral * exp(gain * clip(KL / target - 1, -1, 1))
+
+    where the rule moves the integral (PI control; Astrom & Hagglund 1995). The second factor answers to the KL of this
+    step alone. The integral may therefore be slow: give it a horizon of many steps.
+
     Args:
         init_kl_coef: the coefficient at the start.
         target: KL in nats per response.
         horizon: episodes over which an error of 20% or more multiplies or divides the coefficient by about e^0.2.
         max_kl_coef: the largest coefficient. Without a bound the coefficient winds up while no penalty can lower the
             KL, such as where the noise of the updates alone exceeds the target, and stays high long after.
+        gain: the second factor at twice the target is e^gain, and without any KL e^-gain.
     """
 
-    def __init__(self, init_kl_coef: float, target: float, horizon: float, max_kl_coef: float = math.inf) -> None:
+    def __init__(
+        self, init_kl_coef: float, target: float, horizon: float, max_kl_coef: float = math.inf, *, gain: float = 0.0
+    ) -> None:
         super().__init__(init_kl_coef)
         require_finite(type(self).__name__, target=target, horizon=horizon)
-        self.target = target
-        self.horizon = horizon
-        self.max_kl_coef = max_kl_coef
+        self.target, self.horizon, self.max_kl_coef, self.gain = target, horizon, max_kl_coef, gain
+        self.integral = init_kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
         """Moves the coefficient.
@@ -121,52 +131,18 @@ class AdaptiveKLController(FixedKLController):
             ValueError: an argument is NaN or infinite. The coefficient did not change.
         """
         super().update(current, n_steps)
-        self.value = self._moved(self.value, current, n_steps)
-
-    def _moved(self, kl_coef: float, current: float, n_steps: int) -> float:
-        error = min(max(current / self.target - 1, -0.2), 0.2)
-        return min(kl_coef * max(1 + error * n_steps / self.horizon, LEAST_FACTOR), self.max_kl_coef)
-
-
-class DampedKLController(AdaptiveKLController):
-    """Adds a proportional part to the rule of Ziegler et al., which integrates (PI control; Astrom & Hagglund 1995).
-
-    The KL follows the coefficient some steps later. The integral sums the errors of these steps, so that the
-    coefficient overshoots and the KL swings around its target. Here the coefficient is
-
-        integral * exp(gain * clip(KL / target - 1, -1, 1))
-
-    The second factor answers to the KL of this step alone. The integral may therefore be slow: give it a horizon of
-    many steps.
-
-    Args:
-        init_kl_coef: the integral, which is the coefficient of a KL on target, at the start.
-        target: KL in nats per response.
-        horizon: the horizon of the integral; see `AdaptiveKLController`.
-        max_kl_coef: the largest integral and the largest coefficient.
-        gain: the factor at twice the target is e^gain, and without any KL e^-gain.
-    """
-
-    def __init__(
-        self, init_kl_coef: float, target: float, horizon: float, max_kl_coef: float = math.inf, *, gain: float
-    ) -> None:
-        super().__init__(init_kl_coef, target, horizon, max_kl_coef)
-        self.integral = init_kl_coef
-        self.gain = gain
-
-    def update(self, current: float, n_steps: int) -> None:
-        """Moves the coefficient; see `AdaptiveKLController.update` for the arguments and errors."""
-        require_finite(type(self).__name__, current=current, n_steps=n_steps)
-        self.integral = self._moved(self.integral, current, n_steps)
-        error = min(max(current / self.target - 1, -1.0), 1.0)
-        self.value = min(self.integral * math.exp(self.gain * error), self.max_kl_coef)
+        error = current / self.target - 1
+        factor = max(1 + min(max(error, -0.2), 0.2) * n_steps / self.horizon, LEAST_FACTOR)
+        integral = self.integral if self.gain else self.value  # which a caller may have assigned
+        self.integral = min(integral * factor, self.max_kl_coef)
+        self.value = min(self.integral * math.exp(self.gain * min(max(error, -1.0), 1.0)), self.max_kl_coef)
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient and its integral."""
         return {"value": self.value, "integral": self.integral}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restores what `state_dict` returned. The coefficient of an `AdaptiveKLController` is an integral."""
+        """Restores what `state_dict` returned; without an integral the coefficient is one."""
         super().load_state_dict(state)
         self.integral = state.get("integral", self.value)
 
@@ -181,11 +157,8 @@ def kl_controller(
 ) -> FixedKLController:
     """Returns the controller that moves a coefficient towards a target; without target and horizon, a constant one.
 
-    See `AdaptiveKLController` and, for a gain above 0, `DampedKLController`.
+    See `AdaptiveKLController`.
     """
     if target is None or horizon is None:
         return FixedKLController(init_kl_coef)
-    largest = math.inf if max_kl_coef is None else max_kl_coef
-    if gain > 0:
-        return DampedKLController(init_kl_coef, target, horizon, largest, gain=gain)
-    return AdaptiveKLController(init_kl_coef, target, horizon, largest)
+    return AdaptiveKLController(init_kl_coef, target, horizon, max_kl_coef or math.inf, gain=gain)
