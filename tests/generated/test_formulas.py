@@ -12,7 +12,7 @@ from trimtab_common.formulas.advantages import batch_scaled, group_centred, grou
 from trimtab_common.formulas.kl import AdaptiveKLController, absolute, full, k1, k2, k3
 from trimtab_common.formulas.masking import explained_variance, masked_mean, masked_var, rescale, whiten
 from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
-from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance, merge_stats
+from trimtab_common.stats import Deviation, Mean, RunningMoments, Surprise, Variance, merge_stats
 from trimtab_diffusion.ddpo.loss import rwr_weights, sparse_weights
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_lm.dpo.loss import LOSSES, PairLogprobs
@@ -28,7 +28,7 @@ from trimtab_lm.grpo.loss import (
 from trimtab_lm.ppo import PPOConfig, PPOTrainer
 from trimtab_lm.ppo.loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio
 from trimtab_lm.reward.loss import accuracy, calibration, centering, pair_loss
-from trimtab_lm.sampling.mismatch import Surprise, sampler_mismatch
+from trimtab_lm.sampling.mismatch import sampler_mismatch
 
 from .inputs import DOUBLE, close, is_finite, logprob, reasonable, table, vectors
 

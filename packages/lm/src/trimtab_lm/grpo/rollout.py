@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rngs, sampling_seed
-from trimtab_common.stats import Mean, gather_over_ranks
+from trimtab_common.stats import Mean, Surprise, gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
 from trimtab_lm.environments.rollout import EnvironmentRollout, environment
@@ -22,7 +22,6 @@ from trimtab_lm.interface import base_of
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Scored, Tokenizers, as_completions
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import response_texts
-from trimtab_lm.sampling.mismatch import Surprise
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, roll_out
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.layout import TokenGroup

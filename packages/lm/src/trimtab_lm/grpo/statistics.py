@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.formulas.surrogate import surrogate_stats
-from trimtab_common.stats import Correlation, Mean
+from trimtab_common.stats import Correlation, Mean, Surprise
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.rewards.functions import Scored, reward_stats
-from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
+from trimtab_lm.sampling.mismatch import corrected, with_largest
 from trimtab_lm.sampling.rollout import Rollout
 from trimtab_lm.tokens.scores import TokenScores
 

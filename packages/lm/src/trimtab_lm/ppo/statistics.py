@@ -13,9 +13,19 @@ from trimtab_common.conditions import Vitals
 from trimtab_common.config import flattened
 from trimtab_common.formulas.kl import k3
 from trimtab_common.formulas.masking import explained_variance
-from trimtab_common.stats import Correlation, Deviation, Mean, Stats, Summary, Variance, gather_stats, merge_stats
+from trimtab_common.stats import (
+    Correlation,
+    Deviation,
+    Mean,
+    Stats,
+    Summary,
+    Surprise,
+    Variance,
+    gather_stats,
+    merge_stats,
+)
 from trimtab_lm.rewards.functions import Scored, function_stats
-from trimtab_lm.sampling.mismatch import Surprise, corrected, with_largest
+from trimtab_lm.sampling.mismatch import corrected, with_largest
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 
 from .config import PPOConfig

@@ -3,9 +3,7 @@
 Other kernels, another precision or older weights make a sampler another policy than the one that is trained.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,42 +13,6 @@ from trimtab_common.formulas.kl import LOG_RATIO_CLAMP
 from trimtab_common.stats import Mean
 
 LARGEST = "sampling/token_ratio/max"
-
-
-@dataclass(frozen=True)
-class Surprise(Mean):
-    """How much less likely tokens are than samples of the policy: the mean of -log pi - entropy, nats per token.
-
-    For samples of the policy the expectation of each token's difference is 0, given the tokens before it. So the sum
-    over tokens is a martingale, and its squares tell its deviation. `value` is 0 where the mean is within four standard
-    errors of 0, and else what it has beyond them. It is negative at a lower temperature and under top_k or top_p.
-
-    Args:
-        total: see `Mean`.
-        weight: see `Mean`.
-        squares: the sum of the squared differences.
-    """
-
-    squares: Tensor | float = 0.0
-
-    @classmethod
-    def of_tokens(cls, logprobs: Tensor, entropy: Tensor, mask: Tensor | None = None) -> "Surprise":
-        """The surprise of tokens [...], from their log-probabilities, the policy's entropies, and a mask."""
-        difference = -(logprobs + entropy).detach()
-        mean, squares = Mean.of(difference, mask), Mean.of(difference.square(), mask)
-        return cls(mean.total, mean.weight, squares.total)
-
-    def __add__(self, other: Mean) -> "Surprise":
-        assert isinstance(other, Surprise)
-        return Surprise(self.total + other.total, self.weight + other.weight, self.squares + other.squares)
-
-    @property
-    def value(self) -> float:
-        """0 if nothing was counted."""
-        total, weight, squares = float(self.total), float(self.weight), float(self.squares)
-        # A peaked policy may not have shown its rare tokens: one of 4 nats is added.
-        beyond = abs(total) - 4 * math.sqrt(squares + 4.0**2)
-        return math.copysign(beyond / weight, total) if beyond > 0 else 0.0
 
 
 class Mismatch(NamedTuple):
