@@ -114,7 +114,7 @@ def test_values_and_gradients_are_those_of_the_last_hidden_state(config, path):
     if path == "forward":
         values = at(wrapper(**inputs)[2], source)
     else:
-        values = module(**tokens).values
+        _, _, values, *_ = module(**tokens)
     values.sum().backward()
     gradients = {name: p.grad.clone() for name, p in wrapper.named_parameters() if p.grad is not None}
     wrapper.zero_grad()
@@ -214,10 +214,10 @@ def test_fsmt_has_values_and_logprobs(tied):
     logits, _, values = module.policy(**inputs)
     handle.remove()
     torch.testing.assert_close(values, module.policy.v_head(states[0]))
-    scored = module(**tokens)
-    torch.testing.assert_close(scored.values, at(values, source))
+    scored, _, value, *_ = module(**tokens)
+    torch.testing.assert_close(value, at(values, source))
     logprobs = at(logits, source).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    torch.testing.assert_close(scored.logprobs, logprobs)
+    torch.testing.assert_close(scored, logprobs)
 
 
 def test_ppo_trains_fsmt():
@@ -242,7 +242,7 @@ def test_an_encoder_decoder_critic_gives_the_values_of_its_wrapper(build, tied):
     wrapper = tiny.with_value_head(build(tie_word_embeddings=tied), v_head_init_strategy="normal").eval()
     module = ActorCritic(tiny.with_value_head(tiny.t5()).eval(), wrapper)
     tokens, inputs, source, _ = batch_from(module, 0)
-    values = module(**tokens).values
+    _, _, values, *_ = module(**tokens)
     torch.testing.assert_close(values, at(wrapper(**inputs)[2], source))
     values.sum().backward()
     waiting = [name for name, p in module.critic.named_parameters() if p.requires_grad and p.grad is None]

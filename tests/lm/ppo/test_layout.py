@@ -58,7 +58,7 @@ def padded(trainer: PPOTrainer, rows: Rows, model: Any = None) -> Scores:
             column[i, : len(response)] = row * counts
         mask[i, : len(response)] = counts
         all_logits[i, : len(response)] = at * counts[:, None]
-    return Scores(columns[0], all_logits, columns[2], mask, columns[1], None)
+    return Scores(columns[0], all_logits, columns[2], mask, columns[1])
 
 
 @pytest.mark.parametrize("rows", SAMPLES.values(), ids=SAMPLES)

@@ -1,6 +1,7 @@
 """Log-probabilities, values and their gradients are a sequence's own: no padding, batch or chunk changes them."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -26,7 +27,7 @@ from transformers import (
 
 from trimtab_lm.models.value_head import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from trimtab_lm.ppo.passes import Padding, padded_inputs
-from trimtab_lm.ppo.policy import ActorCritic, TokenOutputs
+from trimtab_lm.ppo.policy import ActorCritic
 from trimtab_lm.tokens import scores
 from trimtab_lm.tokens.logprobs import LanguageHead, exact_kl
 from trimtab_lm.tokens.scores import score_logits
@@ -85,14 +86,22 @@ def tokens_of(batch: Batch) -> dict[str, torch.Tensor]:
     return batch.model_inputs | tiny.places_of(batch.model_inputs, batch.queries, batch.responses)
 
 
-def spread(batch: Batch, outputs: TokenOutputs) -> TokenOutputs:
+class Outputs(NamedTuple):
+    """What the policy says of tokens."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    values: torch.Tensor
+
+
+def spread(batch: Batch, outputs: Sequence[torch.Tensor]) -> Outputs:
     """Outputs of tokens as padded rows, 0 at the padding."""
     lengths = [len(row) for row in batch.responses]
     rows = (torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True) for x in outputs[:3])
-    return TokenOutputs(*rows)
+    return Outputs(*rows)
 
 
-def score(module: ActorCritic, batch: Batch, temperature: float = 1.0) -> TokenOutputs:
+def score(module: ActorCritic, batch: Batch, temperature: float = 1.0) -> Outputs:
     return spread(batch, module(tokens=tokens_of(batch), temperature=temperature))
 
 
@@ -145,7 +154,7 @@ def test_they_and_their_gradients_are_those_of_plain_logits(build):
     logits, _, values = module.policy(**batch.model_inputs)
     log_p = (logits.flatten(0, 1)[source] / 0.7).log_softmax(-1)
     flat = log_p.gather(-1, targets[:, None])[:, 0]
-    outputs = TokenOutputs(flat, -(log_p.exp() * log_p).sum(-1), values.flatten()[source])
+    outputs = (flat, -(log_p.exp() * log_p).sum(-1), values.flatten()[source])
     plain = spread(batch, outputs)
     for a, b in zip(ours[:3], plain[:3], strict=True):
         torch.testing.assert_close(a, b, **EXACT)

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.nn.functional import pad as fill
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +16,6 @@ from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.formulas.kl import FixedKLController
 from trimtab_common.stats import Stats
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.layout import TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import exact_kl
@@ -39,32 +39,34 @@ class Padding(NamedTuple):
     decoder_start: int | None = None
 
 
-class Columns(NamedTuple):
-    """The four columns that `batched_forward_pass` returns: [b, R], logits [b, R, V]; 0 where the mask is 0."""
+class Scores(tuple[Tensor, Tensor | None, Tensor | None, Tensor]):
+    """The four columns that `batched_forward_pass` returns, and two that only the built-in pass computes.
+
+    Columns are [b, R], logits [b, R, V] and head inputs [b, R, ...], 0 where the mask is 0.
+
+    Attributes:
+        entropy: in nats; None if the pass did not compute it.
+        head_inputs: what the LM head read, where it was asked for.
+    """
 
     logprobs: Tensor
     logits: Tensor | None
     values: Tensor | None
     mask: Tensor
-
-
-class Scores(Columns):
-    """The same four, with two more that only the built-in pass sets.
-
-    Attributes:
-        entropy: [b, R], in nats; None if the pass did not compute it.
-        head_inputs: [b, R, ...], what the LM head read, where it was asked for.
-    """
-
     entropy: Tensor | None
     head_inputs: Tensor | None
 
-    def __new__(cls, *columns: Tensor | None) -> "Scores":
-        """From log-probabilities, logits, values, mask, entropy and head inputs."""
-        logprobs, logits, values, mask, entropy, head_inputs = columns
-        assert logprobs is not None
-        assert mask is not None
-        scores = super().__new__(cls, logprobs, logits, values, mask)
+    def __new__(
+        cls,
+        logprobs: Tensor,
+        logits: Tensor | None,
+        values: Tensor | None,
+        mask: Tensor,
+        entropy: Tensor | None = None,
+        head_inputs: Tensor | None = None,
+    ) -> "Scores":
+        scores = super().__new__(cls, (logprobs, logits, values, mask))
+        scores.logprobs, scores.logits, scores.values, scores.mask = scores
         scores.entropy, scores.head_inputs = entropy, head_inputs
         return scores
 
@@ -138,13 +140,13 @@ def forward_in_parts(
 ) -> Scores:
     """The scores of B rows, [B, W, ...], from a forward pass over each minibatch, whose row numbers are `order`."""
     parts = [forward(trainer, model, rollout[rows], replaced) for rows in order]
-    back, whole = torch.cat(list(order)).argsort(), list[Tensor | None]()
+    back, whole = torch.cat(list(order)).argsort(), list[Any]()
     for values in zip(*((*part, part.entropy, part.head_inputs) for part in parts), strict=True):
         if any(value is None for value in values):
             whole.append(None)
             continue
         width = max(value.shape[1] for value in values)
-        filled = [fill(value, (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])) for value in values]
+        filled = [pad(value, (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])) for value in values]
         whole.append(torch.cat(filled)[back.to(filled[0].device)])
     return Scores(*whole)
 
@@ -196,7 +198,7 @@ def score(
     order = [row for rows, _, _ in groups.values() for row in rows]
     places = np.arange(counts.size).reshape(counts.shape)[order][counts[order] > 0]
     index, mask = torch.from_numpy(places).to(device), torch.from_numpy(counts).to(device)
-    spread = list[Tensor | None]()
+    spread = list[Any]()
     for flat in outputs:
         whole = None if flat is None else flat.new_zeros(mask.numel(), *flat.shape[1:]).index_copy(0, index, flat)
         spread.append(None if whole is None else whole.view(*mask.shape, *whole.shape[1:]))
@@ -220,13 +222,15 @@ def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], paddin
     """
     pad_token_id, decoder_start = padding
     if decoder_start is None:
-        rows = [torch.cat([query, response]) for query, response in zip(queries, responses, strict=True)]
-        return dict(zip(("input_ids", "attention_mask"), pad(rows, pad_token_id), strict=True))
-    read = [torch.cat([response.new_tensor([decoder_start]), response]) for response in responses]
-    return {
-        **dict(zip(("input_ids", "attention_mask"), pad(queries, pad_token_id), strict=True)),
-        **dict(zip(("decoder_input_ids", "decoder_attention_mask"), pad(read, pad_token_id), strict=True)),
-    }
+        read = {"": [torch.cat([query, response]) for query, response in zip(queries, responses, strict=True)]}
+    else:
+        starts = [torch.cat([response.new_tensor([decoder_start]), response]) for response in responses]
+        read = {"": list(queries), "decoder_": starts}
+    inputs = dict[str, Tensor]()
+    for name, rows in read.items():
+        inputs[f"{name}input_ids"] = pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+        inputs[f"{name}attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return inputs
 
 
 def completed(columns: Sequence[Tensor | None], before: Tensor, temperature: float) -> Scores:
@@ -252,7 +256,7 @@ def completed(columns: Sequence[Tensor | None], before: Tensor, temperature: flo
         )
     values = None if values is None else torch.where(counts, values, 0.0)
     entropy = None if logits is None else token_entropy(logits, mask, temperature=temperature)
-    return Scores(torch.where(counts, logprobs, 0.0), logits, values, mask, entropy, None)
+    return Scores(torch.where(counts, logprobs, 0.0), logits, values, mask, entropy)
 
 
 def kl_terms(trainer: Trainer, policy: Scores, reference: Scores, sampled: Tensor | None) -> tuple[Tensor, ...]:

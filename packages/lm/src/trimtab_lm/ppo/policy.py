@@ -1,4 +1,4 @@
-"""Policy, value function and reference, and their outputs at response tokens."""
+"""Policy, value function and reference."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,24 +36,6 @@ class Layouts(NamedTuple):
         """The layouts with the fewest positions that give the model's own outputs; see `best_layout`."""
         apart = best_layout(model, share_prefix=False)
         return cls(apart, best_layout(model, share_prefix=True) if apart == "packed" else apart)
-
-
-class TokenOutputs(NamedTuple):
-    """A model's outputs at the N tokens with mask 1.
-
-    Attributes:
-        logprobs: [N], in nats.
-        entropy: [N], in nats, of the distributions that the tokens come from.
-        values: [N], what the critic expects; None for a reference.
-        logits: [N, V], where they were asked for.
-        head_inputs: [N, ...], what the LM head read at these tokens, where it was asked for.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    values: Tensor | None = None
-    logits: Tensor | None = None
-    head_inputs: Tensor | None = None
 
 
 class Critic(nn.Module):
@@ -175,11 +157,13 @@ class ActorCritic(nn.Module):
         return_head_inputs: bool = False,
         needs_values: bool = True,
         **inputs: Any,
-    ) -> TokenOutputs | tuple[Any, ...]:
+    ) -> tuple[Any, ...]:
         """Runs policy and critic in one call, because DDP and others wrap only this method.
 
-        `tokens` gives the TokenOutputs of its tokens, at a temperature. Model inputs, by name or with `input_ids`
-        in the first place, give (logits [B, T, V], loss, values [B, T]) as a model with a value head does.
+        `tokens` gives, at its N tokens with mask 1 and at a temperature, log-probabilities [N] and entropies [N] in
+        nats, values [N], logits [N, V], and what the LM head read [N, ...]; None for what was not asked for. Model
+        inputs, by name or with `input_ids` in the first place, give (logits [B, T, V], loss, values [B, T]) as a model
+        with a value head does.
         """
         if tokens is None:
             return self._logits_and_values(input_ids=input_ids, **inputs)
@@ -194,7 +178,7 @@ class ActorCritic(nn.Module):
         if needs_values:
             values = self.policy.v_head(state) if self.critic is None else self.critic(critic_tokens)
         logits = self.head.logits(read) if return_logits else None
-        return TokenOutputs(scores.logprobs, scores.entropy, values, logits, read if return_head_inputs else None)
+        return scores.logprobs, scores.entropy, values, logits, read if return_head_inputs else None
 
     def _logits_and_values(self, **inputs: Any) -> tuple[Any, ...]:
         logits, loss, values, *cache = self.policy(**inputs)
@@ -236,7 +220,7 @@ class ReferencePolicy(nn.Module):
         self.actor, self.reference, self.accelerator = actor, reference, accelerator
         self.readers = {"tokens": actor.readers["tokens"]}
 
-    def forward(self, *args: Any, **inputs: Any) -> TokenOutputs | tuple[Any, ...]:
+    def forward(self, *args: Any, **inputs: Any) -> tuple[Any, ...]:
         if "tokens" in inputs:
             inputs["needs_values"] = False
         with self.reference.active(), self.accelerator.autocast():
