@@ -152,7 +152,7 @@ class Run:
         record = self.record.continued(
             checkpoint.path, checkpoint.run, accepts_changes=self.accepts_changes, held=self.held
         )
-        rank_state = {name: state for name, state in checkpoint.rank_state.items() if state is not None}
+        rank_state = {name: state for name, state in checkpoint.rank_state.items() if state}
         parts, numbers = self._parts_and_numbers()
         checkpoint.divide(self._owner(parts))
         self._check_weights(checkpoint)

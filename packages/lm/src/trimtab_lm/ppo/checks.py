@@ -14,7 +14,6 @@ from trimtab_common.health import check_rows, warn_at_start
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.stats import total_over_ranks
 from trimtab_lm.compat.generation import cache_found
-from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
@@ -225,11 +224,20 @@ def check_generate(
             f"The rollout samples by its own settings, from the policy alone: leave {sorted(generation_kwargs)}, "
             "length_sampler and generate_ref_response out."
         )
-    if isinstance(rollout, EnvironmentRollout):
+    if samples_conversations(rollout):
         raise ValueError(
             "generate returns responses without their masks: the environment's tokens would be trained on. Call train, "
             "or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
         )
+
+
+def samples_conversations(rollout: RolloutBackend | None) -> bool:
+    """Whether an environment answers the policy and rewards it."""
+    if rollout is None:
+        return False
+    from trimtab_lm.environments.rollout import EnvironmentRollout
+
+    return isinstance(rollout, EnvironmentRollout)
 
 
 def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], columns: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import upcoming_queries
-from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
 from trimtab_lm.sampling.rollout import Notes, RolloutBackend, SamplingSettings, roll_out, sampling_config
@@ -38,7 +37,7 @@ class Sampler:
         temperature: the temperature of the last call that sampled.
         eos_ids: the end tokens of the last call; before the first call, the model's.
         calls: calls so far.
-        pending: what is sampled ahead.
+        pending: what is sampled ahead, if rollouts are asynchronous.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -46,7 +45,11 @@ class Sampler:
         self.policy, self.reference = trainer.bare, trainer.reference_policy
         self.temperature, self.calls = self.config.temperature or 1.0, 0
         self.eos_ids = eos_token_ids(self.policy.pretrained_model, self.tokenizer.eos_token_id)
-        self.pending, self._note = Pending(), Notes()
+        self._note, self.pending = Notes(), None
+        if self.config.asynchronous_rollouts:
+            from trimtab_lm.sampling.asynchronous import Pending
+
+            self.pending = Pending()
 
     def __call__(
         self, query_tensor: Tensor | list[Tensor], length_sampler: Callable[[], int] | None, **options: Any
@@ -137,9 +140,10 @@ class Sampler:
             step: PPO steps of the policy so far.
             loader: has the queries to sample ahead, which the call after the next takes; None: there are none.
         """
-        if isinstance(self.trainer.rollout, AsynchronousRollout):
+        if self.pending is not None:
             upcoming, seed = None if loader is None else upcoming_queries(loader), self._seed_of(self.calls + 2)
-            self.trainer.rollout.begin_step(step, upcoming, num_generations=1, seed=seed)
+            ahead: Any = self.trainer.rollout
+            ahead.begin_step(step, upcoming, num_generations=1, seed=seed)
 
     def options(self, generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `generate` for whole batches; makes the backend if the config names one."""
@@ -160,8 +164,10 @@ class Sampler:
 
     def ahead_if_asked(self, backend: RolloutBackend | None) -> RolloutBackend | None:
         """The backend, which samples ahead if the config says so."""
-        if backend is None or not self.config.asynchronous_rollouts:
+        if backend is None or self.pending is None:
             return backend
+        from trimtab_lm.sampling.asynchronous import AsynchronousRollout
+
         return AsynchronousRollout(backend, self.pending)
 
     def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:

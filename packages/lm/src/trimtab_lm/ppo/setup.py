@@ -25,7 +25,6 @@ from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_bat
 from trimtab_common.tracking import start_tracking
 from trimtab_lm import interface
 from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
-from trimtab_lm.environments.rollout import EnvironmentRollout
 from trimtab_lm.interface import base_of
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
@@ -37,6 +36,7 @@ from trimtab_lm.rewards.functions import RewardSet, rewards_of
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.router import refuse_router_loss
 
+from .checks import samples_conversations
 from .config import PPOConfig
 from .generation import Sampler
 from .passes import Trainer
@@ -297,7 +297,8 @@ def run_of(trainer: Owner) -> Run:
         trainer, "optimizer", "lr_scheduler", "kl_ctl", "running", "batches", "sampler", "steps_done", "best_score"
     )
     run.keep(accelerator, "scaler")
-    run.keep_per_rank("pending", trainer.sampler.pending)
+    if trainer.sampler.pending is not None:
+        run.keep_per_rank("pending", trainer.sampler.pending)
     return run
 
 
@@ -317,7 +318,7 @@ def rewards_of_run(trainer: Owner, reward: Any, weights: Sequence[float] | None)
         weights: one per reward; None: 1.
     """
     reward = trainer.config.reward_model if reward is None else reward
-    if reward is None and not isinstance(trainer.rollout, EnvironmentRollout):
+    if reward is None and not samples_conversations(trainer.rollout):
         raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
     given, timeout = nothing if reward is None else reward, trainer.config.reward_timeout
     return rewards_of(given, weights, tokenizer=trainer.tokenizer, device=trainer.current_device, timeout=timeout)
