@@ -65,7 +65,7 @@ def answer_logprobs(
         for i, (prompt, _) in enumerate(pairs):
             answer[i, : len(prompt) - 1] = False
         source = functional.pad(answer, (0, 1)).flatten().nonzero()[:, 0]  # the places that predict the answer's tokens
-        scores, *_ = head.score(source, ids[:, 1:][answer], input_ids=ids, attention_mask=mask)
+        scores = head.score({"source": source, "targets": ids[:, 1:][answer], "input_ids": ids, "attention_mask": mask})
         sums += [float(row.sum()) for row in scores.logprobs.double().split(answer.sum(1).tolist())]
     model.train(was_training)
     return sums

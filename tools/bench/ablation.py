@@ -55,7 +55,7 @@ def agrees_without_groups(model: Any, layout: str) -> bool:
 AGREES = forward._agrees
 GROUPS: Patches = {
     "tokens.forward._agrees": agrees_without_groups,
-    "tokens.forward.runs_by_group": lambda model, ids: False,
+    "tokens.inputs.TokenReader.runs_by_group": lambda reader, ids: False,
 }
 SAMPLING = {"draw_by_inversion": INVERSION, "rows leave": LEAVING, "own loop": LOOP}
 MASKS = {"GroupMask": GROUPS}

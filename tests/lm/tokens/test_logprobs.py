@@ -169,8 +169,8 @@ def test_full_kl_is_the_sum_over_the_vocabulary(build, monkeypatch):
     policy, ref = (LanguageHead(build(seed).double().eval()) for seed in range(2))
     module = actor_critic(build)
     batch = batch_of(module, [0, 1, 2])
-    source = tokens_of(batch)["source"]
-    reads = [head.score(source, source, **batch.model_inputs)[1] for head in (policy, ref)]
+    tokens = tokens_of(batch)
+    source, reads = tokens["source"], [head.score(tokens, needs_read=True).read for head in (policy, ref)]
     kl = exact_kl(policy.logits, reads[0], ref.logits, reads[1], vocab_size=policy.config.vocab_size, temperature=0.7)
     p, q = (
         (head.model(**batch.model_inputs).logits.flatten(0, 1)[source] / 0.7).log_softmax(-1) for head in (policy, ref)
@@ -210,9 +210,9 @@ def test_what_models_do_behind_the_head_is_done_here_too(build):
     module = actor_critic(build)
     assert module.head.separable
     batch = batch_of(module, [0, 1, 2])
-    source = tokens_of(batch)["source"]
-    logits = module.head.logits(module.head.score(source, source, **batch.model_inputs)[1])
-    expected = module.policy.pretrained_model(**batch.model_inputs).logits.flatten(0, 1)[source]
+    tokens = tokens_of(batch)
+    logits = module.head.logits(module.head.score(tokens, needs_read=True).read)
+    expected = module.policy.pretrained_model(**batch.model_inputs).logits.flatten(0, 1)[tokens["source"]]
     torch.testing.assert_close(logits, expected, **EXACT)
 
 
@@ -236,7 +236,7 @@ def test_a_model_that_cannot_be_split_is_run_whole_and_says_so():
 
 def test_a_biased_coin_by_hand():
     logits = torch.tensor([[math.log(3.0), 0.0]], requires_grad=True)
-    logprobs_, entropy, _ = score_logits(logits, torch.tensor([0]), temperature=1.0)
+    logprobs_, entropy, *_ = score_logits(logits, torch.tensor([0]), temperature=1.0)
     assert logprobs_.item() == pytest.approx(math.log(0.75))
     assert entropy.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
@@ -301,5 +301,6 @@ def test_no_tensor_of_positions_by_vocabulary_is_made(build, monkeypatch):
 def test_the_entry_of_no_positions_is_empty():
     head = LanguageHead(llama().eval())
     nothing, ids = torch.zeros(0, dtype=torch.long), torch.ones(1, 3, dtype=torch.long)
-    scores, *_ = head.score(nothing, nothing, input_ids=ids, attention_mask=ids)
+    tokens = {"source": nothing, "targets": nothing, "input_ids": ids, "attention_mask": ids}
+    scores = head.score(tokens)
     assert scores.logprobs.shape == (0,)

@@ -12,7 +12,8 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForC
 
 from trimtab_lm.tokens.attention import tree_mask
 from trimtab_lm.tokens.fast import GroupMask
-from trimtab_lm.tokens.forward import best_layout, model_inputs, score_tokens_in_forward
+from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.inputs import TokenReader
 from trimtab_lm.tokens.layout import TokenGroup, lay_out
 
 SHARED = TokenGroup([4, 5, 6, 7, 8], [[9, 10, 11], [12, 13], [14] * 6], [[1] * 3, [1] * 2, [1] * 6])
@@ -128,7 +129,7 @@ def test_a_model_with_windows_keeps_them_in_a_single_row():
     config = MistralConfig(**sizes, num_key_value_heads=1, sliding_window=4, **tiny.TOKENS)
     model = tiny.seeded(MistralForCausalLM, config)
     batch = lay_out([TokenGroup.document([4] * 7), TokenGroup.document([5] * 3)], "packed", pad_token_id=0, width=10)
-    assert "attention_mask" not in model_inputs(model, batch)
+    assert "attention_mask" not in TokenReader(model).inputs(batch)
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2} | tiny.TOKENS

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,8 @@ from trimtab_lm.compat.models import undivided
 from trimtab_lm.interface import Model, base_of, trunk_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
-from trimtab_lm.tokens.forward import best_layout, model_inputs
+from trimtab_lm.tokens.forward import best_layout
+from trimtab_lm.tokens.inputs import TokenReader
 from trimtab_lm.tokens.layout import Layout
 from trimtab_lm.tokens.logprobs import LanguageHead, last_hidden_state, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.positions import Positions, positioned
@@ -78,11 +79,11 @@ class Critic(nn.Module):
             if sum(weight is head.weight for weight in tensors) == 1:
                 head.requires_grad_(False)
 
-        self.layouts = Layouts.of(self.trunk)
+        self.layouts, self.reader = Layouts.of(self.trunk), TokenReader(self.trunk)
 
     def forward(self, tokens: dict[str, Tensor]) -> Tensor:
         """Values [N] of laid-out tokens; see `lay_out`."""
-        hidden = self._hidden(model_inputs(self.trunk, tokens))
+        hidden = self._hidden(self.reader.inputs(tokens))
         return self.v_head(hidden.flatten(0, 1).index_select(0, tokens["source"]))
 
     def values(self, **inputs: Tensor) -> Tensor:
@@ -167,18 +168,13 @@ class ActorCritic(nn.Module):
         """
         if tokens is None:
             return self._logits_and_values(input_ids=input_ids, **inputs)
-        scores, read, state = self.head.score(
-            tokens["source"],
-            tokens["targets"],
-            temperature=temperature,
-            needs_state=needs_values and self.critic is None,
-            **model_inputs(self.policy.pretrained_model, tokens),
-        )
+        needs_read, needs_state = return_logits or return_head_inputs, needs_values and self.critic is None
+        scores = self.head.score(tokens, temperature, needs_read=needs_read, needs_state=needs_state)
         values = None
         if needs_values:
-            values = self.policy.v_head(state) if self.critic is None else self.critic(critic_tokens)
-        logits = self.head.logits(read) if return_logits else None
-        return scores.logprobs, scores.entropy, values, logits, read if return_head_inputs else None
+            values = self.policy.v_head(scores.state) if self.critic is None else self.critic(critic_tokens)
+        logits = self.head.logits(cast(Tensor, scores.read)) if return_logits else None
+        return scores.logprobs, scores.entropy, values, logits, scores.read if return_head_inputs else None
 
     def _logits_and_values(self, **inputs: Any) -> tuple[Any, ...]:
         logits, loss, values, *cache = self.policy(**inputs)

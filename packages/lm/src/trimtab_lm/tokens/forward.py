@@ -10,28 +10,23 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices
 
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
-from trimtab_lm.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config, trunk_of
-from trimtab_lm.tokens.attention import attends_fully, is_verified, tree_mask
+from trimtab_lm.interface import Batch, Forward, Model, base_of, decoder_config, trunk_of
+from trimtab_lm.tokens.attention import attends_fully, is_verified
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.fast import GroupMask, runs_by_group
-from trimtab_lm.tokens.layout import INPUT_KEYS, Layout, TokenGroup, lay_out
+from trimtab_lm.tokens.fast import GroupMask
+from trimtab_lm.tokens.inputs import TokenReader
+from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import LanguageHead
-from trimtab_lm.tokens.positions import positioned
 from trimtab_lm.tokens.router import classifier_router_loss, has_router_loss
-from trimtab_lm.tokens.scores import TokenScores
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 EXACT = (torch.float32, torch.float64)
 """Types in which another order of the same sums changes results by far less than text that leaks."""
@@ -40,8 +35,8 @@ EXACT = (torch.float32, torch.float64)
 def score_tokens_in_forward(model: Model) -> LanguageHead:
     """Adds `model(tokens=batch, temperature=1.0)`, which returns the TokenScores [N] of the batch's counted tokens.
 
-    With `is_summed=True` it computes the gradient of their sum or mean on the way; see `score_linear`. Calls without
-    `tokens` run the model's own forward. A second call with the same model changes nothing.
+    `LanguageHead.score` describes its other options. Calls without `tokens` run the model's own forward. A second call
+    with the same model changes nothing.
 
     Args:
         model: a language model. It takes batches of `lay_out`, or model inputs with the columns of `from_labels`.
@@ -53,12 +48,7 @@ def score_tokens_in_forward(model: Model) -> LanguageHead:
         return head
     run = model.forward
     head = LanguageHead(model, run)
-
-    def score(tokens: Batch, temperature: float = 1.0, is_summed: bool = False) -> TokenScores:
-        inputs, places = model_inputs(model, tokens), (tokens["source"], tokens["targets"])
-        return head.score(*places, temperature=temperature, is_summed=is_summed, **inputs)[0]
-
-    _extend_forward(model, run, score, score_tokens_in_forward, language_head=head)
+    _extend_forward(model, run, head.score, score_tokens_in_forward, language_head=head)
     return head
 
 
@@ -82,10 +72,11 @@ def score_sequences_in_forward(model: Model) -> bool:
         return False
     if getattr(_own_forward(model), "scores_sequences", False):
         return True
+    trunk = trunk_of(base)
+    reader = TokenReader(base, trunk.forward)
 
     def score(tokens: Batch) -> tuple[Tensor, Tensor | float]:
-        trunk = trunk_of(base)
-        inputs = positioned(trunk.forward, model_inputs(base, tokens))
+        inputs = reader.inputs(tokens)
         output = trunk(**inputs, use_cache=False, return_dict=True)
         states = output.last_hidden_state.flatten(0, 1).index_select(0, tokens["ends"])
         logits: Tensor = base.get_submodule("score")(states)
@@ -126,65 +117,6 @@ def _extend_forward(
     for name, value in {**marks, "extends": model}.items():
         setattr(forward, name, value)
     model.forward = MethodType(forward, model)
-
-
-def model_inputs(model: Model, tokens: Batch) -> ModelInputs:
-    """Returns the arguments of the model's forward for a laid-out batch.
-
-    For a tree, and for documents in a single row, it builds the attention mask [R, 1, W, W]. It runs an encoder whose
-    prompts have several branches, once per prompt.
-
-    Args:
-        model: the model that will read the inputs.
-        tokens: a batch of `lay_out`, on the model's device.
-    """
-    inputs: ModelInputs = {name: tokens[name] for name in INPUT_KEYS if name in tokens}
-    base = base_of(model)
-    if "branch" in tokens:
-        inputs["attention_mask"] = attention_mask(base, tokens["document"], tokens["branch"])
-    elif (
-        "position_ids" in tokens
-        and "attention_mask" not in tokens
-        and runs_by_group(base, tokens["position_ids"])
-        and not has_router_loss(base)  # which reads the mask as one of tokens
-    ):
-        document = find_packed_sequence_indices(tokens["position_ids"])  # None: a single one
-        if document is not None:
-            inputs["attention_mask"] = GroupMask.of(document, torch.zeros_like(document))
-    if "encoder_row" in tokens and len(tokens["encoder_row"]) > len(tokens["input_ids"]):
-        rows = tokens["encoder_row"]
-        output = base.get_encoder()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        output.last_hidden_state = output.last_hidden_state.index_select(0, rows)
-        inputs["encoder_outputs"] = output  # of the model's own class, which may hold more (router logits)
-        for name in ("input_ids", "attention_mask"):  # without input_ids FSMT has no causal mask
-            inputs[name] = inputs[name].index_select(0, rows)
-    return inputs
-
-
-def attention_mask(model: PreTrainedModel, document: Tensor, branch: Tensor) -> "Tensor | BlockMask":
-    """Returns the mask of a tree in the form that the model's attention takes.
-
-    Args:
-        model: the model that will read the tree.
-        document, branch: [R, W], see `lay_out`.
-    """
-    attention = attention_of(model)
-    if attention == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        def reads(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            same = (document[b, q] == document[b, k]) & (k <= q)
-            return same & ((branch[b, k] == 0) | (branch[b, k] == branch[b, q]))
-
-        rows, width = document.shape
-        return create_block_mask(reads, rows, None, width, width, device=document.device)
-    if runs_by_group(model, document):
-        return GroupMask.of(document, branch)
-    mask = tree_mask(document, branch)
-    if attention != "eager":
-        return mask
-    dtype = next(model.parameters()).dtype
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> Layout:
@@ -258,7 +190,7 @@ def _hidden(model: PreTrainedModel, tokens: Batch) -> Tensor:
     """
     tokens = {name: value.to(model.device) for name, value in tokens.items()}
     trunk = trunk_of(model)
-    inputs = positioned(trunk.forward, model_inputs(model, tokens))
+    inputs = TokenReader(model, trunk.forward).inputs(tokens)
     hidden = trunk(**inputs, use_cache=False, return_dict=True).last_hidden_state
     mask = inputs.get("attention_mask")
     if isinstance(mask, GroupMask) and mask.was_read:

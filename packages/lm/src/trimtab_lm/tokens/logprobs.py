@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from transformers.utils import ModelOutput
 
 from trimtab_common.formulas.kl import full
 from trimtab_common.sharding import whole_weights
-from trimtab_lm.interface import Forward, Model, base_of, decoder_config
+from trimtab_lm.interface import Batch, Forward, Model, base_of, decoder_config
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.positions import positioned
-from trimtab_lm.tokens.router import check_reaches, has_router_loss, router_coefficient
+from trimtab_lm.tokens.inputs import TokenReader
+from trimtab_lm.tokens.router import check_reaches, router_coefficient
 from trimtab_lm.tokens.scores import TokenScores, chunk_size, score_chunks, score_linear, score_logits, upcast
 
 LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -155,8 +155,8 @@ class LanguageHead:
         base = base_of(model)
         self.config = decoder_config(model)
         self._changes = {name: getattr(self.config, name, None) for name in LOGIT_CHANGES}
-        self._forward_of, self.is_encoder_decoder = base.forward, bool(base.config.is_encoder_decoder)
-        self.separable, self._has_router_loss = True, has_router_loss(model)
+        self.reader, self.is_encoder_decoder = TokenReader(model), bool(base.config.is_encoder_decoder)
+        self.separable = True
         with whole_weights(model):  # DeepSpeed divides weights as they are loaded
             self._router_coefficient = router_coefficient(model)
             self.separable = self._logits_agree()
@@ -169,34 +169,30 @@ class LanguageHead:
 
     def score(
         self,
-        source: Tensor,
-        targets: Tensor,
-        *,
+        tokens: Batch,
         temperature: float = 1.0,
-        needs_state: bool = False,
+        *,
         is_summed: bool = False,
-        **inputs: Any,
-    ) -> tuple[TokenScores, Tensor, Tensor | None]:
-        """Runs the model and scores N targets; the LM head scores them inside its own call.
+        needs_read: bool = False,
+        needs_state: bool = False,
+    ) -> TokenScores:
+        """Runs the model and scores N tokens; the LM head scores them inside its own call.
 
         FSDP and DeepSpeed gather a module's weights when it is called, and reduce its gradients when backward passes
         its inputs. The head's weights may therefore be read inside its call only.
 
         Args:
-            source: [N], the places in the flattened [B * T] that predict the targets, in any order and with
-                repetitions.
-            targets: [N], ids of the chosen tokens.
+            tokens: a batch of `lay_out`, or rows of model inputs, padded on either side, with the columns of
+                `from_labels`. `source` [N] names places in any order and with repetitions.
             temperature: the temperature of the softmax.
-            needs_state: whether value heads will read the decoder's last hidden state.
             is_summed: see `score_linear`; makes no difference to a head that is no plain linear layer.
-            inputs: `input_ids`, `attention_mask`, and for encoder-decoder models `decoder_input_ids`,
-                `decoder_attention_mask`, each [B, T], padded on either side.
+            needs_read: whether the result holds what `logits` reads at the places of `source`.
+            needs_state: whether it holds the decoder's last hidden state there, for a value head.
 
         Returns:
-            Scores that are differentiable in the model's weights; what `logits` reads at the places; and there the
-            decoder's last hidden state [N, H], if it is needed.
+            Scores that are differentiable in the model's weights.
         """
-        head = cast(nn.Linear, lm_head_of(self.model))
+        head, source, targets = cast(nn.Linear, lm_head_of(self.model)), tokens["source"], tokens["targets"]
         read: list[Tensor] = []
 
         def score_at_head(run: Forward, states: Tensor) -> tuple[Tensor, ...]:
@@ -214,17 +210,17 @@ class LanguageHead:
                 scores = score_chunks(lambda hidden: self._changed(run(hidden)), hidden, targets, **sizes)
             return run(states[:, :0]), scores.logprobs, scores.entropy
 
-        mask = inputs.get("attention_mask")
-        if self._has_router_loss:  # a router's loss needs a 2-D mask; the tree layout has none
+        inputs = self.reader.inputs(tokens)
+        if self.reader.has_router_loss:  # a router's loss needs a 2-D mask; the tree layout has none
+            mask = inputs.get("attention_mask")
             inputs["output_router_logits"] = mask is None or len(mask.shape) == 2
-        inputs = positioned(self._forward_of, inputs)
         with forward_replaced(head, score_at_head) as scored:
             output = self.run(**inputs, use_cache=False, return_dict=True, output_hidden_states=needs_state)
         if self.separable:
             logprobs, entropy = scored
         else:
             read = [output.logits.flatten(0, 1).index_select(0, source)]
-            logprobs, entropy, _ = score_logits(read[0], targets, temperature=temperature)
+            logprobs, entropy, *_ = score_logits(read[0], targets, temperature=temperature)
         router_loss: Tensor | float = 0.0
         if (aux_loss := output.get("aux_loss")) is not None:
             check_reaches(aux_loss, read[0], self.model)
@@ -232,7 +228,7 @@ class LanguageHead:
         state = None
         if needs_state:
             state = last_hidden_state(self.model, output).flatten(0, 1).index_select(0, source)
-        return TokenScores(logprobs, entropy, router_loss), read[0], state
+        return TokenScores(logprobs, entropy, router_loss, read[0] if needs_read else None, state)
 
     def logits(self, read: Tensor) -> Tensor:
         """Returns the model's logits [N, V] at a few places, from what `score` returns."""
@@ -257,8 +253,8 @@ class LanguageHead:
             inputs |= {f"decoder_{name}": column for name, column in inputs.items()}
         with without_dropout(self.model):
             expected = self.run(**inputs, use_cache=False, return_dict=True).logits[0]
-            _, read, _ = self.score(torch.arange(3, device=ids.device), ids, **inputs)
-            logits = self.logits(read)
+            places = {"source": torch.arange(3, device=ids.device), "targets": ids}
+            logits = self.logits(cast(Tensor, self.score({**inputs, **places}, needs_read=True).read))
         tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 3e-2
         return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=tolerance, atol=tolerance)
 

@@ -20,11 +20,15 @@ class TokenScores(NamedTuple):
         logprobs: [N], log-probability of each token.
         entropy: [N], entropy of the distribution that the token was chosen from.
         router_loss: the loss that a mixture of experts adds for its router, times its coefficient; see `tokens.router`.
+        read: [N, ...], what the LM head read; see `LanguageHead.logits`. Only where it was asked for.
+        state: [N, H], the decoder's last hidden state, which value heads read. Only where it was asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor
     router_loss: Tensor | float = 0.0
+    read: Tensor | None = None
+    state: Tensor | None = None
 
 
 def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
@@ -62,7 +66,7 @@ def score_chunks(
         checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(hidden.split(size), targets.split(size), strict=True)
     ]
-    logprobs, entropy, _ = zip(*parts, strict=True)
+    logprobs, entropy, *_ = zip(*parts, strict=True)
     return TokenScores(torch.cat(logprobs), torch.cat(entropy))
 
 

@@ -8,19 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 
-from trimtab_lm.compat.attention import attention_of, plain_tensors, tree_map
-from trimtab_lm.tokens.attention import attends_fully, tree_mask
-
-
-def runs_by_group(model: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether the attention of rows `ids` [R, W] can run group by group: in SDPA, over a single row on a CPU.
-
-    An accelerator would start many small kernels, and has varlen ones.
-    """
-    is_one = ids.device.type == "cpu" and ids.dim() == 2 and len(ids) == 1 and not torch.compiler.is_compiling()
-    return is_one and attention_of(model) == "sdpa" and attends_fully(model)
+from trimtab_lm.compat.attention import plain_tensors, tree_map
+from trimtab_lm.tokens.attention import tree_mask
 
 
 class GroupMask(Tensor):
