@@ -1,1 +1,1 @@
-"""Every trainer beside its peer: `python -m tools.bench`, and README.md for how and what came out."""
+"""Times every trainer beside its peer: `python -m tools.bench`. README.md has the method and the results."""

@@ -1,13 +1,13 @@
-"""Measures each work on both sides in turns, checks that both computed the same, and writes the tables.
+"""Measures both sides of each work in turn, checks that both computed the same, and writes the tables.
 
-    make bench                                      every row; each side's environment is made under .bench/
+    make bench                                      every row; creates each side's environment under .bench/
     make bench ARGS="--only sft dpo --repeats 5"    these rows
-    make bench ARGS="--ablations"                   ours with and without each shortcut
-    make bench ARGS="--only ddpo --profile"         where the time of a step of ours goes
-    make bench ARGS="--device cuda"                 on a GPU, a model of 1B parameters in bfloat16
-    make bench ARGS="--smoke"                       tiny sizes, to see that everything runs; saves nothing
+    make bench ARGS="--ablations"                   trimtab with and without each shortcut
+    make bench ARGS="--only ddpo --profile"         where the time of a trimtab step goes
+    make bench ARGS="--device cuda"                 on a GPU, a 1B model in bfloat16
+    make bench ARGS="--smoke"                       tiny sizes, to check that everything runs; saves nothing
 
-Each measurement runs in a process of its own, and the two sides alternate.
+Each measurement runs in its own process, and the two sides alternate.
 """
 
 import json
@@ -26,14 +26,14 @@ from tools.bench.works import ABLATIONS, OURS, WORKS, Side, Work
 
 RESULTS = Path(__file__).with_name("results.json")
 README = Path(__file__).with_name("README.md")
-LIMIT = 3600  # seconds of a process
-# One thread, so that processor time is the time of the work; no network; quiet libraries.
+LIMIT = 3600  # seconds that a process may take
+# One thread, so that processor time is the time that the work takes; no network; quiet libraries.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
-    # vLLM: no threads beyond OMP_NUM_THREADS, a GiB for keys and values.
+    # vLLM: no threads beyond OMP_NUM_THREADS, 1 GiB for keys and values.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
@@ -45,7 +45,7 @@ class BenchError(Exception):
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the works that the arguments ask for; returns the exit status."""
+    """Runs the works that the arguments select; returns the exit status."""
     options = parsed(arguments)
     size = f"smoke-{options.device}" if options.smoke else options.device
     rows = ABLATIONS if options.ablations else WORKS
@@ -71,23 +71,23 @@ def main(arguments: list[str]) -> int:
 
 
 def parsed(arguments: list[str]) -> Namespace:
-    """The options."""
+    """Returns the parsed options."""
     parser = ArgumentParser(prog="tools.bench", description=__doc__)
     names = [work.name for work in [*WORKS, *ABLATIONS]]
     parser.add_argument("--only", nargs="+", choices=names, metavar="WORK", help=", ".join(names))
     parser.add_argument("--repeats", type=int, default=3, help="pairs of processes")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; saves nothing")
-    parser.add_argument("--ablations", action="store_true", help="the rows of what each shortcut brings")
-    parser.add_argument("--profile", action="store_true", help="where the time of ours goes, in place of the pairs")
+    parser.add_argument("--ablations", action="store_true", help="measure what each shortcut saves")
+    parser.add_argument("--profile", action="store_true", help="profile trimtab instead of timing pairs")
     options = parser.parse_args(arguments)
     if options.profile and options.device == "cuda":
-        parser.error("--profile counts the time of a CPU. Leave --device cuda out.")
+        parser.error("--profile measures CPU time. Remove --device cuda.")
     return options
 
 
 def measured(work: Work, device: str, size: str, repeats: int) -> list[dict[str, Any]]:
-    """The reports of both sides, pair by pair; the sides take turns to begin.
+    """Returns both sides' reports, pair by pair; the sides alternate in running first.
 
     Raises:
         BenchError: see `started` and `check`.
@@ -104,7 +104,7 @@ def measured(work: Work, device: str, size: str, repeats: int) -> list[dict[str,
 
 
 def report(work: Work, side: Side, size: str, *, pair: int = 0, is_profiled: bool = False) -> dict[str, Any]:
-    """What one process of a side measures, see tools.bench.process."""
+    """Returns what one process of a side measures; see tools.bench.process."""
     is_ours = side.environment.startswith(OURS)
     order = {
         "task": work.task,
@@ -120,10 +120,10 @@ def report(work: Work, side: Side, size: str, *, pair: int = 0, is_profiled: boo
 
 
 def started(command: list[str], environment: str) -> str:
-    """The output of a process with one thread, in which a peer does not see the packages of this repository.
+    """Runs a process on one thread and returns its output; a peer's process cannot import this repository's packages.
 
     Raises:
-        BenchError: it failed.
+        BenchError: the process failed.
     """
     variables = os.environ | ENVIRONMENT
     if not environment.startswith(OURS):
@@ -142,8 +142,8 @@ def check(work: Work, reports: dict[str, dict[str, Any]], *, rounding: float) ->
 
     Args:
         work: says what must be equal.
-        reports: of `ours` and `other`.
-        rounding: by how much of its value a fact that is no count may differ in any work.
+        reports: the reports of `ours` and `other`.
+        rounding: relative difference allowed in facts that are not counts, whatever the work allows.
 
     Raises:
         BenchError: a fact that must be equal differs by more than the work allows.
@@ -153,36 +153,36 @@ def check(work: Work, reports: dict[str, dict[str, Any]], *, rounding: float) ->
         allowed = max(tolerance, rounding) if tolerance else 0.0
         if abs(ours[name] - other[name]) > allowed * abs(other[name]):
             raise BenchError(
-                f"the two sides differ in {name}: {ours[name]} here and {other[name]} in {work.other.environment}, "
-                f"which is more than {allowed:g} of it, so that their times cannot be compared"
+                f"the sides differ in {name}: {ours[name]} here and {other[name]} in {work.other.environment}, "
+                f"a relative difference above {allowed:g}, so their times cannot be compared"
             )
 
 
 def save(result: dict[str, Any]) -> None:
-    """Changes the work's line of results.json, and writes the tables of the README from all lines.
+    """Replaces the work's line in results.json, and rewrites the README's tables from all lines.
 
     Raises:
-        BenchError: a profile of a work that has no times.
+        BenchError: the result is a profile, and the work has no times.
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     lines = {(line["work"], line["device"]): line for line in results}
     key = (result["work"], result["device"])
     lines[key] = {**lines.pop(key, {}), **result}
     if "pairs" not in lines[key]:
-        raise BenchError("it has no times yet, beside which its profile could stand: run it without --profile first")
+        raise BenchError("measure the work's times first: run it without --profile")
     results = list(lines.values())
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
     README.write_text(page(README.read_text(), results))
 
 
 def origin(device: str) -> dict[str, str]:
-    """When, where and of which commit a work is measured."""
+    """Returns the day, machine and commit of a measurement."""
     commit = started(["git", "rev-parse", "--short", "HEAD"], OURS).strip()
     return {"day": str(date.today()), "machine": machine(device), "commit": commit}
 
 
 def machine(device: str) -> str:
-    """The GPU, or the processor and its cores."""
+    """Returns the GPU's name, or the processor and its cores."""
     if device == "cuda":
         return started(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], OURS).strip()
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,10 +1,10 @@
-"""What each trick of sampling and of masks brings to a whole step: without it / with it, step by step in turns.
+"""Measures how much each sampling or mask trick speeds up a whole step: time without it / time with it.
 
     python -m tools.bench.ablation                          every case; writes ablation.json
     python -m tools.bench.ablation --only grpo --rounds 3   these cases
 
-Trainers of one case take turns in one process, each with one trick switched off, and the first with all of them. A
-round is a step of each; its ratios are those of the processor time to the first trainer's in the same round.
+The trainers of a case take turns in one process. The first has all tricks, each other lacks one. A round is one step of
+each trainer; a ratio divides a trainer's processor time by that of the first trainer in the same round.
 """
 
 import argparse
@@ -47,7 +47,7 @@ LOOP: Patches = {"sampling.generate.loop_for": lambda *_, **__: None}
 
 
 def agrees_without_groups(model: Any, layout: str) -> bool:
-    """Without group masks `best_layout` has rows of several sequences; other callers are answered as ever."""
+    """Makes `best_layout` choose rows of several sequences; answers other callers as usual."""
     caller = inspect.stack()[1].function
     return not (layout == "row" and caller == "best_layout") and AGREES(model, layout)
 
@@ -63,7 +63,7 @@ MASKS = {"GroupMask": GROUPS}
 
 @contextlib.contextmanager
 def without(patches: Patches) -> Iterator[None]:
-    """Runs the block with other values in the places of a trick."""
+    """Runs the block with a trick's attributes replaced."""
     with contextlib.ExitStack() as stack:
         for name, value in patches.items():
             stack.enter_context(patch(f"{LM}.{name}", value))
@@ -86,7 +86,7 @@ class Turns(TrainerCallback):
         self.mine.acquire()
 
     def step(self, make: Callable[[], Any]) -> None:
-        """Runs one step of the trainer that a function makes, which is called once."""
+        """Runs one step of the trainer that `make` returns; calls `make` once."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._train, args=(make(),), daemon=True)
             self.thread.start()
@@ -106,7 +106,7 @@ class Turns(TrainerCallback):
 def trainer_step(
     algorithm: str, size: Size, settings: dict[str, Any], clock: Clock, folder: str, **arguments: Any
 ) -> Callable[[], None]:
-    """A step of a trainer on `transformers.Trainer`."""
+    """Returns a function that runs one step of a trainer on `transformers.Trainer`."""
     import trimtab_lm
 
     turns = Turns()
@@ -128,7 +128,7 @@ def trainer_step(
 
 
 def grpo_step(size: Size, clock: Clock, folder: str, **settings: Any) -> Callable[[], None]:
-    """A step of GRPO on the same prompts each time."""
+    """Returns a function that runs a GRPO step on the same prompts each time."""
     prompts = [row[: max(2 * len(row) // 3, 1)] for row in token_ids(size, size.prompts, seed=20)]
 
     def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
@@ -146,7 +146,7 @@ def grpo_step(size: Size, clock: Clock, folder: str, **settings: Any) -> Callabl
 
 
 def ppo_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
-    """Sampling and a step of PPO."""
+    """Returns a function that samples and runs a PPO step."""
     trainer = ppo.trainer_of(LM, size, {}, folder, clock)
     queries, _ = ppo.texts(size)
     tokens = dict.fromkeys(("min_new_tokens", "max_new_tokens"), size.ppo_new_tokens)
@@ -161,33 +161,33 @@ def ppo_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
 
 
 def sft_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
-    """A step of SFT on the same rows each time."""
+    """Returns a function that runs an SFT step on the same rows each time."""
     rows = Dataset.from_dict({"input_ids": token_ids(size, size.rows, seed=0)})
     return trainer_step("SFT", size, {"max_length": None}, clock, folder, train_dataset=rows)
 
 
 def dpo_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
-    """A step of DPO on the same pairs each time."""
+    """Returns a function that runs a DPO step on the same pairs each time."""
     rows = dpo.dataset(dpo.pairs_of(size)[: size.rows])
     return trainer_step("DPO", size, {"max_length": None}, clock, folder, train_dataset=rows)
 
 
 def reward_step(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
-    """A step of the reward model on the same pairs each time."""
+    """Returns a function that runs a reward-model step on the same pairs each time."""
     rows = pairs.dataset(pairs.pairs_of(size)[: size.rows])
     settings = {"max_length": None, "disable_dropout": True}
     return trainer_step("Reward", size, settings, clock, folder, train_dataset=rows)
 
 
 def grpo_ends(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
-    """Many answers of very different lengths: 8 prompts x 8 answers, one token in 32 ends one, 96 at most."""
+    """GRPO with completions of very different lengths: 8 prompts x 8, EOS at 1 token in 32, 96 tokens at most."""
     size = replace(size, prompts=8, new_tokens=96)
     ends = {"eos_token_id": list(range(2, 1002))}
     return grpo_step(size, clock, folder, generation_kwargs=ends)
 
 
 def grpo_large(size: Size, clock: Clock, folder: str) -> Callable[[], None]:
-    """The vocabulary of Llama 3: two prompts of eight answers."""
+    """GRPO with the vocabulary of Llama 3: two prompts with eight completions each."""
     return grpo_step(replace(size, prompts=2), clock, folder)
 
 
@@ -204,7 +204,7 @@ CASES: dict[str, tuple[Callable[[Size, Clock, str], Callable[[], None]], dict[st
 
 
 def measured(case: str, rounds: int) -> dict[str, Any]:
-    """The seconds of each trainer's steps, round by round, and the positions that it reads in one."""
+    """Returns the seconds of each trainer's steps, round by round, and the positions that it reads in a step."""
     build, tricks, llama = CASES[case]
     size = replace(SIZES["cpu"], llama=SIZES["cpu"].llama | llama)
     folder = FOLDER / "models" / ("ablation-" + "-".join(map(str, llama.values())) if llama else "ablation")
@@ -240,7 +240,7 @@ def measured(case: str, rounds: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """A row for each case and trick."""
+    """Returns a Markdown table with a row for each case and trick."""
     lines = ["| case | without | seconds a step | ratio (range) | on the clock | positions read |", "|" + " --- |" * 6]
     for case, result in results.items():
         base, clock = result["processor_seconds"]["with all"], result["seconds"]["with all"]
@@ -257,7 +257,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures the cases that the command line names, and saves them."""
+    """Measures the cases selected on the command line, and saves the results."""
     parser = argparse.ArgumentParser(prog="tools.bench.ablation", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--rounds", type=int, default=5)

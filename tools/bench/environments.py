@@ -1,4 +1,4 @@
-"""The environments of trimtab and of each peer: under .bench/, one for each file in requirements/, and that of vLLM."""
+"""The environments under .bench/: one for each file in requirements/ (trimtab and its peers), and one for vLLM."""
 
 import shutil
 import subprocess
@@ -12,9 +12,9 @@ VLLM = "trimtab-vllm"
 
 
 def python_of(name: str) -> str:
-    """The interpreter of an environment, which is made where it is absent or its file in requirements/ has changed.
+    """Returns an environment's interpreter; creates the environment if it is missing or its requirements have changed.
 
-    The Makefile makes that of vLLM, for its tests too.
+    The Makefile creates vLLM's environment, which the tests also use.
     """
     if name == VLLM:
         subprocess.run(["make", ".venv-vllm/.installed"], cwd=ROOT, check=True, stdout=sys.stderr)

@@ -1,4 +1,4 @@
-"""What one process measures of itself: seconds of steps, peak memory, positions read, and the machine's matmul rate."""
+"""What a process measures about itself: step times, peak memory, positions read, and the machine's matmul rate."""
 
 import resource
 import time
@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the fewest passes over some token sequences read.
+    """The least that a pass over some token sequences must read.
 
     Attributes:
-        read: tokens that go through the layers.
-        pairs: of positions (query, key) that causal attention compares.
-        scored: tokens whose probability the head computes.
+        read: number of tokens that go through the layers.
+        pairs: number of (query, key) position pairs that causal attention compares.
+        scored: number of tokens whose probability the head computes.
     """
 
     read: int
@@ -30,7 +30,7 @@ class Tokens:
 
     @classmethod
     def of(cls, prefix: int, branches: list[int], *, scored: int) -> "Tokens":
-        """Of sequences that begin with a common prefix, which is read once."""
+        """Counts for sequences that share a prefix, which is read once."""
         pairs = _triangle(prefix) + sum(_triangle(prefix + branch) - _triangle(prefix) for branch in branches)
         return cls(prefix + sum(branches), pairs, scored)
 
@@ -38,7 +38,7 @@ class Tokens:
         return Tokens(self.read + other.read, self.pairs + other.pairs, self.scored + other.scored)
 
     def forward_flops(self, size: Size) -> int:
-        """Multiplications and additions of matrix products in one forward pass of the size's Llama."""
+        """Returns the multiplications and additions in the matrix products of one forward pass of the size's Llama."""
         llama = {name: int(value) for name, value in size.llama.items()}
         hidden, layers = llama["hidden_size"], llama["num_hidden_layers"]
         share = llama["num_key_value_heads"] / llama["num_attention_heads"]
@@ -51,7 +51,7 @@ class Tokens:
 
 
 def total(parts: Iterable[Tokens]) -> Tokens:
-    """The sum."""
+    """Returns the sum of some counts."""
     return sum(parts, Tokens(0, 0, 0))
 
 
@@ -61,10 +61,10 @@ def _triangle(length: int) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """What the timed steps of a task need, the same on both sides.
+    """The work that the timed steps of a task require; the same on both sides.
 
     Attributes:
-        units: tokens or images of all timed steps.
+        units: number of tokens or images in all timed steps.
         unit: "tokens" or "images".
         flops: model FLOPs of all timed steps: the fewest matrix products that the algorithm needs, twice the weights
             for each token forward, twice that backward, no padding, no prompt twice, no recomputation.
@@ -77,16 +77,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a process reports.
+    """A process's report.
 
     Attributes:
-        seconds: of each timed step, on the clock.
-        processor_seconds: of each timed step, in which this process ran.
+        seconds: wall-clock seconds of each timed step.
+        processor_seconds: seconds of processor time in each timed step.
         units, unit, flops: see `Load`.
-        memory: peak bytes of the process; on a GPU allocated bytes of the device.
+        memory: peak bytes of the process; on a GPU, peak bytes allocated on the device.
         matmul: FLOPs per second of a large matrix product in this process.
-        facts: numbers that must agree on both sides, and what the models read in a step: `Clock.read`, or rows of a
-            U-Net for an image.
+        facts: numbers that must agree on both sides, and what the models read per step: `Clock.read`, or the U-Net's
+            rows per image.
     """
 
     seconds: list[float]
@@ -100,10 +100,10 @@ class Measurement:
 
 
 class Clock:
-    """Times steps, and counts what models read in them.
+    """Times steps, and counts what models read during them.
 
     Attributes:
-        profiler: is told where steps end. A process that is timed has none.
+        profiler: advances at the end of each step; None in a process that is timed.
     """
 
     profiler: ClassVar[profile | None] = None
@@ -116,7 +116,7 @@ class Clock:
         self.count = torch.zeros(2, dtype=torch.long, device=device)
 
     def watch(self, *models: PreTrainedModel) -> None:
-        """Counts the positions whose ids language models read, and those of them that are not padding (id 0)."""
+        """Counts the positions that language models read, and how many of them are not padding (id 0)."""
         for model in models:
             model.get_input_embeddings().register_forward_pre_hook(self._seen)
 
@@ -125,7 +125,7 @@ class Clock:
         self.count = self.count + torch.stack([torch.ones_like(ids).sum(), (ids != 0).sum()])
 
     def tick(self) -> None:
-        """Ends a step. The first step warms up."""
+        """Ends a step. The first step is a warm-up."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
@@ -135,30 +135,30 @@ class Clock:
             self.profiler.step()
 
     def time(self, step: Callable[[], object], steps: int) -> None:
-        """Runs a step once to warm up, and then so many times."""
+        """Runs a step once as a warm-up, and then `steps` times."""
         for _ in range(steps + 1):
             step()
             self.tick()
 
     @property
     def seconds(self) -> list[float]:
-        """Of each step but the first."""
+        """Wall-clock seconds of each step after the warm-up."""
         return _differences(self.ends)
 
     @property
     def processor_seconds(self) -> list[float]:
-        """The same, of which this process had the processor."""
+        """Processor seconds of each step after the warm-up."""
         return _differences(self.processor_ends)
 
     @property
     def read(self) -> dict[str, float]:
-        """What the language models read in a step, in the mean of all but the first."""
+        """What the language models read per step, averaged over the steps after the warm-up."""
         positions, tokens = ((self.counts[-1] - self.counts[0]) / len(self.seconds)).tolist()
         return {"positions": positions, "tokens read": tokens}
 
     def measurement(self, size: Size, load: Load, facts: Mapping[str, float]) -> Measurement:
-        """The figures of this process, after its last step."""
-        memory = peak_memory(size.device)  # before the matrices
+        """Returns this process's figures; call it after the last step."""
+        memory = peak_memory(size.device)  # read before matmul_rate allocates its matrices
         return Measurement(
             seconds=self.seconds,
             processor_seconds=self.processor_seconds,
@@ -176,14 +176,14 @@ def _differences(times: list[float]) -> list[float]:
 
 
 def peak_memory(device: str) -> int:
-    """Peak bytes of this process in RAM, or of tensors on the GPU."""
+    """Returns this process's peak memory in bytes; on a GPU, the peak bytes of its tensors."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def matmul_rate(size: Size) -> float:
-    """FLOPs per second of square matrix products, the best of five: float32 on a CPU, bfloat16 on a GPU."""
+    """Returns the FLOPs per second of a square matrix product, best of five: float32 on a CPU, bfloat16 on a GPU."""
     dtype = torch.bfloat16 if size.device == "cuda" else torch.float32
     a, b = (torch.randn(size.matmul, size.matmul, device=size.device, dtype=dtype) for _ in range(2))
     clock = Clock(size.device)

@@ -1,4 +1,4 @@
-"""The tokenizer, and the models that both sides load from disk.
+"""Writes the models that both sides load from disk, and builds their tokenizer.
 
 `python -m tools.bench.models SIZE FOLDER` writes the models."""
 
@@ -21,8 +21,8 @@ SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 
 
 def write_language_models(size: Size, folder: Path) -> None:
-    """Writes a policy, a reference of other weights and a reward model, all of random weights."""
-    # With weights this large the loss depends on what a token attends to: by 0.4% where documents of a row do.
+    """Writes a policy, a reference with different weights and a reward model, all with random weights."""
+    # Weights this large make the loss depend on attention: it changes by 0.4% if documents of a row see each other.
     config = LlamaConfig(**size.llama, **SPECIAL, num_labels=1, initializer_range=0.1)  # type: ignore[arg-type]
     for name, kind, seed in (
         ("policy", LlamaForCausalLM, 0),
@@ -34,7 +34,7 @@ def write_language_models(size: Size, folder: Path) -> None:
 
 
 def write_stable_diffusion(size: Size, folder: Path) -> None:
-    """Writes a Stable Diffusion of random weights."""
+    """Writes a Stable Diffusion pipeline with random weights."""
     pipeline = stable_diffusion(size)
     pipeline.save_pretrained(folder)
     _write_words(folder, pipeline.tokenizer.get_vocab(), merges=[])
@@ -42,7 +42,7 @@ def write_stable_diffusion(size: Size, folder: Path) -> None:
 
 
 def write_shapes(folder: Path) -> None:
-    """Writes the Stable Diffusion of coloured shapes that experiments/black_2023_ddpo has trained."""
+    """Writes the Stable Diffusion of coloured shapes that experiments/black_2023_ddpo trained."""
     shutil.copytree(SHAPES, folder, dirs_exist_ok=True)
     core = json.loads((folder / "tokenizer/tokenizer.json").read_text())["model"]
     _write_words(folder, core["vocab"], core["merges"])
@@ -50,16 +50,16 @@ def write_shapes(folder: Path) -> None:
 
 
 def _write_words(folder: Path, vocabulary: dict[str, int], merges: list[list[str]]) -> None:
-    """The two files from which transformers 4 reads CLIP's tokenizer; transformers 5 does not write them."""
+    """Writes the two files from which transformers 4 reads CLIP's tokenizer; transformers 5 does not write them."""
     (folder / "tokenizer/vocab.json").write_text(json.dumps(vocabulary))
     lines = ["#version: 0.2", *map(" ".join, merges)]
     (folder / "tokenizer/merges.txt").write_text("\n".join(lines) + "\n")
 
 
 def _name_text_encoder(folder: Path) -> None:
-    """Gives the text encoder's weights the names of transformers 4, which transformers 5 reads too.
+    """Renames the text encoder's weights to transformers 4's names, which transformers 5 can also read.
 
-    Under the names that transformers 5 writes, transformers 4 finds no weights, and draws random ones with a warning.
+    With transformers 5's names, transformers 4 warns, ignores the weights and draws random ones.
     """
     file = folder / "text_encoder/model.safetensors"
     weights = load_file(file)
@@ -69,15 +69,15 @@ def _name_text_encoder(folder: Path) -> None:
 
 
 def text_encoder_norm(pipeline: Any) -> float:
-    """The norm of all weights of the text encoder, by which the two sides see that they have loaded the same one."""
+    """Returns the norm of the text encoder's weights, which shows whether both sides loaded the same ones."""
     norms = [weight.detach().double().norm() for weight in pipeline.text_encoder.parameters()]
     return torch.stack(norms).norm().item()
 
 
 def stable_diffusion(size: Size) -> Any:
-    """The Stable Diffusion of tools.gpu, with a U-Net of the size's widths and the schedule of Stable Diffusion 1.5.
+    """Returns the Stable Diffusion of tools.gpu, with the size's U-Net widths and Stable Diffusion 1.5's schedule.
 
-    In that schedule every step has noise, and so a log-probability.
+    Every step of that schedule adds noise, and so has a log-probability.
     """
     from diffusers import DDIMScheduler, UNet2DConditionModel
     from tools.gpu.models import UNET_SMALL, stable_diffusion
@@ -93,12 +93,12 @@ def stable_diffusion(size: Size) -> Any:
 
 
 def load(kind: Any, folder: str, name: str, size: Size) -> Any:
-    """A language model of the folder, in float32 on the size's device."""
+    """Loads a language model from the folder, in float32 on the size's device."""
     return kind.from_pretrained(f"{folder}/{name}").to(size.device)
 
 
 def tokenizer(size: Size) -> PreTrainedTokenizerFast:
-    """One token for each word `w<number>`, which adds no special tokens."""
+    """Returns a tokenizer with one token for each word `w<number>` that adds no special tokens."""
     special = {"<pad>": PAD, "<s>": BOS, "</s>": EOS}
     words = special | {f"w{i}": i for i in range(len(special), int(size.llama["vocab_size"]))}
     core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -107,12 +107,12 @@ def tokenizer(size: Size) -> PreTrainedTokenizerFast:
 
 
 def text(ids: list[int]) -> str:
-    """The words that the tokenizer turns into these ids."""
+    """Returns the text that the tokenizer turns into these ids."""
     return " ".join("</s>" if token == EOS else f"w{token}" for token in ids)
 
 
 def set_value_head(head: nn.Linear) -> None:
-    """Gives a value head the same weights on both sides."""
+    """Gives the value head the same weights on both sides."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.02)

@@ -1,4 +1,4 @@
-"""One measurement of one side, in a process of its own: `python -m tools.bench.process JSON` prints it as JSON."""
+"""Measures one side in its own process: `python -m tools.bench.process JSON` prints the report as JSON."""
 
 import contextlib
 import importlib
@@ -20,8 +20,8 @@ def main(order: dict[str, object]) -> dict[str, object]:
     """Runs a task of tasks/.
 
     Args:
-        order: `task`, `package` (trimtab_lm or trl), `size`, `pair`, `settings`, `folder`, where the models are, and
-            `is_profiled`: whether the report has a `profile` too, which slows the steps down.
+        order: `task`, `package` (trimtab_lm or trl), `size`, `pair`, `settings`, `folder` (that holds the models), and
+            `is_profiled` (whether to add a `profile` to the report, which slows the steps down).
     """
     task = importlib.import_module(f"tools.bench.tasks.{order['task']}")
     package, size = str(order["package"]), replace(SIZES[str(order["size"])], pair=order["pair"])
@@ -31,7 +31,7 @@ def main(order: dict[str, object]) -> dict[str, object]:
     if Clock.profiler:
         result["profile"] = shares(Clock.profiler)
     if OF_THE_OTHER[package] in sys.modules:
-        raise RuntimeError(f"The process of {package} has imported {OF_THE_OTHER[package]}.")
+        raise RuntimeError(f"The process that measures {package} imported {OF_THE_OTHER[package]}.")
     return result | {"versions": {name: _version(name) for name in VERSIONS}}
 
 

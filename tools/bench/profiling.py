@@ -1,10 +1,10 @@
-"""Where the time of a step goes, by kinds of operations."""
+"""Divides the time of a step among kinds of operations."""
 
 from collections import Counter
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# A kind's operations have one of these in their names. The profiler names the time between operations ProfilerStep.
+# An operation belongs to the kind that lists a part of its name. Time between operations is ProfilerStep.
 KINDS = {
     "attention": ("scaled_dot_product",),
     "convolutions": ("convolution",),
@@ -17,12 +17,12 @@ OTHER = "other operations"
 
 
 def second_step() -> profile:
-    """A profiler of the step after the one that warms up; `Clock` tells it where steps end."""
+    """Returns a profiler of the step after the warm-up; `Clock` advances it at the end of each step."""
     return profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
 
 
 def shares(profiler: profile) -> dict[str, float]:
-    """The share of each kind of operations in the time of the step; the shares add up to 1."""
+    """Returns each kind's share of the step's time; the shares add up to 1."""
     seconds = Counter[str]()
     for event in profiler.key_averages():
         kind = next((kind for kind, parts in KINDS.items() if any(part in event.key for part in parts)), OTHER)

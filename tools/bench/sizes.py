@@ -1,4 +1,4 @@
-"""How large the benchmarks are: plain numbers, which the driver reads without torch."""
+"""The sizes of the benchmarks: plain numbers, which the driver reads without importing torch."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -28,24 +28,24 @@ LLAMA_1B = LLAMA_11M | {
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of all works.
+    """The sizes that all works share.
 
     Attributes:
         device: "cpu" (float32, one thread) or "cuda" (bfloat16).
-        steps: timed steps of a process, after one that warms up.
-        llama: fields of the LlamaConfig.
-        unet_widths: channels of the U-Net's blocks; none for the sizes of Stable Diffusion 1.5.
-        latent: width of a latent image.
-        rows: documents or pairs of a step.
-        median: tokens of a row in the median. Of a pair's row two thirds are the prompt.
-        longest: tokens of a row at most, and of a packed row.
-        prompts, group, new_tokens: GRPO's prompts of a step, completions of each, and tokens of a completion.
-        ppo_steps: timed steps of PPO with updates, of which each is many.
-        ppo_batch, ppo_minibatch, ppo_epochs, ppo_new_tokens: PPO's.
-        images, denoising_steps: DDPO's images of an epoch, in two batches, and their steps.
-        scored, reward: images of an epoch of DDPO that runs until a mean reward, and that reward in kB.
+        steps: number of timed steps in a process, after the warm-up.
+        llama: arguments of the LlamaConfig.
+        unet_widths: channels of the U-Net's blocks; empty for Stable Diffusion 1.5's.
+        latent: width of a latent image in pixels.
+        rows: documents or pairs per step.
+        median: median tokens per row. Two thirds of a pair's row are the prompt.
+        longest: maximum tokens per row, packed rows included.
+        prompts, group, new_tokens: GRPO's prompts per step, completions per prompt, and tokens per completion.
+        ppo_steps: timed steps of PPO with updates; fewer than `steps`, because each has many updates.
+        ppo_batch, ppo_minibatch, ppo_epochs, ppo_new_tokens: PPO's batch, minibatch, epochs and tokens per response.
+        images, denoising_steps: DDPO's images per epoch, in two batches, and denoising steps per image.
+        scored, reward: images per epoch when DDPO trains until a mean reward, and that reward in kB.
         matmul: width of the square matrices that measure the machine's rate.
-        pair: the number of the pair of processes, from 0, by which works that depend on luck choose their seeds.
+        pair: number of this pair of processes, from 0; works that depend on luck choose their seeds by it.
     """
 
     device: str = "cpu"
@@ -102,14 +102,14 @@ SIZES = {
 
 
 def row_lengths(size: Size, count: int, *, seed: int) -> list[int]:
-    """Tokens of so many rows: log-normal around the median, from an eighth of it to `longest`."""
+    """Returns `count` row lengths in tokens: log-normal around the median, from an eighth of it to `longest`."""
     draw = random.Random(seed)
     lengths = (int(draw.lognormvariate(0, 0.6) * size.median) for _ in range(count))
     return [min(max(length, size.median // 8), size.longest) for length in lengths]
 
 
 def token_ids(size: Size, count: int, *, seed: int) -> list[list[int]]:
-    """Rows of random token ids of those lengths; ids 0 to 2 are padding, BOS and EOS."""
+    """Returns rows of random token ids with those lengths; ids 0 to 2 are padding, BOS and EOS."""
     draw = random.Random(seed + 1)
     vocabulary = int(size.llama["vocab_size"])
     return [[draw.randrange(3, vocabulary) for _ in range(length)] for length in row_lengths(size, count, seed=seed)]

@@ -1,4 +1,4 @@
-"""The tables of the README, written from results.json."""
+"""Writes the README's tables from results.json."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -8,15 +8,15 @@ from tools.bench.works import ABLATIONS, WORKS, Work
 
 BEGIN, END = "<!-- what follows is written by make bench -->", "<!-- end of what make bench writes -->"
 BUSY = 1.5
-"""Load average, of which a measurement itself is 1, above which other programs have run."""
+"""Load average above which other programs ran; a measurement alone has 1."""
 
 Report = Mapping[str, Any]
-"""What a process of tools.bench.process printed."""
+"""The report that a process of tools.bench.process printed."""
 
 Result = Mapping[str, Any]
-"""A line of results.json: `work`, `device`, `day`, `machine`, `commit`, and `pairs` of reports, `ours` and `other`.
+"""A line of results.json: `work`, `device`, `day`, `machine`, `commit`, and `pairs` of reports (`ours`, `other`).
 
-A pair also has the machine's `load` average before it. Some lines have a `profile`: the shares of a step of ours."""
+A pair also has the machine's `load` average before it. Some lines have a `profile`: time shares of a trimtab step."""
 
 Results = Sequence[Result]
 
@@ -37,33 +37,33 @@ HEADER = [
 
 
 def step_seconds(report: Report) -> float:
-    """The mean over the process's steps, which have different rows."""
+    """Returns the mean seconds of a step; the steps have different rows."""
     return statistics.mean(report["seconds"])
 
 
 def memory(report: Report) -> float:
-    """Peak MiB."""
+    """Returns the peak memory in MiB."""
     return report["memory"] / 2**20
 
 
 def rate(report: Report) -> float:
-    """Units per second."""
+    """Returns tokens or images per second."""
     return report["units"] / sum(report["seconds"])
 
 
 def flops_rate(report: Report) -> float:
-    """Model FLOPs per second."""
+    """Returns model FLOPs per second."""
     return report["flops"] / sum(report["seconds"])
 
 
 def read(report: Report) -> float:
-    """What a step's models read: positions, padding included; rows of the U-Net for an image."""
+    """Returns what the models read per step: positions, padding included, or the U-Net's rows per image."""
     facts = report["facts"]
     return facts["rows to sample"] + facts["rows to train"] if "rows to train" in facts else facts["positions"]
 
 
 def row(work: Work, result: Result) -> list[str]:
-    """The cells of a work: for each figure the median of the other side's processes / that of ours."""
+    """Returns a work's cells: for each figure, the medians of the other side / of ours."""
     pairs = processor_time(result["pairs"]) if is_disturbed(result) else result["pairs"]
 
     matmul = max(pair[side]["matmul"] for pair in pairs for side in SIDES)
@@ -92,36 +92,36 @@ def row(work: Work, result: Result) -> list[str]:
 
 
 def is_disturbed(result: Result) -> bool:
-    """Whether other programs ran on the processor that was measured."""
+    """Whether other programs used the processor during the measurement."""
     return result["device"] == "cpu" and any(pair["load"] > BUSY for pair in result["pairs"])
 
 
 def processor_time(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Report]]:
-    """The pairs with the seconds in which each process ran, instead of those that passed."""
+    """Returns the pairs with processor seconds in place of wall-clock seconds."""
     return [{side: {**pair[side], "seconds": pair[side]["processor_seconds"]} for side in SIDES} for pair in pairs]
 
 
 def table(works: list[Work], results: Results) -> str:
-    """The rows of those works that have results, in Markdown."""
+    """Returns a Markdown table with a row for each work that has a result."""
     by_name = {result["work"]: result for result in results}
     return markdown([HEADER, *(row(work, by_name[work.name]) for work in works if work.name in by_name)])
 
 
 def profiles(results: Results) -> str:
-    """The profiles in percent, in Markdown."""
+    """Returns a Markdown table of the profiles, in percent."""
     header = ["work", *results[0]["profile"]]
     rows = [[one["work"], *(f"{share:.0%}" for share in one["profile"].values())] for one in results]
     return markdown([header, *rows])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first row is its header."""
+    """Returns a Markdown table; the first row is its header."""
     header, *others = rows
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *others])
 
 
 def versions(results: Results) -> str:
-    """The packages of each environment, one line each."""
+    """Returns a line of package versions for each environment."""
     by_name, lines = {work.name: work for work in [*WORKS, *ABLATIONS]}, {}
     for result in results:
         work = by_name[result["work"]]
@@ -132,28 +132,28 @@ def versions(results: Results) -> str:
 
 
 def section(device: str, results: Results) -> str:
-    """All that was measured on a device."""
+    """Returns everything that was measured on a device, in Markdown."""
     machines, days, commits = (sorted({result[name] for result in results}) for name in ("machine", "day", "commit"))
     parts = [
         f"## {', '.join(machines)}",
         f"`--device {device}`, measured on {', '.join(days)} at commit {', '.join(commits)}. "
-        "In each cell: the other side / ours.",
+        "Each cell has the other side / ours.",
         table(WORKS, results),
     ]
     if any(map(is_disturbed, results)):
         parts.append(
-            f"\\* Other programs ran on the machine, whose load average was above {BUSY}. The seconds of these rows "
-            "are the processor time of the measured process; caches and memory were still shared."
+            f"\\* Other programs were running: the machine's load average was above {BUSY}. These rows give the "
+            "processor time of the measured process, which still shared caches and memory with them."
         )
     if {work.name for work in ABLATIONS} & {result["work"] for result in results}:
-        parts += ["### What each shortcut brings: without it / with it", table(ABLATIONS, results)]
+        parts += ["### What each shortcut saves: without it / with it", table(ABLATIONS, results)]
     if profiled := [result for result in results if "profile" in result]:
-        parts += ["### Where the time of a step of trimtab goes", profiles(profiled)]
+        parts += ["### Where the time of a trimtab step goes", profiles(profiled)]
     return "\n\n".join([*parts, "### Versions", versions(results)])
 
 
 def page(text: str, results: Results) -> str:
-    """The README's text with its tables written anew."""
+    """Returns the README's text with newly written tables."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     devices = dict.fromkeys(result["device"] for result in results)

@@ -1,4 +1,4 @@
-"""What is measured: each work with its peer, both sides' settings, and what must be equal on both."""
+"""The works to measure: the peer of each, the settings of both sides, and the facts that must be equal."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ OURS = "trimtab"
 
 @dataclass(frozen=True)
 class Side:
-    """One program in one configuration.
+    """A program and its configuration.
 
     Attributes:
-        environment: `OURS`, a peer (the name of a file in requirements/), or ours beside vLLM, `VLLM`.
-        settings: of the config; `call` holds arguments of the call that is timed, and `collator` the layout of the data
-            collator that is passed.
+        environment: `OURS`, a peer (the name of a file in requirements/), or `VLLM`, ours with vLLM installed.
+        settings: config fields; `call` has arguments of the timed call, and `collator` names the layout of the data
+            collator.
     """
 
     environment: str
@@ -28,13 +28,13 @@ class Work:
     """A row of a table.
 
     Attributes:
-        name: in the table and for --only.
-        task: the module of tasks/ that runs it.
-        other: the peer; in an ablation ours without the shortcut.
-        ours: with its settings.
-        settings: of both sides.
-        equal: facts that both sides report, and by how much of its value each may differ.
-        target: what the ratios of seconds and of memory should reach.
+        name: name in the table and for --only.
+        task: module of tasks/ that runs it.
+        other: the peer; in an ablation, ours without the shortcut.
+        ours: trimtab's side.
+        settings: settings of both sides.
+        equal: facts that both sides report, and the relative difference allowed in each.
+        target: ratios of seconds and of memory to reach.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Work:
     target: tuple[float | None, float | None] = (None, None)
 
     def text(self, side: Side) -> str:
-        """The program of a side and its settings."""
+        """Describes a side: its program and its settings."""
         settings = {**self.settings, **side.settings}
         shown = {**settings, **settings.get("call", {})}
         words = [f"`{name}={_short(value)}`" for name, value in shown.items() if name not in ("call", "phase")]
@@ -66,11 +66,11 @@ PIPELINE = {"text encoder's norm": 1e-5}
 EPOCH = {**PIPELINE, "updates": 0, **dict.fromkeys(("rows to sample", "rows to train"), 0)}
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 CONTINUOUS = {"rollout_backend": "continuous_batching"}
-# Room for the work at hand, as ours takes it by itself. By default TRL pages half of the main memory.
+# A cache for the work at hand, which trimtab sizes by itself. TRL's default takes half of the main memory.
 CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
-# Continuous batching takes no min_new_tokens. One token in 32,000 is EOS, which ends a completion early.
+# Continuous batching does not accept min_new_tokens. One token in 32,000 is EOS, which ends a completion early.
 MAY_END = {"generation_kwargs": None}
-# Of the ten steps of a sample one trains, in each of three passes.
+# Each of three passes trains on one of a sample's ten steps.
 FEW_STEPS = {"train_timestep_fraction": 0.1, "train_num_inner_epochs": 3}
 ONE_UPDATE = {"train_gradient_accumulation_steps": 2}
 AT_ONCE, FOUR = {"call": {"batch_size": 32}}, {"call": {"batch_size": 4}}
@@ -79,7 +79,7 @@ GENERATE, STEP, BOTH = ({"phase": phase} for phase in ("generate", "step", "both
 WORKS = [
     Work("sft", "sft", Side(TRL), equal=DOCUMENTS, target=(4, 4.5)),
     Work("sft-padding-free", "sft", Side(TRL, {"padding_free": True}), equal=DOCUMENTS, target=(2, 2.3)),
-    # Rows are packed in another order, so that the first step has other documents.
+    # The sides pack rows in different orders, so their first steps have different documents.
     Work(
         "sft-packed",
         "sft",
@@ -148,7 +148,7 @@ ABLATIONS = [
         settings=MAY_END,
         equal={"sampled": 0.05},
     ),
-    # vLLM compiles nothing on a CPU.
+    # vLLM does not compile on a CPU.
     Work(
         "grpo: vLLM",
         "grpo",

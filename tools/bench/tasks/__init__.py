@@ -1,1 +1,1 @@
-"""What is measured: a module for each work, whose `run` measures one side."""
+"""The tasks: each module's `run` measures one side of a work."""

@@ -1,4 +1,4 @@
-"""An epoch of DDPO with LoRA: images are sampled, scored and learnt from."""
+"""An epoch of DDPO with LoRA: samples images, scores them and trains on them."""
 
 import importlib
 import tempfile
@@ -18,7 +18,7 @@ ROWS = ("rows to sample", "rows to train")
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
-    """Measures one side, and counts the rows that its U-Net reads with and without gradients."""
+    """Measures one side, and counts the rows that the U-Net reads with and without gradients."""
     module = importlib.import_module("trimtab_diffusion" if package == "trimtab_lm" else package)
     PartialState(cpu=size.device == "cpu")  # TRL logs before it prepares accelerate
     clock, rows = Clock(size.device), Counter[str]()
@@ -60,12 +60,12 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
 
 
 def brightness(images: Tensor, prompts: object, metadata: object) -> tuple[Tensor, dict[str, object]]:
-    """The mean of each image's numbers."""
+    """Returns the mean of each image's pixel values."""
     return torch.as_tensor(images).float().flatten(1).mean(1), {}
 
 
 def forward_flops(unet: nn.Module, width: int, *, tokens: int) -> int:
-    """Multiplications and additions of one row through the U-Net, of `width` x `width` latents, counted by torch."""
+    """Returns the FLOPs of the U-Net on one row of `width` x `width` latents, as torch counts them."""
     weight = next(unet.parameters())
     sample = weight.new_zeros(1, unet.config.in_channels, width, width)
     encoded = weight.new_zeros(1, tokens, unet.config.cross_attention_dim)
@@ -75,9 +75,9 @@ def forward_flops(unet: nn.Module, width: int, *, tokens: int) -> int:
 
 
 def needed(size: Size, flops: int) -> Load:
-    """Each step of an image: guidance reads two rows, once to sample, and forward and backward to train.
+    """Returns the load: per denoising step, guidance reads two rows, once to sample, and forward and backward to train.
 
-    Backward passes through the frozen weights cost one forward: no gradient of the weights is needed.
+    With frozen weights, a backward pass costs as much as a forward pass: the weights need no gradient.
     """
     images = size.steps * size.images
     return Load(images, "images", images * size.denoising_steps * 2 * 3 * flops)

@@ -1,4 +1,4 @@
-"""DDPO on the Stable Diffusion of coloured shapes, until the mean reward of its images is the size's `reward`.
+"""DDPO on the Stable Diffusion of coloured shapes, until the mean reward of its images reaches the size's `reward`.
 
 The reward is the size of an image's JPEG file in kB (Black et al. 2023, arXiv:2305.13301, section 5.1).
 """
@@ -20,14 +20,14 @@ from tools.bench.tasks.ddpo import forward_flops
 from torch import Tensor, nn
 
 CAPTIONS = [f"a {color} {shape}" for color in ("red", "green", "blue") for shape in ("circle", "square", "cross")]
-LATENT, TOKENS = 8, 8  # of the pipeline's U-Net
+LATENT, TOKENS = 8, 8  # the pipeline's latent width and prompt tokens
 TRAININGS, MOST_EPOCHS = 2, 60
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
-    """Measures one side: a step is a training with a seed of its own, which other pairs of processes do not have.
+    """Measures one side. A step is a whole training; its seed depends on the step and on the pair of processes.
 
-    The one that warms up ends after two epochs.
+    The warm-up ends after two epochs.
     """
     PartialState(cpu=size.device == "cpu")  # TRL logs before it prepares accelerate
     clock, rows, epochs = Clock(size.device), list[Counter[str]](), list[int]()
@@ -44,7 +44,7 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
     clock.time(training, TRAININGS)
     total, images = sum(rows[1:], Counter[str]()), size.scored * sum(epochs[1:])
     (pipeline,) = pipelines
-    # The whole U-Net trains: two backward for each forward.
+    # The whole U-Net is trained, so a backward pass costs two forward passes.
     flops = forward_flops(pipeline.unet, LATENT, tokens=TOKENS) * (total["rows to sample"] + 3 * total["rows to train"])
     per_image = {name: number / images for name, number in total.items()}
     facts = {
@@ -58,10 +58,10 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
 def train(
     package: str, size: Size, settings: dict[str, Any], folder: str, *, seed: int, goal: float
 ) -> tuple[int, Counter[str], Any]:
-    """Trains until the mean reward of two epochs is the goal.
+    """Trains until the mean reward of two epochs reaches the goal.
 
     Returns:
-        The epochs; the rows that the U-Net read, with and without gradients; and the pipeline.
+        The number of epochs, the rows that the U-Net read with and without gradients, and the pipeline.
     """
     module = importlib.import_module("trimtab_diffusion" if package == "trimtab_lm" else package)
     pipeline = module.DefaultDDPOStableDiffusionPipeline(f"{folder}/shapes", use_lora=False)
@@ -100,11 +100,11 @@ def train(
             latest = rewards[-2 * size.scored :]
             if epoch and sum(latest) / len(latest) >= goal:
                 return epoch + 1, rows, pipeline
-    raise RuntimeError(f"the mean reward is {sum(latest) / len(latest):.4f} after {MOST_EPOCHS} epochs, not {goal}")
+    raise RuntimeError(f"the mean reward is {sum(latest) / len(latest):.4f}, not {goal}, after {MOST_EPOCHS} epochs")
 
 
 def jpeg_kb(image: Tensor) -> float:
-    """The size of an image [3, H, W], in [0, 1], as a JPEG file of quality 95, in kB."""
+    """Returns the size in kB of an image [3, H, W] in [0, 1] as a JPEG file of quality 95."""
     pixels = (image.float().clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "JPEG", quality=95)

@@ -1,4 +1,4 @@
-"""DPO with a reference of other weights, so that the first loss depends on every token of both models."""
+"""DPO with different weights in the reference, so that the first loss depends on every token of both models."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
-    """Measures one side. A precomputed reference is computed before the clock starts, on both sides."""
+    """Measures one side. A precomputed reference is ready before the clock starts, on both sides."""
     pairs, clock = pairs_of(size), Clock(size.device)
     policy, reference = (load(LlamaForCausalLM, folder, name, size) for name in ("policy", "reference"))
     clock.watch(policy, reference)

@@ -1,4 +1,4 @@
-"""GRPO: groups of completions of a fixed number of tokens, sampled and trained on in every step."""
+"""GRPO: every step samples groups of completions of a fixed length, and trains on them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
-    """Measures one side. TRL counts completions in a batch, trimtab prompts."""
+    """Measures one side. TRL's batch size counts completions, trimtab's counts prompts."""
     count = size.prompts * (size.steps + 1)
     prompts = [row[: max(2 * len(row) // 3, 1)] for row in token_ids(size, count, seed=20)]
     policy, clock = load(LlamaForCausalLM, folder, "policy", size), Clock(size.device)
@@ -45,7 +45,7 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
 
 
 def needed(size: Size, prompts: list[int]) -> Load:
-    """One pass to sample and three to train, each prompt once."""
+    """Returns the load: one pass to sample and three to train; each prompt is read once."""
     new = size.new_tokens
     tokens = total(Tokens.of(prompt, [new] * size.group, scored=new * size.group) for prompt in prompts)
     return Load(len(prompts) * size.group * new, "tokens", 4 * tokens.forward_flops(size))

@@ -1,4 +1,4 @@
-"""Preference pairs of texts, whose prompt has twice the tokens of an answer, for DPO and the reward model."""
+"""Preference pairs for DPO and the reward model; a prompt has twice as many tokens as an answer."""
 
 from datasets import Dataset
 from tools.bench.measuring import Tokens, total
@@ -10,7 +10,7 @@ Pair = tuple[list[int], list[int], list[int]]
 
 
 def pairs_of(size: Size) -> list[Pair]:
-    """The pairs of all steps."""
+    """Returns the pairs of all steps."""
     count = size.rows * (size.steps + 1)
     prompts, chosen, rejected = (token_ids(size, count, seed=seed) for seed in (10, 11, 12))
     return [
@@ -20,13 +20,13 @@ def pairs_of(size: Size) -> list[Pair]:
 
 
 def dataset(pairs: list[Pair]) -> Dataset:
-    """Rows of prompt, chosen, rejected."""
+    """Returns the pairs as a dataset with the columns prompt, chosen and rejected."""
     rows = [dict(zip(("prompt", "chosen", "rejected"), map(text, pair), strict=True)) for pair in pairs]
     return Dataset.from_list([row | {side: " " + row[side] for side in ("chosen", "rejected")} for row in rows])
 
 
 def needed(pairs: list[Pair], *, scores_answers: bool) -> Tokens:
-    """What one pass reads, each prompt once."""
+    """Returns what one pass must read; each prompt is read once."""
     return total(
         Tokens.of(len(prompt), [len(one), len(other)], scored=(len(one) + len(other)) * scores_answers)
         for prompt, one, other in pairs

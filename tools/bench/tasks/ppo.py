@@ -1,4 +1,4 @@
-"""PPO with a value head and a reference of other weights: sampling, the step alone, and both."""
+"""PPO with a value head and different weights in the reference: sampling, the step alone, or both."""
 
 import importlib
 from typing import Any
@@ -14,7 +14,7 @@ Rows = list[Tensor]
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
-    """Measures one side of what `settings["phase"]` names: generate, step, or both."""
+    """Measures one side. `settings["phase"]` says what: generate, step, or both."""
     phase, call = settings.pop("phase"), settings.pop("call", {})
     clock, facts = Clock(size.device), dict[str, float]()
     trainer = trainer_of(package, size, settings, folder, clock)
@@ -30,7 +30,7 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
 
     def learn(responses: Rows) -> None:
         stats = trainer.step(queries, responses, [torch.tensor(float(len(row) % 5)) for row in responses])
-        if phase == "step":  # of the same responses: before the first update both sides have the same models
+        if phase == "step":  # both sides get the same responses, and their models are equal before the first update
             facts.setdefault("kl", float(stats["objective/kl"]))
             facts.setdefault("mean score", float(stats["ppo/mean_scores"]))
 
@@ -38,12 +38,12 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
     timed = {"generate": generate, "step": lambda: learn(answers), "both": lambda: learn(generate())}[phase]
     steps = size.steps if phase == "generate" else size.ppo_steps
     clock.time(timed, steps)
-    timed_answers = [answers] * steps if phase == "step" else sampled[1:]  # the first step is not timed
+    timed_answers = [answers] * steps if phase == "step" else sampled[1:]  # the first step is the warm-up
     return clock.measurement(size, needed(size, phase, queries, timed_answers), {**clock.read, **facts})
 
 
 def trainer_of(package: str, size: Size, settings: dict[str, Any], folder: str, clock: Clock) -> Any:
-    """A PPOTrainer with the policy and the reference of the folder."""
+    """Returns a PPOTrainer with the policy and the reference in the folder."""
     module = importlib.import_module(package)
     models = []
     for name in ("policy", "reference"):
@@ -59,19 +59,19 @@ def trainer_of(package: str, size: Size, settings: dict[str, Any], folder: str, 
 
 
 def texts(size: Size) -> tuple[Rows, Rows]:
-    """Queries, and answers of half their length."""
+    """Returns queries, and answers half as long."""
     rows = [torch.tensor(row, device=size.device) for row in token_ids(size, size.ppo_batch, seed=30)]
     return [row[: max(2 * len(row) // 3, 1)] for row in rows], [row[2 * len(row) // 3 :] for row in rows]
 
 
 def needed(size: Size, phase: str, queries: Rows, answers: list[Rows]) -> Load:
-    """One pass to sample; one of the policy and one of the reference to score; and three for each epoch.
+    """Returns the load: one pass to sample; one pass of each model to score; three passes per epoch to train.
 
     Args:
-        size: of the work.
-        phase: what is measured.
-        queries: of each step.
-        answers: of the timed steps.
+        size: sizes of the work.
+        phase: what the process measures.
+        queries: queries of each step.
+        answers: answers of the timed steps.
     """
     pairs = [(query, len(row)) for rows in answers for query, row in zip(queries, rows, strict=True)]
     read = total(Tokens.of(len(query), [length], scored=length) for query, length in pairs)

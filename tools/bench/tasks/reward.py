@@ -1,4 +1,4 @@
-"""A reward model from preference pairs."""
+"""A reward model trained on preference pairs."""
 
 from typing import Any
 

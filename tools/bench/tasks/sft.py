@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on documents of token ids, of which every token counts."""
+"""Supervised fine-tuning on documents of token ids; the loss covers every token."""
 
 import random
 import tempfile
@@ -12,14 +12,14 @@ from tools.bench.sizes import Size, token_ids
 from tools.bench.tasks.training import shared_arguments, train
 from transformers import DataCollatorForSeq2Seq, LlamaForCausalLM
 
-EQUAL = 100  # documents of a step, where they have one length
+EQUAL = 100  # documents per step, if they have equal lengths
 
 
 def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Measurement:
     """Measures one side.
 
-    Beside those of the config, `settings` may have `documents`, so many of a hundred documents of equal length are a
-    micro-batch of a step; `collator`; and `loop`: "plain" for a training loop without a Trainer.
+    Besides config fields, `settings` may have `documents` (a step has 100 documents of equal length, and this many in
+    each micro-batch); `collator`; and `loop`: "plain" for a training loop without a Trainer.
     """
     is_packed = settings.get("packing", False)
     if documents := settings.pop("documents", 0):
@@ -50,7 +50,7 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
 def plain_loop(
     package: str, algorithm: str, size: Size, settings: dict[str, Any], load: Load, clock: Clock, **arguments: Any
 ) -> Measurement:
-    """Measures the same steps on our collator, forward pass and loss, in a loop that does nothing else."""
+    """Measures the same steps in a loop that does nothing but call our collator, forward pass and loss."""
     from trimtab_lm import SFTConfig, SFTTrainer
     from trimtab_lm.sft.algorithm import score_labels, token_nll
 
@@ -75,14 +75,14 @@ def plain_loop(
 
 
 def of_one_length(size: Size) -> list[list[int]]:
-    """A hundred documents for each step."""
+    """Returns a hundred documents of equal length for each step."""
     draw, vocabulary = random.Random(0), int(size.llama["vocab_size"])
     count, length = EQUAL * (size.steps + 1), 100
     return [[draw.randrange(3, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
 def pairs_of_full_rows(size: Size) -> list[list[int]]:
-    """Documents of which two and two fill a row, so that both sides pack without a gap, and read the same tokens."""
+    """Returns documents that fill a row two by two, so that both sides pack without gaps and read the same tokens."""
     longest, vocabulary = size.longest, int(size.llama["vocab_size"])
     draw = random.Random(0)
     lengths = [
@@ -94,6 +94,6 @@ def pairs_of_full_rows(size: Size) -> list[list[int]]:
 
 
 def needed(size: Size, rows: list[list[int]]) -> Load:
-    """Forward and backward, three times the forward's FLOPs."""
+    """Returns the load: forward and backward passes take three times the FLOPs of the forward pass."""
     tokens = total(Tokens.of(0, [len(row)], scored=len(row) - 1) for row in rows)
     return Load(tokens.read, "tokens", 3 * tokens.forward_flops(size))

@@ -1,4 +1,4 @@
-"""What the tasks on `transformers.Trainer` share: the same settings on both sides, and a clock in a callback."""
+"""What the tasks on `transformers.Trainer` share: the settings of both sides, and a callback that times steps."""
 
 import importlib
 import tempfile
@@ -12,18 +12,18 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 
 class StepEnds(TrainerCallback):
-    """Ticks the clock after each optimizer step, so that a step's time holds everything between two of them."""
+    """Ends a clock's step after each optimizer step, so that a step covers everything between two of them."""
 
     def __init__(self, clock: Clock):
         self.clock = clock
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Called by Trainer."""
+        """Ends a step; `Trainer` calls this."""
         self.clock.tick()
 
 
 def shared_arguments(size: Size, folder: str) -> dict[str, Any]:
-    """Arguments of both sides: the order of the data set, no checkpoints, no trackers, no recomputed activations."""
+    """Returns both sides' arguments: rows in dataset order, no checkpoints, no trackers, no recomputed activations."""
     return {
         "output_dir": folder,
         "per_device_train_batch_size": size.rows,
@@ -52,17 +52,17 @@ def train(
     facts: Mapping[str, float] = MappingProxyType({}),
     **arguments: Any,
 ) -> Measurement:
-    """Runs the package's trainer of an algorithm, such as SFT, and measures all steps but the first.
+    """Runs the package's trainer for an algorithm, and measures all steps after the first.
 
     Args:
         package: trimtab_lm or trl.
-        algorithm: before Config and Trainer in the names of its classes.
-        size: of the work.
-        settings: of the config beside `shared_arguments`.
-        load: of the timed steps.
-        clock: which watches the models.
-        facts: that the task fills in during training, beside the first loss.
-        arguments: of the trainer.
+        algorithm: prefix of its classes' names, such as SFT.
+        size: sizes of the work.
+        settings: config fields besides `shared_arguments`.
+        load: work that the timed steps require.
+        clock: clock that watches the models.
+        facts: facts besides the first loss; the task may fill them in during training.
+        arguments: arguments of the trainer.
     """
     module = importlib.import_module(package)
     with tempfile.TemporaryDirectory() as folder:
