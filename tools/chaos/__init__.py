@@ -1,1 +1,1 @@
-"""Kills and restarts training processes until their runs end, and compares them with runs that were left alone."""
+"""Kills and restarts training processes until their runs end, and compares them with undisturbed runs."""

@@ -1,10 +1,10 @@
-"""Kills each trainer's processes again and again until the run ends, and compares it with a run that was left alone.
+"""Kills each trainer's processes again and again until the run ends, and compares it with an undisturbed run.
 
-    make chaos                                  all seven trainers, one process and two, more than 100 kills
+    make chaos                                  all seven trainers, one and two processes, more than 100 kills
     make chaos ARGS="--only ppo sft --kills 30"
-    python -m tools.chaos --short               a few kills of two trainers in less than a minute, as CI does
+    python -m tools.chaos --short               a few kills of two trainers in under a minute; CI runs this
 
-A seed repeats the order of the kills and the moments that are drawn; the machine decides where in a step they fall.
+A seed fixes the order of the kills and their random times; the machine decides which part of a step they hit.
 """
 
 import json
@@ -32,19 +32,19 @@ from tools.chaos.works import WORKS
 TRAINERS = tuple(name for name in WORKS if not name.endswith("_step"))
 RECORD = Path(__file__).with_name("record.json")
 PATIENCE = 120.0
-"""Seconds after which processes hang."""
+"""Seconds after which a process counts as hung."""
 
 
 @dataclass
 class Row:
-    """What became of the runs of one trainer.
+    """The results of one trainer's runs.
 
     Attributes:
-        kills: by kind.
-        starts: of processes, or of groups of them.
-        ended: processes that did not follow one that had failed, so that the launcher ended them.
-        runs: that ended, all of them compared.
-        difference: the first one; empty if all runs are equal to the one that was left alone.
+        kills: number of kills by kind.
+        starts: number of times that the processes were started.
+        ended: number of processes that the launcher ended, because they outlived one that failed.
+        runs: number of finished runs, all of which were compared.
+        difference: first difference from the undisturbed run; empty if all runs equal it.
     """
 
     trainer: str
@@ -58,12 +58,12 @@ class Row:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs what the arguments ask for; 1 if a run differs."""
+    """Runs what the arguments ask for; returns 1 if a run differs."""
     options = parsed(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows = []
-    folder = Path(options.folder or tempfile.mkdtemp())  # a TemporaryDirectory would go with the first forked process
+    folder = Path(options.folder or tempfile.mkdtemp())  # the first forked process would remove a TemporaryDirectory
     for size, kills in ((1, options.kills), (2, options.pair_kills)):
         for trainer in options.only if kills else ():
             rows.append(row := punished(trainer, folder, size, options.tracker, kills=kills, seed=options.seed))
@@ -84,16 +84,16 @@ def main(arguments: list[str]) -> int:
 
 
 def parsed(arguments: list[str]) -> Namespace:
-    """The options."""
+    """Returns the parsed options."""
     parser = ArgumentParser(prog="python -m tools.chaos", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", nargs="+", choices=list(WORKS), default=list(TRAINERS), help="these trainers")
-    parser.add_argument("--kills", type=int, default=12, help="of each trainer in one process")
-    parser.add_argument("--pair-kills", type=int, default=4, help="of each trainer in two processes")
+    parser.add_argument("--kills", type=int, default=12, help="kills per trainer in one process")
+    parser.add_argument("--pair-kills", type=int, default=4, help="kills per trainer in two processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tracker", choices=("tensorboard", "wandb"), default="tensorboard", help="wandb: offline")
-    parser.add_argument("--folder", help="keeps the runs in this folder")
-    parser.add_argument("--record", type=Path, help=f"writes the rows as JSON, such as {RECORD.name}")
-    parser.add_argument("--short", action="store_true", help="PPO and SFT, one process, three kills of each")
+    parser.add_argument("--folder", help="keep the runs in this folder")
+    parser.add_argument("--record", type=Path, help=f"write the rows to this JSON file, such as {RECORD.name}")
+    parser.add_argument("--short", action="store_true", help="PPO and SFT, one process, three kills each")
     options = parser.parse_args(arguments)
     if options.short:
         options.only, options.kills, options.pair_kills = ["ppo", "sft"], 3, 0
@@ -101,7 +101,7 @@ def parsed(arguments: list[str]) -> Namespace:
 
 
 def punished(trainer: str, root: Path, size: int, tracker: str, *, kills: int, seed: int) -> Row:
-    """Runs a trainer until its processes were killed so many times, and compares each run that ended."""
+    """Runs a trainer until its processes were killed `kills` times, and compares each finished run."""
     row, began = Row(trainer, size), time.monotonic()
     random = Random(f"{seed} {trainer} {size}")
     folder = root / f"{trainer}-{size}"
@@ -132,7 +132,7 @@ def punished(trainer: str, root: Path, size: int, tracker: str, *, kills: int, s
 
 
 def whole(trainer: str, folder: Path, size: int, tracker: str) -> float:
-    """Runs a trainer to its end; the seconds it took."""
+    """Runs a trainer to its end; returns the seconds that it took."""
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     group = Group.start(trainer, folder, size=size, tracker=tracker)
@@ -144,7 +144,7 @@ def whole(trainer: str, folder: Path, size: int, tracker: str) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
+    """Returns the rows as a Markdown table."""
     lines = [
         "| trainer | processes | SIGKILL at random | in a save | SIGTERM | starts | ended | runs | equal | seconds |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -160,7 +160,7 @@ def table(rows: list[Row]) -> str:
 
 
 def machine() -> list[str]:
-    """Cores and versions."""
+    """Returns the number of cores and the versions."""
     packages = [f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "diffusers")]
     return [f"{len(os.sched_getaffinity(0))} cores", f"Python {platform.python_version()}", *packages]
 

@@ -1,4 +1,4 @@
-"""Compares what two runs left: weights, optimizer, schedule, random numbers and all that was logged, bit for bit."""
+"""Compares two finished runs bit for bit: weights, optimizer, schedule, random state and everything logged."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -15,14 +15,14 @@ History = dict[str, list[tuple[int, float]]]
 
 
 def difference(run: Path, straight: Path) -> str:
-    """Where the two differ first; empty if they are equal.
+    """Returns the first difference between the runs; empty if they are equal.
 
     Raises:
-        ValueError: there is nothing to compare with: the run that was left alone has no final state, or logged nothing.
+        ValueError: the undisturbed run has no final state, or logged nothing.
     """
     finals = sorted(straight.glob("final-*.pt"))
     if not finals:
-        raise ValueError(f"{straight} holds no final-<rank>.pt: the run that was left alone has not ended, or is gone.")
+        raise ValueError(f"{straight} holds no final-<rank>.pt: the undisturbed run has not ended, or was removed.")
     for file in finals:
         one, other = (torch.load(folder / file.name, weights_only=True) for folder in (run, straight))
         if where := tree_difference(one, other):
@@ -35,11 +35,11 @@ def difference(run: Path, straight: Path) -> str:
 
 
 def wandb_scalars(run: Path) -> History:
-    """What W&B's files of a run hold: each name's steps and values; a step that was repeated, equally, counts once.
+    """Returns each name's steps and values in a run's W&B files; a step repeated with an equal value counts once.
 
-    Each start of the process writes a file of its own. W&B takes a step of a run once.
+    Each start of the process writes its own file. W&B accepts a step of a run once.
     """
-    from tools.chaos.wandb_files import (  # W&B's package, which forked processes import by themselves
+    from tools.chaos.wandb_files import (  # imports wandb, which each forked process must import itself
         RunFile,
         is_finite,
     )
@@ -59,10 +59,10 @@ def wandb_scalars(run: Path) -> History:
 
 
 def tensorboard_scalars(run: Path) -> History:
-    """What TensorBoard shows of a run: each name's steps and values, in the order in which they were written.
+    """Returns each name's steps and values as TensorBoard shows them, in the order of the steps.
 
-    A session's first event says from which step on earlier events no longer count. transformers does not write such an
-    event: in its folders a step that was logged again with an equal value counts once.
+    A session's first event gives the step from which earlier events no longer count. transformers does not write such
+    an event, so in its folders a step repeated with an equal value counts once.
     """
     history: History = defaultdict(list)
     for file in sorted(run.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns):

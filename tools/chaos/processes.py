@@ -1,7 +1,7 @@
-"""Processes that train, forked from one that has imported everything, and the ways in which they die.
+"""Training processes, forked from one that has imported everything, and the ways to kill them.
 
-A forked process has a number, memory and files of its own and dies alone. It lacks the seconds of imports that a new
-interpreter would begin with, during which nothing of a run exists.
+A forked process has its own number, memory and files, and dies alone. Unlike a new interpreter, it does not spend its
+first seconds on imports, before the run exists.
 """
 
 import atexit
@@ -22,10 +22,10 @@ from tools.chaos import works
 KINDS = ("random", "save", "sigterm")
 """SIGKILL at a random moment; SIGKILL while a checkpoint is unfinished; SIGTERM at a random moment."""
 ENDS = (0, 1, 75, 143, -signal.SIGKILL, -signal.SIGTERM)
-"""How a process of a run in which one is killed may end: the others raise, or end with the status of the rank watch."""
+"""How the other processes may end after one is killed: with an error, or with the rank watch's status."""
 
 GRACE = 15.0
-"""Seconds between the end of a process and the end of those that do not follow; the watch of ranks takes ten."""
+"""Seconds between the end of one process and the killing of the others; the rank watch takes ten."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Group:
     """The processes of one start of a run.
 
     Attributes:
-        ended: how many of them did not follow one that had failed, and were ended as a launcher does it.
+        ended: number of processes that outlived one that failed, and that this object killed as a launcher does.
     """
 
     folder: Path
@@ -42,7 +42,7 @@ class Group:
 
     @classmethod
     def start(cls, work: str, folder: Path, *, size: int, tracker: str) -> "Group":
-        """Forks the processes; what they print goes to folder/log-<rank>.txt."""
+        """Forks the processes; each prints to folder/log-<rank>.txt."""
         with socket.create_server(("localhost", 0)) as unused:
             port = unused.getsockname()[1]
         pids = []
@@ -57,13 +57,13 @@ class Group:
         return cls(folder, pids)
 
     def wait(self, seconds: float) -> list[int]:
-        """The statuses of the processes.
+        """Waits for the processes and returns their statuses.
 
-        As a launcher does, it ends those that are left some time after one has failed. The watch of ranks needs no help
-        from the moment at which the processes know each other; a process that starts alone waits for the others.
+        As a launcher does, kills the processes that are left some time after one has failed. The rank watch ends them
+        by itself once the processes have connected; before that, a process waits for the others.
 
         Raises:
-            TimeoutError: no process has ended after so many seconds.
+            TimeoutError: no process has ended after `seconds`.
         """
         deadline, statuses = time.monotonic() + seconds, dict[int, int]()
         while len(statuses) < len(self.pids):
@@ -78,17 +78,17 @@ class Group:
                     statuses[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 self.ended = len(left)
                 if len(left) == len(self.pids):
-                    raise TimeoutError(f"{self.folder}: the processes were still there after {seconds:.0f} s.")
+                    raise TimeoutError(f"{self.folder}: the processes were still running after {seconds:.0f} s.")
             time.sleep(0.002)
         return [statuses[pid] for pid in self.pids]
 
     def strike(self, kind: str, random: Random, *, longest: float) -> bool:
-        """Sends a random process its signal; False if the processes end before.
+        """Sends a random process its signal; returns False if that process ends first.
 
         Args:
             kind: one of KINDS.
-            random: draws the process and the moment.
-            longest: seconds within which the moment lies.
+            random: generator that chooses the process and the moment.
+            longest: maximum seconds until the moment.
         """
         pid, moment = random.choice(self.pids), time.monotonic() + random.uniform(0, longest)
         skipped, delay = random.randrange(3), random.uniform(0, 0.02)
@@ -106,13 +106,13 @@ class Group:
 
 
 class _Saves:
-    """Watches a folder for checkpoints that are not finished, and skips some."""
+    """Watches a folder for unfinished checkpoints, and skips the first few."""
 
     def __init__(self, root: Path, skipped: int) -> None:
         self.root, self.skipped, self.last = root, skipped, ""
 
     def is_inside(self) -> bool:
-        """Whether a checkpoint is unfinished at this moment, after those that are skipped."""
+        """Whether a checkpoint is unfinished now, not counting the skipped ones."""
         unfinished = self._unfinished()
         if unfinished and unfinished != self.last:
             self.skipped -= 1
@@ -131,21 +131,21 @@ class _Saves:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child process has ended; it stays to be waited for."""
+    """Whether a child process has ended; leaves it to be waited for."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _be(work: str, folder: Path, rank: int, tracker: str) -> NoReturn:
-    """In a forked process: trains."""
+    """Trains in a forked process."""
     os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
     os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.02"  # a step of these runs takes less than a second
     end_as(lambda: works.run(work, folder, tracker), log=folder / f"log-{rank}.txt")
 
 
 def end_as(program: Callable[[], object], *, log: Path) -> NoReturn:
-    """In a forked process: runs a program, whose output goes to a file, and ends as an interpreter would.
+    """Runs a program in a forked process, sends its output to a file, and ends the process as an interpreter would.
 
-    What the parent process registered with atexit runs here, too, so that the parent must own no TemporaryDirectory.
+    This also runs the parent's atexit functions, so the parent must not own a TemporaryDirectory.
     """
     status = 0
     try:

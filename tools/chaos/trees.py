@@ -4,7 +4,7 @@ import torch
 
 
 def tree_difference(one: object, other: object, where: str = "") -> str:
-    """Where two trees differ first, and how; empty if they are equal. NaN differs from itself."""
+    """Returns where two trees differ first, and how; empty if they are equal. NaN differs from itself."""
     if type(one) is not type(other):
         return f"{where}: {type(one).__name__}, {type(other).__name__}"
     match one, other:

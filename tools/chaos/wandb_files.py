@@ -1,7 +1,7 @@
-"""What a run left in W&B's own file, run-<id>.wandb, read while it grows and after it ended.
+"""Reads W&B's own file of a run, run-<id>.wandb, while the run writes it and after it ends.
 
-The file is a log of LevelDB's format, blocks of 32 KiB that hold chunks of records, after seven bytes of W&B's; the
-records are W&B's protobuf messages. wandb carries no reader of it in Python, only the messages.
+The file starts with seven bytes of W&B's, and then is a LevelDB log: blocks of 32 KiB hold chunks of records, which are
+W&B's protobuf messages. wandb has these messages in Python, but no reader of the file.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ WHOLE, LAST = 1, 4  # kinds of chunks that end a record
 
 
 class RunFile:
-    """One run's file; `update` reads what was added since the last time."""
+    """The file of one run; `update` reads what the run has added since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run_id = ""
         self.sweep_id = ""
         self.config: dict[str, Any] = {}
-        self.summary: dict[str, Any] = {}  # names as the sweep writes them: parts of nested ones joined by dots
+        self.summary: dict[str, Any] = {}  # a nested name's parts are joined by dots
         self.exit_code: int | None = None
-        self.rows: list[dict[str, Any]] = []  # of its history
+        self.rows: list[dict[str, Any]] = []  # rows of the history
         self._position = HEADER
         self._parts: list[bytes] = []
 
     def update(self) -> RunFile:
-        """Read what the run has written since the last call."""
+        """Reads what the run has written since the last call."""
         with self.path.open("rb") as file:
             file.seek(self._position)
             data = file.read()
@@ -43,7 +43,7 @@ class RunFile:
         return self
 
     def history(self, name: str) -> list[float]:
-        """The finite values of a metric, in the order they were logged."""
+        """Returns the finite values of a metric, in the order they were logged."""
         return [float(row[name]) for row in self.rows if name in row and is_finite(row[name])]
 
     def _records(self, data: bytes) -> Iterator[Record]:
@@ -59,7 +59,7 @@ class RunFile:
                 return
             _, length, kind = struct.unpack("<IHB", data[offset : offset + CHUNK])
             if len(data) < offset + CHUNK + length:
-                return  # not written to its end yet
+                return  # not yet written to its end
             self._parts.append(data[offset + CHUNK : offset + CHUNK + length])
             self._position += CHUNK + length
             if kind in (WHOLE, LAST):
@@ -83,12 +83,12 @@ class RunFile:
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number, and no truth value."""
+    """Whether a value is a finite number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _values(items: Any) -> dict[str, Any]:
-    """{name: value} of W&B's items; the keys of inner mappings are joined to the name with dots."""
+    """Returns {name: value} for W&B's items; joins the keys of inner mappings to the name with dots."""
     values: dict[str, Any] = {}
     for item in items:
         name = ".".join(item.nested_key) or item.key
