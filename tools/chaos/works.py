@@ -1,7 +1,7 @@
-"""The seven trainers on tiny models, each as a program that goes on from its folder's newest checkpoint.
+"""The seven trainers on tiny models; each is a program that continues from its folder's newest checkpoint.
 
-Every reward and every dropout draws random numbers, so that a resumed run that lost a generator's state would show.
-`run` writes what the last step left; what was logged lies in the tracker's files, too.
+Every reward and dropout draws random numbers, so a resumed run that lost a generator's state would differ. `run` writes
+the state after the last step; the tracker's files hold what was logged.
 """
 
 import os
@@ -46,22 +46,22 @@ Log = list[dict[str, float]]
 
 
 def noise() -> float:
-    """Every library's global generator has a part in it."""
+    """Returns a random number that depends on every library's global generator."""
     return random.random() + random.gauss(0, 0.1) + np.random.rand() + torch.rand(()).item()
 
 
 def scored(texts: list[str]) -> list[float]:
-    """A reward of each text."""
+    """Returns a reward for each text."""
     return [len(set(text)) / 4 + noise() for text in texts]
 
 
 def per_process(size: int) -> int:
-    """The share of a batch that this process has."""
+    """Returns this process's share of a batch."""
     return size // int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ppo_trainer(folder: Path, tracker: str, **more: Any) -> PPOTrainer:
-    """PPO over a few prompts."""
+    """PPO on a few prompts."""
     config = PPOConfig(
         batch_size=per_process(4),
         mini_batch_size=1,
@@ -87,7 +87,7 @@ def ppo_trainer(folder: Path, tracker: str, **more: Any) -> PPOTrainer:
 
 
 def ppo(folder: Path, tracker: str, **more: Any) -> Any:
-    """`PPOTrainer.train`."""
+    """Runs `PPOTrainer.train`."""
     trainer = ppo_trainer(folder, tracker, **more)
     options = {"max_new_tokens": 6, "do_sample": True}
     trainer.train(
@@ -100,7 +100,7 @@ def ppo(folder: Path, tracker: str, **more: Any) -> Any:
 
 
 def ppo_step(folder: Path, tracker: str, **more: Any) -> Any:
-    """A loop around `PPOTrainer.step`, in which the caller saves."""
+    """Loops over `PPOTrainer.step`; the caller saves."""
     trainer = ppo_trainer(folder, tracker, **more)
     root = trainer.config.output_dir
     if root and (newest := latest_checkpoint(root)):
@@ -144,18 +144,18 @@ def ddpo_trainer(folder: Path, tracker: str, **more: Any) -> DDPOTrainer:
         horizon=20,
         **{"save_freq": SAVE_EVERY, "resume_from": "latest", **more},
     )
-    with tiny_diffusion.from_seed(1):  # LoRA weights start from random values
+    with tiny_diffusion.from_seed(1):  # LoRA weights are random at the start
         pipeline = DDPOStableDiffusionPipeline(tiny_diffusion.stable_diffusion(), use_lora=True)
     return DDPOTrainer(config, image_reward, lambda: (random.choice(("cat", "dog")), {}), pipeline)
 
 
 def image_reward(images: torch.Tensor, prompts: Any, metadata: Any) -> torch.Tensor:
-    """A reward of each image."""
+    """Returns a reward for each image."""
     return images.mean((1, 2, 3)) + torch.tensor([0.1 * noise() for _ in images])
 
 
 def ddpo(folder: Path, tracker: str, **more: Any) -> Any:
-    """`DDPOTrainer.train`."""
+    """Runs `DDPOTrainer.train`."""
     trainer = ddpo_trainer(folder, tracker, **more)
     trainer.train()
     trainer.tracker.finish()
@@ -163,7 +163,7 @@ def ddpo(folder: Path, tracker: str, **more: Any) -> Any:
 
 
 def ddpo_step(folder: Path, tracker: str, **more: Any) -> Any:
-    """A loop around `DDPOTrainer.step`, in which the caller saves."""
+    """Loops over `DDPOTrainer.step`; the caller saves."""
     trainer = ddpo_trainer(folder, tracker, **more)
     for epoch in range(trainer.first_epoch, STEPS):
         trainer.step(epoch, trainer.global_step)
@@ -174,7 +174,7 @@ def ddpo_step(folder: Path, tracker: str, **more: Any) -> Any:
 
 
 def settings(folder: Path, tracker: str, **more: Any) -> dict[str, Any]:
-    """What the configs of the trainers on `transformers.Trainer` share."""
+    """Returns the settings that the configs of the trainers on `transformers.Trainer` share."""
     return {
         "output_dir": str(folder / "checkpoints"),
         "use_cpu": True,
@@ -191,7 +191,7 @@ def settings(folder: Path, tracker: str, **more: Any) -> dict[str, Any]:
 
 
 def sft(folder: Path, tracker: str, **more: Any) -> Any:
-    """`SFTTrainer.train`."""
+    """Runs `SFTTrainer.train`."""
     data = Dataset.from_dict({"text": TEXTS})
     config = SFTConfig(**settings(folder, tracker, **more))
     model = tiny.gpt2(resid_pdrop=0.3)
@@ -199,21 +199,21 @@ def sft(folder: Path, tracker: str, **more: Any) -> Any:
 
 
 def dpo(folder: Path, tracker: str, **more: Any) -> Any:
-    """`DPOTrainer.train`."""
+    """Runs `DPOTrainer.train`."""
     data = Dataset.from_dict(PAIRS)
     config = DPOConfig(**settings(folder, tracker, **more))
     return trained(DPOTrainer(tiny.gpt2(), args=config, train_dataset=data, processing_class=tiny.tokenizer()))
 
 
 def reward(folder: Path, tracker: str, **more: Any) -> Any:
-    """`RewardTrainer.train`."""
+    """Runs `RewardTrainer.train`."""
     data = Dataset.from_dict(PAIRS)
     config = RewardConfig(**settings(folder, tracker, **more))
     return trained(RewardTrainer(tiny.scorer(), config, train_dataset=data, processing_class=tiny.tokenizer()))
 
 
 def grpo(folder: Path, tracker: str, **more: Any) -> Any:
-    """`GRPOTrainer.train`."""
+    """Runs `GRPOTrainer.train`."""
     config = GRPOConfig(
         num_generations=2, max_completion_length=4, steps_per_generation=2, **settings(folder, tracker, **more)
     )
@@ -223,7 +223,7 @@ def grpo(folder: Path, tracker: str, **more: Any) -> Any:
 
 
 def iterative_sft(folder: Path, tracker: str, **more: Any) -> Any:
-    """A loop around `IterativeSFTTrainer.step`; each call is two optimizer steps."""
+    """Loops over `IterativeSFTTrainer.step`; each call is two optimizer steps."""
     config = IterativeSFTConfig(**settings(folder, tracker, **more))
     trainer = IterativeSFTTrainer(tiny.gpt2(resid_pdrop=0.3), config, processing_class=tiny.tokenizer())
     if latest_checkpoint(str(config.output_dir)):
@@ -236,7 +236,7 @@ def iterative_sft(folder: Path, tracker: str, **more: Any) -> Any:
 
 
 def trained(trainer: Any) -> Any:
-    """The trainer and its model, after the steps that its newest checkpoint lacks."""
+    """Runs the steps that the trainer's newest checkpoint lacks; returns the trainer and its model."""
     trainer.train(resume_from_checkpoint=latest_checkpoint(trainer.args.output_dir) is not None or None)
     return trainer, trainer.model
 
@@ -244,14 +244,14 @@ def trained(trainer: Any) -> Any:
 WORKS: dict[str, Callable[..., Any]] = {
     work.__name__: work for work in (ppo, ddpo, sft, dpo, reward, grpo, iterative_sft, ppo_step, ddpo_step)
 }
-"""By name; those that end in _step are a second loop of the same trainer."""
+"""The programs by name. A name that ends in _step runs a second loop of the same trainer."""
 
 
 def run(name: str, folder: Path, tracker: str, **more: Any) -> None:
-    """Trains to the end in this process, and writes what the end is: final-<rank>.pt."""
+    """Trains to the end in this process, and writes the final state to final-<rank>.pt."""
     torch.set_num_threads(1)
     is_new = latest_checkpoint(folder / "checkpoints") is None
-    set_seed(11 if is_new else os.getpid())  # a resumed run must not depend on how its process began
+    set_seed(11 if is_new else os.getpid())  # a resumed run must not depend on the seed of its process
     trainer, model = WORKS[name](folder, tracker, **more)
     left = {
         "weights": trainer.accelerator.unwrap_model(model).state_dict(),
@@ -259,14 +259,14 @@ def run(name: str, folder: Path, tracker: str, **more: Any) -> None:
         "schedule": trainer.lr_scheduler.state_dict(),
         "logged": logged(trainer),
     }
-    if isinstance(trainer, PPOTrainer | DDPOTrainer):  # Trainer restores no generators for a run that is finished
+    if isinstance(trainer, PPOTrainer | DDPOTrainer):  # Trainer does not restore generators for a finished run
         left["random"] = noise()
     torch.save(left, folder / f"final-{trainer.accelerator.process_index}.pt")
     trainer.accelerator.end_training()
 
 
 def logged(trainer: Any) -> Log:
-    """The log of a trainer on `transformers.Trainer`, which its checkpoints hold, without durations."""
+    """Returns the log of a trainer on `transformers.Trainer`, as its checkpoints hold it, without durations."""
     if isinstance(trainer, PPOTrainer | DDPOTrainer):
         return []
     lines: Log = [line for line in trainer.state.log_history if "loss" in line]
@@ -276,6 +276,6 @@ def logged(trainer: Any) -> Log:
 def is_repeatable(name: str) -> bool:
     """Whether a logged number must be equal in two runs.
 
-    Durations differ, each process checks its first epoch, and `train_loss` is the mean over the steps of one process.
+    Durations differ, processes repeat the checks of a first epoch, and `train_loss` averages the steps of one process.
     """
     return not any(word in name for word in ("time", "per_second", "selfcheck", "train_loss"))
