@@ -51,7 +51,7 @@ def test_a_forward_pass_that_is_not_repeatable_is_found():
     trainer = ppo(policy())
 
     def noisy(_, __, outputs):
-        return outputs._replace(logprobs=outputs.logprobs + 0.1 * torch.randn(outputs.logprobs.shape))
+        return outputs[0] + 0.1 * torch.randn(outputs[0].shape), *outputs[1:]
 
     trainer.bare.register_forward_hook(noisy)
     with pytest.warns(UserWarning, match="health/other_start.*ratios do not start from 1"):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -40,43 +39,34 @@ class Alert:
         return f"{self.name}: {self.message}"
 
 
-class Reading(NamedTuple):
-    """A number that is on the wrong side of its limit, and both in words."""
-
-    value: float
-    threshold: float
-    words: str
-
-
-def reading(sign: Sign, values: Sequence[float], unit: float = 1.0) -> Reading | None:
-    """The latest values, of which the last comes last, in words; None where one is on the right side.
+def alert_of(condition: Condition, readings: Sequence[tuple[Sign, Sequence[float], float]]) -> Alert | None:
+    """The alert of a condition; None unless the values of every sign are on the wrong side of its limit.
 
     Args:
-        sign: has the limit.
-        values: those of the checks that tell.
-        unit: what the limit is a multiple of.
+        condition: has the signs.
+        readings: signs, their values at the latest checks, and what their limits are multiples of.
     """
-    count = math.ceil(sign.share * len(values))
-    nearest = sorted(values, reverse=sign.above is not None)[count - 1]
-    if sign.above is not None:
-        side, limit, is_wrong = "above", sign.above, nearest > sign.above * unit
-    else:
-        assert sign.below is not None, sign.statistic
-        side, limit, is_wrong = "below", sign.below, nearest < sign.below * unit
-    if not is_wrong:
+    numbers, words = list[tuple[float, float]](), list[str]()
+    for sign, values, unit in readings:
+        count = math.ceil(sign.share * len(values))
+        nearest = sorted(values, reverse=sign.above is not None)[count - 1]
+        if sign.above is not None:
+            side, limit, is_wrong = "above", sign.above, nearest > sign.above * unit
+        else:
+            assert sign.below is not None, sign.statistic
+            side, limit, is_wrong = "below", sign.below, nearest < sign.below * unit
+        if not is_wrong:
+            return None
+        value = Vitals.__dataclass_fields__[sign.statistic].metadata["words"].format(f"{nearest:.4g}")
+        multiple = f" ({limit:g} times the {sign.of})" if sign.of in ("first", "target") else ""
+        often = "each" if count == len(values) else count
+        lasting = f" at {often} of the last {len(values)} checks" if len(values) > 1 else ""
+        numbers.append((nearest, limit * unit))
+        words.append(f"{value}, {side} {limit * unit:.4g}{multiple}{lasting}")
+    if not words:
         return None
-    words = Vitals.__dataclass_fields__[sign.statistic].metadata["words"].format(f"{nearest:.4g}")
-    multiple = f" ({limit:g} times the {sign.of})" if sign.of in ("first", "target") else ""
-    often = "each" if count == len(values) else count
-    lasting = f" at {often} of the last {len(values)} checks" if len(values) > 1 else ""
-    return Reading(nearest, limit * unit, f"{words}, {side} {limit * unit:.4g}{multiple}{lasting}")
-
-
-def alert_of(condition: Condition, readings: Sequence[Reading]) -> Alert:
-    """What the readings of a condition's signs say, one for each."""
-    words = ", and ".join(reading.words for reading in readings)
-    message = f"{words}: {condition.cause}. {condition.remedy}"
-    return Alert(f"health/{condition.name}", readings[0].value, readings[0].threshold, message)
+    message = f"{', and '.join(words)}: {condition.cause}. {condition.remedy}"
+    return Alert(f"health/{condition.name}", *numbers[0], message)
 
 
 def warn_at_start(condition: Condition, gap: float, *, rounding: float) -> None:
@@ -87,8 +77,8 @@ def warn_at_start(condition: Condition, gap: float, *, rounding: float) -> None:
         gap: its statistic, nats.
         rounding: nats by which two ways to the same log-probability may differ.
     """
-    if wrong := reading(condition.signs[0], [gap], rounding):
-        warnings.warn(f"step 1: {alert_of(condition, [wrong])}", stacklevel=6)
+    if alert := alert_of(condition, [(condition.signs[0], [gap], rounding)]):
+        warnings.warn(f"step 1: {alert}", stacklevel=6)
 
 
 def rounding_of(dtype: torch.dtype, *, is_mixed: bool) -> float:
@@ -162,7 +152,7 @@ class HealthMonitor:
         )
         self._checks = 0
         self._first: dict[str, float] = {}
-        self._recent: dict[str, deque[float]] = {}
+        self._recent: dict[str, list[float]] = {}
         self._last_alert: dict[str, int] = {}
 
     def check(self, vitals: Vitals, stats: Mapping[str, object] = {}) -> list[Alert]:
@@ -178,18 +168,20 @@ class HealthMonitor:
         Raises:
             TrainingDivergedError: a statistic or a vital is NaN or infinite.
         """
-        check_finite(stats)
         values: dict[str, float] = {name: value for name, value in vars(vitals).items() if value is not None}
-        check_finite(values)
+        check_finite({**stats, **values})
         self._checks += 1
-        self._recent = {name: recent for name, recent in self._recent.items() if name in values}
-        for name, value in values.items():
-            self._first.setdefault(name, value)
-            self._recent.setdefault(name, deque(maxlen=self._longest)).append(value)
+        self._first = {**values, **self._first}
+        recent = self._recent
+        self._recent = {name: [*recent.get(name, []), value][-self._longest :] for name, value in values.items()}
         due: list[Alert] = []
         for condition in self.conditions:
             alert = self._alert(condition, condition.signs) or self._alert(condition, condition.or_signs)
-            if alert is not None and self._is_due(alert.name):
+            if alert is None:
+                continue
+            last = self._last_alert.get(alert.name)
+            if last is None or self._checks - last >= self.repeat_after:
+                self._last_alert[alert.name] = self._checks
                 due.append(alert)
         return due
 
@@ -218,33 +210,25 @@ class HealthMonitor:
         return {
             "checks": self._checks,
             "first": dict(self._first),
-            "recent": {name: list(values) for name, values in self._recent.items()},
+            "recent": dict(self._recent),
             "last_alert": dict(self._last_alert),
         }
 
     def load_state_dict(self, state: MonitorState) -> None:
         """Restores what `state_dict` returned."""
         self._checks, self._first = state["checks"], dict(state["first"])
-        self._recent = {name: deque(values, maxlen=self._longest) for name, values in state["recent"].items()}
+        self._recent = dict(state["recent"])
         self._last_alert = dict(state["last_alert"])
 
     def _alert(self, condition: Condition, signs: Sequence[Sign]) -> Alert | None:
-        readings: list[Reading] = []
+        readings = list[tuple[Sign, Sequence[float], float]]()
         for sign in signs:
             if sign.may_lack and sign.statistic not in self._recent:
                 continue
             checks = max(sign.slow * self.patience, 1)
-            recent = list(self._recent.get(sign.statistic, ()))[-checks:]
-            units = {None: 1.0, "first": self._first.get(sign.statistic), "target": self.kl_target}
-            unit = units[sign.of]
-            wrong = None if unit is None or len(recent) < checks else reading(sign, recent, unit)
-            if wrong is None:
+            recent = self._recent.get(sign.statistic, [])[-checks:]
+            unit = {None: 1.0, "first": self._first.get(sign.statistic), "target": self.kl_target}[sign.of]
+            if unit is None or len(recent) < checks:
                 return None
-            readings.append(wrong)
-        return alert_of(condition, readings) if readings else None
-
-    def _is_due(self, name: str) -> bool:
-        due = name not in self._last_alert or self._checks - self._last_alert[name] >= self.repeat_after
-        if due:
-            self._last_alert[name] = self._checks
-        return due
+            readings.append((sign, recent, unit))
+        return alert_of(condition, readings)

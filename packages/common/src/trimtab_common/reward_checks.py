@@ -57,7 +57,7 @@ def checked_scores(result: object, items: Sequence[str], *, source: str, may_abs
             values.append(math.nan)
             continue
         values.append(_number(value, source, item, needed))
-        if not is_finite_score(values[-1]):
+        if not abs(values[-1]) <= LARGEST:  # NaN is not
             broken.append(f"{values[-1]} for {item}")
     if broken:
         more = f" and {len(broken) - 4} more" if len(broken) > 4 else ""
@@ -75,11 +75,6 @@ def require_finite(keeper: str, /, **numbers: float) -> None:
             f"{keeper}: {', '.join(broken)} came, and finite numbers are needed, because they are kept for all later "
             "steps. The state did not change; leave these numbers out, or correct what computes them."
         )
-
-
-def is_finite_score(value: float) -> bool:
-    """Whether a number is finite in float32."""
-    return abs(value) <= LARGEST  # NaN is not
 
 
 def _number(value: object, source: str, item: str, needed: str) -> float:

@@ -4,7 +4,7 @@ import numbers
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from trimtab_common.reward_checks import is_finite_score
+from trimtab_common.reward_checks import LARGEST
 from trimtab_lm.data.formats import Conversation
 
 Observation: TypeAlias = str | Conversation | Sequence[int]
@@ -83,6 +83,6 @@ def checked(reply: object, environment: Environment) -> Reply:
             "of messages or a list of token ids is needed."
         )
     reward: object = reply.reward
-    if not isinstance(reward, numbers.Real) or not is_finite_score(float(reward)):
+    if not isinstance(reward, numbers.Real) or not abs(float(reward)) <= LARGEST:
         raise ValueError(f"{name}.step returned the reward {reward!r}, and a finite int or float is needed.")
     return reply

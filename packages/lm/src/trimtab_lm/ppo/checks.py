@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from trimtab_common.conditions import OTHER_REFERENCE, OTHER_SAMPLER, OTHER_START
+from trimtab_common.conditions import OTHER_REFERENCE, OTHER_SAMPLER
 from trimtab_common.health import check_rows, warn_at_start
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.stats import total_over_ranks
@@ -170,11 +170,6 @@ def check_rollout(rollout: Experience, *, other_reference_from: float | None) ->
     if other_reference_from is not None:
         gap = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
         warn_at_start(OTHER_REFERENCE, gap, rounding=other_reference_from)
-
-
-def check_ratio(largest_log_ratio: Tensor, *, most: float) -> None:
-    """Before the first update the policy gave the log-probabilities of the rollout."""
-    warn_at_start(OTHER_START, float(largest_log_ratio), rounding=most)
 
 
 @torch.no_grad()

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_common.conditions import OTHER_START
 from trimtab_common.formulas.kl import SAMPLED_KL, full
 from trimtab_common.formulas.masking import masked_mean, rescale, whiten
 from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
-from trimtab_common.health import rounding_of
+from trimtab_common.health import rounding_of, warn_at_start
 from trimtab_common.overrides import replaced
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.stats import Mean, Stats, gather_stats
@@ -31,7 +32,7 @@ from trimtab_lm.tokens.dropout import without_dropout
 
 from . import files, setup
 from .algorithm import evaluate, update
-from .checks import check_ratio, check_rollout, check_step
+from .checks import check_rollout, check_step
 from .config import PPOConfig
 from .generation import Sampler, completions_of, step_arguments
 from .loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio, shaped
@@ -184,7 +185,7 @@ class PPOTrainer(NamesOf2024):
             check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
             recorded = update(self, rollout, batches, overridden)
         if is_first and rollout.old_logprobs is rollout.logprobs:
-            check_ratio(recorded[0].largest_log_ratio, most=self.rounding)
+            warn_at_start(OTHER_START, float(recorded[0].largest_log_ratio), rounding=self.rounding)
         stats = step_stats(self, rollout, recorded, clock, ends=ends)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
