@@ -12,7 +12,7 @@ from transformers import Cache, LlamaForCausalLM, XLMWithLMHeadModel
 
 from trimtab_lm.compat.generation import CACHE, cache_argument
 from trimtab_lm.interface import base_of
-from trimtab_lm.sampling.generate import sample_groups
+from trimtab_lm.sampling.generate import Completer
 
 NAMES = ("cache", "past_key_values", "kv_states")
 
@@ -116,4 +116,4 @@ def test_a_neutral_setting_is_no_reason_for_a_slower_loop(build: Any, settings: 
     vars(config).update(settings)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*own loop.*")
-        sample_groups(model, tiny.rows(2, 4, 4), config, eos_ids=[tiny.EOS], num_generations=2, **kwargs)
+        Completer(model, config, eos_ids=[tiny.EOS], **kwargs)(tiny.rows(2, 4, 4), 2)

@@ -204,13 +204,25 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 def test_a_sampler_that_is_another_policy_says_so_once():
     backend = plain(1, top_k=2)
-    backend.sync(tiny.llama(), 0)
     with pytest.warns(UserWarning, match="top_k=2"):
-        rollout = backend.generate(PROMPTS[:1], num_generations=200, version=0, seed=0)
+        backend.sync(tiny.llama(), 0)
+    rollout = backend.generate(PROMPTS[:1], num_generations=200, version=0, seed=0)
     assert len({int(row[0]) for row in rollout.completions}) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        backend.generate(PROMPTS[:1], num_generations=2, version=0, seed=0)
+        backend.sync(tiny.llama(), 1)
+        backend.generate(PROMPTS[:1], num_generations=2, version=1, seed=0)
+
+
+def test_an_end_token_that_the_generation_config_gets_later_ends_completions():
+    model, backend = tiny.llama(), plain(4)
+    backend.sync(model, 0)
+    before = backend.generate(PROMPTS[:1], num_generations=1, version=0, seed=0).completions[0]
+    model.generation_config.eos_token_id = int(before[1])
+    backend.sync(model, 1)
+    after = backend.generate(PROMPTS[:1], num_generations=1, version=1, seed=0)
+    assert after.completions[0].tolist() == before[:2].tolist()
+    assert after.ended == [True]
 
 
 def test_settings_of_the_models_own_generation_config_do_not_bend_the_distribution():

@@ -18,9 +18,9 @@ from trimtab_lm.sampling.generate import (
     DEVICE_ROOM,
     SCORE_BYTES,
     Automatic,
+    Completer,
     batches_of,
     completions_at_a_time,
-    sample_groups,
 )
 
 
@@ -34,7 +34,7 @@ def test_the_documented_default_is_four_and_stands_for_as_many_as_fit():
 def test_a_batch_size_that_the_caller_gives_is_kept(batch_size: int, rows: list[int]):
     model = sliding().eval()
     config = config_of(model, do_sample=True)
-    sample = partial(sample_groups, model, tiny.rows(10, 4, 4), config, eos_ids=[], batch_size=batch_size)
+    sample = partial(Completer(model, config, eos_ids=[], batch_size=batch_size), tiny.rows(10, 4, 4))
     assert [count for count, tokens in tokens_read(model, sample) if tokens > 1] == rows
 
 

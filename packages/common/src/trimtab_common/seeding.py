@@ -52,19 +52,14 @@ def private_rng(seed: int, device: torch.device | str) -> Iterator[None]:
     Generation inside the block neither depends on, nor moves, the random numbers of training.
     """
     device = torch.device(device)
-    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    cpu_state = torch.get_rng_state()
-    device_state = accelerator.get_rng_state(device) if accelerator else None
-    try:
+    is_cpu = device.type == "cpu"
+    with torch.random.fork_rng([] if is_cpu else [device], device_type=device.type):
         # Not torch.manual_seed: that would reseed every accelerator, and only this one is put back.
         torch.default_generator.manual_seed(seed)
-        if accelerator:
-            accelerator.set_rng_state(torch.Generator(device).manual_seed(seed).get_state(), device)
+        if not is_cpu:
+            state = torch.Generator(device).manual_seed(seed).get_state()
+            torch.get_device_module(device).set_rng_state(state, device)
         yield
-    finally:
-        torch.set_rng_state(cpu_state)
-        if accelerator:
-            accelerator.set_rng_state(device_state, device)
 
 
 @contextmanager
@@ -76,12 +71,14 @@ def private_rngs(seed: int) -> Iterator[None]:
     Args:
         seed: in [0, 2**63).
     """
-    before = rng_state()
-    try:
-        set_seed(seed % 2**32)
-        yield
-    finally:
-        load_rng_state(before)
+    python, numpy, (device_type, devices) = random.getstate(), np.random.get_state(), _accelerators()
+    with torch.random.fork_rng(devices, device_type=device_type):
+        try:
+            set_seed(seed % 2**32)
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def rng_state() -> dict[str, Any]:

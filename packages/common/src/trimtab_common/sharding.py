@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -18,8 +18,7 @@ from trimtab_common.compat.fsdp import forward_hooks, unsharded
 Module = TypeVar("Module", bound=nn.Module)
 
 
-@contextmanager
-def whole_weights(model: nn.Module) -> Iterator[None]:
+def whole_weights(model: nn.Module) -> AbstractContextManager[None]:
     """Gathers all weights of a model once, on every process, until the end of the block. Collective.
 
     For code that reads weights, and for generation: forward passes inside the block need no communication, so processes
@@ -30,12 +29,9 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
         model: the module that was sharded, which holds all others.
     """
     if any(is_divided_by_deepspeed(parameter) for parameter in model.parameters()):
-        with _whole_weights_of_deepspeed(model):
-            yield
-        return
+        return _whole_weights_of_deepspeed(model)
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    with unsharded(shards):
-        yield
+    return unsharded(shards) if shards else nullcontext()
 
 
 @contextmanager

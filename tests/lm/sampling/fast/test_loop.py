@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from trimtab_lm.sampling.fast.loop import LARGE_VOCABULARY, draw, draw_by_inversion
-from trimtab_lm.sampling.generate import cut_at_eos, eos_token_ids, pad, sample_groups
+from trimtab_lm.sampling.generate import Completer, cut_at_eos, eos_token_ids, pad
 from trimtab_lm.sampling.rollout import sampling_config
 
 LIMIT = 12
@@ -42,11 +42,11 @@ def config_of(model: Any, **settings: Any) -> Any:
 
 
 def sampled(model: Any, prompts: Sequence[Tensor], repeats: int, settings: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Completions by `sample_groups`, all prompts in one batch."""
+    """Completions by `Completer`, all prompts in one batch."""
     config = config_of(model, **settings)
-    options = {"eos_ids": eos_token_ids(model, None, config), "batch_size": 512, "num_generations": repeats, **kwargs}
+    options = {"eos_ids": eos_token_ids(model, None, config), "batch_size": 512, **kwargs}
     torch.manual_seed(0)
-    rows = [ids.tolist() for ids in sample_groups(model, prompts, config, **options).completions]
+    rows = [ids.tolist() for ids in Completer(model, config, **options)(prompts, repeats).completions]
     return [rows[start : start + repeats] for start in range(0, len(rows), repeats)]
 
 

@@ -16,10 +16,9 @@ def unsharded(shards: Sequence[FSDPModule]) -> Iterator[None]:
     """Gathers the weights of sharded modules, and keeps them whole after forward passes until the block ends.
 
     Args:
-        shards: a model's sharded modules, the outermost first.
+        shards: a model's sharded modules, at least one, the outermost first.
     """
-    if shards:
-        shards[0]._get_fsdp_state()._lazy_init()  # the first forward pass of the outermost module does it otherwise
+    shards[0]._get_fsdp_state()._lazy_init()  # the first forward pass of the outermost module does it otherwise
     states = dict.fromkeys(module._get_fsdp_state() for module in shards)
     groups = [group for state in states for group in state._fsdp_param_groups if not group.is_unsharded]
     after_forward = [group.post_forward_mesh_info for group in groups]

@@ -31,17 +31,17 @@ CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation) or OLD
 """The name of the cache among the arguments of `generate` and its steps, and in the output of a model."""
 
 
-def empty_cache(model: Model) -> DynamicCache | None:
-    """A cache whose rows can be repeated and selected; None where a layer keeps a state that cannot.
+def selectable_cache(model: Model) -> str | None:
+    """The forward's argument for a cache whose rows can be repeated and selected; None without such a cache.
 
-    Layers of linear attention keep such a state.
+    Layers of linear attention keep a state that cannot.
     """
     base = base_of(model)
-    has_arguments = cache_argument(base.forward) and "logits_to_keep" in inspect.signature(base.forward).parameters
-    if base.config.is_encoder_decoder or not has_arguments:
+    name, arguments = cache_argument(base.forward), inspect.signature(base.forward).parameters
+    if base.config.is_encoder_decoder or name is None or "logits_to_keep" not in arguments:
         return None
     cache = DynamicCache(config=base.config)
-    return cache if cache.layers and can_select(cache) else None
+    return name if cache.layers and can_select(cache) else None
 
 
 def can_select(cache: DynamicCache) -> bool:

@@ -1,9 +1,10 @@
 """Samplers that run the trained model itself, and the choice of a backend by name."""
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from trimtab_common.seeding import private_rng
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
 from trimtab_lm.interface import Model, base_of, learns_prompt
-from trimtab_lm.sampling.generate import AS_MANY_AS_FIT, eos_token_ids, sample_groups
+from trimtab_lm.sampling.generate import AS_MANY_AS_FIT, Completer, eos_token_ids
 from trimtab_lm.sampling.rollout import (
     Notes,
     Rollout,
@@ -86,25 +87,32 @@ class TransformersRollout:
         self.share_prompts = share_prompts
         self.model: Any = None
         self.version: int | None = None
+        self._generation_config: GenerationConfig | None = None
         self._note = Notes()
 
     def sync(self, model: Model, version: int) -> None:
-        self.model, self.version = model, version
+        if model is not self.model or cast(Any, model).generation_config != self._generation_config:
+            self._prepare(model)
+        self.version = version
+
+    def _prepare(self, model: Any) -> None:
+        """Translates the settings, for a model and for its generation config as it is now."""
+        self.model, self._generation_config = model, copy.deepcopy(model.generation_config)
+        config, rest = self.settings.config(model, pad_token_id=padding_id(self.tokenizer))
+        self._note(config)
+        self.is_plain = not distortions(config)
+        if config.stop_strings:
+            rest["tokenizer"] = self.tokenizer
+        eos_ids = eos_token_ids(model, self.tokenizer.eos_token_id, config)
+        batch_size, shares = self.batch_size, self.share_prompts
+        self.complete = Completer(model, config, eos_ids=eos_ids, batch_size=batch_size, share_prompts=shares, **rest)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
         require_version(self.version, version)
-        model = self.model
-        config, rest = self.settings.config(model, pad_token_id=padding_id(self.tokenizer))
-        self._note(config)
-        eos_ids = eos_token_ids(model, self.tokenizer.eos_token_id, config)
-        if config.stop_strings:
-            rest["tokenizer"] = self.tokenizer
-        options = {"num_generations": num_generations, "share_prompts": self.share_prompts, **rest}
-        with without_dropout(model), private_rng(seed, model.device):
-            rollout = sample_groups(model, prompts, config, eos_ids=eos_ids, batch_size=self.batch_size, **options)
-        is_policy = rollout.logprobs is not None and is_exact(model) and not distortions(config)
-        return rollout._replace(is_policy=is_policy)
+        with without_dropout(self.model), private_rng(seed, self.model.device):
+            rollout = self.complete(prompts, num_generations)
+        return rollout._replace(is_policy=rollout.logprobs is not None and self.is_plain and is_exact(self.model))
 
 
 def is_exact(model: Any) -> bool:

@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
-from trimtab_lm.compat.generation import CACHE, cache_argument, cache_found, empty_cache
+from trimtab_lm.compat.generation import CACHE, cache_found, selectable_cache
 from trimtab_lm.interface import Model, base_of, decoder_config, learns_prompt
 from trimtab_lm.tokens.positions import Positions, positioned
 from trimtab_lm.tokens.router import has_router_loss
@@ -154,7 +154,6 @@ def completions_at_a_time(model: Model, tokens: int) -> int:
     return max(max(room, weights // 2) // row, 1)
 
 
-@torch.no_grad()
 def generate(
     model: Any,
     queries: Sequence[Tensor],
@@ -165,7 +164,7 @@ def generate(
     return_prompt: bool,
     **kwargs: Any,
 ) -> list[Tensor]:
-    """One response of `model` to each 1-D query, in the order of the queries, on their device; see `sample_groups`.
+    """One response of `model` to each 1-D query, in the order of the queries, on their device; see `Completer`.
 
     Args:
         model: a transformers model, in eval mode.
@@ -176,34 +175,14 @@ def generate(
         return_prompt: whether a response begins with its query; means nothing to an encoder-decoder model.
         kwargs: further arguments of the model's `generate`.
     """
-    responses = sample_groups(model, queries, config, eos_ids=eos_ids, batch_size=batch_size, **kwargs).completions
+    responses = Completer(model, config, eos_ids=eos_ids, batch_size=batch_size, **kwargs)(queries).completions
     if model.config.is_encoder_decoder or not return_prompt:
         return responses
     return [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
 
 
-@torch.no_grad()
-def sample_groups(
-    model: Any,
-    prompts: Sequence[Tensor],
-    config: GenerationConfig,
-    *,
-    eos_ids: Sequence[int],
-    batch_size: int = AS_MANY_AS_FIT,
-    num_generations: int = 1,
-    share_prompts: bool = True,
-    **kwargs: object,
-) -> Rollout:
-    """Completions of each prompt, unpadded, in the order of the prompts, on their device.
-
-    Their log-probabilities, in nats, are those under the distribution from which they were drawn, after temperature and
-    processors. The loop of transformers tells none.
-
-    Collective if the model is sharded: every process calls it as often, with any number of prompts, also none.
-
-    Prompts are taken in batches of like length and padded on the left; transformers derives the position ids from the
-    mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The decoder
-    start token of an encoder-decoder model is not part of a completion.
+class Completer:
+    """Samples completions from a model by transformers' `generate`, with settings that are translated once.
 
     transformers' `generate` prepares everything. The loop is `fast.loop_for`'s, except where a setting or an
     argument is asked for that it does not know, such as `stop_strings` or any `cache_implementation`: then it is that
@@ -211,75 +190,102 @@ def sample_groups(
 
     Args:
         model: a transformers model, in eval mode.
-        prompts: rows of token ids, [T] each.
         config: complete, from `sampling_config`.
         eos_ids: tokens that end a completion.
         batch_size: completions at a time; by default as many as fit, see `completions_at_a_time`.
-        num_generations: completions of each prompt.
         share_prompts: run a prompt once for its whole group, where the cache can be repeated.
         kwargs: further arguments of the model's `generate`.
-
-    Raises:
-        ValueError: the longest prompt and its completion have no room in the model's positions.
     """
-    longest = max(map(len, prompts), default=0)
-    is_encoder_decoder = model.config.is_encoder_decoder
-    length = config.max_length or longest  # of prompt and completion together, or of an encoder-decoder's completion
-    new = config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
-    remedy = "Lower max_new_tokens, or shorten the queries."
-    Positions.of(model).check_sample(longest, new, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
-    # Only a custom criterion ends a completion without an end token; otherwise the model sampled the last pad token.
-    has_criterion = bool(config.stop_strings) or "stopping_criteria" in kwargs
-    padding = config.pad_token_id if has_criterion else None
-    if isinstance(batch_size, Automatic):
-        batch_size = completions_at_a_time(model, longest + new)
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    loop = loop_for(model, config, kwargs, neutral=PLAIN_SAMPLING)
-    if loop is not None:
-        kwargs["custom_generate"] = loop
-    batches = batches_of(prompts, batch_size, num_generations, is_split=learns_prompt(model))
-    count = len(prompts) * num_generations
-    completions, ended, told = [torch.empty(0)] * count, [False] * count, [torch.empty(0)] * count
-    with whole_weights(model):  # once, and not for each token
-        for chosen, done, repeats in progress(batches, "generating"):
-            shared = repeats if share_prompts and config.do_sample else 1
-            read = [prompts[i] for i in chosen for _ in range(repeats // shared)]
-            rows, logprobs = _sample(model, read, config, repeats=shared, **kwargs)
-            for number, row in enumerate(rows):
-                prompt = chosen[number // repeats]
-                place = prompt * num_generations + done + number % repeats
-                ids = completions[place] = cut_at_eos(row, eos_ids, padding).to(prompts[prompt].device)
-                ended[place] = int(ids[-1]) in eos_ids or (has_criterion and len(ids) < new)
-                if logprobs is not None:
-                    told[place] = logprobs[number, : len(ids)].to(ids.device)
-    return Rollout(completions, ended, None if loop is None else told)
 
+    def __init__(
+        self,
+        model: Any,
+        config: GenerationConfig,
+        *,
+        eos_ids: Sequence[int],
+        batch_size: int = AS_MANY_AS_FIT,
+        share_prompts: bool = True,
+        **kwargs: object,
+    ):
+        self.model, self.config, self.eos_ids, self.batch_size = model, config, eos_ids, batch_size
+        self.positions, self.cache_name = Positions.of(model), selectable_cache(model)
+        self.shares_prompts = share_prompts and config.do_sample
+        self.can_share = config.use_cache is not False and config.cache_implementation is None
+        # Only a custom criterion ends a completion without an end token; otherwise the model sampled the last padding.
+        self.has_criterion = bool(config.stop_strings) or "stopping_criteria" in kwargs
+        self.arguments = {name: value for name, value in kwargs.items() if value is not None}
+        has_cache = self.cache_name is not None
+        self.loop = loop_for(model, config, self.arguments, neutral=PLAIN_SAMPLING, has_cache=has_cache)
+        if self.loop is not None:
+            self.arguments["custom_generate"] = self.loop
+        if has_router_loss(model):  # which has no place for the cached tokens of the mask
+            self.arguments["output_router_logits"] = False
 
-def _sample(
-    model: Any, prompts: Sequence[Tensor], config: GenerationConfig, *, repeats: int, **kwargs: object
-) -> tuple[Tensor, Tensor | None]:
-    """New tokens of P * repeats rows, the longest prompt first, and their log-probabilities, if `fast` drew them."""
-    config = copy.deepcopy(config)
-    config.num_return_sequences = repeats
-    device = model.get_input_embeddings().weight.device
-    input_ids, mask = pad(prompts, config.pad_token_id, side="left")
-    input_ids, mask = input_ids.to(device), mask.to(device)
-    takes_cache = config.use_cache is not False and config.cache_implementation is None and not learns_prompt(model)
-    if repeats > 1 and takes_cache and (cache := prompt_cache(model, input_ids, mask, repeats=repeats)) is not None:
-        kwargs[CACHE] = cache
-    if has_router_loss(model):  # which has no place for the cached tokens of the mask
-        kwargs["output_router_logits"] = False
-    # The weights are whole, so that no process needs to go on until the others have ended.
-    with cache_found(model):
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[Tensor], num_generations: int = 1) -> Rollout:
+        """Completions of each prompt, unpadded, in the order of the prompts, on their device.
+
+        Their log-probabilities, in nats, are those under the distribution from which they were drawn, after temperature
+        and processors. The loop of transformers tells none.
+
+        Collective if the model is sharded: every process calls it as often, with any number of prompts, also none.
+
+        Prompts are taken in batches of like length and padded on the left; transformers derives the position ids from
+        the mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The
+        decoder start token of an encoder-decoder model is not part of a completion.
+
+        Args:
+            prompts: rows of token ids, [T] each.
+            num_generations: completions of each prompt.
+
+        Raises:
+            ValueError: the longest prompt and its completion have no room in the model's positions.
+        """
+        model, config, longest = self.model, self.config, max(map(len, prompts), default=0)
+        is_encoder_decoder = model.config.is_encoder_decoder
+        length = config.max_length or longest  # of prompt and completion, or of an encoder-decoder's completion
+        new = config.max_new_tokens or (length if is_encoder_decoder else max(length - longest, 0))
+        remedy = "Lower max_new_tokens, or shorten the queries."
+        self.positions.check_sample(longest, new, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
+        padding = config.pad_token_id if self.has_criterion else None
+        is_automatic = isinstance(self.batch_size, Automatic)
+        batch_size = completions_at_a_time(model, longest + new) if is_automatic else self.batch_size
+        batches = batches_of(prompts, batch_size, num_generations, is_split=learns_prompt(model))
+        count = len(prompts) * num_generations
+        completions, ended, told = [torch.empty(0)] * count, [False] * count, [torch.empty(0)] * count
+        with whole_weights(model), cache_found(model):  # once, and not for each token
+            for chosen, done, repeats in progress(batches, "generating"):
+                shared = repeats if self.shares_prompts else 1
+                read = [prompts[i] for i in chosen for _ in range(repeats // shared)]
+                rows, logprobs = self._sample(read, repeats=shared)
+                for number, row in enumerate(rows):
+                    prompt = chosen[number // repeats]
+                    place = prompt * num_generations + done + number % repeats
+                    ids = completions[place] = cut_at_eos(row, self.eos_ids, padding).to(prompts[prompt].device)
+                    ended[place] = int(ids[-1]) in self.eos_ids or (self.has_criterion and len(ids) < new)
+                    if logprobs is not None:
+                        told[place] = logprobs[number, : len(ids)].to(ids.device)
+        return Rollout(completions, ended, None if self.loop is None else told)
+
+    def _sample(self, prompts: Sequence[Tensor], *, repeats: int) -> tuple[Tensor, Tensor | None]:
+        """New tokens of P * repeats rows, the longest prompt first, and their log-probabilities if `fast` drew them."""
+        model, config, arguments = self.model, copy.deepcopy(self.config), dict(self.arguments)
+        config.num_return_sequences = repeats
+        device = model.get_input_embeddings().weight.device
+        input_ids, mask = pad(prompts, config.pad_token_id, side="left")
+        input_ids, mask = input_ids.to(device), mask.to(device)
+        if repeats > 1 and self.can_share and self.cache_name is not None and not learns_prompt(model):
+            arguments[CACHE] = prompt_cache(model, input_ids, mask, repeats=repeats, name=self.cache_name)
+        # The weights are whole, so that no process needs to go on until the others have ended.
         output = model.generate(
-            input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=False, **kwargs
+            input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=False, **arguments
         )
-    if isinstance(output, tuple):  # of `fast.loop_for`
-        return output
-    return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :], None
+        if isinstance(output, tuple):  # of `fast.loop_for`
+            return output
+        return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :], None
 
 
-def prompt_cache(model: Model, input_ids: Tensor, attention_mask: Tensor, *, repeats: int) -> DynamicCache | None:
+def prompt_cache(model: Model, input_ids: Tensor, attention_mask: Tensor, *, repeats: int, name: str) -> DynamicCache:
     """Keys and values of all but the last token of left-padded prompts, each prompt's repeated for its completions.
 
     The last token is left to the first step of generation, which wants its logits.
@@ -289,15 +295,15 @@ def prompt_cache(model: Model, input_ids: Tensor, attention_mask: Tensor, *, rep
         input_ids: [P, T].
         attention_mask: [P, T], 0 at padding.
         repeats: completions of each prompt.
+        name: the forward's argument for the cache, from `selectable_cache`.
 
     Returns:
-        The cache, of P * repeats rows; None where the model has none whose rows can be repeated.
+        The cache, of P * repeats rows.
     """
-    cache, forward = empty_cache(model), base_of(model).forward
-    if cache is None or input_ids.shape[1] == 1:
-        return cache
-    inputs = {"input_ids": input_ids[:, :-1], "attention_mask": attention_mask[:, :-1]}
-    options = {cache_argument(forward) or CACHE: cache, "use_cache": True, "logits_to_keep": 1}
-    model(**positioned(forward, inputs), **options)
-    cache.batch_repeat_interleave(repeats)
+    base = base_of(model)
+    cache = DynamicCache(config=base.config)
+    if input_ids.shape[1] > 1:
+        inputs = {"input_ids": input_ids[:, :-1], "attention_mask": attention_mask[:, :-1]}
+        model(**positioned(base.forward, inputs), **{name: cache}, use_cache=True, logits_to_keep=1)
+        cache.batch_repeat_interleave(repeats)
     return cache

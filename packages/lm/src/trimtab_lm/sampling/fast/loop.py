@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
-from trimtab_lm.compat.generation import CACHE, can_select, decoding, empty_cache, next_inputs
+from trimtab_lm.compat.generation import CACHE, can_select, decoding, next_inputs
 from trimtab_lm.interface import Model, base_of, learns_prompt
 
 Loop = Callable[..., tuple[Tensor, Tensor]]
@@ -34,7 +34,12 @@ _said = WeakKeyDictionary[nn.Module, set[str]]()
 
 
 def loop_for(
-    model: Model, config: GenerationConfig, kwargs: Mapping[str, object], *, neutral: Mapping[str, object]
+    model: Model,
+    config: GenerationConfig,
+    kwargs: Mapping[str, object],
+    *,
+    neutral: Mapping[str, object],
+    has_cache: bool,
 ) -> Loop | None:
     """Returns `decode`, for the argument `custom_generate` of `generate`; None if transformers' loop must run.
 
@@ -45,6 +50,7 @@ def loop_for(
         config: complete, from `sampling_config`.
         kwargs: further arguments of the model's `generate`.
         neutral: values with which settings change nothing.
+        has_cache: whether the model takes a cache whose rows can be selected.
     """
     base, reasons = base_of(model), ["use_cache=False"] if config.use_cache is False else []
     for name, value in config.to_diff_dict().items():
@@ -54,7 +60,7 @@ def loop_for(
     if base.config.sub_configs:  # a model of images has positions and types of tokens of its own
         reasons.append(f"{type(base).__name__} has more parts than its text model")
     loop = None if reasons else decode
-    if not (reasons or learns_prompt(model) or base.config.is_encoder_decoder) and empty_cache(model) is None:
+    if not (reasons or has_cache or learns_prompt(model) or base.config.is_encoder_decoder):
         reasons = [f"{type(base).__name__} takes no cache whose rows can be selected"]
     line, said = ", ".join(reasons), _said.setdefault(model, set())
     if line and line not in said:
