@@ -363,6 +363,13 @@ def test_exports_are_the_promised_names(package: str):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_what_it_exports_only_when_it_is_used(package: str):
+    program = f"import sys, {package}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert {"torch", "transformers", "diffusers", "wandb"}.isdisjoint(loaded)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_exports_resolve_and_are_documented(package: str):
     module = importlib.import_module(package)
     assert module.__doc__

@@ -1,18 +1,5 @@
 """Trainers that fine-tune diffusion pipelines from rewards."""
 
-from trimtab_diffusion.ddpo import DDPOConfig, DDPOTrainer
-from trimtab_diffusion.pipelines import (
-    DDPOPipelineOutput,
-    DDPOSchedulerOutput,
-    DDPOStableDiffusionPipeline,
-    DefaultDDPOStableDiffusionPipeline,
-)
+import lazy_loader
 
-__all__ = [
-    "DDPOConfig",
-    "DDPOPipelineOutput",
-    "DDPOSchedulerOutput",
-    "DDPOStableDiffusionPipeline",
-    "DDPOTrainer",
-    "DefaultDDPOStableDiffusionPipeline",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,7 @@
+from .ddpo import DDPOConfig as DDPOConfig, DDPOTrainer as DDPOTrainer
+from .pipelines import (
+    DDPOPipelineOutput as DDPOPipelineOutput,
+    DDPOSchedulerOutput as DDPOSchedulerOutput,
+    DDPOStableDiffusionPipeline as DDPOStableDiffusionPipeline,
+    DefaultDDPOStableDiffusionPipeline as DefaultDDPOStableDiffusionPipeline,
+)
