@@ -7,7 +7,6 @@ import torch
 from trimtab_lm.data.formats import Row
 from trimtab_lm.grpo import GRPOTrainer
 from trimtab_lm.grpo.loss import advantages
-from trimtab_lm.tokens.layout import token_columns
 
 LAYERS = 6  # the last layers, whose parameters' gradients are measured
 
@@ -48,7 +47,7 @@ def gradient_variances(trainer: GRPOTrainer, rows: Sequence[Row], *, seed: int) 
     variances = {name: Variance() for name in scales}
     for group, rewards in zip(sampled.rollout.groups, sampled.scored.rewards.view(len(rows), size), strict=True):
         batch = trainer.lay_out([group])
-        logprobs = model(tokens=token_columns(batch), temperature=trainer.config.temperature).logprobs
+        logprobs = model(tokens=batch, temperature=trainer.config.temperature).logprobs
         for name, (scale, factor) in scales.items():
             weights = factor * advantages(rewards[None], scale=scale)[0].to(logprobs)[batch["sequence"]]
             gradients = torch.autograd.grad((weights * logprobs).sum() / size, parameters, retain_graph=True)

@@ -23,15 +23,13 @@ from trimtab_lm.tokens.positions import positioned
 from trimtab_lm.tokens.router import refuse_router_loss
 from trimtab_lm.tokens.scores import score_logits
 
-from .algorithm import score
+from .algorithm import PairScores
 from .collator import (
     DPODataCollatorWithPadding,
     PreferencePairCollator,
     check_lengths,
     count_pairs,
     decoder_inputs,
-    is_laid_out,
-    tokens_of,
 )
 from .config import DPOConfig
 from .loss import mixed
@@ -145,6 +143,8 @@ class Chain2024:
         trainer, self.lengths = self.trainer, None
         policy = trainer.concatenated_forward(model, batch)
         lengths, chosen_logps, rejected_logps = self.lengths, policy[0], policy[1]
+        if isinstance(policy, PairScores):
+            lengths = policy.chosen_length, policy.rejected_length
         ref_chosen, ref_rejected = trainer.compute_reference_log_probs(batch)
         self.lengths = lengths
         losses, chosen, rejected = trainer.dpo_loss(
@@ -157,13 +157,8 @@ class Chain2024:
         return losses.mean(), {f"{prefix}{name}": stat.value for name, stat in stats.items() if name != "loss"}
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """`DPOTrainer.concatenated_forward`."""
+        """`DPOTrainer.concatenated_forward` where the chain runs."""
         trainer, config = self.trainer, self.trainer.config
-        if is_laid_out(batch) or not self.runs:
-            with dropout_off(trainer, model):
-                scores = score(model, tokens_of(trainer, batch))
-            self.lengths = scores.chosen_length, scores.rejected_length
-            return scores
         refuse_router_loss(trainer.model, "DPOTrainer with a replaced method", "")
         kind: dict[str, Any] = {"is_encoder_decoder": trainer.is_encoder_decoder}
         kind["label_pad_token_id"] = config.label_pad_token_id

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab_lm.data.formats import Row
-from trimtab_lm.tokens.layout import Layout, TokenGroup, from_labels, lay_out, token_columns
+from trimtab_lm.tokens.layout import Layout, TokenGroup, from_labels, lay_out
 
 SIDES = ("chosen", "rejected")
 REFERENCE_COLUMNS = ("reference_chosen_logps", "reference_rejected_logps")
@@ -90,14 +90,9 @@ class DPODataCollatorWithPadding:
         return pad_sequence(rows, batch_first=True, padding_value=padding[kind], padding_side=side)
 
 
-def is_laid_out(batch: Mapping[str, Tensor]) -> bool:
-    """Whether a batch is of `PreferencePairCollator`, and not of padded columns."""
-    return "sequence" in batch
-
-
 def count_pairs(batch: Mapping[str, Tensor]) -> int:
     """The pairs of a batch of either kind."""
-    return len(batch["lengths"]) // 2 if is_laid_out(batch) else len(batch["chosen_labels"])
+    return len(batch["lengths"]) // 2 if "sequence" in batch else len(batch["chosen_labels"])
 
 
 def concatenated_inputs(
@@ -130,8 +125,8 @@ def concatenated_inputs(
 def tokens_of(trainer: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A batch as the trainer's models take it: sequence 2i is the chosen answer of pair i, 2i + 1 its rejected one."""
     config, kind = trainer.config, {"is_encoder_decoder": trainer.is_encoder_decoder}
-    if is_laid_out(batch):
-        return send_to_device(token_columns(dict(batch)), config.device)
+    if "sequence" in batch:  # of PreferencePairCollator
+        return send_to_device(dict(batch), config.device)
     marker, pad = config.label_pad_token_id, config.padding_value
     joined = concatenated_inputs(batch, **kind, label_pad_token_id=marker, padding_value=pad, device=config.device)
     labels = joined["concatenated_labels"]

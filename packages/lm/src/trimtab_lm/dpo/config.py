@@ -10,7 +10,7 @@ from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import DPO_ARGUMENTS
 
-from .loss import LOSSES, check_losses, mixed
+from .loss import LOSSES, check_losses
 
 
 @dataclass
@@ -125,8 +125,8 @@ class DPOConfig(TrainerConfig):
     def _check_settings(self) -> None:
         check_ranges(self)
         if not self.has_own_loss:
-            check_losses(self.loss_type, beta=self.beta, label_smoothing=self.label_smoothing)
-            mixed(self.loss_type, self.loss_weights)
+            numbers = {"beta": self.beta, "label_smoothing": self.label_smoothing}
+            check_losses(self.loss_type, self.loss_weights, **numbers)
         check_mode(self.truncation_mode)
         self._check_numbers()
 

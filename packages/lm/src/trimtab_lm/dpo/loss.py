@@ -1,7 +1,7 @@
 """The losses of DPO and its relatives, by their names in configurations, and weighted sums of losses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,12 +12,14 @@ EXO_SMOOTHING = 1e-3
 DISCOPOP_TAU = 0.05  # as the loss was discovered
 
 
-@dataclass(frozen=True)
+@dataclass
 class PairLogprobs:
     """Log-probabilities of the answers of B pairs, summed over the tokens of each, in nats; all fields are [B].
 
     chosen, rejected: under the policy; ref_chosen, ref_rejected: under the reference, without gradient.
-    chosen_length, rejected_length: tokens of the answers that were summed, at least 1.
+    chosen_length, rejected_length: tokens of the answers that were summed, at least 1; 1 for averages.
+    chosen_ratio, rejected_ratio: log pi - log ref, in float32 at least. margin: how much more than the reference the
+    policy prefers the chosen answers.
     """
 
     chosen: Tensor
@@ -26,44 +28,20 @@ class PairLogprobs:
     ref_rejected: Tensor
     chosen_length: Tensor
     rejected_length: Tensor
+    chosen_ratio: Tensor = field(init=False)
+    rejected_ratio: Tensor = field(init=False)
+    margin: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         answers = self.chosen.shape == self.rejected.shape == self.ref_chosen.shape == self.ref_rejected.shape
         lengths = self.chosen.shape == self.chosen_length.shape == self.rejected_length.shape
         if self.chosen.dim() != 1 or not (answers and lengths):
-            shapes = {field.name: tuple(getattr(self, field.name).shape) for field in fields(self)}
+            shapes = {name: tuple(tensor.shape) for name, tensor in vars(self).items()}
             raise ValueError(f"Pairs need one number per pair, tensors of one shape [B]; got {shapes}.")
-
-    @classmethod
-    def of(
-        cls, policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor] | None
-    ) -> "PairLogprobs":
-        """Pairs from tensors of the chosen and of the rejected answers; without lengths, these are averages."""
-        one = torch.ones_like(policy[0])
-        chosen_length, rejected_length = lengths or (one, one)
-        ref_chosen, ref_rejected = reference[0].to(policy[0].dtype), reference[1].to(policy[1].dtype)
-        return cls(*policy, ref_chosen, ref_rejected, chosen_length, rejected_length)
-
-    @property
-    def chosen_ratio(self) -> Tensor:
-        """log pi - log ref of the chosen answers, [B]."""
-        return precise(self.chosen) - precise(self.ref_chosen)
-
-    @property
-    def rejected_ratio(self) -> Tensor:
-        """log pi - log ref of the rejected answers, [B]."""
-        return precise(self.rejected) - precise(self.ref_rejected)
-
-    @property
-    def margin(self) -> Tensor:
-        """How much more than the reference the policy prefers the chosen answers, [B], in nats."""
-        return self.chosen_ratio - self.rejected_ratio
-
-    def reference_free(self) -> "PairLogprobs":
-        """The same pairs against a reference that gives every answer the same probability: zeros in its place."""
-        return replace(
-            self, ref_chosen=torch.zeros_like(self.ref_chosen), ref_rejected=torch.zeros_like(self.ref_rejected)
-        )
+        dtype = torch.promote_types(self.chosen.dtype, torch.float32)
+        self.chosen_ratio = self.chosen.to(dtype) - self.ref_chosen
+        self.rejected_ratio = self.rejected.to(dtype) - self.ref_rejected
+        self.margin = self.chosen_ratio - self.rejected_ratio
 
 
 def precise(x: Tensor) -> Tensor:
@@ -248,13 +226,16 @@ COUPLED = frozenset({"kto_pair", "kto", "aot", "aot_pair"})
 """Losses that compare the pairs of a micro-batch with each other, so that its size matters."""
 
 
-def check_losses(names: str | Sequence[str], *, beta: float, label_smoothing: float) -> None:
-    """ValueError unless these losses exist and are defined at these numbers.
+def check_losses(
+    names: str | Sequence[str], weights: Sequence[float] | None = None, *, beta: float, label_smoothing: float
+) -> None:
+    """ValueError unless `mixed` knows these losses and weights, and they are defined at these numbers.
 
     beta must be positive. label_smoothing lies in [0, 0.5]: at 0.5 the labels say nothing, and `robust` would divide
     by zero. One that no loss of `names` uses is refused.
     """
-    names = _known(names)
+    mixed(names, weights)
+    names = [names] if isinstance(names, str) else names
     if not beta > 0:
         raise ValueError(f"beta={beta}: the losses need a positive beta, such as 0.1.")
     if not 0 <= label_smoothing <= 0.5:
@@ -265,8 +246,8 @@ def check_losses(names: str | Sequence[str], *, beta: float, label_smoothing: fl
         raise ValueError("label_smoothing=0.5 leaves the loss 'robust' nothing to learn from: use less than 0.5.")
     if label_smoothing and not SMOOTHED.intersection(names):
         raise ValueError(
-            f"label_smoothing={label_smoothing} has no meaning for {', '.join(names)}: set it to 0, or use one of "
-            f"{', '.join(sorted(SMOOTHED))}."
+            f"label_smoothing={label_smoothing} has no meaning for {', '.join(names)}: set it to 0, or use one "
+            f"of {', '.join(sorted(SMOOTHED))}."
         )
 
 
@@ -275,10 +256,17 @@ def mixed(names: str | Sequence[str], weights: Sequence[float] | None = None) ->
 
     ValueError for an unknown name, for weights that are not one per name, and for negative weights.
     """
-    names = _known(names)
-    if weights is None:
-        weights = [1.0] * len(names)
-    elif len(weights) != len(names) or not all(0 <= weight < float("inf") for weight in weights):
+    names = [names] if isinstance(names, str) else list(names)
+    if not names or not LOSSES.keys() >= set(names):
+        unknown = [name for name in names if name not in LOSSES]
+        raise ValueError(
+            f"Unknown losses {unknown or names}: choose from {', '.join(LOSSES)}. A loss of your own takes a subclass "
+            "of DPOTrainer that replaces dpo_loss."
+        )
+    if weights is None and len(names) == 1:
+        return LOSSES[names[0]]
+    weights = [1.0] * len(names) if weights is None else weights
+    if len(weights) != len(names) or not all(0 <= weight < float("inf") for weight in weights):
         raise ValueError(f"Losses {names} need one weight each, none negative; got {list(weights)}.")
 
     def mixture(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -288,14 +276,3 @@ def mixed(names: str | Sequence[str], weights: Sequence[float] | None = None) ->
         return torch.stack(parts).sum(0)
 
     return mixture
-
-
-def _known(names: str | Sequence[str]) -> list[str]:
-    names = [names] if isinstance(names, str) else list(names)
-    if not names or not LOSSES.keys() >= set(names):
-        unknown = [name for name in names if name not in LOSSES]
-        raise ValueError(
-            f"Unknown losses {unknown or names}: choose from {', '.join(LOSSES)}. A loss of your own takes a subclass "
-            "of DPOTrainer that replaces dpo_loss."
-        )
-    return names

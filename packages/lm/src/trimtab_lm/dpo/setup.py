@@ -1,23 +1,17 @@
 """The models of a DPO run: the adapter that trains, and the reference."""
 
 import warnings
-from typing import Any
 
-import torch
 from accelerate import Accelerator
 from peft import PeftConfig, PeftModel
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_common.sharding import on_one_device, placed
+from trimtab_common.sharding import on_one_device
 from trimtab_lm.hf.models import load_language_model, with_adapters
-from trimtab_lm.hf.types import Batch
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import score_tokens_in_forward
 
-from .collator import REFERENCE_COLUMNS, count_pairs
 from .config import DPOConfig
 
 
@@ -124,19 +118,3 @@ def padding_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig) -> int:
     """The padding token. It may be EOS, because a batch's masks depend on places, not on tokens."""
     choices = (config.padding_value, tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next(int(choice) for choice in choices if choice is not None)
-
-
-def reference_logprobs(trainer: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """`DPOTrainer.compute_reference_log_probs`: the reference is run as `concatenated_forward` runs the policy."""
-    device, fixed = trainer.config.device, trainer.reference
-    if set(REFERENCE_COLUMNS) <= set(batch):
-        return batch[REFERENCE_COLUMNS[0]].to(device), batch[REFERENCE_COLUMNS[1]].to(device)
-    if fixed is None:
-        nothing = torch.zeros(count_pairs(batch), device=device)
-        return nothing, nothing
-    # A policy that is its own reference is run as it is wrapped, so that its shards are gathered.
-    model = trainer.model_wrapped if fixed.is_policy else placed(fixed.model, device)
-    context = trainer.null_ref_context() if fixed.is_policy else fixed.active()
-    with context, without_dropout(model), trainer.accelerator.autocast():
-        chosen, rejected, *_ = trainer.concatenated_forward(model, batch)
-    return chosen, rejected

@@ -10,29 +10,34 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from trimtab_common.sharding import placed
 from trimtab_lm.data.formats import Row, Text
-from trimtab_lm.hf.adapter import REAL_ROWS, BatchLoss, DataOptions, TrainerAdapter, TrainerOptions, is_noisy
+from trimtab_lm.hf.adapter import (
+    REAL_ROWS,
+    BatchLoss,
+    DataOptions,
+    TrainerAdapter,
+    TrainerOptions,
+    dropout_off,
+    is_noisy,
+)
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
 from trimtab_lm.interface import Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
 from trimtab_lm.models.reference import Reference
+from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
-from .algorithm import compare, losses_and_rewards
+from .algorithm import compare, losses_and_rewards, score
 from .chain2024 import Chain2024, RefModel, Setting, get_batch_logps
-from .collator import (
-    PreferencePairCollator,
-    concatenated_inputs,
-    count_pairs,
-    tokens_of,
-)
+from .collator import REFERENCE_COLUMNS, PreferencePairCollator, concatenated_inputs, count_pairs, tokens_of
 from .config import DPOConfig
 from .data import Datasets
 from .evaluation import log_answers, sample_answers, unpadded
 from .loss import PairLogprobs, mixed
-from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of, reference_logprobs
+from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of
 from .statistics import pair_statistics
 
 
@@ -167,7 +172,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:
         """The sum of the losses of pairs, divided by the pairs of the whole step."""
-        if self.chain.runs:
+        if "sequence" not in batch and self.chain.runs:
             return self.chain.loss(model, batch, items)
         losses, chosen, rejected, scores = compare(self, model, batch, tokens_of(self, batch))
         stats = pair_statistics(scores, losses, chosen, rejected, count=batch.get(REAL_ROWS))
@@ -203,15 +208,32 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
 
         Where the chain does not run, entropies and lengths take the place of the logits.
         """
-        return self.chain.forward(model, batch)
+        if "sequence" not in batch and self.chain.runs:
+            return self.chain.forward(model, batch)
+        with dropout_off(self, model):
+            return score(model, tokens_of(self, batch))
 
     @torch.no_grad()
     def compute_reference_log_probs(self, padded_batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities [B] of the chosen and of the rejected answers under the reference; zeros without one.
 
-        Those that the batch brings along, as columns of its dataset, are taken as they are.
+        Those that the batch brings along, as columns of its dataset, are taken as they are. The reference is run as
+        `concatenated_forward` runs the policy.
         """
-        return reference_logprobs(self, padded_batch)
+        device, fixed = self.config.device, self.reference
+        if set(REFERENCE_COLUMNS) <= set(padded_batch):
+            return padded_batch[REFERENCE_COLUMNS[0]].to(device), padded_batch[REFERENCE_COLUMNS[1]].to(device)
+        if fixed is None:
+            nothing = torch.zeros(count_pairs(padded_batch), device=device)
+            return nothing, nothing
+        if self.datasets.cache is not None and not fixed.is_policy:
+            placed(fixed.model, device)  # it has left its memory to training
+        # A policy that is its own reference is run as it is wrapped, so that its shards are gathered.
+        model = self.model_wrapped if fixed.is_policy else fixed.model
+        context = self.null_ref_context() if fixed.is_policy else fixed.active()
+        with context, without_dropout(model), self.accelerator.autocast():
+            chosen, rejected, *_ = self.concatenated_forward(model, padded_batch)
+        return chosen, rejected
 
     @contextmanager
     def null_ref_context(self) -> Iterator[None]:
@@ -238,10 +260,15 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         config, lengths = self.config, self.chain.lengths
         if chosen_length is not None and rejected_length is not None:
             lengths = chosen_length, rejected_length
-        reference = reference_chosen_logps, reference_rejected_logps
-        pairs = PairLogprobs.of((policy_chosen_logps, policy_rejected_logps), reference, lengths)
+        policy, reference = (
+            (policy_chosen_logps, policy_rejected_logps),
+            (reference_chosen_logps, reference_rejected_logps),
+        )
         if reference_free or config.reference_free:
-            pairs = pairs.reference_free()
+            reference = torch.zeros_like(policy[0]), torch.zeros_like(policy[1])
+        if lengths is None:
+            lengths = torch.ones_like(policy[0]), torch.ones_like(policy[1])
+        pairs = PairLogprobs(*policy, reference[0].to(policy[0]), reference[1].to(policy[1]), *lengths)
         loss = mixed(config.loss_type, config.loss_weights)
         return losses_and_rewards(pairs, loss=loss, beta=config.beta, label_smoothing=config.label_smoothing)
 

@@ -36,7 +36,7 @@ from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, Tokenizers
 from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
-from trimtab_lm.tokens.layout import lay_out, token_columns
+from trimtab_lm.tokens.layout import lay_out
 
 from .algorithm import policy_loss
 from .batches import PromptLoader, RolloutBuffer
@@ -174,7 +174,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Totals) -> BatchLoss:
         """The clipped surrogate and the KL: this micro-batch's part of the step's loss."""
-        args, scores = self.config, model(tokens=token_columns(batch), temperature=self.config.temperature)
+        args, scores = self.config, model(tokens=batch, temperature=self.config.temperature)
         rollout = batch["rollout"].to(scores.logprobs.device)
         if self.is_in_train and model.training and not self.state.global_step:
             most = rounding_of(self.model.dtype, is_mixed=args.bf16 or args.fp16)

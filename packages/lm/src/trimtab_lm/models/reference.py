@@ -17,6 +17,7 @@ from trimtab_common.sharding import prepared_for_inference, whole_weights
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.adapters import adapter_on, adapters_off
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
+from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.logprobs import lm_head_of
 
 LAYER_PATTERNS = (
@@ -65,13 +66,15 @@ class Reference:
         model: the transformers model, or the PEFT policy, that runs inside `active`.
         is_adapter_off: whether the reference is the policy itself without its adapters.
         adapter: the adapter with which the policy is its own reference, if there is one.
+
+    Attributes:
+        is_policy: whether the reference is the policy itself, with its adapters off or with another adapter.
     """
 
     def __init__(self, model: Model, *, is_adapter_off: bool, adapter: str | None = None):
-        self.model = model
-        self.is_adapter_off = is_adapter_off
-        self.adapter = adapter
-        self.is_prepared = False
+        self.model, self.is_prepared = model, False
+        self.is_adapter_off, self.adapter = is_adapter_off, adapter
+        self.is_policy = is_adapter_off or adapter is not None
 
     @classmethod
     def of_adapter(cls, model: Model, adapter: str) -> "Reference":
@@ -91,11 +94,6 @@ class Reference:
                 f"model.load_adapter(folder, adapter_name={adapter!r})."
             )
         return cls(model, is_adapter_off=False, adapter=adapter)
-
-    @property
-    def is_policy(self) -> bool:
-        """Whether the reference is the policy itself, with its adapters off or with another adapter."""
-        return self.is_adapter_off or self.adapter is not None
 
     @classmethod
     def of(
@@ -145,18 +143,13 @@ class Reference:
     @contextmanager
     def active(self) -> Iterator[Model]:
         """Yields the reference in eval mode and without gradients; restores the policy afterwards."""
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            self.model.eval()
+        with torch.no_grad(), without_dropout(self.model):
             if self.adapter is not None:
                 adapters: AbstractContextManager[None] = adapter_on(cast(PeftModel, self.model), self.adapter)
             else:
                 adapters = adapters_off(cast(PeftModel, self.model)) if self.is_adapter_off else nullcontext()
-            with torch.no_grad(), adapters:
+            with adapters:
                 yield self.model
-        finally:
-            for module in training:
-                module.training = True
 
 
 def _without_value_head(model: Model | PreTrainedModelWrapper) -> Model:

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab_lm.tokens.layout import token_columns
-
 from .loss import centering, pair_loss
 
 
@@ -34,7 +32,7 @@ def score(
         reads_tokens: whether the model's forward takes `tokens` and scores each sequence at its end.
     """
     if reads_tokens:
-        return model(tokens=token_columns(rows))
+        return model(tokens=rows)
     return model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits, 0.0
 
 

@@ -28,9 +28,6 @@ Layout = Literal["row", "tree", "packed", "padded", "encoder-decoder"]
 INPUT_KEYS = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask")
 """The columns of a laid-out batch that a model's forward takes: see `lay_out`."""
 
-TOKEN_KEYS = (*INPUT_KEYS, "document", "branch", "encoder_row", "source", "targets", "sequence", "lengths", "ends")
-"""All columns of a laid-out batch: see `lay_out`."""
-
 
 @dataclass(frozen=True)
 class TokenGroup:
@@ -227,11 +224,6 @@ def sum_per_sequence(x: Tensor, sequence: Tensor, count: int) -> Tensor:
         [count].
     """
     return x.new_zeros(count).index_add(0, sequence, x)
-
-
-def token_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns only the columns of `lay_out`."""
-    return {name: batch[name] for name in TOKEN_KEYS if name in batch}
 
 
 _Branch = tuple[Sequence[int] | Integers, Sequence[int], int, int | None]
