@@ -30,7 +30,7 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-slow test-downloads test-lowest test-newest newest test-distributed test-sharded test-vllm test-deepspeed test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
+.PHONY: help setup demo reproduce test test-slow test-downloads test-lowest test-newest newest test-distributed test-sharded test-vllm test-deepspeed test-accelerator test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -84,6 +84,11 @@ test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (F
 
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow $(ZERO) $(ARGS)
+
+test-accelerator: $(STAMP) ## run on a pretend accelerator, which refuses what a GPU refuses, and counts (needs g++)
+	$(PY) tests/pretend/build.py
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/pretend:$$PYTHONPATH $(PY) -m pytest -m accelerator \
+	  -n $(JOBS) --dist worksteal --durations=10 $(ARGS) tests/accelerator
 
 test-scripts: $(STAMP) ## run scripts that import trl, as they are, on our trainers (two minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow or not slow" --durations=10 tests/lm/legacy/test_trl_scripts.py $(ARGS)
