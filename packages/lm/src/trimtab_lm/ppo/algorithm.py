@@ -20,8 +20,8 @@ from .passes import Trainer, at_tokens, forward, forward_in_parts, kl_terms
 @torch.no_grad()
 def evaluate(
     boxes: Trainer, rollout: Experience, scores: Tensor, replaced: Collection[str], lap: Callable[[str], None]
-) -> Experience:
-    """The rollout with all columns, under the policy before its updates.
+) -> tuple[Experience, dict[str, Mean | Tensor]]:
+    """The rollout with all columns, under the policy before its updates, and how far the sampler differs from it.
 
     Args:
         boxes: the trainer.
@@ -46,15 +46,15 @@ def evaluate(
     lap("compute_advantages")
     columns = (values, kl[0], non_score_reward, advantages, returns)
     values, kl[0], non_score_reward, advantages, returns = (torch.where(at, x, 0.0) for x in columns)
-    if (cap := config.importance_sampling_cap) is not None:
+    cap, mismatch = config.importance_sampling_cap, dict[str, Mean | Tensor]()
+    if sampled is not None or cap is not None:
         told, lengths = None if sampled is None else sampled[at], mask.sum(1)
-        weighed, _ = corrected(advantages[at], policy.logprobs[at], told, lengths=lengths, cap=cap)
+        weighed, mismatch = corrected(advantages[at], policy.logprobs[at], told, lengths=lengths, cap=cap)
         advantages = advantages.masked_scatter(at, weighed)
-    return replace(
+    evaluated = replace(
         rollout,
         masks=mask,
         logprobs=policy.logprobs,
-        sampled=sampled,
         old_logprobs=policy.logprobs if sampled is None or not config.clips_to_sampler else sampled,
         ref_logprobs=ref.logprobs,
         entropy=policy.entropy,
@@ -64,6 +64,7 @@ def evaluate(
         advantages=advantages,
         returns=returns,
     )
+    return evaluated, mismatch
 
 
 def update(

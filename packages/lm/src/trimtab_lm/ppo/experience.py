@@ -26,8 +26,7 @@ class Experience:
     scores: Tensor  # [B], as given, with the rewards of an environment
     masks: Tensor = UNKNOWN  # 1 where a token counts
     logprobs: Tensor = UNKNOWN  # of the policy before the updates, in nats
-    sampled: Tensor | None = None  # `sampler_logprobs` in the columns of `masks`
-    old_logprobs: Tensor = UNKNOWN  # of the ratio: `logprobs`, or `sampled`
+    old_logprobs: Tensor = UNKNOWN  # of the ratio: `logprobs`, or the sampler's
     ref_logprobs: Tensor = UNKNOWN
     entropy: Tensor | None = None  # None if a forward pass of 2024 does not return logits
     values: Tensor = UNKNOWN

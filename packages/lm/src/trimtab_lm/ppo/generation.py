@@ -52,44 +52,37 @@ class Sampler:
             self.pending = Pending()
 
     def __call__(
-        self, query_tensor: Tensor | list[Tensor], length_sampler: Callable[[], int] | None, **options: Any
-    ) -> Any:
-        """See `PPOTrainer.generate`, whose arguments these are."""
-        if length_sampler is not None:
-            options["max_new_tokens"] = length_sampler()
-        is_single = isinstance(query_tensor, Tensor)
-        responses = self._responses([query_tensor] if isinstance(query_tensor, Tensor) else query_tensor, **options)
-        answers = [rows[0][None] if is_single else rows for rows in responses]
-        return tuple(answers) if len(answers) > 1 else answers[0]
-
-    def _responses(
         self,
-        queries: list[Tensor],
-        *,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None,
         batch_size: int,
         return_prompt: bool,
         generate_ref_response: bool,
         **generation_kwargs: Any,
-    ) -> list[list[Tensor]]:
-        """Responses of the policy, and of the reference if asked for."""
-        if self.trainer.rollout is not None:
-            check_generate(self.trainer.rollout, generation_kwargs, generate_ref_response=generate_ref_response)
-            responses = self._from_backend(self.trainer.rollout, queries, rows_of({"input_ids": queries})).completions
+    ) -> Any:
+        """See `PPOTrainer.generate`, whose arguments these are."""
+        if length_sampler is not None:
+            generation_kwargs["max_new_tokens"] = length_sampler()
+        queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
+        if (backend := self.trainer.rollout) is not None:
+            check_generate(backend, generation_kwargs, generate_ref_response=generate_ref_response)
+            responses = self._from_backend(backend, queries, rows_of({"input_ids": queries})).completions
             if self.trainer.padding.decoder_start is None and return_prompt:
                 responses = [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
-            return [responses]
-        _check(queries)
-        options = {"batch_size": batch_size, "return_prompt": return_prompt}
-        whole = whole_models(self.policy, self.reference if generate_ref_response else None)
-        with torch.no_grad(), without_dropout(self.policy.policy), whole:
-            is_first = self.calls == 0
-            answers = [self._from_model(self.policy.pretrained_model, queries, generation_kwargs, options)]
-            if generate_ref_response:
-                with self.reference.reference.active() as model:
-                    answers.append(self._from_model(model, queries, generation_kwargs, options))
-            if is_first:
-                self._check_sampler(queries, generation_kwargs)
-        return answers
+            answers = [responses]
+        else:
+            _check(queries)
+            options, is_first = {"batch_size": batch_size, "return_prompt": return_prompt}, self.calls == 0
+            whole = whole_models(self.policy, self.reference if generate_ref_response else None)
+            with torch.no_grad(), without_dropout(self.policy.policy), whole:
+                answers = [self._from_model(self.policy.pretrained_model, queries, generation_kwargs, options)]
+                if generate_ref_response:
+                    with self.reference.reference.active() as model:
+                        answers.append(self._from_model(model, queries, generation_kwargs, options))
+                if is_first:
+                    self._check_sampler(queries, generation_kwargs)
+        returned = [rows[0][None] if isinstance(query_tensor, Tensor) else rows for rows in answers]
+        return tuple(returned) if generate_ref_response else returned[0]
 
     def _from_model(
         self, model: Any, queries: list[Tensor], generation_kwargs: Mapping[str, Any], options: Mapping[str, Any]

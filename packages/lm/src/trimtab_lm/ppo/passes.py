@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.accelerators import WeighingAccelerator
@@ -84,6 +85,7 @@ class Trainer(Protocol):
     padding: Padding
     model: PreTrainedModelWrapper
     ref_model: PreTrainedModelWrapper | None
+    is_encoder_decoder: bool
     actor_critic: nn.Module
     bare: ActorCritic
     reference_policy: ReferencePolicy
@@ -92,7 +94,10 @@ class Trainer(Protocol):
     kl_ctl: FixedKLController
     rounding: float
     rollout: RolloutBackend | None
+    dataset: Any
 
+    @property
+    def current_device(self) -> torch.device: ...
     @property
     def temperature(self) -> float: ...
     @property
@@ -108,6 +113,9 @@ class Trainer(Protocol):
     def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor: ...
     def record_step_stats(self, kl_coef: float, **data: Any) -> Stats: ...
     def gather_stats(self, stats: Mapping[str, object]) -> Stats: ...
+    def prepare_dataloader(
+        self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None = None
+    ) -> DataLoader[Any]: ...
 
 
 def forward(trainer: Trainer, model: nn.Module, rollout: Experience, replaced: Collection[str]) -> Scores:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, send_to_device
@@ -19,7 +19,7 @@ from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
-from trimtab_common.run import Run
+from trimtab_common.run import Run, Stateful
 from trimtab_common.runs import RunRecord, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
@@ -38,7 +38,6 @@ from trimtab_lm.tokens.router import refuse_router_loss
 
 from .checks import samples_conversations
 from .config import PPOConfig
-from .generation import Sampler
 from .passes import Trainer
 from .policy import ActorCritic
 
@@ -51,21 +50,6 @@ WITHOUT_EFFECT = (
 """Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
 HELD = ("learning_rate", "value_learning_rate", "init_kl_coef")
 """Fields of PPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
-
-
-class Owner(Trainer, Protocol):
-    """A trainer whose data and run are set up."""
-
-    is_encoder_decoder: bool
-    sampler: Sampler
-    dataset: Any
-    dataloader: DataLoader[Any] | None
-
-    @property
-    def current_device(self) -> torch.device: ...
-    def prepare_dataloader(
-        self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None = None
-    ) -> DataLoader[Any]: ...
 
 
 def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
@@ -234,7 +218,7 @@ def warmup_factor(steps: int, *, length: int) -> float:
 
 
 def open_data(
-    trainer: Owner, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
+    trainer: Trainer, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
 ) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
     """The prompts, their batches, and the position in them, which checkpoints hold.
 
@@ -256,7 +240,7 @@ def open_data(
     return rows, dataloader, batches if isinstance(batches, ShuffledBatches) else None
 
 
-def dataloader_of(trainer: Owner, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
+def dataloader_of(trainer: Trainer, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
     """See `PPOTrainer.prepare_dataloader`."""
     config, accelerator, collate = trainer.config, trainer.accelerator, data_collator or collate_columns
     if config.remove_unused_columns and isinstance(rows, Dataset):
@@ -270,8 +254,13 @@ def dataloader_of(trainer: Owner, rows: Any, data_collator: Callable[[Sequence[A
     )
 
 
-def run_of(trainer: Owner) -> Run:
-    """The run that the config asks for, with what checkpoints hold, under a new id. Collective."""
+def run_of(trainer: Trainer, pending: Stateful | None) -> Run:
+    """The run that the config asks for, with what checkpoints hold, under a new id. Collective.
+
+    Args:
+        trainer: its parts so far.
+        pending: what is sampled ahead; None: nothing ever is.
+    """
     config, accelerator = trainer.config, trainer.accelerator
     data = rows_fingerprint(trainer.dataset) if isinstance(trainer.dataset, Dataset) else None
     run = Run(
@@ -297,19 +286,12 @@ def run_of(trainer: Owner) -> Run:
         trainer, "optimizer", "lr_scheduler", "kl_ctl", "running", "batches", "sampler", "steps_done", "best_score"
     )
     run.keep(accelerator, "scaler")
-    if trainer.sampler.pending is not None:
-        run.keep_per_rank("pending", trainer.sampler.pending)
+    if pending is not None:
+        run.keep_per_rank("pending", pending)
     return run
 
 
-def prompts_of_run(trainer: Owner) -> DataLoader[Any]:
-    """The batches of prompts of a trainer, which `train` needs."""
-    if trainer.dataloader is None:
-        raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
-    return trainer.dataloader
-
-
-def rewards_of_run(trainer: Owner, reward: Any, weights: Sequence[float] | None) -> RewardSet:
+def rewards_of_run(trainer: Trainer, reward: Any, weights: Sequence[float] | None) -> RewardSet:
     """The reward functions of a run; none if an environment gives the rewards.
 
     Args:

@@ -25,7 +25,7 @@ from trimtab_common.stats import (
     merge_stats,
 )
 from trimtab_lm.rewards.functions import Scored, function_stats
-from trimtab_lm.sampling.mismatch import corrected, with_largest
+from trimtab_lm.sampling.mismatch import with_largest
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 
 from .config import PPOConfig
@@ -35,7 +35,9 @@ from .passes import Trainer
 LENGTH_CORRELATION = "tokens/responses_len_score_correlation"
 
 
-def training_stats(rollout: Experience, recorded: Sequence[Minibatch], *, cap: float | None) -> dict[str, Tensor]:
+def training_stats(
+    rollout: Experience, recorded: Sequence[Minibatch], mismatch: Mapping[str, Mean | Tensor]
+) -> dict[str, Tensor]:
     """Statistics of the updates and of their inputs, for `record_step_stats`. Collective.
 
     Each is a tensor whose mean over its first axis is the statistic. Means and variances cover the tokens of all
@@ -44,9 +46,9 @@ def training_stats(rollout: Experience, recorded: Sequence[Minibatch], *, cap: f
     Args:
         rollout: evaluated.
         recorded: what its updates recorded.
-        cap: `importance_sampling_cap`.
+        mismatch: how far the sampler differs from the policy; see `corrected`.
     """
-    mask, at = rollout.masks, rollout.masks.bool()
+    mask = rollout.masks
     local = {
         **merge_stats(map(token_means, recorded)),
         "policy/advantages_mean": Mean.of(rollout.advantages, mask),
@@ -54,15 +56,13 @@ def training_stats(rollout: Experience, recorded: Sequence[Minibatch], *, cap: f
         "returns/var": Variance.of(rollout.returns, mask),
         "val/mean": Mean.of(rollout.values, mask),
         "val/var": Variance.of(rollout.values, mask),
+        **mismatch,
     }
-    if rollout.sampled is not None:
-        columns = (rollout.advantages[at], rollout.logprobs[at], rollout.sampled[at])
-        local |= corrected(*columns, lengths=mask.sum(1), cap=cap)[1]
     numbers = gather_stats(local)
-    if rollout.sampled is not None:
+    if mismatch:
         numbers = with_largest(numbers)
     stats = {name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}
-    return {**stats, "policy/advantages": rollout.advantages[at][None]}
+    return {**stats, "policy/advantages": rollout.advantages[mask.bool()][None]}
 
 
 def token_means(minibatch: Minibatch) -> Stats:
@@ -211,7 +211,13 @@ def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, st
 
 
 def step_stats(
-    trainer: Trainer, rollout: Experience, recorded: Sequence[Minibatch], clock: "Clock", *, ends: Sequence[int]
+    trainer: Trainer,
+    rollout: Experience,
+    recorded: Sequence[Minibatch],
+    mismatch: Mapping[str, Mean | Tensor],
+    clock: "Clock",
+    *,
+    ends: Sequence[int],
 ) -> Stats:
     """The documented statistics of a step over all processes: floats and 1-D tensors. Collective.
 
@@ -221,10 +227,11 @@ def step_stats(
         trainer: a PPOTrainer.
         rollout: evaluated.
         recorded: what its updates recorded.
+        mismatch: how far the sampler differs from the policy.
         clock: the step's clock.
         ends: the tokens that end a response.
     """
-    train_stats = training_stats(rollout, recorded, cap=trainer.config.importance_sampling_cap)
+    train_stats = training_stats(rollout, recorded, mismatch)
     clock.lap("optimize_step")
     stats = trainer.record_step_stats(kl_coef=trainer.kl_ctl.value, **vars(rollout), train_stats=train_stats)
     clock.lap("calc_stats")

@@ -87,7 +87,6 @@ class PPOTrainer(NamesOf2024):
         self.reference, self.ref_model = setup.reference_of(model, ref_model, num_shared_layers)
         actor_critic = ActorCritic(model, value_model)
         optimizer, self.lr_scheduler = setup.optimizers_of(config, optimizer, lr_scheduler, actor_critic)
-
         self.accelerator = setup.accelerator_of(config)
         self.config = setup.filled(config, model, self.accelerator.num_processes)
         self.current_device = self.accelerator.device
@@ -102,7 +101,7 @@ class PPOTrainer(NamesOf2024):
         self.rollout = self.sampler.ahead_if_asked(rollout)
         self.steps_done, self.best_score, self.data_collator = 0, float("-inf"), data_collator
         self.dataset, self.dataloader, self.batches = setup.open_data(self, dataset, data_collator)
-        self.run = setup.run_of(self)
+        self.run = setup.run_of(self, self.sampler.pending)
 
     def train(
         self,
@@ -125,11 +124,12 @@ class PPOTrainer(NamesOf2024):
             on_step: called with the step's number, the logged statistics and the batch.
             reward_weights: one per reward; None: 1.
         """
-        loader, rewards = setup.prompts_of_run(self), setup.rewards_of_run(self, reward, reward_weights)
+        if (loader := self.dataloader) is None:
+            raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
+        rewards = setup.rewards_of_run(self, reward, reward_weights)
         files.resume(self.run, self.config, resume_from)
-        options = self.sampler.options(generation_kwargs or {})
         config, sampler, total = self.config, self.sampler, steps or self.config.steps
-        history, batches = list[Stats](), endless(loader)
+        options, history, batches = sampler.options(generation_kwargs or {}), list[Stats](), endless(loader)
         with self.run.training(config.output_dir):
             for number in progress(range(self.steps_done + 1, total + 1), "PPO steps"):
                 batch = next(batches)
@@ -177,16 +177,15 @@ class PPOTrainer(NamesOf2024):
         overridden = replaced(self, PPOTrainer, "batched_forward_pass", "compute_rewards", "loss", "train_minibatch")
         columns = (queries, responses, scores, response_masks, response_rewards, sampler_logprobs)
         rollout, given = check_step(self, *columns, is_first=is_first, reads_ids="batched_forward_pass" in overridden)
-        ends = self.sampler.eos_ids
-        scores_shaped = shaped(given, ended(rollout.responses, ends), config, self.running)
+        scores_shaped = shaped(given, ended(rollout.responses, self.sampler.eos_ids), config, self.running)
         batches = rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done)
         with without_dropout(self.actor_critic):
-            rollout = evaluate(self, rollout, scores_shaped, overridden, clock.lap)
+            rollout, mismatch = evaluate(self, rollout, scores_shaped, overridden, clock.lap)
             check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
             recorded = update(self, rollout, batches, overridden)
         if is_first and rollout.old_logprobs is rollout.logprobs:
             warn_at_start(OTHER_START, float(recorded[0].largest_log_ratio), rounding=self.rounding)
-        stats = step_stats(self, rollout, recorded, clock, ends=ends)
+        stats = step_stats(self, rollout, recorded, mismatch, clock, ends=self.sampler.eos_ids)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.steps_done += 1
@@ -280,8 +279,8 @@ class PPOTrainer(NamesOf2024):
         accelerate weighs the loss by the minibatch's share of the step's tokens, and its `sync_gradients` says which
         minibatch is the last. A loss or a gradient that is not finite raises TrainingDivergedError.
         """
-        columns = (logits, vpreds, logprobs, mask, advantages, returns)
-        policy_loss, value_loss, stats = self.loss(old_logprobs, values, *columns)
+        columns = (old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns)
+        policy_loss, value_loss, stats = self.loss(*columns)
         ratio = masked_mean(policy_log_ratio(logprobs.detach(), old_logprobs, mask).exp(), mask)
         loss, outputs = policy_loss + value_loss, (logprobs, vpreds)
         return {**stats, **self.optimizer_step.descend(loss, ratio, outputs=outputs, step=self.steps_done)}
@@ -364,8 +363,8 @@ class PPOTrainer(NamesOf2024):
             generation_kwargs: fields of transformers' GenerationConfig; see `Sampler`. A rollout takes none.
         """
         self.run.interruption.end_if_saved()
-        shape = {"return_prompt": return_prompt, "generate_ref_response": generate_ref_response}
-        return self.sampler(query_tensor, length_sampler, batch_size=batch_size, **shape, **generation_kwargs)
+        arguments = (query_tensor, length_sampler, batch_size, return_prompt, generate_ref_response)
+        return self.sampler(*arguments, **generation_kwargs)
 
     @property
     def temperature(self) -> float:
