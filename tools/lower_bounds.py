@@ -1,4 +1,4 @@
-"""Check that the installed versions are the lower bounds of the packages' requirements (make test-lowest)."""
+"""Checks that the installed versions are the lower bounds that the packages require (make test-lowest)."""
 
 import sys
 import tomllib
@@ -13,7 +13,7 @@ NOT_INSTALLED_LOW = "torch"  # see the Makefile
 
 
 def untested_bounds() -> list[str]:
-    """A line for each requirement `name>=version` of a package whose installed version is another one."""
+    """Returns a line for each requirement `name>=version` of a package, if another version is installed."""
     lines = set()
     for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
         for text in tomllib.loads(file.read_text())["project"]["dependencies"]:

@@ -1,4 +1,4 @@
-"""Warn of releases that are newer than those that tools/newest.txt records (make test-newest)."""
+"""Warns of releases newer than those recorded in tools/newest.txt (make test-newest)."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ WATCHED = ("accelerate", "datasets", "diffusers", "peft", "transformers")
 
 
 def newest_release(name: str) -> Version | None:
-    """The newest release that pip finds for this Python; None if it reaches no index."""
+    """Returns the newest release that pip finds for this Python; None if pip reaches no index."""
     command = [sys.executable, "-m", "pip", "index", "versions", name]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     return Version(lines[0].split("(")[1].rstrip(")")) if lines else None

@@ -1,4 +1,4 @@
-"""Prints what a reader of one step meets: the functions and files of it, and the lines of each trainer's class."""
+"""Prints how much code a reader of one step meets: its functions and files, and the lines of each trainer's class."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ TRAINERS = ("PPOTrainer", "IterativeSFTTrainer", "GRPOTrainer", "DPOTrainer", "R
 
 
 class Trace:
-    """The functions of the packages that run between `start` and `stop`, comprehensions and lambdas among them."""
+    """The functions of the packages that run between `start` and `stop`, including comprehensions and lambdas."""
 
     def __init__(self) -> None:
         self.codes: set[CodeType] = set()
 
     def start(self) -> None:
-        """Begin to watch this thread."""
+        """Begins to watch this thread."""
         sys.setprofile(self._see)
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stops watching."""
         sys.setprofile(None)
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
@@ -52,7 +52,7 @@ class Trace:
 
 
 def ppo() -> Trace:
-    """PPO's second step, without generation."""
+    """Traces PPO's second step, without generation."""
     trainer, trace = tiny.ppo(), Trace()
     trainer.step(*tiny.batch(trainer.config.batch_size))
     batch = tiny.batch(trainer.config.batch_size, seed=1)
@@ -63,7 +63,7 @@ def ppo() -> Trace:
 
 
 def ddpo(folder: str) -> Trace:
-    """DDPO's second step, with sampling."""
+    """Traces DDPO's second step, with sampling."""
     sizes = {"sample_num_steps": 3, "sample_batch_size": 4, "sample_num_batches_per_epoch": 1, "train_batch_size": 4}
     config = DDPOConfig(num_epochs=3, save_freq=100, mixed_precision="no", logdir=folder, log_with=None, **sizes)
     pipeline = DDPOStableDiffusionPipeline(tiny_diffusion.stable_diffusion())
@@ -80,7 +80,7 @@ def ddpo(folder: str) -> Trace:
 
 
 def on_transformers(trainer: Any) -> Trace:
-    """The second optimizer step of a trainer, from its batches on."""
+    """Traces a trainer's second optimizer step, from the fetching of its batches."""
     trace, take, taken = Trace(), trainer.get_batch_samples, []
 
     def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def on_transformers(trainer: Any) -> Trace:
 
 
 def traces(folder: str) -> dict[str, Trace]:
-    """One step of the five trainers with the longest way, on tiny models."""
+    """Traces one step of the five trainers whose steps run the most code, on tiny models."""
     own = {"max_steps": 3, "logging_steps": 100, "gradient_checkpointing": False, "save_strategy": "no"}
     settings = small.SETTINGS | own
     texts, prompts = Dataset.from_dict({"text": small.WORDS}), Dataset.from_dict({"prompt": small.WORDS})
@@ -115,19 +115,19 @@ def traces(folder: str) -> dict[str, Trace]:
 
 
 def class_lines(trainer: type) -> int:
-    """The lines of a class and of those of its bases that are the project's own."""
+    """Returns the number of lines in a class and in its bases that belong to the project."""
     own = [base for base in trainer.__mro__ if base.__module__.startswith("trimtab")]
     return sum(len(inspect.getsourcelines(base)[0]) for base in own)
 
 
 def main() -> None:
-    """Prints exact figures; tiny models take half a minute."""
+    """Prints the figures, which are exact; tiny models take half a minute."""
     warnings.simplefilter("ignore")
     classes = [*(getattr(trimtab_lm, name) for name in TRAINERS), trimtab_diffusion.DDPOTrainer]
     print("lines of a class over its own bases:")
     print("  " + ", ".join(f"{kind.__name__} {class_lines(kind)}" for kind in classes))
     print("what one step runs:")
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # what the trainers log
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # the trainers log to stdout
         steps = traces(folder)
     for name, trace in steps.items():
         print(f"  {name}: {trace}")

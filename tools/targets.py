@@ -1,9 +1,9 @@
-"""Runs make targets that CI leaves out, in a fresh clone of HEAD, and records in targets.json when each passed.
+"""Runs make targets that CI omits, in a fresh clone of HEAD, and records in targets.json when each passed.
 
-    python -m tools.targets                    # every recorded target, as targets.json says
-    python -m tools.targets test-vllm audit    # these
+    python -m tools.targets                    # every recorded target that has a date
+    python -m tools.targets test-vllm audit    # these targets
 
-A target that fails keeps the date of its last pass, and the program exits with 1.
+A failed target keeps the date of its last pass, and the program exits with 1.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def documented(makefile: str) -> list[str]:
 
 
 def run_by_ci(script: str) -> list[str]:
-    """Returns the targets that .ci/run always makes: those of the lists that begin at the left margin."""
+    """Returns the targets that .ci/run always makes: those in the lists that begin at the left margin."""
     return " ".join(re.findall(r"^\w+=\(([^)]*)\)", script, flags=re.MULTILINE)).split()
 
 
 def shortcomings(makefile: str, script: str, record: dict[str, dict[str, str]]) -> list[str]:
-    """Returns a line for each target that neither CI nor the record covers, and for each entry of the record at fault.
+    """Returns a line for each target that neither CI nor the record covers, and for each faulty entry of the record.
 
-    An entry has the command, and the date of its last pass on a fresh clone or the reason why none is known.
+    An entry has the command, and the date of its last pass on a fresh clone or the reason why there is none.
     """
     targets, ci = documented(makefile), run_by_ci(script)
     lines = [f"{name}: CI does not run it; record it by `python -m tools.targets {name}`" for name in targets]
@@ -46,12 +46,12 @@ def shortcomings(makefile: str, script: str, record: dict[str, dict[str, str]]) 
         elif not re.search(rf"\bmake (.* )?{name}\b", entry.get("command", "")):
             lines.append(f"{name}: its command is {entry.get('command')!r}, which does not make it")
         elif not (_is_past(entry.get("passed", "")) or entry.get("reason")):
-            lines.append(f"{name}: it needs the date of its last pass, or the reason why none is known")
+            lines.append(f"{name}: add the date of its last pass, or the reason why there is none")
     return lines
 
 
 def _is_past(text: str) -> bool:
-    """Whether a text is a date that has come in some time zone."""
+    """Whether a text is a date that has begun in some time zone."""
     latest = date.today() + timedelta(days=1)
     return re.fullmatch(r"\d{4}-\d\d-\d\d", text) is not None and date.fromisoformat(text) <= latest
 

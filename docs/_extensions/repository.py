@@ -1,8 +1,8 @@
-"""A hook of mkdocs: files outside docs/ that a page links to become part of the site.
+"""A mkdocs hook that adds files outside docs/ to the site if a page links to them.
 
-Pages of docs/ and READMEs link to one another as files of the repository, so that the links work there too. A Markdown
-file becomes a page under its path in the repository; a picture or a PDF is copied; any other file becomes a page
-that shows it. A page with a wide table has no table of contents, so that the table has room.
+Pages in docs/ and READMEs link to one another as repository files, so the links work on GitHub too. A Markdown file
+becomes a page under its repository path; the hook copies a picture or a PDF; any other file becomes a page that shows
+it. A page with a wide table has no table of contents, which leaves room for the table.
 """
 
 import json
@@ -26,11 +26,11 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the menu's pages from outside docs/, and all that pages link to, directly or not."""
+    """Adds the menu's pages from outside docs/, and every file that pages link to, directly or indirectly."""
     waiting = [DOCS / file.src_uri for file in files.documentation_pages()]
     waiting += [ROOT / uri for uri in _leaves(config.nav) if not (DOCS / uri).exists() and (ROOT / uri).is_file()]
     seen = set(waiting)
-    for path in waiting:  # which grows
+    for path in waiting:  # the loop below appends to it
         if not path.is_relative_to(DOCS):
             files.append(_file(path, config))
         if path.suffix != ".md":
@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrites links between files of the repository to links between pages of the site, and makes room for tables."""
+    """Turns links between repository files into links between pages of the site, and makes room for wide tables."""
     if WIDE.search(markdown):
         page.meta["hide"] = ["toc"]
     uri = Path(page.file.src_uri)
@@ -68,7 +68,7 @@ def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def _uri(path: Path) -> str:
-    """Where a file of the repository is among the sources of the site."""
+    """Returns the path of a repository file among the sources of the site."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     uri = path.relative_to(ROOT).as_posix()
@@ -82,7 +82,7 @@ def _file(path: Path, config: MkDocsConfig) -> File:
 
 
 def _shown(path: Path) -> str:
-    """A page with a file, or with the files of a folder; a notebook with its outputs."""
+    """Returns a page that shows a file or a folder's list of files; a notebook is shown with its outputs."""
     if path.suffix == ".ipynb":
         return "\n\n".join(part for cell in json.loads(path.read_text())["cells"] for part in _cell(cell))
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -92,7 +92,7 @@ def _shown(path: Path) -> str:
 
 
 def _cell(cell: dict[str, Any]) -> Iterator[str]:
-    """The Markdown of a notebook's cell, and of what it printed and drew."""
+    """Yields the Markdown of a notebook's cell, and of what the cell printed and drew."""
     source = "".join(cell["source"])
     yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
     printed = [output["text"] for output in cell.get("outputs", []) if "text" in output]
@@ -106,7 +106,7 @@ def _cell(cell: dict[str, Any]) -> Iterator[str]:
 
 
 def _leaves(nav: object) -> list[str]:
-    """The sources that a menu names."""
+    """Returns the sources that a menu names."""
     if isinstance(nav, str):
         return [nav]
     items = nav.values() if isinstance(nav, dict) else nav or ()

@@ -1,4 +1,4 @@
-"""An extension of griffe: the fields of a configuration, each with its line of help, in the reference of its class."""
+"""A griffe extension that adds a configuration's fields, each with its line of help, to the reference of its class."""
 
 import ast
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from griffe import Attribute, Class, Expr, ExprCall, ExprKeyword, Extension, GriffeLoader
 
 SHOWN = {"dict": "{}", "script_name": "name of the script"}
-"""What default factories are shown as."""
+"""How to show default factories."""
 
 
 class Settings(Extension):
-    """Writes what `setting("...")` says of each field of a class into the class's docstring."""
+    """Adds the help text of each `setting("...")` in a class to the class's docstring."""
 
     def on_class(self, *, cls: Class, loader: GriffeLoader, **kwargs: object) -> None:
-        """See griffe."""
+        """Adds the fields of a class; griffe calls this."""
         lines = [f"    {name}: {_help(call, cls)} {_default(call)}" for name, call in _settings(cls)]
         if lines and cls.docstring is not None:
             text, raises, errors = cls.docstring.value.partition("\n\nRaises:")
@@ -21,7 +21,7 @@ class Settings(Extension):
 
 
 def _settings(cls: Class) -> Iterator[tuple[str, ExprCall]]:
-    """The fields of a class that are `trimtab_common.config.setting`."""
+    """Yields the fields of a class that are declared with `trimtab_common.config.setting`."""
     for name, member in cls.members.items():
         value = member.value if isinstance(member, Attribute) else None
         if isinstance(value, ExprCall) and value.canonical_path == "trimtab_common.config.setting":

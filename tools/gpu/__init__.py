@@ -1,1 +1,1 @@
-"""What needs a GPU, in parts of less than eight minutes, with a record of each: `python -m tools.gpu`."""
+"""Runs and records what needs a GPU, in parts of less than eight minutes: `python -m tools.gpu`."""

@@ -1,10 +1,10 @@
-"""Runs the parts that need a GPU, one process each, and writes docs/gpu.md.
+"""Runs the parts that need a GPU, each in its own process, and writes docs/gpu.md.
 
     python -m tools.gpu                        # the parts that the record lacks at this commit
-    python -m tools.gpu --parts sft ppo        # these
-    python -m tools.gpu --device cpu           # all parts at their smallest size, without a record in docs
+    python -m tools.gpu --parts sft ppo        # these parts
+    python -m tools.gpu --device cpu           # all parts at their smallest size; leaves docs/ as it is
 
-A part that is interrupted runs again at the next call; what the record holds already is kept.
+The next call repeats an interrupted part, and keeps the results already recorded.
 """
 
 import json
@@ -25,11 +25,11 @@ from tools.gpu.models import Size
 from tools.gpu.parts import PARTS
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 480  # seconds of a part
+LIMIT = 480  # seconds that a part may take
 VERSIONS = ("torch", "transformers", "accelerate", "peft", "diffusers", "vllm", "deepspeed", "bitsandbytes")
 
 Record = dict[str, dict[str, Any]]
-"""By the name of a part: its result, seconds, peak memory, figures, commit and day."""
+"""Result, seconds, peak memory, figures, commit and day of each part, by its name."""
 
 
 def main() -> int:
@@ -60,12 +60,12 @@ def main() -> int:
 
 
 def parsed(arguments: list[str]) -> Namespace:
-    """The options; on a CPU every part has its smallest size."""
+    """Returns the parsed options; on a CPU, chooses the smallest size."""
     parser = ArgumentParser(prog="python -m tools.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the parts run")
     parser.add_argument("--parts", nargs="+", choices=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--small", action="store_true", help="the smallest size, on a GPU too")
-    parser.add_argument("--record", type=Path, help="the JSON file of the record; its page lies beside it")
+    parser.add_argument("--record", type=Path, help="JSON file of the record; its page is written beside it")
     parser.add_argument("--run", choices=PARTS, metavar="PART", help="run one part in this process, print its figures")
     options = parser.parse_args(arguments)
     options.small = options.small or options.device == "cpu"
@@ -73,7 +73,7 @@ def parsed(arguments: list[str]) -> Namespace:
 
 
 def attempt(name: str, size: Size) -> dict[str, Any]:
-    """Runs a part in a process of its own, so that its memory is its own and a crash ends nothing else."""
+    """Runs a part in its own process, which gives it its own memory and confines a crash to it."""
     if reason := PARTS[name].missing(size):
         return {"result": f"not run: {reason}"}
     options = ["--device", size.device, *(["--small"] if size.is_small else [])]
@@ -91,7 +91,7 @@ def attempt(name: str, size: Size) -> dict[str, Any]:
 
 
 def measured(name: str, size: Size) -> dict[str, Any]:
-    """Runs a part in this process; returns its figures and the peak of its memory in GiB."""
+    """Runs a part in this process; returns its figures and its peak memory in GiB."""
     figures = PARTS[name].run(size)
     if size.device == "cuda":
         return {"figures": figures, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
@@ -99,14 +99,14 @@ def measured(name: str, size: Size) -> dict[str, Any]:
 
 
 def machine(device: str) -> str:
-    """The machine and the versions, in one line."""
+    """Describes the machine and the versions in one line."""
     chip = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     versions = [f"{name} {found}" for name in VERSIONS if (found := installed(name))]
     return f"{chip}, Python {platform.python_version()}, {', '.join(versions)}"
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Returns a package's version; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -114,12 +114,12 @@ def installed(package: str) -> str | None:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints."""
+    """Returns what a command prints."""
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def page(record: Mapping[str, Mapping[str, Any]], where: str) -> str:
-    """The record as a page."""
+    """Returns the record as a Markdown page."""
     rows = [
         f"| `{name}` | {PARTS[name].what} | {entry['result']} | {entry.get('seconds', 0):.0f} "
         f"| {entry.get('peak_gib', 0):.1f} | {', '.join(f'{k} {v:.4g}' for k, v in entry.get('figures', {}).items())} "
@@ -130,8 +130,8 @@ def page(record: Mapping[str, Mapping[str, Any]], where: str) -> str:
     lines = [
         "# What ran on a GPU",
         "",
-        "`make gpu` writes this page. Each part is a process of its own: `python -m tools.gpu --run PART`. Models have",
-        "random weights and the sizes of Llama 3.2 1B and of Stable Diffusion 1.5, unless a part says otherwise.",
+        "`make gpu` writes this page. Each part runs in its own process: `python -m tools.gpu --run PART`. Models have",
+        "random weights and the sizes of Llama 3.2 1B and Stable Diffusion 1.5, unless a part says otherwise.",
         "",
         f"Machine: {where}.",
         "",

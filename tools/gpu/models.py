@@ -1,4 +1,4 @@
-"""Models, texts and tokenizers for the parts: about 1B parameters on a GPU, a few thousand on a CPU."""
+"""Builds models, texts and tokenizers for the parts: about 1B parameters on a GPU, a few thousand on a CPU."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ LLAMA_SMALL = LLAMA_1B | {
     "num_key_value_heads": 1,
     "vocab_size": 4096,
 }
-# The sizes of Stable Diffusion 1.5: a U-Net of 860 million parameters and a text encoder of 123 million.
+# The sizes of Stable Diffusion 1.5: a U-Net with 860 million parameters and a text encoder with 123 million.
 UNET_SD15 = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 UNET_SMALL = {
     "sample_size": 8,
@@ -55,11 +55,11 @@ TEXT_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2
 
 @dataclass(frozen=True)
 class Size:
-    """How large a part is run.
+    """The size at which a part runs.
 
     Attributes:
         device: "cuda" or "cpu".
-        is_small: a few thousand parameters and two steps, to see that a part runs.
+        is_small: whether to use a few thousand parameters and two steps, to check that a part runs.
     """
 
     device: str
@@ -67,34 +67,34 @@ class Size:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of a part."""
+        """Optimizer steps per part."""
         return 2 if self.is_small else 6
 
     @property
     def tokens(self) -> int:
-        """Tokens of a training row."""
+        """Tokens per training row."""
         return 32 if self.is_small else 1024
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that a policy samples for each prompt, at most."""
+        """Maximum number of tokens that a policy samples for each prompt."""
         return 8 if self.is_small else 128
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
-    """The tokenizer of the examples' model, which needs no hub."""
+    """Returns the tokenizer of the examples' model, which needs no download."""
     words = AutoTokenizer.from_pretrained(STORIES)
     words.pad_token = words.pad_token or words.eos_token
     return words
 
 
 def llama(size: Size, dtype: torch.dtype = torch.float32, **settings: Any) -> LlamaForCausalLM:
-    """A Llama of random weights on the device of a size."""
+    """Returns a Llama with random weights on the size's device."""
     return _built(LlamaForCausalLM, size, dtype, settings)
 
 
 def scorer(size: Size, dtype: torch.dtype = torch.float32) -> LlamaForSequenceClassification:
-    """A Llama of random weights with one score per text."""
+    """Returns a Llama with random weights that gives each text one score."""
     return _built(LlamaForSequenceClassification, size, dtype, {"num_labels": 1})
 
 
@@ -107,14 +107,14 @@ def _built(kind: Any, size: Size, dtype: torch.dtype, settings: dict[str, Any]) 
 
 
 def token_rows(size: Size, count: int) -> Dataset:
-    """Rows of random token ids, as SFT takes them already tokenized."""
+    """Returns rows of random token ids; SFT accepts them as tokenized."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(10, len(tokenizer()), (count, size.tokens), generator=generator)
     return Dataset.from_dict({"input_ids": rows.tolist()})
 
 
 def preferences(size: Size, count: int) -> Dataset:
-    """Pairs of answers to a prompt, about half of `Size.tokens` long each."""
+    """Returns pairs of answers to a prompt, each about half of `Size.tokens` long."""
     words = ["the", "little", "dog", "went", "home", "and", "saw", "a", "big", "happy", "bird"]
     answers = [" ".join(words[(i + k) % len(words)] for k in range(size.tokens // 2)) for i in range(2 * count)]
     return Dataset.from_dict(
@@ -127,13 +127,13 @@ def preferences(size: Size, count: int) -> Dataset:
 
 
 def prompts(count: int) -> list[str]:
-    """Openings of stories."""
+    """Returns the openings of stories."""
     heroes, places = ("dog", "boy", "girl", "bear", "cat", "bird", "king", "frog"), ("park", "sea", "woods", "farm")
     return [f"Once there was a {heroes[i % 8]} in the {places[i // 8 % 4]}." for i in range(count)]
 
 
 def stable_diffusion(size: Size) -> StableDiffusionPipeline:
-    """A Stable Diffusion of random weights on the CPU, whose tokenizer knows the alphabet alone."""
+    """Returns a Stable Diffusion with random weights on the CPU; its tokenizer knows only the alphabet."""
     alphabet = "abcdefghijklmnopqrstuvwxyz"
     tokens = [*alphabet, *(letter + "</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -158,7 +158,7 @@ def stable_diffusion(size: Size) -> StableDiffusionPipeline:
             beta_end=0.012,
             beta_schedule="scaled_linear",
             clip_sample=False,
-            set_alpha_to_one=False,  # else the last step has no noise, and is not trained on
+            set_alpha_to_one=False,  # otherwise the last step would have no noise, and no training
             steps_offset=1,
         ),
         safety_checker=None,

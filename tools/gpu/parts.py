@@ -1,4 +1,4 @@
-"""The parts: each trains for a few steps, and returns what it measured."""
+"""The parts: each trains for a few steps, and returns its measurements."""
 
 import importlib.util
 import math
@@ -39,12 +39,12 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of work of less than eight minutes on one GPU.
+    """Work that takes less than eight minutes on one GPU.
 
     Attributes:
-        what: one line for the record.
-        run: trains, and returns the figures for the record; its steps are timed by the caller.
-        packages: what must be installed beside our packages.
+        what: description of the work in one line, for the record.
+        run: function that trains, and returns figures for the record; the caller times it.
+        packages: other packages that must be installed.
         needs_gpu: whether the part cannot run on a CPU.
     """
 
@@ -54,14 +54,14 @@ class Part:
     needs_gpu: bool = False
 
     def missing(self, size: Size) -> str | None:
-        """Why the part cannot run here; None where it can."""
+        """Returns why the part cannot run here; None if it can."""
         if absent := [name for name in self.packages if importlib.util.find_spec(name) is None]:
             return f"{', '.join(absent)} is not installed"
         return "it needs a GPU" if self.needs_gpu and size.device == "cpu" else None
 
 
 class Losses(TrainerCallback):
-    """Keeps what a Trainer logs as its loss."""
+    """Keeps the losses that a Trainer logs."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -72,7 +72,7 @@ class Losses(TrainerCallback):
 
 
 def trainer_settings(size: Size, **settings: Any) -> dict[str, Any]:
-    """Arguments that the configs of the Trainer family share: bfloat16, and recomputed activations."""
+    """Returns the settings that the configs of the Trainer family share: bfloat16, and recomputed activations."""
     return {
         "output_dir": tempfile.mkdtemp(),
         "max_steps": size.steps,
@@ -89,7 +89,7 @@ def trainer_settings(size: Size, **settings: Any) -> dict[str, Any]:
 
 
 def train(trainer: Any) -> Figures:
-    """Trains, and returns the first and the last loss, both of which must be finite."""
+    """Trains, and returns the first and last loss; both must be finite."""
     losses = Losses()
     trainer.add_callback(losses)
     trainer.train()
@@ -97,7 +97,7 @@ def train(trainer: Any) -> Figures:
 
 
 def finite(figures: Figures) -> Figures:
-    """The figures.
+    """Returns the figures.
 
     Raises:
         ArithmeticError: one of them is not finite.
@@ -111,7 +111,7 @@ def finite(figures: Figures) -> Figures:
 
 
 def sft(size: Size, model: dict[str, Any] | None = None, peft: LoraConfig | None = None, **config: Any) -> Figures:
-    """SFT on rows of 1,024 tokens."""
+    """SFT on rows with 1,024 tokens."""
     args = SFTConfig(**trainer_settings(size, max_length=size.tokens, **config))
     rows = token_rows(size, args.per_device_train_batch_size * size.steps)
     policy = llama(size, **model or {})
@@ -119,26 +119,26 @@ def sft(size: Size, model: dict[str, Any] | None = None, peft: LoraConfig | None
 
 
 def reward(size: Size) -> Figures:
-    """A reward model on pairs of 512 words."""
+    """A reward model on pairs with 512 words."""
     args = RewardConfig(**trainer_settings(size, max_length=size.tokens))
     rows = preferences(size, args.per_device_train_batch_size * size.steps)
     return train(RewardTrainer(scorer(size), args, train_dataset=rows, processing_class=tokenizer()))
 
 
 def dpo(size: Size) -> Figures:
-    """DPO on pairs of 512 words, with a copied reference."""
+    """DPO on pairs with 512 words and a copied reference."""
     args = DPOConfig(**trainer_settings(size, max_length=size.tokens))
     rows = preferences(size, args.per_device_train_batch_size * size.steps)
     return train(DPOTrainer(llama(size), args=args, train_dataset=rows, processing_class=tokenizer()))
 
 
 def length(completions: Sequence[str], **_: object) -> list[float]:
-    """Rewards long texts: a reward that costs nothing."""
+    """Rewards long texts; this costs no time."""
     return [len(text) / 100 for text in completions]
 
 
 def grpo(size: Size, model: Any = None, words: Any = None, **config: Any) -> Figures:
-    """GRPO, 4 prompts of 8 completions a step."""
+    """GRPO with 4 prompts x 8 completions a step."""
     settings = {"num_generations": 8, "max_completion_length": size.new_tokens, "beta": 0.01}
     args = GRPOConfig(**trainer_settings(size, **settings | config))
     rows = Dataset.from_dict({"prompt": prompts(args.per_device_train_batch_size * size.steps)})
@@ -149,7 +149,7 @@ def grpo(size: Size, model: Any = None, words: Any = None, **config: Any) -> Fig
 
 
 def smollm2(size: Size) -> Figures:
-    """GRPO of SmolLM2-135M-Instruct, whose texts are English; at the smallest size of the examples' model."""
+    """GRPO of SmolLM2-135M-Instruct on English text; at the smallest size, of the examples' model."""
     folder = STORIES if size.is_small else smollm2_135m_instruct()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(size.device)
     words = AutoTokenizer.from_pretrained(folder)
@@ -158,7 +158,7 @@ def smollm2(size: Size) -> Figures:
 
 
 def ppo(size: Size, separate_critic: bool = False) -> Figures:
-    """PPO with a value head or a critic of its own, 16 responses a step."""
+    """PPO with a value head or a separate critic, 16 responses a step."""
     config = PPOConfig(
         steps=size.steps,
         batch_size=16,
@@ -187,7 +187,7 @@ def iterative_sft(size: Size) -> Figures:
 
 
 def ddpo(size: Size, precision: str, use_lora: bool) -> Figures:
-    """DDPO of a Stable Diffusion of version 1.5's sizes."""
+    """DDPO of a Stable Diffusion with the sizes of version 1.5."""
     config = DDPOConfig(
         num_epochs=2,
         log_with=None,
@@ -213,7 +213,7 @@ def ddpo(size: Size, precision: str, use_lora: bool) -> Figures:
 
 
 def quantized(size: Size, bits: int) -> Figures:
-    """SFT of adapters over a base that bitsandbytes holds in 8 or 4 bits."""
+    """SFT of adapters on a base model that bitsandbytes keeps in 8 or 4 bits."""
     names = {8: {"load_in_8bit": True}, 4: {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}}
     with tempfile.TemporaryDirectory() as folder:
         llama(size, torch.bfloat16).save_pretrained(folder)
@@ -227,7 +227,7 @@ def quantized(size: Size, bits: int) -> Figures:
 
 
 def vllm(size: Size) -> Figures:
-    """GRPO that samples by a vLLM engine in this process."""
+    """GRPO that samples with a vLLM engine in this process."""
     with tempfile.TemporaryDirectory() as folder:
         llama(size, torch.bfloat16).save_pretrained(folder)
         tokenizer().save_pretrained(folder)
@@ -242,17 +242,17 @@ PARTS = {
     "reward": Part("Reward, 4 pairs of 512 words", reward),
     "dpo": Part("DPO, 4 pairs of 512 words, copied reference", dpo),
     "grpo": Part("GRPO, 4 prompts of 8 completions of 128 tokens", grpo),
-    "grpo_smollm2": Part("GRPO of SmolLM2-135M-Instruct, real text", smollm2),
-    "grpo_batching": Part("GRPO by continuous batching", partial(grpo, rollout_backend="continuous_batching")),
+    "grpo_smollm2": Part("GRPO of SmolLM2-135M-Instruct on real text", smollm2),
+    "grpo_batching": Part("GRPO with continuous batching", partial(grpo, rollout_backend="continuous_batching")),
     "ppo": Part("PPO with a value head, 16 responses of 128 tokens", ppo),
-    "ppo_critic": Part("PPO with a critic of 1B of its own", partial(ppo, separate_critic=True)),
+    "ppo_critic": Part("PPO with a separate critic of 1B", partial(ppo, separate_critic=True)),
     "iterative_sft": Part("IterativeSFT, 4 rows of 1,024 tokens", iterative_sft),
     "ddpo_fp16": Part("DDPO in fp16 with a gradient scaler, LoRA", partial(ddpo, precision="fp16", use_lora=True)),
     "ddpo_bf16": Part("DDPO in bf16, whole U-Net", partial(ddpo, precision="bf16", use_lora=False)),
     "flash": Part("SFT with FlashAttention 2", partial(sft, model=FLASH), ("flash_attn",), needs_gpu=True),
     "compile": Part("SFT with torch.compile", partial(sft, torch_compile=True, gradient_checkpointing=False)),
     "liger": Part("SFT with Liger's kernels", partial(sft, use_liger_kernel=True), ("liger_kernel",), needs_gpu=True),
-    "bits_8": Part("LoRA over 8 bits", partial(quantized, bits=8), ("bitsandbytes",), needs_gpu=True),
-    "bits_4": Part("LoRA over 4 bits", partial(quantized, bits=4), ("bitsandbytes",), needs_gpu=True),
-    "vllm": Part("GRPO by vLLM in the process", vllm, ("vllm",), needs_gpu=True),
+    "bits_8": Part("LoRA on an 8-bit base", partial(quantized, bits=8), ("bitsandbytes",), needs_gpu=True),
+    "bits_4": Part("LoRA on a 4-bit base", partial(quantized, bits=4), ("bitsandbytes",), needs_gpu=True),
+    "vllm": Part("GRPO with vLLM in the process", vllm, ("vllm",), needs_gpu=True),
 }
