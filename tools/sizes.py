@@ -1,4 +1,4 @@
-"""Prints the size of the tree: lines per package, files and functions that are too long, duplicates and types."""
+"""Prints the size of the tree: lines per package, overlong files and functions, duplicates and types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE_LIMIT = 400
 FUNCTION_LIMIT = 80
 RUN = 6
-"""The least number of consecutive equal lines that count as a duplicate."""
+"""Minimum number of consecutive equal lines that count as a duplicate."""
 ALGORITHMS = (
     *(f"lm/src/trimtab_lm/{name}" for name in ("sft", "reward", "dpo", "grpo", "ppo", "iterative_sft")),
     "diffusion/src/trimtab_diffusion/ddpo",
@@ -23,18 +23,18 @@ STORY = ("config.py", "loss.py", "trainer.py")
 LOOKUPS, ANY = r"\b(?:getattr|hasattr)\(", r"\bAny\b"
 FORMATTER_OFF = "# fmt" + ": skip"
 HOOKS = {"_no_split_modules"}
-"""Private names that the packages define for another library, and may read of its own models in `compat` alone."""
+"""Private names that the packages define for another library; they read them of their own models in `compat` alone."""
 PUBLIC = {"_replace", "_fields", "_asdict", "_exit", "_typeshed"}
-"""Documented names that begin with an underscore: those of named tuples, os._exit, the types of typeshed."""
+"""Documented names that begin with an underscore: those of named tuples, os._exit, the types in typeshed."""
 
 
 def sources(folder: Path) -> list[Path]:
-    """Returns the Python files under a folder, without those in hidden folders and caches."""
+    """Returns the Python files under a folder, apart from hidden folders and caches."""
     return sorted(
         path
         for path in folder.rglob("*.py")
         if not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(folder).parts)
-        and path.is_file()  # the built documentation has a folder for the page of each program
+        and path.is_file()  # the built documentation has folders with names of programs
     )
 
 
@@ -65,7 +65,7 @@ def too_long(paths: list[Path], root: Path) -> list[str]:
 
 
 def per_thousand(paths: list[Path], pattern: str) -> float:
-    """Returns how often a pattern occurs in 1000 lines of code."""
+    """Returns how often a pattern occurs per 1000 lines of code."""
     matches = sum(len(re.findall(pattern, path.read_text(encoding="utf-8"))) for path in paths)
     return 1000 * matches / max(sum(map(lines, paths)), 1)
 
@@ -99,8 +99,8 @@ def circles(paths: list[Path], root: Path) -> list[str]:
 def statements(path: Path) -> list[tuple[int, str]]:
     """Returns the lines of code of a file with their numbers, without indentation.
 
-    Leaves out what cannot be shared: imports, signatures of functions (`def` to the colon), docstrings, comments, empty
-    lines and lines of up to three characters, which are brackets.
+    Omits what cannot be shared: imports, function signatures (`def` to the colon), docstrings, comments, empty lines
+    and lines of up to three characters, which are brackets.
     """
     source = path.read_text(encoding="utf-8")
     excluded: set[int] = set()
@@ -117,9 +117,9 @@ def statements(path: Path) -> list[tuple[int, str]]:
 
 
 def duplicate_runs(paths: list[Path], root: Path) -> list[str]:
-    """Returns a line for each copy of a run of RUN or more statements that is in an earlier place too.
+    """Returns a line for each copy of a run of RUN or more statements that also occurs earlier.
 
-    A run is as long as possible and counts once, however long. A run in three places has two copies.
+    A run is as long as possible, and counts once at any length. A run in three places has two copies.
     """
     code = {path: statements(path) for path in paths}
     places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
@@ -140,7 +140,7 @@ def duplicate_runs(paths: list[Path], root: Path) -> list[str]:
 def private_names(paths: list[Path], root: Path) -> list[str]:
     """Returns the uses of other libraries' private names outside `compat` folders: attributes, imports and getattr.
 
-    A name that the packages define themselves is not told apart from another library's.
+    Does not distinguish names that the packages define themselves from those of another library.
     """
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
     own = {name for tree in trees.values() for node in ast.walk(tree) for name in defined(node)} - HOOKS | PUBLIC

@@ -38,7 +38,7 @@ def shortcomings(makefile: str, script: str, record: dict[str, dict[str, str]]) 
     An entry has the command, and the date of its last pass on a fresh clone or the reason why there is none.
     """
     targets, ci = documented(makefile), run_by_ci(script)
-    lines = [f"{name}: CI does not run it; record it by `python -m tools.targets {name}`" for name in targets]
+    lines = [f"{name}: CI does not run it; record it with `python -m tools.targets {name}`" for name in targets]
     lines = [line for line, name in zip(lines, targets, strict=True) if name not in ci and name not in record]
     for name, entry in record.items():
         if name not in targets or name in ci:
