@@ -1,4 +1,4 @@
-"""The rules of the tree: who imports whom, what is promised, and that every part can be had by itself."""
+"""The rules of the tree: import directions, promised names, and parts that work by themselves."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ FORBIDDEN = {
 
 
 def python_files(folder: Path) -> list[Path]:
-    """The Python files under a folder, caches and hidden folders left out."""
+    """Returns the Python files under a folder, apart from caches and hidden folders."""
     hidden = (".", "__pycache__")
     return sorted(
         path
@@ -105,13 +105,13 @@ def source_of(package: str) -> Path:
 
 
 def module_name(path: Path) -> str:
-    """Dotted name of a file under packages/<folder>/src."""
+    """Returns the dotted name of a file under packages/<folder>/src."""
     parts = path.relative_to(ROOT / "packages").with_suffix("").parts[2:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def listed_files() -> list[str]:
-    """The files of the working tree that git does not ignore."""
+    """Returns the files of the working tree that git does not ignore."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     return [name for name in listed.split("\0") if (ROOT / name).is_file()]
@@ -135,7 +135,7 @@ PAPERS = {path.parent.name for path in EXPERIMENT_SCRIPTS}
 
 
 def imports(source: str) -> Iterator[tuple[int, int, str]]:
-    """Line, level (0 is absolute) and dotted name of everything imported anywhere in a source, each name by itself."""
+    """Yields line, level (0 is absolute) and dotted name of every import in a source, one for each imported name."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, 0, alias.name) for alias in node.names)
@@ -145,7 +145,7 @@ def imports(source: str) -> Iterator[tuple[int, int, str]]:
 
 
 def package_faults(source: str, package: str) -> list[str]:
-    """Imports of a package's file that leave it in a forbidden direction."""
+    """Returns the imports in a package's file that leave the package in a forbidden direction."""
     return [
         f"line {line}: {package} must not import {name}"
         for line, level, name in imports(source)
@@ -154,7 +154,7 @@ def package_faults(source: str, package: str) -> list[str]:
 
 
 def trainer_faults(source: str, package: str, folder: str, trainers: set[str]) -> list[str]:
-    """Imports that would keep a copy of a trainer's folder from running, or that tie it to another trainer."""
+    """Returns the imports that would stop a copy of a trainer's folder from running, or tie it to another trainer."""
     faults, shared = [], (["loss"], ["algorithm"])
     for line, level, name in imports(source):
         parts = name.split(".")
@@ -171,7 +171,7 @@ def trainer_faults(source: str, package: str, folder: str, trainers: set[str]) -
 
 
 def experiment_faults(source: str, folder: str, papers: set[str]) -> list[str]:
-    """Imports of an experiment that reach tests, tools or another paper's folder."""
+    """Returns the imports in an experiment that reach tests, tools or another paper's folder."""
     faults = []
     for line, level, name in imports(source):
         parts = name.split(".")
@@ -272,7 +272,7 @@ def test_package_module_imports(name: str):
 
 @pytest.fixture
 def as_script() -> Iterator[None]:
-    """Forget what scripts bring along, since two folders may each have a module of the same name."""
+    """Removes the modules that scripts import, because two folders may each have a module of the same name."""
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -282,7 +282,7 @@ def as_script() -> Iterator[None]:
 
 
 def import_script(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import a file as if it were run from its folder, its main guard not taken."""
+    """Imports a file as if it were run from its folder, without its main guard."""
     monkeypatch.syspath_prepend(path.parent)
     name = f"script_{path.parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -302,7 +302,7 @@ def test_script_imports(file: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def help_of(words: list[str], folder: Path) -> str:
-    """What a program prints with --help, run in a folder in which it must leave nothing."""
+    """Returns what a program prints with --help, and checks that it leaves no file in its folder."""
     paths = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, *words, "--help"]
     environment = os.environ | {"PYTHONPATH": paths}
@@ -353,7 +353,7 @@ def test_no_file_changes_the_path_of_its_imports():
     assert [path.name for path in files if insert in path.read_text(encoding="utf-8")] == []
 
 
-# What is promised ------------------------------------------------------------------------------------------------
+# Promised names ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -388,7 +388,7 @@ def configs() -> list[tuple[str, str]]:
 
 
 def squeezed(text: str) -> str:
-    """Text without what a help formatter changes: line breaks, indentation, - for _ and doubled percent signs."""
+    """Removes what a help formatter changes: line breaks, indentation, - for _ and doubled percent signs."""
     return re.sub(r"\s+", "", text).replace("_", "-").replace("%%", "%")
 
 
@@ -410,11 +410,11 @@ def test_help_of_every_config_names_every_field(package: str, name: str, capsys,
     assert [field.name for field in fields if squeezed(field.metadata["help"]) not in shown] == []
 
 
-# A trainer's folder can be taken away ----------------------------------------------------------------------------
+# A copied trainer folder runs --------------------------------------------------------------------------------------
 
 
 def tiny_tokenizer():
-    """Sixteen words, one token each; the first two are padding and end of text."""
+    """Returns a tokenizer with sixteen words, one token each; the first two are padding and end of text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -485,7 +485,7 @@ def test_every_trainer_is_copied():
 
 @contextmanager
 def copied(package: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A trainer's folder, taken to another place and imported under another name."""
+    """Copies a trainer's folder elsewhere and imports it under another name."""
     copy = f"my_{folder}"
     shutil.copytree(source_of(package) / folder, tmp_path / copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -548,7 +548,7 @@ def test_the_copied_folder_of_ddpo_runs(tmp_path: Path, monkeypatch: pytest.Monk
         assert any(not torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
 
 
-# Nothing of where it was written -------------------------------------------------------------------------------
+# No paths of a developer's machine -------------------------------------------------------------------------------
 
 
 def test_no_file_reaches_beside_the_checkout():

@@ -1,4 +1,4 @@
-"""The benchmarks: what they count, what they refuse, and the table that they write."""
+"""The benchmarks: their counts, the results that they refuse, and the table that they write."""
 
 import sys
 from pathlib import Path
@@ -24,14 +24,14 @@ SMOKE = SIZES["smoke-cpu"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The models of the smallest size."""
+    """Writes the models of the smallest size and returns their folder."""
     folder = tmp_path_factory.mktemp("models")
     write_language_models(SMOKE, folder)
     return str(folder)
 
 
 def report(seconds: float, **facts: float) -> dict[str, Any]:
-    """What a process prints, of one step of 10 tokens."""
+    """Returns a process's report on one step of 10 tokens."""
     figures = {"memory": 2**20, "matmul": 1e9, "flops": 1e8, "units": 10, "unit": "tokens", "versions": {"torch": "2"}}
     return {"seconds": [seconds], "processor_seconds": [seconds / 2], **figures, "facts": {"positions": 12.0, **facts}}
 
@@ -40,7 +40,7 @@ def test_model_flops_are_what_torch_counts_in_a_forward_pass(folder):
     model = LlamaForCausalLM.from_pretrained(f"{folder}/policy", attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.ones(1, 7, dtype=torch.long))
-    every_pair = Tokens(read=7, pairs=7 * 7, scored=7)  # eager attention computes the masked half too
+    every_pair = Tokens(read=7, pairs=7 * 7, scored=7)  # eager attention also computes the masked half
     assert every_pair.forward_flops(SMOKE) == counter.get_total_flops()
 
 
@@ -80,7 +80,7 @@ def test_the_table_has_the_ratio_of_neighbouring_processes_and_leaves_the_text_a
     assert text.endswith("\nafter\n")
     assert "old table" not in text
     (row,) = (line for line in text.splitlines() if line.startswith("| sft |"))
-    # 6 / 2 in the median, and 1e8 FLOPs in 2 s are 5% of 1e9 a second.
+    # The medians are 6 and 2 s; 1e8 FLOPs in 2 s are 5% of 1e9 per second.
     assert "| 6 / 2 | **3.00** (2.00 to 5.00), target 4 | 1 / 1 |" in row
     assert row.endswith("| 1.67 / 5 tokens | 2 / 5 | 12 / 12 |")
     assert page(text, [result]) == text
@@ -98,7 +98,7 @@ def test_the_shares_of_a_profile_add_up_and_name_what_ran():
     with second_step() as profiler:
         clock.profiler = profiler
         clock.time(lambda: (weight @ weight).sum().backward(), 1)
-        clock.time(lambda: torch.conv2d(torch.ones(1, 1, 64, 64), torch.ones(1, 1, 3, 3)), 3)  # not of the step
+        clock.time(lambda: torch.conv2d(torch.ones(1, 1, 64, 64), torch.ones(1, 1, 3, 3)), 3)  # not profiled
     parts = shares(profiler)
     assert sum(parts.values()) == pytest.approx(1)
     assert parts["matrix products"] > max(parts["attention"], parts["optimizer"]) == parts["convolutions"] == 0

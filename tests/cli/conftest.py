@@ -1,4 +1,4 @@
-"""A folder as a user of the command has it: a tiny model, files of rows, and a file of rewards."""
+"""Sets up a folder as a user of the command has it: a tiny model, files of rows, and a file of rewards."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def write_rows(name: str, rows: list[dict[str, object]]) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder, which is the working directory; no setting of W&B's, and bars are shown again afterwards."""
+    """Makes the folder the working directory, and removes W&B's settings; turns progress bars on again afterwards."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

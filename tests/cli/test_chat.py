@@ -1,4 +1,4 @@
-"""`trimtab chat` with its input piped: whose answers are printed, and what the model reads."""
+"""`trimtab chat` with piped input: the answers that it prints, and the text that the model reads."""
 
 import io
 from pathlib import Path
@@ -21,7 +21,7 @@ GREEDY = ("--temperature=0", "--max-new-tokens=6")
 
 @pytest.fixture
 def chat(place, monkeypatch, capsys):
-    """What the command prints for lines of input."""
+    """Returns a function that returns what the command prints for lines of input."""
 
     def talk(text, *words, status=0):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -33,7 +33,7 @@ def chat(place, monkeypatch, capsys):
 
 
 def continuation(model, text, count=6):
-    """Greedy, token by token, without transformers' generate."""
+    """Returns the greedy continuation, token by token, without transformers' generate."""
     ids = tiny.tokenizer()(text)["input_ids"]
     prompt = len(ids)
     while len(ids) < prompt + count and ids[-1] != tiny.EOS:

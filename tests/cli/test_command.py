@@ -1,4 +1,4 @@
-"""The command itself: its subcommands, their help, what it imports, and what it says of mistakes."""
+"""The command itself: its subcommands, their help, its imports, and its messages about mistakes."""
 
 import runpy
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def help_of(capsys, *words):
-    """What a subcommand prints, and the names of the flags in it."""
+    """Returns what a subcommand prints as help, and the names of the flags in it."""
     try:
         status = main(words)
     except SystemExit as end:
@@ -55,7 +55,7 @@ def test_inherited_settings_are_behind_help_all(capsys):
     _, shown = help_of(capsys, "dpo", "--help")
     _, everything = help_of(capsys, "dpo", "--help-all")
     assert {"beta", "loss_type", "output_dir"} <= set(shown)
-    assert len(inherited & set(shown)) <= 6  # those that the subcommand sets
+    assert len(inherited & set(shown)) <= 6  # the subcommand sets these
     assert ours | inherited <= set(everything)
 
 
@@ -81,7 +81,7 @@ def test_an_unknown_subcommand_is_one_line_and_status_2(words, error, capsys):
 
 
 def test_a_subcommand_says_which_package_it_needs(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "trimtab_diffusion", None)  # what a package that is not installed looks like
+    monkeypatch.setitem(sys.modules, "trimtab_diffusion", None)  # makes the import fail, as for a missing package
     assert main(["ddpo", "--model=x"]) == 2
     assert "pip install trimtab-diffusion" in capsys.readouterr().err
     assert "(missing: pip install trimtab-diffusion)" in help_of(capsys, "--help")[0]

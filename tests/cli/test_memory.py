@@ -1,4 +1,4 @@
-"""The memory per GPU that is printed: against bytes that are really allocated, and against arithmetic by hand."""
+"""The printed memory per GPU equals the bytes really allocated, and hand-worked numbers."""
 
 import pytest
 import torch

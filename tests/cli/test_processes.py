@@ -1,4 +1,4 @@
-"""Subcommands in processes of their own: two that train together, and the trials of a sweep."""
+"""Subcommands in separate processes: two that train together, and the trials of a sweep."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def output_of(*words):
 
 @pytest.mark.distributed
 def test_two_processes_under_accelerate_train_as_one(place):
-    # accelerate's only launcher on one machine that starts torchrun; the processes see no GPU and talk over gloo.
+    # On one machine, only this launcher of accelerate starts torchrun; the processes see no GPU and talk over gloo.
     launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--mixed_precision=no")
     words = ("-m", "trimtab_lm", "dpo", *DPO, *EXACT, "--per_device_train_batch_size=2", "--output_dir=two")
     shown = output_of(sys.executable, *launch, *words)

@@ -1,4 +1,4 @@
-"""A round of `trimtab iterative-sft`: which of the samples are learnt, and which of their tokens."""
+"""A round of `trimtab iterative-sft` trains on the best samples, and on their responses only."""
 
 from types import SimpleNamespace
 

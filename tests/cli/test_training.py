@@ -1,4 +1,4 @@
-"""Each subcommand trains a tiny model on files, saves it, and says where it is."""
+"""Each subcommand trains a tiny model on files, saves it, and prints where it is."""
 
 from pathlib import Path
 
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 def run(name, *words, capsys=None, model="model"):
-    """The lines that a subcommand printed."""
+    """Returns the lines that a subcommand prints."""
     assert main([name, f"--model={model}", *words]) == 0
     return capsys.readouterr().out.splitlines() if capsys else []
 
 
 def error_of(words, capsys):
-    """The line at stderr with which the command ends with status 2."""
+    """Returns the line on stderr with which the command ends with status 2."""
     try:
         status = main(words)
     except SystemExit as end:
@@ -86,7 +86,7 @@ def test_a_reward_model_scores_for_grpo_beside_a_function(place, capsys):
 
 @pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
 def test_adapters_train_over_weights_in_4_bits(name, place, capsys, monkeypatch):
-    tiny.gpt2(n_embd=64, n_head=2, n_inner=128).save_pretrained("wide")  # which bitsandbytes would pack
+    tiny.gpt2(n_embd=64, n_head=2, n_inner=128).save_pretrained("wide")  # wide enough for bitsandbytes to pack
     tiny.tokenizer().save_pretrained("wide")
     loaded = []
     load = PreTrainedModel.from_pretrained.__func__

@@ -118,7 +118,7 @@ def test_rotation_keeps_the_newest_and_never_the_last_good_one_goes(tmp_path, ac
         "checkpoint-2",
         "checkpoint-10",
         "checkpoint-11",
-    }  # the broken one does not count as kept
+    }  # the broken one does not count towards `keep`
     save(tmp_path, 3, accelerator, keep=1)
     assert load_checkpoint(tmp_path / "checkpoint-3", accelerator=accelerator).state == {"n": 3}
     with pytest.raises(ValueError, match="keep=0"):

@@ -163,7 +163,7 @@ def test_mistakes_in_a_file_name_the_file(tmp_path, capsys, content, words):
 
 
 def bomb(line: str) -> str:
-    """Nine lines, each of which holds the line before nine times."""
+    """Returns nine lines, each of which refers to the previous line nine times."""
     return "\n".join(["a0: &a0 {x: 1}", *(line.format(n=n, m=", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 10))])
 
 

@@ -67,25 +67,25 @@ def test_a_slow_condition_waits_until_it_has_lasted():
     values = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     found = [names(monitor.check(Vitals(reward_std=value))) for value in values]
     assert found == [[], [], [], [], [], ["constant_rewards"]]
-    assert names(monitor.check(Vitals())) == []  # a check without the number breaks the row
+    assert names(monitor.check(Vitals())) == []  # a check without the number ends the streak
     assert names(HealthMonitor(patience=1).check(Vitals(reward_std=0.0))) == ["constant_rewards"]
 
 
 def test_a_value_function_is_bad_only_if_it_does_not_learn():
     def found(errors, explained=-2.0):
-        monitor = HealthMonitor(patience=2)  # so that the critic has four checks
+        monitor = HealthMonitor(patience=2)  # the critic is judged over four checks
         steps = [Vitals(explained_variance=explained, value_error=error) for error in errors]
         return [name for step in steps for name in names(monitor.check(step))]
 
     assert found([8.0, 8.0, 7.0, 6.5]) == ["bad_value_function"]
-    assert found([8.0, 8.0, 7.0, 5.5]) == []  # it removed a quarter of its error
-    assert found([8.0, 8.0, 7.0, 6.5], explained=0.0) == []  # it is as good as the mean
+    assert found([8.0, 8.0, 7.0, 5.5]) == []  # the critic removed a quarter of its error
+    assert found([8.0, 8.0, 7.0, 6.5], explained=0.0) == []  # the critic predicts as well as the mean
     assert found([8.0, 8.0, 6.0]) == []
 
 
 def test_a_value_function_that_its_updates_improve_is_not_bad():
     def found(gains):
-        monitor = HealthMonitor(patience=2)  # so that the critic has four checks, one of which is a quarter
+        monitor = HealthMonitor(patience=2)  # the critic is judged over four checks; one is a quarter
         steps = [Vitals(explained_variance=-2.0, value_error=8.0, value_gain=gain) for gain in gains]
         return [alert for step in steps for alert in monitor.check(step)]
 
@@ -93,7 +93,7 @@ def test_a_value_function_that_its_updates_improve_is_not_bad():
     (alert,) = found([0.02, -0.01, 0.02, 0.02])
     assert names([alert]) == ["bad_value_function"]
     assert "error that updates remove is -0.01, below 0 at 1 of the last 4 checks" in str(alert)
-    assert names(found([None] * 4)) == ["bad_value_function"]  # one update a step tells nothing
+    assert names(found([None] * 4)) == ["bad_value_function"]  # with one update per step the gain is unknown
 
 
 def test_scores_that_follow_the_length_are_named_before_responses_triple():

@@ -1,4 +1,4 @@
-"""The page of a saved model."""
+"""The README page of a saved model."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What signals do to a process: whose handlers are in place, and what a second signal does."""
+"""What signals do to a process: which handlers are installed, and what a second signal does."""
 
 import multiprocessing
 import os
@@ -22,14 +22,14 @@ from trimtab_common.interruption import Interruption, exit_at_sigterm, is_preemp
 
 @pytest.fixture(autouse=True)
 def nobody_listens() -> None:
-    """Trainers of other tests, whose loops never came to their last step, listen until they are collected."""
+    """Releases trainers that other tests left listening because their loops never reached the last step."""
     for one in list(interruption._signals.listeners):
         one.release()
 
 
 @pytest.fixture
 def statuses() -> list[int]:
-    """With what the trackers of `trainer` were closed."""
+    """Statuses with which the trackers of `trainer` were closed."""
     return []
 
 
@@ -66,7 +66,7 @@ def test_a_signal_is_noted_and_ends_the_process_where_the_step_ends(trainer, sta
         with trainer.during_train():
             trainer.end_if_asked(lambda: saved.append(1))
             tell(number)
-            tell(number)  # a launcher's beside the scheduler's
+            tell(number)  # a launcher may repeat the scheduler's signal
             assert saved == []
             trainer.end_if_asked(lambda: saved.append(2))
 
@@ -76,7 +76,7 @@ def test_a_signal_is_noted_and_ends_the_process_where_the_step_ends(trainer, sta
     assert statuses == [128 + number]
     assert ended.value.args == ((143,) if error is SystemExit else ())
     assert handlers() == before
-    with trainer.during_train():  # as after the interrupt of a notebook's cell
+    with trainer.during_train():  # as after an interrupted notebook cell
         trainer.end_if_asked(lambda: saved.append(3))
     assert saved == [2]
 
@@ -86,8 +86,8 @@ def test_a_callers_step_is_saved_at_its_end_and_the_process_ends_before_the_next
     trainer.begin_step()
     tell(signal.SIGTERM)
     trainer.end_step(lambda: saved.append(1), is_last=False)
-    assert (saved, statuses) == ([1], [])  # the caller logs the step
-    assert handlers() == before  # all is saved, so that a second signal may do what it likes
+    assert (saved, statuses) == ([1], [])  # the caller logs the step first
+    assert handlers() == before  # everything is saved, so a second signal may end the process
     with pytest.raises(SystemExit):
         trainer.begin_step()
     assert statuses == [143]
@@ -173,7 +173,7 @@ def test_what_cannot_be_saved_is_a_warning_and_the_process_ends(trainer, statuse
 def test_sigterm_raises_system_exit_for_a_tracker_where_no_trainer_trains(trainer):
     before = handlers()
     with trainer.during_train():
-        exit_at_sigterm(exits=True)  # a tracker that starts with the first step
+        exit_at_sigterm(exits=True)  # a tracker started in the first step does this
     with pytest.raises(SystemExit):
         tell(signal.SIGTERM)
     exit_at_sigterm(exits=False)
@@ -181,7 +181,7 @@ def test_sigterm_raises_system_exit_for_a_tracker_where_no_trainer_trains(traine
 
 
 def status_of_fork(child: Callable[[], object]) -> int:
-    """The status of a forked process that runs a function and then ends with status 7."""
+    """Returns the exit status of a forked process that runs a function and then ends with status 7."""
     if not (pid := os.fork()):
         try:
             child()
@@ -199,7 +199,7 @@ def test_a_forked_process_has_pythons_handlers_and_its_parent_keeps_its_own(trai
         assert handlers() == list(interruption.PYTHONS.values())
         tell(signal.SIGTERM)
 
-    exit_at_sigterm(exits=exits)  # the handler of a tracker
+    exit_at_sigterm(exits=exits)  # a tracker's handler
     assert status_of_fork(child) == -signal.SIGTERM
     with trainer.during_train():
         ours = handlers()
@@ -235,7 +235,7 @@ def test_a_forked_process_that_trains_has_a_trainer_of_its_own(trainer, statuses
 def test_workers_of_a_reward_function_end_when_they_are_told_to(trainer):
     context = multiprocessing.get_context("fork")
     with trainer.during_train():
-        for _ in range(20):  # at once, before the child has run a line
+        for _ in range(20):  # at once, before the child runs a line
             process = context.Process(target=time.sleep, args=(60,))
             process.start()
             process.terminate()

@@ -1,4 +1,4 @@
-"""What a reward function returns is a number for each item, or there is an error that says how to fix it."""
+"""A reward function must return a number for each item; otherwise an error says how to fix it."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""A run goes on from its checkpoints with everything that its trainer named."""
+"""A run continues from its checkpoints with everything that its trainer registered."""
 
 import random
 from functools import partial
@@ -33,7 +33,7 @@ class Prompts:
 
 
 class Loop:
-    """A trainer as small as can be: momentum, a scheduler, a controller, counters, noise and a frozen layer."""
+    """The smallest trainer: momentum, a scheduler, a controller, counters, noise and a frozen layer."""
 
     def __init__(self, *, hidden: int = 2, settings: dict[str, Any] | None = None, **options: Any) -> None:
         torch.manual_seed(0)
@@ -151,7 +151,7 @@ def test_a_run_resumes_from_a_checkpoint_or_the_newest_of_a_folder(tmp_path, whe
     resumed = Loop()
     assert resumed.run.resume(where.format(root=tmp_path), tmp_path) == tmp_path / f"checkpoint-{step}"
     assert resumed.steps_done == step
-    resumed.run.save(tmp_path, step)  # it is the same run, whose folder this is
+    resumed.run.save(tmp_path, step)  # the folder belongs to the same run
 
 
 def test_latest_is_a_start_where_there_is_no_checkpoint(tmp_path):
@@ -193,5 +193,5 @@ def test_the_files_that_are_pushed_are_those_that_were_written(monkeypatch):
     monkeypatch.setattr(hub, "upload_folder", upload)
     written = Loop().run.push(lambda folder: (Path(folder) / "weights").write_text("w"), "me/model", commit_message="1")
     assert written == "commit"
-    assert uploaded.pop("ignore_patterns") == ["_*"]  # the lock of a run, and the folders that it has renamed
+    assert uploaded.pop("ignore_patterns") == ["_*"]  # a run's lock, and the folders that it renamed
     assert uploaded == {"weights": "w", "repo_id": "me/model", "commit_message": "1"}

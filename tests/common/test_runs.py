@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to, and in what two runs differ."""
+"""Which run a checkpoint belongs to, and how two runs differ."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,10 +72,10 @@ def test_every_difference_is_listed_with_both_values(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "unset", "config"),
     [
-        ({}, (), {}),  # every setting is new, `factor` with a default that is not empty
-        ({"flag": None, "factor": 1.0}, (), {}),  # the default was None and is False
+        ({}, (), {}),  # every setting is new; the default of `factor` is not empty
+        ({"flag": None, "factor": 1.0}, (), {}),  # the old default is None, the new one False
         ({"flag": False, "options": []}, (), {"flag": None, "options": {}}),
-        ({"count": 0}, ("count",), {}),  # the default was 0 and is None
+        ({"count": 0}, ("count",), {}),  # the old default is 0, the new one None
         ({"removed": False, "table.a": None}, (), {}),
         ({"removed": "auto"}, ("removed",), {}),
         ({"free_of_effect": True}, (), {}),

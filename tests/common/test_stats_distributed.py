@@ -1,4 +1,4 @@
-"""Statistics over two processes with unequal shares are those of one process that holds everything."""
+"""Statistics over two processes with unequal shares equal those of one process that holds everything."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ def test_two_processes_with_unequal_shares_are_one(tmp_path):
     torch.manual_seed(0)
     x, y = (100 + 3 * torch.randn(8, 5, dtype=torch.float64) for _ in range(2))
     mask = (torch.rand(8, 5) < 0.6).long()
-    x[mask == 0] = float("nan")  # what does not count must not matter
+    x[mask == 0] = float("nan")  # masked values must not matter
     y[mask == 0] = 7.0
     torch.save((x, y, mask), tmp_path / "whole.pt")
     script = tmp_path / "share.py"

@@ -1,4 +1,4 @@
-"""A process among several that takes too long over its rewards ends; every other one goes on. See test_failed_ranks."""
+"""A process that computes rewards for too long ends; a process alone continues. See also test_failed_ranks."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from trimtab_common.time_limit import reward_limit
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Two processes, one of which is this one; set once the limit would have ended it."""
+    """Makes this process one of two, and returns an event that is set when the limit would end it."""
     event = threading.Event()
     monkeypatch.setattr(time_limit, "world_size", lambda: 2)
     monkeypatch.setattr(time_limit, "_end", lambda _: event.set())

@@ -32,16 +32,16 @@ pytestmark = pytest.mark.usefixtures("offline_wandb")
 
 
 def read_wandb(folder: Path):
-    """The records of the offline run under `folder`."""
+    """Returns the records of the offline run under `folder`."""
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     return read_wandb_file(file)
 
 
 def read_wandb_file(file: Path):
-    """The records of a file of W&B: chunks in blocks of 32 KiB, as in LevelDB's log."""
+    """Returns the records of a W&B file: chunks in blocks of 32 KiB, as in LevelDB's log."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    wandb.teardown()  # the service has written everything once it has ended
+    wandb.teardown()  # the service writes everything before it ends
     data, position, parts, records = file.read_bytes(), 7, [], defaultdict(list)
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
@@ -57,7 +57,7 @@ def read_wandb_file(file: Path):
 
 
 def history(records) -> dict[str, dict[int, Any]]:
-    """What was logged: {name: {train/global_step: value}}."""
+    """Returns what was logged: {name: {train/global_step: value}}."""
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for row in records["history"]:
         values: dict[str, Any] = {}
@@ -119,14 +119,14 @@ def test_offline_run_holds_what_was_logged(tmp_path, capfd):
 
     tables = [json.loads((run_folder / "files" / logged["samples"][step]["path"]).read_text()) for step in range(2)]
     assert [table["columns"] for table in tables] == [["step", "text", "score", "good"]] * 2
-    assert [len(table["data"]) for table in tables] == [MAX_TABLE_ROWS] * 2  # the step's rows, not all again
+    assert [len(table["data"]) for table in tables] == [MAX_TABLE_ROWS] * 2  # only the step's own rows
     step, text, score, good = tables[1]["data"][0]
     assert (step, len(text), score, good) == (1, MAX_CELL_CHARACTERS, 1.0, True)
     assert tables[1]["data"][1] == [1, "7", 2.5, None]
 
 
 def test_a_late_step_takes_no_more_bytes_than_an_early_one(tmp_path):
-    """Histories name the tables of their own step alone."""
+    """Each history names only the tables of its own step."""
     with start_tracking("wandb", project="p", config={}, folder=tmp_path) as tracker:
         for step in range(60):
             tracker.log({"loss": 0.5}, step)
@@ -174,7 +174,7 @@ def test_id_from_the_environment_a_resumed_run_and_a_sweep_agent(tmp_path, monke
         assert tracker.run_id == "mine"
     wandb.teardown()
     monkeypatch.setenv("WANDB_SWEEP_ID", "sweep1")
-    for folder, run_id in (("2", None), ("3", "mine")):  # W&B insists on the agent's id within a sweep
+    for folder, run_id in (("2", None), ("3", "mine")):  # within a sweep W&B uses the agent's id
         with start_tracking("wandb", project="p", config={}, folder=tmp_path / folder, run_id=run_id) as tracker:
             assert tracker.run_id == "fromagent"
         assert read_wandb(tmp_path / folder)["run"][0].sweep_id == "sweep1"
@@ -222,7 +222,7 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
 
 
 class Remembers(GeneralTracker):
-    """A tracker of accelerate's for a package that is not installed here."""
+    """An accelerate tracker for a package that is not installed here."""
 
     name, requires_logging_directory = "aim", True
 
@@ -273,7 +273,7 @@ def test_another_tracker_of_accelerates_gets_what_it_has_methods_for(tmp_path, m
         ("images", {"own": "c"}, 9),
         "finish",
     ]
-    accelerator.get_tracker("aim").log_images({"late": None})  # as on the other processes, where nothing is logged
+    accelerator.get_tracker("aim").log_images({"late": None})  # as on the other processes, which log nothing
 
 
 WITHOUT_WANDB = """
@@ -292,7 +292,7 @@ def test_a_run_without_a_tracker_imports_none():
 
 
 OWN = [(0.1, 1), (0.2, 0), (0.3, 1000), (0.4, None)]
-"""What a program logs through the accelerator, and at which step, after the trainer's steps 0, 1, 2 and 3."""
+"""What a program logs through the accelerator, and at which step; the trainer is at step 0, 1, 2 and 3."""
 
 
 @pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
@@ -307,7 +307,7 @@ def test_what_a_program_logs_through_the_accelerator_stands_beside_the_trainers_
             if step:
                 tracker.log({"loss": step / 10}, step)
             accelerator.log({"eval": value, "note": "a text"}, step=own_step)
-            tracker.log({"late": step / 10}, step)  # the trainer's step is not over
+            tracker.log({"late": step / 10}, step)  # the trainer's step is still open
     expected = {
         "loss": [(1, 0.1), (2, 0.2), (3, 0.3)],
         "eval": [(1, 0.1), (0, 0.2), (1000, 0.3), (3, 0.4)],

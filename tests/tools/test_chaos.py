@@ -1,4 +1,4 @@
-"""The chaos tool sees a run that differs, and kills what it is told to."""
+"""The chaos tool detects a run that differs, and kills as many processes as it is told to."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ from trimtab_common.checkpoint import Checkpoint
 
 
 def leave(folder: Path, *, steps: list[int], purge_step: int | None = None, **changes: Any) -> Path:
-    """What a run of a few steps leaves."""
+    """Writes what a run of a few steps leaves behind."""
     left = {"weights": {"w": torch.arange(3.0)}, "optimizer": {"state": [{"step": 4}]}, "logged": [{"loss": 0.5}]}
     folder.mkdir(exist_ok=True)
     torch.save(left | changes, folder / "final-0.pt")

@@ -1,4 +1,4 @@
-"""The parts that need a GPU: their record, and each of them at its smallest size on a CPU."""
+"""The parts that need a GPU: their record, and a run of each at its smallest size on a CPU."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ CPU = Size("cpu", is_small=True)
 
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the parts that a run starts, each of which passes."""
+    """Makes every part pass, and returns the names of those that a run starts."""
     started: list[str] = []
 
     def attempt(name: str, size: Size) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_a_second_run_at_the_same_commit_starts_only_what_the_record_lacks(monke
     attempts.clear()
     run(monkeypatch, "--record", str(file))
     assert attempts == ["dpo", "ppo"]
-    run(monkeypatch, "--record", str(file), "--parts", "sft")  # asked for by name: again
+    run(monkeypatch, "--record", str(file), "--parts", "sft")  # a part requested by name runs again
     assert attempts == ["dpo", "ppo", "sft"]
 
 
@@ -54,7 +54,7 @@ def test_the_page_has_a_row_for_each_part(monkeypatch, attempts, tmp_path):
 
 def test_a_part_that_fails_is_recorded_with_its_last_line_and_fails_the_run(monkeypatch, tmp_path):
     monkeypatch.setitem(PARTS, "sft", Part("divides by zero", lambda size: {"figure": 1 / 0}))
-    monkeypatch.setattr(gpu, "LIMIT", 0.01)  # the process of a part does not see the replaced one
+    monkeypatch.setattr(gpu, "LIMIT", 0.01)  # a part's process does not see the replacement
     assert run(monkeypatch, "--record", str(tmp_path / "record.json"), "--parts", "sft") == 1
     assert json.loads((tmp_path / "record.json").read_text())["sft"]["result"].startswith("failed: it took longer")
 

@@ -1,4 +1,4 @@
-"""The recorded newest releases: torch is the pinned one, and a release of tomorrow is a warning."""
+"""torch's newest recorded release is the pinned one, and a newer release gives a warning."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The figures of tools/sizes.py, on files that are written here."""
+"""The figures of tools/sizes.py for files that the tests write."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_signatures_docstrings_imports_and_comments_are_no_code(tmp_path):
 
 
 def test_a_folder_with_the_name_of_a_program_is_no_source(tmp_path):
-    """As make docs builds one for the page of each program."""
+    """make docs creates such a folder for each program's page."""
     (tmp_path / "site" / "ppo.py").mkdir(parents=True)
     write(tmp_path, a="")
     assert sources(tmp_path) == [tmp_path / "a.py"]

@@ -1,4 +1,4 @@
-"""The hosted CI calls make targets and nothing else, and leaves out none that .ci/run calls."""
+"""The hosted CI calls only make targets, and every one that .ci/run calls."""
 
 import yaml
 from tools.targets import ROOT, documented, run_by_ci

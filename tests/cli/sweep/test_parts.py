@@ -1,4 +1,4 @@
-"""The parts of `trimtab sweep`: what is read, drawn, suggested, stopped and started."""
+"""The parts of `trimtab sweep`: reading, drawing, suggesting, stopping and starting."""
 
 import math
 import random
@@ -54,7 +54,7 @@ CLOSED_FORMS = [
 
 
 def form_name(item):
-    """A test's name that is the same in every process."""
+    """Returns a test name that is the same in every process."""
     return " ".join(map(str, item.values())) if isinstance(item, dict) else ""
 
 
@@ -227,7 +227,7 @@ def test_grid_lists_every_combination_once():
             "a": {"values": [1, "x"]},
             "b": {"min": 3, "max": 5},
             "c": {"value": None},
-            "d": {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.5},  # without its max, as W&B's grid
+            "d": {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.5},  # a grid omits the maximum, as W&B's does
         },
         method="grid",
     )
@@ -248,7 +248,7 @@ def test_random_is_the_same_for_a_seed_and_has_the_right_shares():
     assert drawn[:5] != suggestions(sweep, 5, seed=1)
     assert statistics.mean(item["lr"] for item in drawn) == pytest.approx(0.5, abs=0.05)
     assert sum(item["kind"] == "a" for item in drawn) / 400 == pytest.approx(0.9, abs=0.05)
-    # Draws of one trial are independent: as often both high as chance has it.
+    # Draws within a trial are independent: both are high as often as chance allows.
     assert sum(item["lr"] > 0.5 and item["decay"] > 0.5 for item in drawn) / 400 == pytest.approx(0.25, abs=0.07)
 
 
@@ -260,7 +260,7 @@ def test_nested_parameters_arrive_as_mappings(method):
 
 
 def bayes_run(sweep, objective, count, seed=0, study=None):
-    """The parameters and the values of trials in order; None is the value of one that has failed."""
+    """Returns the parameters and values of the trials in order; a failed trial has the value None."""
     study, seen = study or new_study(sweep), []
     for _ in range(count):
         trial = next_trial(sweep, study, seed=seed, count=math.inf)
@@ -328,7 +328,7 @@ def test_runs_are_compared_at_the_documented_iterations():
 
 
 def test_the_worse_ones_are_stopped_and_the_best_go_on():
-    """Of six runs at iteration 2, the best third goes on: by then 1, of the six 2."""
+    """Runs reach iteration 2 one by one; a run continues if it is in the best third so far: 1, later 2, of them."""
     rest = {"metric": {"name": "m"}, "early_terminate": {"type": "hyperband", "min_iter": 2, "eta": 3}}
     sweep = sweep_of({"x": {"min": 0.0, "max": 1.0}}, **rest)
     study, stopped = new_study(sweep), []
@@ -355,7 +355,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_commands_are_those_of_the_agent(command, tmp_path, monkeypatch):
-    """W&B's own agent, told to run the same, starts the same words with the same parameter file."""
+    """W&B's own agent, given the same command, starts the same words with the same parameter file."""
     from wandb import wandb_agent
 
     class Started:

@@ -1,4 +1,4 @@
-"""`trimtab sweep` at work: a small program that logs to W&B offline, run, stopped, killed, resumed and read back."""
+"""Runs `trimtab sweep` on a small program that logs to W&B offline; stops, kills, resumes and reads its trials."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ STARTED: list[subprocess.Popen[str]] = []
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with the program, and an environment without settings of W&B's."""
+    """Sets up a folder with the program, and an environment without W&B settings."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -71,7 +71,7 @@ def place(tmp_path, monkeypatch):
         process.kill()
         process.communicate()
     STARTED.clear()
-    for _, _, pid in calls():  # of a test that failed
+    for _, _, pid in calls():  # left by a failed test
         if is_alive(int(pid)):
             os.kill(int(pid), signal.SIGKILL)
 
@@ -82,7 +82,7 @@ def write(config):
 
 
 def start(config, *flags):
-    """`trimtab sweep` on a sweep file, in a process of its own that can be killed."""
+    """Starts `trimtab sweep` on a sweep file, in a separate process that a test can kill."""
     write(config)
     words = [sys.executable, "-m", "trimtab_cli", "sweep", "sweep.yaml", *flags]
     STARTED.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
@@ -97,7 +97,7 @@ def finished(process, status=0):
 
 @pytest.fixture
 def sweep(capfd):
-    """The same in this process: what it printed."""
+    """Returns a function that runs the command in this process, and returns what it printed."""
 
     def run(config, *flags, status=0):
         write(config)
@@ -113,7 +113,7 @@ FOLDER = Path("runs/sweeps/my-sweep")
 
 
 def trials():
-    """What the record says of each trial, interrupted ones that were run again left out."""
+    """Returns what the record says about each trial, apart from interrupted ones that ran again."""
     if not (FOLDER / JOURNAL).exists():
         return []
     found = trials_of(read_study(FOLDER))
@@ -161,7 +161,7 @@ def test_runs_are_w_and_b_runs_of_the_sweep(place, sweep):
         (path,) = Path("runs", "own", trial["run_id"]).rglob(f"run-{trial['run_id']}.wandb")
         file = RunFile(path).update()
         assert (file.sweep_id, file.run_id, file.exit_code) == (sweep_id, trial["run_id"], 0)
-        # What the agent's parameter file says is in the run's configuration, and the program got it as flags.
+        # The run's configuration holds the agent's parameter file; the program received the parameters as flags.
         assert file.config["level"] == level
         assert file.config["ppo"] == {"lr": 0.5}
         assert file.config["seen"] == {"level": str(level), "mode": "own", "ppo": "{'lr': 0.5}"}
@@ -199,7 +199,7 @@ def test_failed_trials_run_again_on_request_only(place, sweep):
 
 
 def test_a_trial_that_sigterm_ends_runs_again_in_the_next_call(place, sweep):
-    """A preempted training saves and ends with status 143; a program without a handler dies of the signal."""
+    """A preempted training saves and ends with status 143; SIGTERM kills a program that has no handler."""
     config = {"method": "grid", "parameters": {"mode": {"values": ["preempted", "killed"]}}}
     output = sweep(config, status=143)
     assert [trial["status"] for trial in trials()] == ["interrupted", "interrupted"]
@@ -240,7 +240,7 @@ def test_a_killed_sweep_goes_on_without_repeating_what_finished(place, sweep):
 
     process = start(config)
     wait_for(lambda: len(calls()) == 3)
-    assert not is_alive(cut)  # or two would write to the same places
+    assert not is_alive(cut)  # otherwise two would write to the same files
     assert f"process {process.pid} on " in sweep(config, status=2)
     Path("go").touch()
     finished(process)

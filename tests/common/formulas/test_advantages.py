@@ -18,7 +18,7 @@ def test_whitening_divides_by_the_sample_deviation_and_equal_scores_give_zero():
 
 
 def test_whitening_by_the_population_deviation_gives_a_group_variance_one():
-    # Squared distances from the mean: 4, 4, 0 of 1, 5, 3; the deviation is sqrt(8 / 3).
+    # Squared distances of 1, 5, 3 from the mean: 4, 4, 0; the deviation is sqrt(8 / 3).
     edge = 2 / (8 / 3) ** 0.5
     expected = torch.tensor([-edge, edge, 0.0, 0.0, 0.0, 0.0, 0.0])
     torch.testing.assert_close(group_whitened(SCORES, GROUPS, correction=0), expected)

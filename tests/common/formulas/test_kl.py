@@ -26,7 +26,7 @@ def test_full_is_the_textbook_sum():
 
 
 def test_full_counts_a_token_of_probability_zero_as_zero():
-    # Three tokens, the third forbidden in both: the KL of the first two, in value and gradient.
+    # Of three tokens, the third is forbidden in both models: the KL covers the first two, in value and gradient.
     p, q = (torch.cat([x, torch.tensor([-torch.inf])]).requires_grad_() for x in (P, Q))
     pair_p, pair_q = P.clone().requires_grad_(), Q.clone().requires_grad_()
     full(p.log_softmax(-1), q.log_softmax(-1)).backward()
@@ -49,7 +49,7 @@ def test_k1_and_k3_are_unbiased(estimator):
 
 @pytest.mark.parametrize(("name", "value"), [("kl", -0.5), ("abs", 0.5), ("mse", 0.125), ("k3", math.exp(0.5) - 1.5)])
 def test_estimators_by_hand(name, value):
-    # the reference finds the token e^0.5 times likelier
+    # the reference gives the token e^0.5 times the probability
     assert SAMPLED_KL[name](torch.tensor(-1.5), torch.tensor(-1.0)).item() == pytest.approx(value, rel=1e-6)
 
 
@@ -61,7 +61,7 @@ def test_adaptive_controller_moves_by_at_most_a_fifth_of_the_batch_over_the_hori
     kl = AdaptiveKLController(0.2, target=6, horizon=10_000)
     kl.update(60.0, 500)
     assert kl.value == pytest.approx(0.2 * (1 + 0.2 * 500 / 10_000))
-    kl.update(6.6, 1000)  # 10% above
+    kl.update(6.6, 1000)  # 10% above the target
     assert kl.value == pytest.approx(0.202 * (1 + 0.1 * 0.1))
     kl.update(-3.0, 1000)
     assert kl.value == pytest.approx(0.20402 * (1 - 0.2 * 0.1))
@@ -101,7 +101,7 @@ def test_a_bounded_coefficient_does_not_wind_up():
     bounded = AdaptiveKLController(0.2, target=6, horizon=100, max_kl_coef=0.3)
     unbounded = AdaptiveKLController(0.2, target=6, horizon=100)
     for kl in (bounded, unbounded):
-        for _ in range(40):  # a KL that no penalty lowers
+        for _ in range(40):  # no penalty lowers this KL
             kl.update(60.0, 100)
     assert bounded.value == 0.3
     assert unbounded.value > 100
@@ -141,7 +141,7 @@ def test_damped_controller_goes_on_from_a_checkpoint_with_and_without_an_integra
 
 
 def largest_error(kl: AdaptiveKLController) -> float:
-    """|log(KL / target)| at most in the last 20 of 60 steps, for a KL that approaches 0.3 / coefficient in 20 steps."""
+    """Returns the largest |log(KL / target)| in the last 20 of 60 steps; the KL nears 0.3 / coefficient in 20 steps."""
     current, errors = 0.0, []
     for _ in range(60):
         current += (0.3 / kl.value - current) / 20
