@@ -7,20 +7,20 @@ import torch
 import wandb
 from wandb.sdk.lib.module import unset_globals
 
-# As `make test` runs it: sums are then in one order on every machine, and two workers do not fight for two cores.
+# One thread, as in `make test`: sums have the same order on every machine, and two workers share two cores in peace.
 torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Heed SIGINT, which a shell lets its background jobs ignore: tests send it, and their programs inherit this."""
+    """Restores SIGINT, which shells ignore in background jobs: tests send it, and their programs inherit this."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def offline_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """W&B offline, with no setting of the machine's, in a session of the test's own."""
-    # Both before the environment changes and after: a session leaves its address there, and reads the rest once.
+    """Makes W&B offline, without the machine's settings, in a separate session for each test."""
+    # Before and after the environment changes: a session leaves its address there, and reads the rest only once.
     wandb.teardown()
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)

@@ -1,7 +1,7 @@
-"""Recorded curves: a refactor shows the same numbers, a change of behaviour other ones.
+"""Compares recorded curves: a refactor shows the same numbers, a change of behaviour shows different ones.
 
-`tests/golden/<name>.json` holds what `curve` returned when it was recorded. After a change that is meant,
-`python -m <module of the test>` records it again; say so in the commit.
+`tests/golden/<name>.json` holds what `curve` returned when it was recorded. After an intended change,
+`python -m <module of the test>` records it again; the commit must say so.
 """
 
 import json
@@ -15,7 +15,7 @@ Curve = Mapping[str, Sequence[float]]
 
 
 def assert_recorded(name: str, curve: Curve, *, rel: float = 1e-5) -> None:
-    """The curve has the recorded statistics, each within `rel` of its size."""
+    """Asserts that the curve has the recorded statistics, each within a relative error of `rel`."""
     recorded = json.loads((FOLDER / f"{name}.json").read_text())
     assert set(curve) == set(recorded)
     for key, values in recorded.items():
@@ -23,6 +23,6 @@ def assert_recorded(name: str, curve: Curve, *, rel: float = 1e-5) -> None:
 
 
 def record(curves: Mapping[str, Callable[[], Curve]]) -> None:
-    """Write every curve to its file."""
+    """Writes every curve to its file."""
     for name, curve in curves.items():
         (FOLDER / f"{name}.json").write_text(json.dumps(curve(), indent=1) + "\n")

@@ -7,5 +7,5 @@ import pytest
 
 
 def slow_but(names: Iterable[Any], *quick: Any) -> list[Any]:
-    """The cases of a test, of which all but the `quick` ones are marked slow."""
+    """Returns a test's cases; all but the `quick` ones are marked slow."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]

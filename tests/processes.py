@@ -1,4 +1,4 @@
-"""Processes that train together, as torchrun starts them, gloo between them and one thread each."""
+"""Starts processes that train together, as torchrun does, connected by gloo and with one thread each."""
 
 import os
 import socket
@@ -23,13 +23,13 @@ TWO_PROCESSES = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterw
 
 
 def results_of_two(module: str, folder: Path, *, seconds: int = 280) -> list[dict[str, Any]]:
-    """Run `python -m module folder` in two processes; what each saved as folder/<rank>.pt."""
+    """Runs `python -m module folder` in two processes; returns what each saved as folder/<rank>.pt."""
     launch(module, str(folder), processes=2, seconds=seconds)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that imports what this one does, with one thread."""
+    """Returns the environment for a process with the same imports as this one, and one thread."""
     return os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -37,7 +37,7 @@ def environment() -> dict[str, str]:
 
 
 def launch(module: str, *args: str, processes: int, seconds: int = 280) -> None:
-    """Run `python -m module *args` in processes that know each other; they are killed after so many seconds."""
+    """Runs `python -m module *args` in connected processes; kills them after `seconds`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
         [*torchrun, "-m", module, *args], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=seconds
@@ -47,9 +47,9 @@ def launch(module: str, *args: str, processes: int, seconds: int = 280) -> None:
 
 @contextmanager
 def process_of_many(engine: Callable[[], None] | None = None) -> Iterator[tuple[int, int]]:
-    """Yields the rank of a process that `launch` started, and how many there are; ends their group after the block.
+    """Yields the rank of a process started by `launch` and the number of processes; ends the group after the block.
 
-    A trainer must be gone by then: DDP holds on to the group.
+    The block must not keep a trainer: DDP holds on to the group.
 
     Args:
         engine: prepares accelerate for an engine, such as `let_accelerate_shard_on_cpu`.
@@ -59,14 +59,14 @@ def process_of_many(engine: Callable[[], None] | None = None) -> Iterator[tuple[
     if engine is not None:
         engine()
     yield int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if torch.distributed.is_initialized():  # one process needs no group, unless FSDP2 starts one
+    if torch.distributed.is_initialized():  # a single process has a group only if FSDP2 started one
         torch.distributed.destroy_process_group()
 
 
 def let_accelerate_shard_on_cpu() -> None:
-    """Make accelerate take an FSDP plugin on a CPU, which it ignores there, for the rest of this process.
+    """Makes accelerate accept an FSDP plugin on a CPU, where it usually ignores it, for the rest of this process.
 
-    FSDP2 itself works over gloo. The process may create several accelerators, each with a plugin of its own.
+    FSDP2 itself works over gloo. The process may create several accelerators, each with its own plugin.
     """
     PartialState(cpu=True)
     construct = AcceleratorState.__init__
@@ -89,10 +89,10 @@ class Ended(NamedTuple):
     """How a process ended.
 
     Attributes:
-        status: of exit; -9 after SIGKILL.
-        output: what it printed.
-        errors: what it wrote to stderr.
-        time: of the end, in seconds of `time.monotonic`.
+        status: exit status; -9 after SIGKILL.
+        output: text on stdout.
+        errors: text on stderr.
+        time: time of the end, in seconds of `time.monotonic`.
     """
 
     status: int
@@ -102,9 +102,9 @@ class Ended(NamedTuple):
 
 
 def ends_of_two(module: str, *args: str, seconds: int = 100) -> list[Ended]:
-    """Run `python -m module *args` in two processes that know each other, each of which ends by itself.
+    """Runs `python -m module *args` in two connected processes; each must end by itself.
 
-    There is no torchrun, which would kill one as soon as the other has failed.
+    No torchrun is involved, because it kills one process as soon as the other fails.
     """
     with socket.create_server(("localhost", 0)) as unused:
         port = unused.getsockname()[1]

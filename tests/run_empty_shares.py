@@ -1,6 +1,6 @@
-"""Trainers with nothing to learn from on one of two processes; each writes what it ended with into the folder.
+"""Runs trainers on two processes, one of which has nothing to learn from; each writes its results into the folder.
 
-The others refuse such work: rows without labels (SFT, IterativeSFT), responses of which no token counts (PPO).
+The other trainers reject such work: rows without labels (SFT, IterativeSFT), fully masked responses (PPO).
 """
 
 import sys
@@ -31,7 +31,7 @@ def folder() -> Iterator[str]:
 
 
 class CutForSome(grpo.Scripted):
-    """Answers as the prompt says; those to the third and fourth of each four prompts never end."""
+    """Completes prompts as they say; for the third and fourth of every four prompts, completions never end."""
 
     def generate(self, prompts: Any, **options: Any) -> Any:
         rollout = super().generate(prompts, **options)
@@ -42,7 +42,7 @@ class CutForSome(grpo.Scripted):
 
 
 def grpo_masked(processes: int) -> Result:
-    """Two prompts of each process a step; all completions of process 1 are truncated and masked. Alone: process 0's."""
+    """Two prompts per process and step; process 1's completions are all truncated and masked. Alone: process 0's."""
     kept = [i for i in range(8) if processes == 2 or i % 4 < 2]
     data = grpo.prompts(8).select(kept)
     with folder() as name:
@@ -61,7 +61,7 @@ def grpo_masked(processes: int) -> Result:
 
 
 class NoSignal(ddpo.SameSamples):
-    """Rewards of the second half of an epoch, which process 1 draws, are all the same."""
+    """Gives all images in the second half of an epoch, which process 1 draws, the same reward."""
 
     def draw(self, epoch: int) -> Any:
         samples = super().draw(epoch)
@@ -71,7 +71,7 @@ class NoSignal(ddpo.SameSamples):
 
 
 def ddpo_without_signal(processes: int) -> Result:
-    """Advantages of process 1 are 0, as its groups have equal rewards."""
+    """Process 1's advantages are 0, because its groups have equal rewards."""
     each = ddpo.COUNT // processes
     with folder() as name:
         settings = ddpo.config(
@@ -92,7 +92,7 @@ def ddpo_without_signal(processes: int) -> Result:
 
 
 def dpo_evaluation(processes: int) -> Result:
-    """Of the one pair process 1 gets none."""
+    """Process 1 gets no pair, because there is only one."""
     with folder() as name:
         arguments = {"eval_dataset": dpo.dataset(1)}
         trainer = dpo.trainer(tiny.exact(tiny.gpt2()), name, arguments=arguments, per_device_eval_batch_size=2)
@@ -100,7 +100,7 @@ def dpo_evaluation(processes: int) -> Result:
 
 
 def reward_evaluation(processes: int) -> Result:
-    """Of the one pair process 1 gets none."""
+    """Process 1 gets no pair, because there is only one."""
     with folder() as name:
         data = {"train_dataset": reward.pairs(4), "eval_dataset": reward.pairs(1)}
         trainer = reward.trainer(reward.scorer(dtype=torch.float64), name, data, per_device_eval_batch_size=2)

@@ -1,4 +1,4 @@
-"""Trainers on two processes, one of which fails in its second step: `trainer failure rank`."""
+"""Runs trainers on two processes, one of which fails in its second step: `trainer failure rank`."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ LIMITS = {"reward_timeout": REWARD_LIMIT}
 
 
 class FailingReward:
-    """Rewards that come to nothing in the second step of one process."""
+    """A reward that fails in the second step of one process."""
 
     def __init__(self, fail: Callable[[], None]):
         self.fail, self.calls = fail, 0
@@ -56,11 +56,11 @@ class FailingReward:
 
 
 def nothing() -> None:
-    """The process does not fail."""
+    """Lets the process live."""
 
 
 def ppo_loop(reward: FailingReward, folder: str) -> None:
-    """The loop is the caller's."""
+    """Loops over `step`, as a caller does."""
     trainer = tiny.ppo()
     for _ in range(3):
         queries = tiny.rows(4, 2, 5)
@@ -91,12 +91,12 @@ def ddpo_train(reward: FailingReward, folder: str, **options: bool) -> None:
 
 
 def ddpo_threads(reward: FailingReward, folder: str) -> None:
-    """Rewards are computed in threads during sampling."""
+    """Computes rewards in threads during sampling."""
     ddpo_train(reward, folder, async_reward_computation=True)
 
 
 def sft_data(reward: FailingReward, folder: str) -> None:
-    """The main process prepares the data; the other one waits for it in the constructor."""
+    """Prepares data in the main process; the other process waits for it in the constructor."""
 
     def formatting_func(row: dict[str, str]) -> str:
         reward()

@@ -1,4 +1,4 @@
-"""A trainer in each of two processes, on a disk that is full for one save where the arguments ask for it."""
+"""Runs a trainer in each of two processes; on request, the disk is full during one save."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from trimtab_common.sealing import checkpoints
 
 
 def main(name: str, folder: Path, *, is_full: bool) -> None:
-    """Trains, and prints how many saves were refused in this process."""
+    """Trains, and prints how many saves failed in this process."""
     root, other = folder / "checkpoints", folder / "other"
     refused: list[str] = []
 

@@ -1,12 +1,12 @@
-"""Sessions of tiny runs that are sent a signal in the middle of something: each line of stdin is one, as JSON.
+"""Runs sessions of tiny trainings that receive a signal at a chosen place: each line of stdin is one, as JSON.
 
-A session has a process of its own, forked from this one, and goes on from the newest checkpoint of its folder:
+A session runs in its own process, forked from this one, and continues from the newest checkpoint in its folder:
 
     {"work": a name of tools.chaos.works, "folder": ..., "signals": [names], "place": update | reward | save,
      "at": the count of the place's visits, "settings": of the trainer, "tracker": ..., "environment": {name: value}}
 
-For each a line is printed: the status of its process, negative where a signal killed it. As an argument, a session runs
-in this process; where there are several processes, `signals` are sent to the last one.
+For each session the program prints its process's exit status, negative if a signal killed it. A session given as an
+argument runs in this process; with several processes, the last one gets the signals.
 """
 
 import json
@@ -29,7 +29,7 @@ from trimtab_lm.hf import checkpoints
 
 
 def signal_at(place: str, at: int, signals: list[str]) -> None:
-    """Sends this process signals in the `at`-th visit of a place, at least a second between them."""
+    """Sends signals to this process at the `at`-th visit to a place, at least a second apart."""
     visits = 0
 
     def visit() -> None:
@@ -65,7 +65,7 @@ def run(session: dict[str, Any]) -> None:
 
 
 def status_of(session: dict[str, Any]) -> int:
-    """Runs a session in a process of its own; its status."""
+    """Runs a session in its own process; returns the exit status."""
     folder = Path(session["folder"])
     folder.mkdir(exist_ok=True)
     if child := os.fork():

@@ -1,4 +1,4 @@
-"""What happens in a folder of checkpoints: a run that goes back, links, file systems that lack something."""
+"""What happens in a checkpoint folder: a run that goes back, links, file systems that lack a feature."""
 
 import errno
 import os
@@ -38,7 +38,7 @@ class Killed(Exception):
 
 
 def run_that_keeps_all(name: str, folder: Path) -> list[Path]:
-    """The checkpoints of a run of eight steps."""
+    """Returns the checkpoints of an eight-step run that keeps all of them."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (saved_by_us, runs_of_transformers):
             patch.setattr(module, "rotate", lambda *_, **__: None)
@@ -63,7 +63,7 @@ def test_a_run_that_went_back_and_is_killed_goes_on_from_where_it_was(name: str,
         handle.remove()
     assert latest_checkpoint(root) == first
     assert get_last_checkpoint(str(root)) == str(first)
-    work(tmp_path, "none")  # keeps two
+    work(tmp_path, "none")  # keeps two checkpoints
     left = {folder.name for folder in root.iterdir() if folder.is_dir()}
     assert left == {folder.name for folder in later[-2:]} | {f"_replaced-1-{folder.name}" for folder in later}
     assert all(is_complete(folder) for folder in root.iterdir() if folder.is_dir())
@@ -75,7 +75,7 @@ def save(root: Path, step: int, **options: Any) -> Path:
 
 
 def moved_and_linked(checkpoint: Path) -> Path:
-    """The folder to which a checkpoint is moved, with a link in its place."""
+    """Moves a checkpoint, leaves a link in its place, and returns the new folder."""
     target = checkpoint.parents[1] / "other disk" / checkpoint.name
     target.parent.mkdir(exist_ok=True)
     shutil.move(checkpoint, target)
@@ -111,7 +111,7 @@ def test_a_link_to_nothing_is_passed_over_by_name_and_keeps_nothing_from_being_s
 @pytest.mark.parametrize("name", ONE)
 def test_a_run_goes_on_from_a_link_and_removes_old_ones(name: str, tmp_path: Path):
     root = tmp_path / "checkpoints"
-    root.symlink_to(tmp_path / "disk" / "run")  # which the run makes
+    root.symlink_to(tmp_path / "disk" / "run")  # the run creates it
     *_, old, newest, last = run_that_keeps_all(name, tmp_path)
     targets = [moved_and_linked(old), moved_and_linked(newest)]
     shutil.rmtree(last)
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_a_link_and_removes_old_ones(name: str, tmp_path: Pat
 
 
 def refuses_folders(number: int) -> Callable[[int], None]:
-    """An os.fsync that refuses folders."""
+    """Returns an os.fsync that rejects folders."""
     flush = os.fsync
 
     def fsync(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""What all seven trainers keep to: the newest whole checkpoint, the settings of its run, the end of a finished one."""
+"""Rules for all seven trainers: resume from the newest whole checkpoint, keep the settings, end a finished run."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ LAST = f"checkpoint-{works.STEPS}"
 
 @pytest.fixture(scope="module", params=TRAINERS)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A trainer's name, and the folder of its finished run."""
+    """Returns a trainer's name, and the folder of its finished run."""
     folder = tmp_path_factory.mktemp(request.param)
     works.WORKS[request.param](folder, "none")
     return request.param, folder
@@ -27,7 +27,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def run(finished: tuple[str, Path], tmp_path: Path) -> tuple[str, Path, Callable[..., Any]]:
-    """The same in a folder of the test's, and what goes on with it."""
+    """Copies the finished run into a folder for the test; also returns a function that continues it."""
     name, folder = finished
     shutil.copytree(folder, tmp_path / "run")
     return name, tmp_path / "run", works.WORKS[name]
@@ -35,7 +35,7 @@ def run(finished: tuple[str, Path], tmp_path: Path) -> tuple[str, Path, Callable
 
 @pytest.fixture
 def updates() -> Iterator[list[int]]:
-    """Grows with each optimizer step."""
+    """Yields a list that grows with each optimizer step."""
     taken: list[int] = []
     handle = register_optimizer_step_post_hook(lambda *_: taken.append(1))
     yield taken
@@ -80,7 +80,7 @@ def test_a_resume_with_another_setting_lists_it(run):
 
 def test_a_new_run_is_refused_an_old_folder(run, monkeypatch):
     name, folder, begin = run
-    monkeypatch.setattr(works, "latest_checkpoint", lambda root: None)  # so that the programs resume nothing
+    monkeypatch.setattr(works, "latest_checkpoint", lambda root: None)  # keeps the programs from resuming
 
     def begin_anew() -> None:
         if name == "ppo":

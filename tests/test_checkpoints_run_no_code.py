@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else has changed, and sealed again, runs no code when it is resumed."""
+"""A checkpoint that someone has changed and sealed again runs no code when a run resumes from it."""
 
 import io
 import os
@@ -26,7 +26,7 @@ OTHERS = (
 
 
 class Code:
-    """Makes a folder where it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -36,7 +36,7 @@ class Code:
 
 
 def planted(trace: Path, name: str) -> bytes:
-    """The file of torch.save, or a pickle, with code in it."""
+    """Returns a torch.save file, or a pickle, that contains code."""
     stream = io.BytesIO()
     if name.endswith((".pt", ".pth", ".bin", ".pkl")):
         torch.save({"state": Code(trace)}, stream)
@@ -50,7 +50,7 @@ def planted(trace: Path, name: str) -> bytes:
     [("iterative_sft", SCHEDULE), *(pytest.param(name, None, marks=pytest.mark.slow) for name in TRAINERS)],
 )
 def test_no_file_of_a_checkpoint_runs_code(name: str, files: set[str] | None, tmp_path: Path):
-    """files: those that are planted; None: all that there are, and OTHERS."""
+    """files: the checkpoint's files to replace; None for all of them and OTHERS."""
     works.WORKS[name](tmp_path, "none")
     root, trace = tmp_path / "checkpoints", tmp_path / "executed"
     checkpoint = max(root.iterdir(), key=lambda folder: folder.name)

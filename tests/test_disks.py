@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or gone: one error that says so, and the last good checkpoint stays."""
+"""A full, read-only or missing disk gives one error that says so, and the last good checkpoint stays."""
 
 import os
 import re
@@ -27,7 +27,7 @@ EVERY = slow_but(["ppo", "sft", *LONG], "ppo", "sft")
 
 @contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[None]:
-    """A small file system in memory at `folder`; the test is skipped where nobody may mount one."""
+    """Mounts a small file system in memory at `folder`; skips the test if this user may not mount one."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)]
     if subprocess.run(command, capture_output=True).returncode:
@@ -41,7 +41,7 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
 
 @contextmanager
 def after_the_second_save(root: Path, act: Callable[[], object]) -> Iterator[None]:
-    """Acts before the first optimizer step after which two checkpoints are complete, once."""
+    """Acts once, before the first optimizer step that finds two complete checkpoints."""
 
     def visit(*_: Any) -> None:
         if len(checkpoints(root)) == 2 and not acted:
@@ -59,7 +59,7 @@ def run(name: str, folder: Path) -> None:
 
 
 def assert_explained(text: str, root: Path, *, reason: str) -> None:
-    """The error names folder, bytes and the last good checkpoint, which is whole; nothing unfinished is left."""
+    """Asserts that the error names folder, bytes and the last good checkpoint, and that nothing unfinished is left."""
     assert re.search(rf"{root}/checkpoint-\d+ is not saved: .*{reason}", text), text
     needed, free = re.search(r"needs about (\d+) bytes; at \S+ (\d+) bytes are free", text).groups()  # type: ignore[union-attr]
     assert int(needed) > 10_000
@@ -94,7 +94,7 @@ def test_a_full_disk(name: str, disk: Path):
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("is_late", [False, True])
 def test_training_goes_on_without_saving_if_asked_to(name: str, is_late: bool, disk: Path, tmp_path: Path):
-    """The disk is full for one save, from the start or near its end; the run ends as one that always saved."""
+    """The disk is full for one save, at the start or near the end; the run ends like one that always saved."""
     root = disk / "checkpoints"
     refused: list[str] = []
 
@@ -141,7 +141,7 @@ def test_two_processes_go_on_together_without_saving(name: str, disk: Path, tmp_
 @pytest.mark.parametrize("name", EVERY)
 def test_a_disk_that_becomes_read_only(name: str, disk: Path):
     def protect() -> None:
-        locks._forget()  # a broken disk becomes read-only whoever has files open; an order to do so waits for them
+        locks._forget()  # unlike a remount, a broken disk does not wait for open files
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
 
     with after_the_second_save(disk / "checkpoints", protect), pytest.raises(CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""What the pages say is checked where a machine can: links resolve, settings and statistics exist."""
+"""Checks what a machine can check in the pages: links resolve, settings and statistics exist."""
 
 import inspect
 import re
@@ -25,7 +25,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Returns the anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -42,7 +42,7 @@ def test_relative_links_resolve(page: Path):
 
 
 def first_cells() -> Iterator[tuple[str, str]]:
-    """(config under whose heading it stands, or "", code of the first column) of the migration page's tables."""
+    """Yields (config of the heading above, or "", code in the first column) for the migration page's tables."""
     config = ""
     for line in MIGRATION.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -53,7 +53,7 @@ def first_cells() -> Iterator[tuple[str, str]]:
 
 
 def names_of(config: str) -> tuple[set[str], set[str]]:
-    """Of a config and its trainer: the settings (fields, and parameters of public methods), and the methods."""
+    """Returns a config's and its trainer's settings (fields, and parameters of public methods), and their methods."""
     package = trimtab_diffusion if config == "DDPOConfig" else trimtab_lm
     trainer = getattr(package, config.replace("Config", "Trainer"))
     methods = dict(inspect.getmembers(trainer, inspect.isroutine))

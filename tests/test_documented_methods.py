@@ -1,4 +1,4 @@
-"""Every documented method of every trainer can be replaced, by a subclass and by assignment, and is called."""
+"""Every trainer calls its documented methods, also when a subclass or an assignment replaces them."""
 
 from collections.abc import Callable
 from typing import Any

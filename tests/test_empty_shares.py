@@ -1,4 +1,4 @@
-"""A process whose share of a step has nothing to learn from adds nothing, and stops nobody."""
+"""A process with nothing to learn from in a step adds nothing to it, and does not stop the others."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch, all cases."""
+    """Runs all cases in one launch of two processes; returns the results of both."""
     return results_of_two("tests.run_empty_shares", tmp_path_factory.mktemp("two"))
 
 

@@ -1,4 +1,4 @@
-"""Launchers know every key of their configurations, and docs/engines.md says what the code computes."""
+"""Launchers know every key of their configurations, and docs/engines.md states what the code computes."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ TRAINED = {
 
 
 def rows_under(heading: str) -> list[list[str]]:
-    """The cells of the first table under a heading, without its head."""
+    """Returns the cells of the first table under a heading, without its header."""
     part = PAGE.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:1] == "|"]
     return rows[2:]

@@ -1,4 +1,4 @@
-"""Every trainer takes a step, saves, resumes and takes another: what the lowest accepted versions are tested with."""
+"""Every trainer takes a step, saves, resumes and takes another; this also runs with the lowest accepted versions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -158,7 +158,7 @@ def train_ddpo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
             train_batch_size=2,
             train_learning_rate=1e-2,
         )
-        with tiny_diffusion.from_seed(1):  # LoRA weights start from random values
+        with tiny_diffusion.from_seed(1):  # LoRA weights are random at the start
             pipeline = DDPOStableDiffusionPipeline(tiny_diffusion.stable_diffusion(), use_lora=True)
         trainer = DDPOTrainer(config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), pipeline)
         before = tiny.weights(pipeline.denoiser)

@@ -1,4 +1,4 @@
-"""The examples: each stands alone, is short, runs by itself without a network, and prints what it has learnt."""
+"""Each example is short, stands alone, runs without a network, and prints what it has learnt."""
 
 import ast
 import re
@@ -35,7 +35,7 @@ OUTSIDE |= {"vaderSentiment"}
 
 
 def imported(source: str) -> set[str]:
-    """The top-level names of everything that a source imports."""
+    """Returns the top-level names of everything that a source imports."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

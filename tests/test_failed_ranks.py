@@ -19,7 +19,7 @@ ERRORS = {
     "exits": [f"exitcode  : {LEAVES_WITH} "],
     "sleeps": [
         f"The rewards took more than {REWARD_LIMIT:g} s, which is the limit (reward_timeout)",
-        "in wait_forever",  # the function that was slow
+        "in wait_forever",  # the slow function
         f"exitcode  : {EXIT_STATUS} ",
     ],
 }
@@ -38,7 +38,7 @@ CASES = [
 
 
 def ended(launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A job under a launcher; a process that would wait for the other one for ever runs into the time limit here."""
+    """Runs a job under a launcher; a process that would wait forever for the other reaches the time limit."""
     command = [sys.executable, "-m", *launcher, "-m", "tests.run_failed_ranks", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
 

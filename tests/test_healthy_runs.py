@@ -1,4 +1,4 @@
-"""Healthy runs of PPO, GRPO and DDPO, of other seeds, models and rewards: each learns, and no alarm is raised."""
+"""Healthy runs of PPO, GRPO and DDPO with other seeds, models and rewards learn, and raise no alarm."""
 
 import warnings
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ PPO: dict[str, tuple[Any, int, Any, dict[str, Any]]] = {
     "llama, brevity": (tiny.llama, 3, likes_short, {"adap_kl_ctrl": False}),
     "gpt2, four passes": (tiny.gpt2, 4, share_of("nrst"), {"ppo_epochs": 4, "learning_rate": 5e-4, "vf_coef": 0.5}),
 }
-# Their critics learn, and stay worse than a constant for all of the run.
+# Their critics learn, but stay worse than a constant during the whole run.
 PPO |= {f"llama, brevity, {seed}": (tiny.llama, seed, likes_short, {"adap_kl_ctrl": False}) for seed in (20, 21)}
 PPO |= {f"gpt2, slow, {seed}": (tiny.gpt2, seed, share_of("aeiou"), {"learning_rate": 1e-4}) for seed in (26, 30)}
 

@@ -1,4 +1,4 @@
-"""A folder of checkpoints has one writer: a second one is refused, and a kill frees the folder."""
+"""A checkpoint folder has one writer: a second one is refused, and a kill frees the folder."""
 
 import os
 import subprocess
@@ -31,12 +31,12 @@ sys.stdin.read()
 
 
 class Run:
-    """Holds a folder."""
+    """A run that holds a folder."""
 
 
 @contextmanager
 def writer(root: Path, *, before: str = "") -> Iterator[subprocess.Popen[str]]:
-    """Another process that writes to the folder. before: what it does once it holds the lock."""
+    """Starts another process that writes to the folder, and executes `before` once it holds the lock."""
     command = [sys.executable, "-c", WRITER.replace("{before}", before), str(root)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment(), text=True, **pipes) as process:  # type: ignore[call-overload]
@@ -71,7 +71,7 @@ def test_a_second_writer_is_refused_and_a_kill_frees_the_folder(name: str, tmp_p
         other.wait()
         works.WORKS[name](tmp_path, "none")
     assert latest_checkpoint(root) == root / f"checkpoint-{works.STEPS}"
-    if name != "iterative_sft":  # whose caller may go on
+    if name != "iterative_sft":  # its caller may continue
         assert not (root / "_lock").exists()
 
 
@@ -99,7 +99,7 @@ def test_a_process_that_the_writer_forked_does_not_keep_the_lock(tmp_path: Path,
     with writer(tmp_path, before=forks) as other:
         other.kill()
         other.wait()
-        hold(tmp_path, run := Run())  # the forked process, such as a worker of a data loader, is still there
+        hold(tmp_path, run := Run())  # the forked process, such as a data loader's worker, still runs
     free(run)
 
 

@@ -1,4 +1,4 @@
-"""A thousand steps with W&B: what a step costs in memory, descriptors and bytes does not grow with their number."""
+"""In a thousand steps with W&B, the memory, descriptors and bytes that a step costs do not grow."""
 
 import os
 import time
@@ -28,7 +28,7 @@ AtStep = Callable[[int], None]
 
 
 class Usage(NamedTuple):
-    """What this process holds, and what its tracker has written, at the end of a step."""
+    """Resources of this process, and bytes written by its tracker, at the end of a step."""
 
     resident: int
     descriptors: int
@@ -37,7 +37,7 @@ class Usage(NamedTuple):
     @classmethod
     def of(cls, folder: Path) -> "Usage":
         before, written = -1, bytes_in(folder)
-        while written != before:  # W&B writes once a second, and later where other programs run
+        while written != before:  # W&B writes once a second, later on a busy machine
             time.sleep(2.5)
             before, written = written, bytes_in(folder)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -45,7 +45,7 @@ class Usage(NamedTuple):
 
 
 def bytes_in(folder: Path) -> int:
-    """The sizes of a folder's files, of which W&B links some to others."""
+    """Returns the size of a folder's files, some of which W&B links to others."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 

@@ -1,6 +1,6 @@
-"""What goes into the wheels: the licence, versions that fit each other, readmes without dead links; and the citation.
+"""Checks the wheels' contents (licence, matching versions, readmes without dead links) and the citation.
 
-tests/wheels.py looks at the wheels themselves.
+tests/wheels.py checks the wheels themselves.
 """
 
 import re

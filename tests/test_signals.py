@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in every trainer: the step ends, the run is saved, and a resumed run ends like one left alone."""
+"""After SIGTERM or SIGINT every trainer ends its step and saves; a resumed run ends like an undisturbed one."""
 
 import json
 import signal
@@ -26,12 +26,12 @@ PLACES = [
     pytest.param("save", 1, marks=pytest.mark.slow),
     pytest.param("reward", 9, marks=pytest.mark.slow),
 ]
-SAVED = {"ppo": 1, "ppo_step": 1}  # steps after five updates, of which PPO has eight in a step
+SAVED = {"ppo": 1, "ppo_step": 1}  # steps after five updates; a PPO step has eight
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    """Runs a session of tests.run_signals to its end; its exit status."""
+    """Returns a function that runs a session of tests.run_signals to its end and returns its exit status."""
     command = [sys.executable, "-m", "tests.run_signals"]
     server = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -52,7 +52,7 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def straight(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What a run leaves that was left alone, by its work."""
+    """Returns a function that returns the final state of an undisturbed run of a work."""
     folder, known = tmp_path_factory.mktemp("straight"), {}
 
     def left(work: str) -> dict[str, Any]:

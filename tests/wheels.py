@@ -1,4 +1,4 @@
-"""What a user of the wheels gets. `make release` runs this file where the packages come from wheels alone."""
+"""Checks what a user of the wheels gets. `make release` runs this file with the packages installed from wheels."""
 
 import tarfile
 from importlib.metadata import Distribution, distribution

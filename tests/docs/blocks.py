@@ -1,4 +1,4 @@
-"""Code blocks of Markdown pages."""
+"""Finds code blocks in Markdown pages."""
 
 import re
 import textwrap
@@ -22,14 +22,14 @@ MARK = re.compile(r"<!-- not run: (.+?) -->\n\s*$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page.
+    """A fenced block in a page.
 
     Attributes:
-        page: its path in the repository.
-        line: of the page, from 1, at which the code begins.
-        language: as the fence says; "" where it says nothing.
-        code: without the indentation of the fence.
-        reason: why it is not run; None where it is.
+        page: path of the page in the repository.
+        line: line in the page, from 1, where the code begins.
+        language: language of the fence; "" if the fence has none.
+        code: text without the indentation of the fence.
+        reason: why the block is not run; None if it is.
     """
 
     page: str

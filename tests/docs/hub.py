@@ -1,4 +1,4 @@
-"""What the code of the pages finds: tiny models under the names of the hub, and settings that end within seconds."""
+"""What the pages' code needs: tiny models with the hub's names, and settings that finish within seconds."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -42,13 +42,13 @@ AT_MOST: dict[type, dict[str, Any]] = {
 
 
 def fill(folder: Path) -> None:
-    """Saves the models of this module into a folder, each under its name on the hub."""
+    """Saves this module's models into a folder, each under its name on the hub."""
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     tokenizer.chat_template = CHAT
     policy = AutoModelForCausalLM.from_pretrained(STORIES)
     scorer = AutoModelForSequenceClassification.from_pretrained(STORIES, num_labels=1)
     scorer.config.pad_token_id = tokenizer.eos_token_id
-    # On CPUs with AVX512-BF16 bitsandbytes packs 4-bit weights whose sizes are multiples of 64, and refuses others.
+    # On CPUs with AVX512-BF16, bitsandbytes packs 4-bit weights if their sizes are multiples of 64, and rejects others.
     quantizable = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(STORIES, intermediate_size=384))
     for model, names in ((policy, LANGUAGE_MODELS), (quantizable, (QUANTIZED,)), (scorer, REWARD_MODELS)):
         for name in names:
@@ -63,7 +63,7 @@ def fill(folder: Path) -> None:
 
 @contextmanager
 def small_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Configurations that are constructed inside the block have at most the values of `AT_MOST`."""
+    """Limits the settings of configurations constructed in the block to the values in `AT_MOST`."""
     with monkeypatch.context() as patch:
         for kind, limits in AT_MOST.items():
             patch.setattr(kind, "__post_init__", _limited(kind.__post_init__, limits))
@@ -83,7 +83,7 @@ def _limited(check: Callable[[Any], None], limits: dict[str, Any]) -> Callable[[
 
 
 def hidden_names() -> dict[str, Any]:
-    """Names that the code of READMEs uses and the text around it explains."""
+    """Returns names that READMEs' code uses and that only the text around it explains."""
     prompts = [f"Once there was a {hero}." for hero in ("dog", "cat", "king", "bird") for _ in range(4)]
     return {
         "prompts": prompts,

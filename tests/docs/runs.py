@@ -1,4 +1,4 @@
-"""Tiny runs of every trainer, for the names of all that they log."""
+"""Runs every trainer briefly to collect the names of everything that it logs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +42,7 @@ PROMPTS = Dataset.from_dict({"prompt": WORDS})
 
 
 class Patient:
-    """An environment of two turns."""
+    """An environment that ends after two turns."""
 
     def reset(self) -> None:
         self.turns = 0
@@ -53,7 +53,7 @@ class Patient:
 
 
 class Names(TrainerCallback):
-    """The names of all that a trainer logs."""
+    """Collects the names of everything that a trainer logs."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -71,7 +71,7 @@ def vowels(completions: list[str], **_: Any) -> list[float]:
 
 
 def logged(trainer: Any) -> set[str]:
-    """The names that training and evaluation of a trainer on `transformers.Trainer` log."""
+    """Returns the names logged in training and evaluation by a trainer on `transformers.Trainer`."""
     names = Names()
     trainer.add_callback(names)
     trainer.train()
@@ -97,7 +97,7 @@ def dpo(folder: Path) -> set[str]:
 
 
 def grpo(folder: Path) -> set[str]:
-    """With a reference and dual clipping; with a sampler that tells its log-probabilities; with an environment."""
+    """Runs three times: with a reference and dual clipping; with the sampler's log-probabilities; in an environment."""
     common: dict[str, Any] = {**SETTINGS, "num_generations": 2, "max_completion_length": 4}
     sampled = {"rollout_backend": "continuous_batching", "rollout_backend_kwargs": {"max_batch_tokens": 256}}
     names = set()
@@ -120,7 +120,7 @@ def iterative_sft(folder: Path) -> set[str]:
 
 
 def ppo(folder: Path) -> set[str]:
-    """By a dataset and two rewards; with a sampler that tells its log-probabilities; with an environment."""
+    """Runs three times: with a dataset and two rewards; with the sampler's log-probabilities; in an environment."""
     names: set[str] = set()
     backend = TransformersRollout(SamplingSettings(max_completion_length=4), tiny.tokenizer(), batch_size=8)
     talk = EnvironmentRollout(backend, Patient, tiny.tokenizer(), max_completion_length=20, max_turns=2)

@@ -1,4 +1,4 @@
-"""The pages of the trainers explain what tiny runs log: every name, and no other."""
+"""The trainers' pages explain every name that tiny runs log, and no other."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ NOT_IN_A_TINY_RUN = {
 
 
 def explained(page: Path) -> set[str]:
-    """The names in the first column of the tables under the headings of a page that begin with Metrics."""
+    """Returns the names in the first table column under the page's headings that begin with Metrics."""
     names, is_metrics = set(), False
     for line in page.read_text(encoding="utf-8").splitlines():
         is_metrics = line.startswith("## Metrics") if line.startswith("## ") else is_metrics
@@ -28,12 +28,12 @@ def explained(page: Path) -> set[str]:
 
 
 def pattern(name: str) -> str:
-    """The expression of a name, in which <words> stand for any name."""
+    """Returns a regular expression for a name, in which <words> stand for any name."""
     return re.sub(r"<\w+>", r"[^/]+", name)
 
 
 def differences(page: set[str], logged: set[str]) -> tuple[set[str], set[str]]:
-    """The logged names that a page does not explain, and the names of the page that are not logged."""
+    """Returns the logged names that the page does not explain, and the page's names that no run logs."""
     plain = {name if name in page else name.removeprefix("eval_") for name in logged}
     rest, kinds = plain - page, page - plain
     unexplained = {name for name in rest if not any(re.fullmatch(pattern(kind), name) for kind in kinds)}

@@ -1,4 +1,4 @@
-"""The pages name what exists, and the reference names all of it."""
+"""The pages name only what exists, and the reference lists all of it."""
 
 import importlib
 import re
@@ -20,7 +20,7 @@ OTHERS = {
     "reliability.md",
     "licences.md",
     "gpu.md",
-}  # they also name what is not here
+}  # these pages also name things outside the project
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in OTHERS)
 SOURCES = ("packages", "examples", "experiments", "tools", "configs")
 ENDINGS = {".py", ".toml", ".yaml", ".yml", ".sh"}
@@ -49,7 +49,7 @@ def test_a_page_has_one_title_and_a_text(page: Path):
 
 
 def known_words() -> set[str]:
-    """The words of the sources, of pages' own code, and the settings that come from transformers."""
+    """Returns the words of the sources and of the pages' own code, and the settings inherited from transformers."""
     files = [path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in ENDINGS]
     files += [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
     words = (
@@ -66,7 +66,7 @@ def known_words() -> set[str]:
 
 
 def named_in(page: Path) -> set[str]:
-    """The words of four letters or more that a page sets in code, inside sentences and tables."""
+    """Returns the words of four or more letters that a page formats as code in sentences and tables."""
     text = page.read_text(encoding="utf-8")
     code = re.findall(r"^ *```.*?^ *```$", text, flags=re.DOTALL | re.MULTILINE)
     for block in code:

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, at tiny sizes, as they are and with GPT-2's name."""
+"""The notebooks run from top to bottom at tiny sizes, unchanged and with GPT-2's name."""
 
 import json
 import warnings
@@ -18,7 +18,7 @@ def cells(notebook: Path, kind: str = "code") -> list[dict]:
 
 
 def run(notebook: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **replaced: str) -> dict[str, object]:
-    """The names that a notebook ends with, run in a copy of its place in the repository."""
+    """Runs a notebook in a copy of its place in the repository; returns the names that it defines."""
     here = folder / "examples" / "notebooks"
     here.mkdir(parents=True)
     (folder / "experiments").symlink_to(ROOT / "experiments")

@@ -1,4 +1,4 @@
-"""The Python of the pages runs, on tiny models under the names of the hub."""
+"""The pages' Python code runs on tiny models with the hub's names."""
 
 import warnings
 from pathlib import Path
@@ -22,7 +22,7 @@ def run(block: Block, names: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, hub: Path, tmp_path: Path, monkeypatch):
-    """In one namespace, in a folder in which the hub's names are folders with tiny models."""
+    """The blocks share a namespace, and run in a folder where the hub's names are folders with tiny models."""
     for owner in hub.iterdir():
         (tmp_path / owner.name).symlink_to(owner)
     monkeypatch.chdir(tmp_path)

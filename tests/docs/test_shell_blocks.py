@@ -1,4 +1,4 @@
-"""The shell commands of the pages name files, targets, extras and flags that exist."""
+"""The pages' shell commands name files, targets, extras and flags that exist."""
 
 import contextlib
 import functools
@@ -28,11 +28,11 @@ SHELL_WORDS = {"cd", "export", "git", "uv", "tensorboard", "source", "optuna-das
 
 
 class Wrong(AssertionError):
-    """A command of a page that would not run."""
+    """A page has a command that would not run."""
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command, without comments, variables in front of it and what it writes to."""
+    """Yields the words of each command, without comments, leading variables and redirections."""
     for line in block.code.replace("\\\n", " ").splitlines():
         for part in re.split(r"&&|\|\|", line):
             words = shlex.split(part, comments=True)
@@ -43,7 +43,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def check(words: list[str]) -> None:
-    """Raises Wrong where a command names what does not exist."""
+    """Raises Wrong if a command names something that does not exist."""
     program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
     checks = {"make": check_make, "pip": check_pip, "accelerate": check_accelerate, "wandb": check_wandb}
     if program == "uv" and rest[:1] == ["pip"]:
@@ -65,7 +65,7 @@ def check_make(words: list[str]) -> None:
 
 
 def check_pip(words: list[str]) -> None:
-    """Folders exist, and so do extras and groups of ours."""
+    """Checks that folders exist, and that our extras and dependency groups do."""
     projects = {path.parent.name: tomllib.loads(path.read_text()) for path in ROOT.glob("packages/*/pyproject.toml")}
     for before, word in zip([None, *words], words, strict=False):
         path, _, extras = word.rstrip("]").partition("[")
@@ -105,7 +105,7 @@ def check_python(words: list[str]) -> None:
         if not words[1].startswith(("trimtab", "experiments", "tools", "tests")):
             return
         program, flags = ("-m", words[1]), words[2:]
-        if words[1] == "trimtab_lm":  # whose first word is a subcommand
+        if words[1] == "trimtab_lm":  # its first argument is a subcommand
             if flags[0] not in COMMANDS:
                 raise Wrong(f"trimtab has no subcommand {flags[0]}")
             program, flags = (*program, flags[0]), flags[1:]
@@ -119,7 +119,7 @@ def check_python(words: list[str]) -> None:
 
 
 def check_flags(program: tuple[str, ...], words: list[str]) -> None:
-    """Flags are in the program's help, and files that are given to it exist."""
+    """Checks that a program's help has the flags, and that the files passed to it exist."""
     flags = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help", "--help-all", "--config"}
     if flags:
         text = help_of(program)
@@ -132,7 +132,7 @@ def check_flags(program: tuple[str, ...], words: list[str]) -> None:
 
 @functools.cache
 def help_of(program: tuple[str, ...]) -> str:
-    """What a program of the repository prints with --help."""
+    """Returns what a program of the repository prints with --help."""
     is_module, printed = program[0] == "-m", io.StringIO()
     name = program[1] if is_module else program[0]
     words = list(program[2 if is_module else 1 :])

@@ -1,4 +1,4 @@
-"""ImageReward against BLIP written here in plain torch, on weights under the names of the published file."""
+"""Compares ImageReward with a plain torch BLIP written here, on weights with the published file's names."""
 
 import math
 import string
@@ -27,7 +27,7 @@ PROMPTS = ("a cat", "a dog rides a bike", "an ant plays chess " * 3, "a bee", "A
 
 
 def config() -> BlipConfig:
-    """The published shape with smaller sizes."""
+    """Returns the published architecture with smaller sizes."""
     small = {"num_hidden_layers": LAYERS, "intermediate_size": 32}
     vision = {"hidden_size": VISION_WIDTH, "num_attention_heads": VISION_HEADS}
     vision |= {"image_size": SIZE, "patch_size": PATCH}
@@ -37,7 +37,7 @@ def config() -> BlipConfig:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of the published file by its name, in the small sizes."""
+    """Returns the shape of each weight in the published file, by name, at the smaller sizes."""
     sizes: dict[str, tuple[int, ...]] = {}
 
     def linear(name: str, inputs: int, outputs: int) -> None:
@@ -80,7 +80,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def random_weights() -> dict[str, Tensor]:
-    """Weights by their published names. The inputs of each norm are small, so that its epsilon shows."""
+    """Returns weights by their published names. The inputs of each norm are small, so that its epsilon matters."""
     generator, weights = tiny.generator(3), {}
     for name, shape in shapes().items():
         noise = torch.randn(shape, generator=generator)
@@ -97,7 +97,7 @@ def random_weights() -> dict[str, Tensor]:
 
 
 class Original:
-    """The score of arXiv:2304.05977's model, computed from its weights."""
+    """Computes the score of arXiv:2304.05977's model from its weights."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         self.weights = weights
@@ -153,7 +153,7 @@ class Original:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
-    """Softmax attention [B, T, width]; the mask [B, S] is 1 where a source counts."""
+    """Softmax attention, [B, T, width]; the mask [B, S] is 1 where a source position counts."""
     query, key, value = (states.unflatten(-1, (heads, -1)).transpose(1, 2) for states in (query, key, value))
     logits = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     if mask is not None:
@@ -162,7 +162,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor |
 
 
 def tokens(prompts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, 35] by hand: lower case, each letter a token, cut so that [SEP] is the last."""
+    """Returns hand-made ids and mask, [B, 35]: lower case, one token per letter, truncated so that [SEP] is last."""
     rows = []
     for prompt in prompts:
         words = prompt.lower().split()
@@ -173,13 +173,13 @@ def tokens(prompts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
 
 
 def pictures(height: int = 16, width: int = 20) -> Tensor:
-    """[5, 3, height, width], blotches of random colours."""
+    """Returns blotches of random colours, [5, 3, height, width]."""
     coarse = torch.rand(5, 3, height // 4, width // 4, generator=tiny.generator(5))
     return coarse.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
 
 
 def pixels(images: Tensor, resized: tuple[int, int], left: int, top: int) -> Tensor:
-    """The images as the model reads them, [5, 3, 12, 12], for a size (width, height) and a corner by hand."""
+    """Returns images as the model reads them, [5, 3, 12, 12], given the resized (width, height) and a crop's corner."""
     values = []
     for image in images:
         picture = Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
@@ -190,7 +190,7 @@ def pixels(images: Tensor, resized: tuple[int, int], left: int, top: int) -> Ten
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The published names in one file, beside files with other weights, and a tokenizer."""
+    """Writes the published names into one file, beside files with different weights, and a tokenizer."""
     folder = tmp_path_factory.mktemp("image_reward")
     torch.save(random_weights(), folder / "ImageReward.pt")
     torch.save({}, folder / "other.pt")
@@ -224,7 +224,7 @@ def test_score_depends_on_the_image_and_on_the_prompt(folder: Path):
     of_prompts = score(images[:1].expand(5, -1, -1, -1), PROMPTS, ({},) * 5)
     assert of_images.std() > 0.01
     assert of_prompts[:4].std() > 0.01
-    torch.testing.assert_close(of_prompts[4], of_prompts[0])  # upper case is read as lower case
+    torch.testing.assert_close(of_prompts[4], of_prompts[0])  # the model lower-cases its text
 
 
 def test_score_is_that_of_the_image_alone_in_any_batch(folder: Path):

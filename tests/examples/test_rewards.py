@@ -1,4 +1,4 @@
-"""The rewards of examples/rewards that classify or rank, against the same models run by hand."""
+"""Compares the rewards in examples/rewards that classify or rank with the same models run by hand."""
 
 from pathlib import Path
 
@@ -50,16 +50,16 @@ def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def logprobs(classifier_folder: Path) -> Tensor:
-    """Of every class for `pictures()`, [5, 3], by hand."""
+    """Returns the log-probabilities of every class for `pictures()`, [5, 3], computed by hand."""
     model = AutoModelForImageClassification.from_pretrained(classifier_folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(pixel_values(pictures(), Image.Resampling.BILINEAR, (0.5,) * 3, (0.5,) * 3)).logits
-    assert logits.std(0).min() > 0.01  # pictures differ, or order would not show
+    assert logits.std(0).min() > 0.01  # pictures differ, so a wrong order would show
     return logits.log_softmax(1)
 
 
 def in_open_clip(clip: CLIPModel) -> dict[str, Tensor]:
-    """A model's weights by open_clip's names: query, key and value in one matrix, projections transposed."""
+    """Returns a model's weights under open_clip's names: query, key and value in one matrix, projections transposed."""
     weights = dict(clip.state_dict())
     renamed = {"logit_scale": weights["logit_scale"]}
     for half, begin in (("vision", "visual."), ("text", "")):
@@ -91,7 +91,7 @@ def test_human_preference_is_the_cosine_of_the_whole_image_between_black_bars(cl
     clip = CLIPModel.from_pretrained(clip_folder, dtype=torch.float32).eval()
     for version in ("v2", "v2.1"):
         torch.save({"epoch": 1, "state_dict": in_open_clip(clip)}, tmp_path / f"HPS_{version}_compressed.pt")
-    wide = pictures()[:, :, :12]  # 12 x 18, so that 8 x 12 pixels stay, with two black rows on either side
+    wide = pictures()[:, :, :12]  # 12 x 18, resized to 8 x 12 with two black rows above and below
     whole = F.interpolate((wide * 255).round() / 255, (8, 12), mode="bicubic", antialias=True)
     values = torch.zeros(5, 3, SIZE, SIZE)
     values[:, :, 2:10] = whole

@@ -74,7 +74,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def llama2c_logits(weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
-    """One position after the other, as the C program computes: heads by loops, neighbouring pairs rotated."""
+    """Runs one position after the other, as the C program does: loops over heads, rotates neighbouring pairs."""
     w = {name: weight.astype(np.float64) for name, weight in weights.items()}
     keys = [[] for _ in range(LAYERS)]
     values = [[] for _ in range(LAYERS)]
@@ -108,7 +108,7 @@ def llama2c_logits(weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndar
 
 
 def llama2c_ids(text: str) -> list[int]:
-    """Greedy merging of the best-scored neighbours, the leftmost of equals, as the C program encodes."""
+    """Merges the best-scored neighbours greedily, on a tie the leftmost, as the C program does."""
     table = pieces()
     ids_of = {piece: i for i, (piece, _) in enumerate(table) if i >= 259}
     ids = []
@@ -196,7 +196,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def publish(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Package]]:
-    """Puts an archive with these files in place of every download, and tells what was downloaded."""
+    """Replaces every download by an archive with these files, and lists what was downloaded."""
 
     def publish(files: dict[str, bytes], make: Callable[[Path, dict[str, bytes]], Path] = tar) -> list[Package]:
         calls: list[Package] = []

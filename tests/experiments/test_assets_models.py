@@ -58,12 +58,12 @@ def llama() -> LlamaForCausalLM:
 
 
 def pairs(weight: Tensor, heads: int) -> Tensor:
-    # llama.cpp rotates neighbouring rows of a head, transformers the first half of them with the second.
+    # llama.cpp rotates neighbouring rows of a head; transformers rotates the first half with the second.
     return torch.cat([torch.stack(head.chunk(2), dim=1).flatten(0, 1) for head in weight.chunk(heads)])
 
 
 def write_gguf(model: LlamaForCausalLM, file: Path) -> Path:
-    """The model as llama.cpp writes it, with a byte-level tokenizer of SmolLM2's kind."""
+    """Writes the model as llama.cpp does, with a byte-level tokenizer like SmolLM2's."""
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(CONTEXT)
@@ -100,7 +100,7 @@ def write_gguf(model: LlamaForCausalLM, file: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an experiment loads: a folder converted from a tiny GGUF file."""
+    """Converts a tiny GGUF file into a folder that an experiment can load."""
     path = tmp_path_factory.mktemp("gguf")
     model, tokenizer = assets.convert_gguf(write_gguf(llama(), path / "tiny.gguf"))
     model.save_pretrained(path / "plain")

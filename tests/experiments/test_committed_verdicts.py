@@ -40,5 +40,5 @@ def test_the_readmes_show_these_verdicts(file: Path):
 def test_no_judged_seed_has_chosen_a_setting(file: Path):
     _, measured, _ = from_json(json.loads(file.read_text(encoding="utf-8")))
     seeds = {seed for numbers in measured.values() for seed in numbers}
-    assert min(seeds) >= 10  # seeds 0 to 2 were judged and tuned on
+    assert min(seeds) >= 10  # settings were tuned and judged on seeds 0 to 2
     assert max(seeds) < 100  # seeds from 100 on are for tuning

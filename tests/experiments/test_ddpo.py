@@ -40,7 +40,7 @@ def caption(colour: str, shape: str) -> tuple[str]:
 
 
 def wrong(prompts: tuple[str, ...], by: int) -> tuple[str, ...]:
-    """Captions `by` places further: by 1 another shape of the same colour, by 4 another colour."""
+    """Returns captions `by` places further: 1 changes the shape, 4 the colour."""
     return tuple(
         CAPTIONS[CAPTIONS.index(prompt) // 4 * 4 + (CAPTIONS.index(prompt) + by) % 4]
         if by < 4
@@ -49,7 +49,7 @@ def wrong(prompts: tuple[str, ...], by: int) -> tuple[str, ...]:
     )
 
 
-# Pictures and what is measured on them ---------------------------------------------------------------------------
+# Images and their measures --------------------------------------------------------------------------------------
 
 
 def test_drawn_pictures_are_in_range_and_fit_their_captions():
@@ -103,7 +103,7 @@ def fitted() -> tuple[AutoencoderKL, torch.Tensor, torch.Tensor]:
 
 
 def put_together(cut: torch.Tensor) -> torch.Tensor:
-    """What `patches` cut, pixel by pixel."""
+    """Reassembles what `patches` cut, pixel by pixel."""
     images = torch.empty(len(cut), 3, 2 * cut.shape[1], 2 * cut.shape[2])
     for place in range(4):
         images[:, :, place // 2 :: 2, place % 2 :: 2] = cut[..., 3 * place : 3 * place + 3].permute(0, 3, 1, 2)
@@ -146,7 +146,7 @@ def test_six_of_twelve_components_keep_most_of_a_picture(fitted):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with a pipeline of two steps of pretraining."""
+    """Writes a cache with a pipeline that was pretrained for two steps."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIMTAB_CACHE", str(folder))
@@ -162,7 +162,7 @@ def test_plain_diffusers_loads_the_pipeline_and_draws(cache: Path):
     assert images.shape == (2, 3, SIZE, SIZE)
     assert pipeline.vae_scale_factor == 2
     assert sum(weight.numel() for weight in pipeline.unet.parameters()) < 1e6
-    # All ten steps are random, the last one too.
+    # All ten steps are random, including the last one.
     scheduler = pipeline.scheduler
     scheduler.set_timesteps(10)
     assert all(scheduler._get_variance(t, t - 100) > 0 for t in scheduler.timesteps)
@@ -252,9 +252,9 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
 
 
 def made_up(folder: Path, after: float, *, epochs: int = 4, reward: str = "rgb_alignment", **config: object) -> Run:
-    """A finished run, from 0.2 to `after`, with epochs of 128 images whose mean rewards are 0, 1, 2, ...
+    """Writes a finished run, from 0.2 to `after`; epoch k has 128 images with a mean reward of k.
 
-    Its 8 captions and the 8 held-out ones differ a little.
+    Its 8 captions differ a little from the 8 held-out ones.
     """
     known = {"reward": reward, "estimator": "is", "seed": 0} | config
     place = folder / "-".join(map(str, known.values()))
@@ -270,7 +270,7 @@ def made_up(folder: Path, after: float, *, epochs: int = 4, reward: str = "rgb_a
 
 
 def of_all(folder: Path, ends: dict[tuple[str, str], float], seeds: Sequence[int] = range(10, 18)) -> list[Run]:
-    """Runs of each (reward, estimator), that end at a value."""
+    """Returns runs of each (reward, estimator); `ends` has their last values."""
     return [
         made_up(folder, after, reward=reward, estimator=name, seed=seed)
         for (reward, name), after in ends.items()
@@ -290,7 +290,7 @@ PLANTED = {
 
 @pytest.fixture
 def close_figures() -> Iterator[None]:
-    """read() draws; only a page that is written closes its figures."""
+    """Closes the figures that read() draws; otherwise only writing a page closes them."""
     yield
     plt.close("all")
 
@@ -321,7 +321,7 @@ def test_a_gain_is_the_difference_from_the_control_of_the_same_seed_in_per_cent(
 
 @pytest.mark.usefixtures("close_figures")
 def test_what_drifts_without_a_reward_is_no_gain(tmp_path: Path):
-    """Regression raises the measure far above its start, and as far without a reward."""
+    """Regression raises the measure far above its start, but just as far without a reward."""
     ends = {("rgb_alignment", "is"): 0.4, ("rgb_alignment", "rwr"): 0.9, ("random", "is"): 0.2, ("random", "rwr"): 0.9}
     report = read(of_all(tmp_path, ends))
     outcomes = {verdict.claim.text: verdict.outcome for verdict in judge(report.claims, report.measured)}

@@ -1,4 +1,4 @@
-"""RAFT's rounds: the files of a run of two rounds, PPO's measures, and what the report reads."""
+"""RAFT: the files of a two-round run, PPO's measures, and what the report reads."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def _figures_are_closed() -> Iterator[None]:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Folder of a tiny Llama and its tokenizer; openings in its characters, and a reward that such texts have."""
+    """Writes a tiny Llama and its tokenizer; replaces the openings and the reward by ones that suit its characters."""
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     for module in (train, ppo, sentiment_ppo):
@@ -85,7 +85,7 @@ def test_distinct_counts_bigrams_of_all_texts_together():
 
 
 def test_nats_per_token_are_those_of_the_reference_alone():
-    """A model whose logits are all equal gives each token log V, whatever the prompt."""
+    """A model with equal logits everywhere gives each token log V, whatever the prompt."""
     model, tokenizer = tiny.llama(), tiny.tokenizer()
     torch.nn.init.zeros_(model.lm_head.weight)
     rows = [torch.tensor([5, 6, 7]), torch.tensor([8])]
@@ -99,7 +99,7 @@ MEASURES = {"reward": 0.5, "nats": 2.0, "distinct": 0.5}
 
 
 def run_of(folder: Path, seed: int, *, k: int = 0, prompts: int = 0, **measures: float) -> Run:
-    """A run of one round of RAFT, or with k = 0 of one step of PPO on eight samples; the reward before is 0.2."""
+    """Returns a run of one RAFT round, or for k = 0 of one PPO step on eight samples; its first reward is 0.2."""
     values = {**MEASURES, **measures}
     noise = np.random.default_rng([seed, k, prompts]).normal(scale=0.01, size=20).tolist()
     per_prompt = {

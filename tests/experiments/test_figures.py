@@ -58,7 +58,7 @@ def test_quartiles_are_taken_over_the_seeds_and_not_over_the_steps():
 def test_straight_lines_stay_what_they_are_over_the_x_of_all_seeds():
     seeds = [([0, 4, 10], [0, 8, 20]), ([1, 3, 8], [-1, -3, -8])]  # y = 2x and y = -x
     xs, ys = on_common_x(seeds)
-    np.testing.assert_allclose(xs, [1, 3, 4, 8])  # where both have values: from 1 to 8
+    np.testing.assert_allclose(xs, [1, 3, 4, 8])  # both have values from 1 to 8
     np.testing.assert_allclose(ys, [2 * xs, -xs])
 
 
@@ -91,7 +91,7 @@ def test_curves_draw_the_median_and_the_band_between_the_quartiles(axis):
     ppo, dpo = axis.lines
     np.testing.assert_allclose(ppo.get_xydata(), [[0, 4], [1, 5], [2, 6]])
     np.testing.assert_allclose(dpo.get_xydata(), [[0, 1], [5, 1]])
-    (band,) = axis.collections  # one seed has none
+    (band,) = axis.collections  # a single seed has no band
     corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
     assert corners == {(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (0.0, 7.0), (1.0, 8.0), (2.0, 9.0)}
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["PPO (3 seeds)", "DPO"]
@@ -162,7 +162,7 @@ def test_a_grid_has_every_caption_below_its_picture(axis):
     assert axis.texts[3].get_text().endswith("…")
     assert [text.get_position() for text in axis.texts] == [(6, 8), (20, 8), (34, 8), (6, 18)]
     assert axis.get_ylim()[0] > 18
-    axis.figure.canvas.draw()  # what stands between two $ must not be read as a formula
+    axis.figure.canvas.draw()  # text between two $ must not become a formula
 
 
 def test_a_grid_wants_a_caption_for_each_picture(axis):
@@ -174,7 +174,7 @@ def test_a_grid_wants_a_caption_for_each_picture(axis):
 
 
 class Seen(HTMLParser):
-    """The tags of a page, their attributes and the texts between them."""
+    """Collects a page's tags, their attributes and the texts between them."""
 
     def __init__(self, source: str):
         super().__init__()
@@ -195,7 +195,7 @@ NASTY = '<script src="https://example.org/x.js">&\'</script>'
 
 
 def nasty_page(folder: Path) -> str:
-    """A page with NASTY wherever a text is taken."""
+    """Writes a page with NASTY in place of every text."""
     figure, axis = plt.subplots()
     curves(axis, {"a": [([0, 1], [0, 1])]})
     judged = {f"claim {NASTY}": [f"expected {NASTY}", "rises"], "obtained": [f"obtained {NASTY}", "0.4"]}

@@ -12,7 +12,7 @@ from experiments.frontier import attainable
 
 
 def gaussian(samples: int, *, deviation: float = 1.0, mean: float = 0.0) -> np.ndarray:
-    """The quantiles of a normal distribution, [samples]."""
+    """Returns the quantiles of a normal distribution, [samples]."""
     return stats.norm.ppf((np.arange(samples) + 0.5) / samples, mean, deviation)
 
 
@@ -23,7 +23,7 @@ def test_the_gain_of_gaussian_rewards_is_their_deviation_times_the_root_of_twice
 
 
 def test_one_beta_for_prompts_of_different_deviations_spends_the_kl_where_it_pays():
-    """sigma / beta is the KL's root: 0.5 and 0.1 share a mean KL of 1 as 1.92 and 0.08 nats."""
+    """sigma / beta is the square root of twice the KL: 0.5 and 0.1 share a mean KL of 1 as 1.92 and 0.08 nats."""
     curve = attainable(np.stack([gaussian(100_000, deviation=deviation) for deviation in (0.5, 0.1)]))
     root_mean_square = (0.5 * (0.5**2 + 0.1**2)) ** 0.5
     assert curve.reward(1.0) == pytest.approx(root_mean_square * 2**0.5, rel=0.01)
@@ -39,7 +39,7 @@ def test_two_valued_rewards_have_the_kl_of_their_shares():
 
 
 def test_the_curve_ends_where_the_effective_samples_do():
-    """For Gaussian rewards the effective share of the samples is exp(-2 KL)."""
+    """For Gaussian rewards the effective share of samples is exp(-2 KL)."""
     curve = attainable(gaussian(200_000)[None], least_effective=20_000)
     assert curve.kls[-1] == pytest.approx(np.log(10) / 2, rel=0.03)
     assert curve.reward(curve.kls[-1] + 0.01) is None

@@ -39,7 +39,7 @@ def openings(split: str) -> list[str]:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Folder of a tiny Llama and its tokenizer, policy and encoder alike; made-up reviews and openings."""
+    """Writes a tiny Llama and its tokenizer, used as policy and encoder; makes up reviews and openings."""
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
@@ -68,7 +68,7 @@ def test_a_penalty_balances_the_gradient_of_the_loss():
 
 
 def test_choices_give_the_log_odds_of_their_shares():
-    """Of three alternatives with the features -1, 0 and 1, a softmax that chooses them as often as was seen."""
+    """Among three alternatives with features -1, 0 and 1, the softmax must choose each as often as the data do."""
     gaps = {1.0: [2.0, 1.0], 0.0: [1.0, -1.0], -1.0: [-1.0, -2.0]}
     weight = choice_regression(torch.tensor([gaps[1.0]] * 4 + [gaps[0.0]] * 2 + [gaps[-1.0]])[..., None], penalty=0.0)
     assert float(weight) == pytest.approx(math.log(2), abs=1e-4)  # shares 4 : 2 : 1
@@ -105,7 +105,7 @@ def test_a_garbled_text_has_as_many_words_all_of_them_its_own():
 
 
 def pairs_of(count: int, *, seed: int = 0) -> Samples:
-    """Two samples of each prompt, whose gold score is the first of three states, and noise."""
+    """Returns two samples per prompt; the gold score is the first of three states, and the others are noise."""
     states = torch.randn(count, 2, 3, generator=torch.Generator().manual_seed(seed)) * torch.tensor([2.0, 1.0, 0.5]) + 1
     return Samples(golds=3 * states[..., 0] + 5, states=states)
 
@@ -179,7 +179,7 @@ def test_the_best_by_a_proxy_that_agrees_with_gold_is_the_best_by_gold():
     assert curve.ns == [1, 2, 4]
     assert curve.correlation > 0.98
     for prompt, golds in enumerate(bank.golds):
-        assert curve.gold[prompt][0] == pytest.approx(0, abs=1e-5)  # a gain on the mean sample
+        assert curve.gold[prompt][0] == pytest.approx(0, abs=1e-5)  # the gain over the mean sample
         best = float((golds.max() - golds.mean()) / pairs.golds.std())
         assert curve.gold[prompt][2] == pytest.approx(best, abs=0.3 * best)
     assert curve.mean("proxy") == sorted(curve.mean("proxy"))
@@ -261,7 +261,7 @@ def test_two_steps_on_a_tiny_model_log_gold_beside_the_proxy(model: str, tmp_pat
     assert json.loads((tmp_path / "run" / "config.json").read_text())["labels"] == 4
     curves = best_of_n.read(tmp_path / "run")
     assert [curve.labels for curve in curves] == [2, 8]
-    assert [len(row) for row in curves[0].gold] == [3, 3]  # the best of 1, 2 and 4, for two prompts
+    assert [len(row) for row in curves[0].gold] == [3, 3]  # best of 1, 2 and 4, for two prompts
     assert (tmp_path / "run" / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -288,7 +288,7 @@ def ppo_of(folder: Path, **changes: Any) -> PPOConfig:
 
 @pytest.fixture(autouse=True)
 def close_figures() -> Iterator[None]:
-    """read() draws; only a page that is written closes what it holds."""
+    """Closes the figures that read() draws; otherwise only writing a page closes them."""
     yield
     plt.close("all")
 
@@ -304,9 +304,9 @@ def planted(
     steps: int = 40,
     gain: float = 0.2,
 ) -> Run:
-    """A run whose gold follows the paper's curve, highest at `peak`, and whose proxy rises by `slope` d.
+    """Returns a run with the paper's gold curve, highest at `peak`; the proxy rises by `slope` d.
 
-    Best-of-n gains `gain` with each doubling of the labels.
+    Best-of-n gains `gain` when the number of labels doubles.
     """
     curve = Fit(RL, alpha=beta * (math.log(peak) + 1), beta=beta)
     noise = random.Random(f"{labels} {seed}")

@@ -1,4 +1,4 @@
-"""The details of PPO: what each setting changes in the trainer, a run of two steps, and verdicts on made-up runs."""
+"""The details of PPO: what each setting changes in the trainer, a two-step run, and verdicts on made-up runs."""
 
 import json
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def test_log_probabilities_can_be_taken_at_the_wrong_temperature():
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
     assert all(
         a.equal(b) for a, b in zip(by_temperature[None][0], by_temperature[1.0][0], strict=True)
-    )  # sampled alike
+    )  # the same samples
 
 
 def test_adam_has_the_epsilon_and_trains_all_of_the_policy():
@@ -104,9 +104,9 @@ def test_a_sweep_has_the_recipe_and_reproduce_each_detail_alone(file: Path):
         names.add(name)
     assert "recipe" in names
     seeds = yaml.safe_load(file.read_text())["parameters"]["seed"]["values"]
-    assert len(names) == len(points) / len(seeds)  # no setting is there under two names
+    assert len(names) == len(points) / len(seeds)  # no setting has two names
     assert len(seeds) >= 8
-    assert min(seeds) >= 10  # seeds 0 to 2 have chosen settings
+    assert min(seeds) >= 10  # settings were chosen on seeds 0 to 2
     assert names - {"recipe"} <= set(report.EXPECTED) or file.name == "overnight.yaml"
 
 
@@ -115,7 +115,7 @@ def test_a_sweep_has_the_recipe_and_reproduce_each_detail_alone(file: Path):
 
 @pytest.fixture(autouse=True)
 def close_figures() -> Iterator[None]:
-    """read() draws; only a page that is written closes what it holds."""
+    """Closes the figures that read() draws; otherwise only writing a page closes them."""
     yield
     plt.close("all")
 
@@ -130,7 +130,7 @@ CHANGED = {
 
 
 def planted(setting: str = "recipe", seed: int = 0, *, folder: Path, **summary: float) -> Run:
-    """A run of which each update moved by `moved`, and which was evaluated once at half its KL and reward."""
+    """Returns a run whose updates each moved by `moved`, and that was evaluated once at half its KL and reward."""
     config = to_flat_dict(*train.settings([], log_with=None, seed=seed, **CHANGED.get(setting, {})))
     numbers = {"reward_before": 0.2, "reward": 0.6, "kl": 4.0, "ended": 0.9, "moved": 0.05} | summary
     row = {name: 1.0 for name, _ in report.STABILITY.values()} | {"ppo/policy/policykl": numbers["moved"]}

@@ -1,4 +1,4 @@
-"""The experiments with one trainer each: a step or two on tiny models, and the parts that choose what is learnt."""
+"""The experiments with one trainer: a step or two on tiny models, and the parts that choose the training data."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ PROGRAMS = [sft, reward, raft, dpo, grpo]
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """Folder of a tiny Llama and its tokenizer."""
+    """Writes a tiny Llama and its tokenizer, and returns their folder."""
     folder = tmp_path / "model"
     tiny.llama(max_position_embeddings=256).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
@@ -38,7 +38,7 @@ def quiet(tmp_path: Path, **others: Any) -> dict[str, Any]:
 
 
 def left_behind(tmp_path: Path) -> list[dict[str, Any]]:
-    """The history of a run, whose other files are there too."""
+    """Returns a run's history, and checks that the other files exist."""
     folder = tmp_path / "run"
     assert json.loads((folder / "config.json").read_text())["model"] == str(tmp_path / "model")
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""A sweep whose trials are forked: what a trial sees of itself, its exit statuses, and what cannot be forked."""
+"""A sweep that forks its trials: a trial's view of itself, its exit statuses, and programs that cannot be forked."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import yaml
 from experiments import preload
 from trimtab_cli.sweep.study import read_study, status_of, trials_of
 
-# What a process sees of itself, and that its imports are those of `once`, on a line of "seen".
+# Prints what a process sees of itself on a line of "seen"; its imports must be those of `once`.
 LOOKING = """\
 import json, os, signal, sys, threading
 import once, numpy.random
@@ -36,7 +36,7 @@ ONCE = "import os, numpy.random\nopen('imports', 'a').write(f'{os.getpid()}\\n')
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None):
-    """Runs a sweep of two trials in the working directory, with the options of `experiments.preload`."""
+    """Returns a function that sweeps two trials in the working directory, with options of `experiments.preload`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)]))
     Path("program.py").write_text(LOOKING)
@@ -65,7 +65,7 @@ def test_a_forked_trial_sees_what_a_started_one_does(sweep):
         Path("seen").unlink()
     assert len(seen["started"]) == 2
     assert seen["forked"] == seen["started"]
-    assert len(Path("imports").read_text().split()) == 3  # once for both, and once in each that was started
+    assert len(Path("imports").read_text().split()) == 3  # once for both, and once in each started process
     assert len(set(Path("drawn").read_text().split())) == 4
 
 

@@ -1,4 +1,4 @@
-"""The frontier of DPO and PPO: pairs, a run of two steps of each program, and what the report reads."""
+"""The frontier of DPO and PPO: pairs, a two-step run of each program, and what the report reads."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def by_letters(texts: list[str]) -> list[float]:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Folder of a tiny Llama and its tokenizer; openings in its characters, and a reward that such texts have."""
+    """Writes a tiny Llama and its tokenizer; replaces the openings and the reward by ones that suit its characters."""
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     for module in (pairs, sentiment_ppo):
@@ -71,7 +71,7 @@ def test_learning_from_pairs_is_looked_at_on_its_way(
     assert kls[0] == pytest.approx(0, abs=1e-4)
     assert all(abs(kl) > 1e-3 for kl in kls[1:])
     assert (run.summary["kl"], run.summary["scored_texts"]) == (kls[-1], 24)
-    assert len(run.curve("step", "loss")[0]) >= 3  # a look takes no step's numbers away
+    assert len(run.curve("step", "loss")[0]) >= 3  # an evaluation removes no step's numbers
     samples = json.loads((run.folder / "samples.json").read_text())
     assert list(samples) == ["query", "before", "after", "reward"]
     rewards = dict(zip(OPENINGS, run.per_prompt["reward"], strict=False))
@@ -161,7 +161,7 @@ SHARED = {"model": "stories15m", "eval_split": "test", "eval_prompts": 2, "max_n
 
 
 def run_of(folder: Path, method: str, seed: int, *points: tuple[float, float]) -> Run:
-    """A run with looks at these (KL, reward), the last of them at its end; it starts with a reward of 0.1."""
+    """Returns a run evaluated at these (KL, reward) points, the last one at its end; it starts with a reward of 0.1."""
     history = [{"step": i + 1, "eval_kl": kl, "eval_reward": reward} for i, (kl, reward) in enumerate(points)]
     summary = {"reward_before": 0.1, "kl": points[-1][0], "reward": points[-1][1], "scored_texts": 9}
     (folder / "samples.json").write_text(json.dumps({"query": ["a"], "before": ["b"], "after": [method]}))
@@ -222,13 +222,13 @@ def test_the_frontier_is_of_the_runs_openings_and_of_one_model(tmp_path: Path, m
     other = replace(run, config={**run.config, "model": "gpt2"})
     assert frontier.frontier_of([other, again], rate) is None
     assert frontier.frontier_of([run, other, again], rate) is None
-    assert frontier.frontier_of([run], rate) is None  # of a single seed
+    assert frontier.frontier_of([run], rate) is None  # there is a single seed
 
 
 def test_policies_can_be_mixed_up_to_the_budget():
     points = [(0, 0.1), (2.0, 0.2), (6.0, 0.9)]
     assert best_within(points, 0) == 0.1
-    assert best_within(points, 3) == pytest.approx(0.5)  # half and half of the first and the last
+    assert best_within(points, 3) == pytest.approx(0.5)  # half the first and half the last
     assert best_within(points, 6) == best_within(points, 9) == 0.9
     assert best_within([*points, (1.0, 0.5)], 2) == pytest.approx(0.58)  # a fifth of the way from 1 to 6 nats
     assert best_within([(0, 0.4), (1.0, 0.2)], 5) == 0.4

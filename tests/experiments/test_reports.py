@@ -1,4 +1,4 @@
-"""What reports share: finished runs read back, grouped and judged; what is seen of a policy from outside."""
+"""What reports share: reading, grouping and judging finished runs, and measuring a policy from outside."""
 
 import json
 import sys
@@ -189,4 +189,4 @@ def test_a_run_has_a_page_of_its_own_outside_of_a_sweep_alone(tmp_path: Path, mo
     reports.report_on_run("title", "claim", read, [folder])
     page = (folder / "report.html").read_text()
     assert "Nothing is judged" in page
-    assert "verdict" not in page  # no table without a row, and no word on how verdicts are made
+    assert "verdict" not in page  # without rows there is no table, and no word about verdicts

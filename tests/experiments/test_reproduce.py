@@ -1,4 +1,4 @@
-"""`make reproduce` on a small tree of made-up papers: runs, verdicts, figures and the tables in the READMEs."""
+"""`make reproduce` on a small tree of made-up papers: runs, verdicts, figures and tables in READMEs."""
 
 import json
 import os
@@ -56,7 +56,7 @@ main("t", "c", read)
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -> Path:
-    """Two papers, of which the second, older one has a run that fails, and reports on what is left."""
+    """Writes two papers; the second, older one has a run that fails, and reports on the others."""
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     for paper, fails in (("b_2020", -1), ("a_2019", 1)):
         folder = tmp_path / "experiments" / paper
@@ -93,7 +93,7 @@ def test_the_table_has_every_paper_with_its_verdicts(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert run(monkeypatch) == 1  # one run failed
-    assert (tree / "imported").read_text() == "once 0\n" * 2  # by two sweeps, of two runs each
+    assert (tree / "imported").read_text() == "once 0\n" * 2  # by two sweeps with two runs each
     home = tree / "experiments"
     assert "Of 1 claims: 1 undecided." in (home / "README.md").read_text()
     first, second = rows_of(home / "README.md")[2:]
@@ -108,7 +108,7 @@ def test_the_table_has_every_paper_with_its_verdicts(
     assert (home / "b_2020" / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert (home / "b_2020" / "figure.pdf").exists()
     assert json.loads((home / "b_2020" / "numbers.json").read_text())["measured"] == {"scores": {"1": 1.0, "2": 2.0}}
-    # A part of the runs would judge other claims: the committed page of a paper with a failure stays.
+    # Some of the runs would judge other claims, so the committed page of a paper with a failed run stays.
     assert "old" in (home / "a_2019" / "README.md").read_text()
     assert not (home / "a_2019" / "numbers.json").exists()
 

@@ -1,4 +1,4 @@
-"""GRPO and rejection-sampling fine-tuning on sums: what runs measure and leave, and what the report reads of runs."""
+"""GRPO and rejection-sampling fine-tuning on sums: measures and files of runs, and what the report reads."""
 
 import json
 import random
@@ -31,7 +31,7 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A working directory. read() draws; only a page that is written closes its figures."""
+    """Changes the working directory, and closes the figures that read() draws; writing a page closes its own."""
     monkeypatch.chdir(tmp_path)
     yield
     plt.close("all")
@@ -111,7 +111,7 @@ def test_runs_of_the_methods_leave_what_the_report_reads(model: str, tmp_path: P
 
 
 def test_offline_answers_are_those_of_the_pretrained_model(model: str, tmp_path: Path):
-    """The policy changes at every step, and its answers do not; those of online fine-tuning do."""
+    """The policy changes at every step, but its answers do not; in online fine-tuning they do."""
     seen: dict[str, list[list[str]]] = {}
 
     def reward(completions: list[str], **_: Any) -> list[float]:
@@ -134,7 +134,7 @@ def test_offline_answers_are_those_of_the_pretrained_model(model: str, tmp_path:
 
 
 def splits(run: train.RunConfig) -> dict[str, set[frozenset[str]]]:
-    """The numbers that the sums of each split add."""
+    """Returns the numbers that each split's sums add."""
     return {
         name: {frozenset(prompt.splitlines()[-1].strip("=").split("+")) for prompt in rows["prompt"]}
         for name, rows in train.sums(run, seed=0).items()
@@ -161,7 +161,7 @@ def test_numbers_of_answers_that_cannot_be_evaluated_are_refused(setting: dict[s
 
 
 def planted(method: str, seed: int, *, right: float, before: float = 0.3, **config: Any) -> Run:
-    """A run on twenty sums, with a little noise, and the folder with its samples."""
+    """Returns a run on twenty sums with a little noise, and writes its samples into the folder."""
     scores = {"right": right, "maj@4": right, "pass@4": 0.9}
     summary = {"right": right} | {f"{name}@{k}": right for name in ("maj", "pass") for k in (1, 2, 4)}
     if method == "grpo":

@@ -1,4 +1,4 @@
-"""Intervals and tests over seeds and prompts, held against scipy, hand counts and simulated experiments."""
+"""Compares intervals and tests over seeds and prompts with scipy, hand counts and simulated experiments."""
 
 import json
 
@@ -13,7 +13,7 @@ CLAIM = Claim("a is more than b", ("a", "b"), "more", 0.5, "reward")
 
 
 def crossed(rng: np.random.Generator, *, effect: float = 0.0, seeds: int = 8, prompts: int = 48) -> np.ndarray:
-    """Effects whose noise has a part of each seed, a part of each prompt, and a part of its own."""
+    """Returns effects whose noise has a part per seed, a part per prompt, and an independent part."""
     parts = rng.normal(size=(seeds, 1)) * 0.3, rng.normal(size=(1, prompts)) * 0.8, rng.normal(size=(seeds, prompts))
     return effect + sum(parts)
 
@@ -31,12 +31,12 @@ def test_a_null_effect_is_significant_in_one_of_twenty_experiments_at_most(distr
         "crossed": lambda: crossed(rng),
         "prompts alone": lambda: rng.normal(size=(1, 48)) + 0.3 * rng.normal(size=(8, 48)),
     }
-    # 0.05 and three standard errors of 300 experiments
+    # 0.05 plus three standard errors over 300 experiments
     assert share_significant(draws[distribution]) <= 0.05 + 3 * (0.05 * 0.95 / 300) ** 0.5
 
 
 def test_seeds_alone_would_be_too_sure_of_a_few_prompts():
-    """A test that takes prompts for fixed finds effects where only the choice of prompts made one."""
+    """A test that treats prompts as fixed finds effects that come only from the choice of prompts."""
     rng = np.random.default_rng(5)
     naive = [
         stats.ttest_1samp((rng.normal(size=(1, 48)) + 0.3 * rng.normal(size=(8, 48))).mean(1), 0).pvalue
@@ -48,7 +48,7 @@ def test_seeds_alone_would_be_too_sure_of_a_few_prompts():
 def test_an_effect_is_found_about_as_often_as_the_stated_power_says():
     rng = np.random.default_rng(2)
     found = share_significant(lambda: rng.normal(loc=1.2, size=8))
-    exact = bootstrap(rng.normal(size=8) * 0 + np.arange(8) - 3.5)  # for its seeds alone
+    exact = bootstrap(rng.normal(size=8) * 0 + np.arange(8) - 3.5)  # only its seeds matter
     normal = type(exact)(0.0, 1 / 8**0.5, 8, exact.ratios)
     assert power_of_difference(normal, 1.2) == pytest.approx(0.83, abs=0.02)  # tables of the one-sample t-test
     assert found == pytest.approx(power_of_difference(normal, 1.2), abs=0.12)
@@ -98,7 +98,7 @@ def test_little_is_a_test_of_equivalence(effect: float, expected: str):
 
 
 def test_equivalence_agrees_with_two_one_sided_t_tests():
-    """scipy's t-test, whose bounds resampling comes near to with many seeds."""
+    """scipy's t-test gives the bounds; with many seeds resampling comes near them."""
     values = np.random.default_rng(3).normal(loc=0.1, size=60)
     t_inside = max(
         stats.ttest_1samp(values, -0.5, alternative="greater").pvalue,
@@ -121,7 +121,7 @@ def test_the_power_of_equivalence_is_the_share_of_null_experiments_that_show_it(
 
 
 def experiment(rng: np.random.Generator, effect: float) -> dict[str, dict[int, list[float]]]:
-    """Rewards of two settings, of 8 seeds and 32 prompts that both share."""
+    """Returns rewards of two settings on the same 8 seeds and 32 prompts."""
     base = crossed(rng, prompts=32)
     return {
         "a": dict(enumerate((base + effect + 0.5 * rng.normal(size=base.shape)).tolist())),
@@ -130,14 +130,14 @@ def experiment(rng: np.random.Generator, effect: float) -> dict[str, dict[int, l
 
 
 def test_a_random_reward_is_reproduced_in_one_of_twenty_papers_at_most():
-    """Each paper has four claims about pure noise, of which Holm's correction lets none pass."""
+    """Each paper makes four claims about pure noise; Holm's correction should let none pass."""
     rng = np.random.default_rng(6)
     wrong = 0
     for _ in range(24):
         measured = {f"{i}{name}": numbers for i in range(4) for name, numbers in experiment(rng, 0.0).items()}
         claims = [Claim(str(i), (f"{i}a", f"{i}b"), "more", 0.5, "reward") for i in range(4)]
         wrong += any(verdict.outcome == "reproduced" for verdict in judge(claims, measured))
-    assert wrong <= 3  # of 24: with 0.025 for each paper, four or more have a probability of 0.003
+    assert wrong <= 3  # of 24: at 0.025 per paper, four or more have a probability of 0.003
 
 
 @pytest.mark.parametrize(("kind", "effect"), [("more", 1.0), ("less", -1.0)])

@@ -1,4 +1,4 @@
-"""The pipeline of Stiennon et al.: its pieces by hand, all of it on a tiny model, and what its report concludes."""
+"""The pipeline of Stiennon et al.: its pieces by hand, the whole on a tiny model, and the report's conclusions."""
 
 import json
 import random
@@ -124,7 +124,7 @@ def test_splits_are_found_in_files_and_in_what_was_saved(tmp_path: Path):
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """Folder of a tiny Llama and its tokenizer."""
+    """Writes a tiny Llama and its tokenizer, and returns their folder."""
     folder = tmp_path / "model"
     tiny.llama(max_position_embeddings=256).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
@@ -136,7 +136,7 @@ def reviews(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
     texts = [f"the film {a}{b} was so good to me." for a in letters for b in letters[:10]]
     monkeypatch.setattr(stages, "imdb_reviews", lambda: Dataset.from_dict({"text": texts}))
-    # A gold score without ties, which letters can earn: VADER knows no word of these.
+    # A gold score without ties that single letters can earn, because VADER knows none of these words.
     monkeypatch.setattr(comparisons, "sentiment", lambda texts: [text.count("e") + len(text) / 100 for text in texts])
 
 
@@ -226,7 +226,7 @@ def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_hum
             if not seen:
                 seen["text"] = "the film was good"
                 ids = torch.tensor([*self.tokenizer(seen["text"])["input_ids"], self.tokenizer.eos_token_id])
-                rows = [ids], [ids[:1]]  # values stand where a next token is predicted
+                rows = [ids], [ids[:1]]  # there is a value wherever a next token is predicted
                 with torch.no_grad():
                     _, _, seen["value"], _ = self.batched_forward_pass(
                         self.model, *rows, self.prepare_model_inputs(*rows)
@@ -248,7 +248,7 @@ def test_values_start_as_the_reward_models_scores_which_are_0_on_average_for_hum
         (a - b).detach().abs().max().item()
         for a, b in zip(start.model.parameters(), learnt.model.parameters(), strict=True)
     ]
-    assert 0 < max(gaps) < 0.05  # the reward model went on from the fine-tuned one
+    assert 0 < max(gaps) < 0.05  # the reward model starts from the fine-tuned one
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_the_pipeline_is_one_run_of_wandb(model: str, tmp_path: Path, tracked: N
 
 
 def judgements(count: int, instructions: int, offset: int) -> Dataset:
-    """Pairs whose better answer has the letter e, which the judge likes; every third is the shorter answer."""
+    """Returns pairs; the better answer has the letter e, which the judge likes, and is shorter in every third pair."""
     rows = []
     for i in range(count):
         word = "abcdfghi"[i % 8] * (1 + i % 5)
@@ -383,7 +383,7 @@ def test_labels_that_say_nothing_are_learnt_to_chance(model: str, monkeypatch: p
 
 
 def toss(rows: Dataset, rng: random.Random) -> Dataset:
-    """Exchanges the answers of each pair with probability one half."""
+    """Swaps the answers of each pair with probability one half."""
     pairs = [
         {**row, "chosen": row["rejected"], "rejected": row["chosen"]} if rng.random() < 0.5 else row
         for row in rows.to_list()
@@ -407,13 +407,13 @@ def test_an_accuracy_is_that_of_its_instruction():
 
 @pytest.fixture(autouse=True)
 def close_figures() -> Iterator[None]:
-    """read() draws; only a page that is written closes what it holds."""
+    """Closes the figures that read() draws; otherwise only writing a page closes them."""
     yield
     plt.close("all")
 
 
 def planted(seed: int, **changes: float) -> Run:
-    """A run in which every claim holds, unless `changes` moves a policy's gold or its proxy, or an accuracy."""
+    """Returns a run in which every claim holds, unless `changes` moves a policy's gold, its proxy, or an accuracy."""
     rng = random.Random(seed)
     levels = {"gold_sft": 0.1, "gold_best_of_4": 0.2, "gold_best_of_8": 0.3, "gold_ppo_0.2": 0.4, "gold_ppo_0.05": 0.7}
     levels |= {"gold_ppo_0": 0.5, "judged_longer": 0.6}

@@ -1,4 +1,4 @@
-"""The sweep.yaml of every experiment: its programs take what an agent passes and report the metric under its name."""
+"""Every experiment's sweep.yaml: its programs accept an agent's arguments, and report the metric under its name."""
 
 import json
 import os
@@ -56,7 +56,7 @@ COMMANDS = {
 SHORT = {"max_new_tokens": 4, "samples": 1}
 STEPS = {"steps": 2, "batch_size": 4, "mini_batch_size": 2}
 BATCH = {"logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True}
-# What agents pass: a float that Python writes with an e, none, true and false, a mapping; lists and nested names below.
+# What agents pass: a float with an e in Python, none, true and false, a mapping; below also lists and nested names.
 AWKWARD = {
     "learning_rate": 1e-05,
     "resume_from_checkpoint": None,
@@ -87,7 +87,7 @@ SECTIONS = {  # classes, as a parameter names them
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and parameters with which it runs two steps on a tiny model."""
+    """A program, and parameters for a two-step run on a tiny model."""
 
     module: ModuleType
     sizes: Mapping[str, Any]
@@ -99,7 +99,7 @@ class Program:
 
     @property
     def is_own_loop(self) -> bool:
-        """Whether our tracker logs, and not transformers' callbacks."""
+        """Whether our tracker logs, instead of transformers' callbacks."""
         return not isinstance(self.parse([])[1], TrainingArguments)
 
     @property
@@ -241,14 +241,14 @@ def program_of(sweep: Sweep) -> Program:
 
 
 def first_of(sweep: Sweep) -> dict[str, Any]:
-    """The parameters of a sweep's first trial."""
+    """Returns the parameters of a sweep's first trial."""
     trial = next_trial(sweep, new_study(sweep), seed=0, count=1)
     assert trial is not None
     return trial.user_attrs["parameters"]
 
 
 def words_of(parameters: Mapping[str, Any], macro: str, folder: Path) -> list[str]:
-    """The arguments in an agent's command, after the program."""
+    """Returns an agent's arguments for the program."""
     args = {name: {"value": value} for name, value in parameters.items()}
     words = fill_command(COMMANDS[macro], program="train.py", args=args, json_file=folder / "args.json")
     return words[words.index("train.py") + 1 :]
@@ -263,19 +263,19 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def assert_holds(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    """A run's configuration has the values, under the names of the fields; a name with its class before it wins."""
+    """Asserts that a run's configuration has the values, by field name; a name with a class prefix wins."""
     settings: dict[str, Any] = {}
     for name, value in sorted(flat(parameters), key=lambda item: item[0].partition(".")[0] in SECTIONS):
         head, _, field = name.partition(".")
-        settings[field if field and head in SECTIONS else name] = value  # reward is a class, and a field of DDPO too
-    if isinstance(settings.get("reward"), list):  # each of its trainings has one
+        settings[field if field and head in SECTIONS else name] = value  # reward is a class and a field of DDPO
+    if isinstance(settings.get("reward"), list):  # each training has one
         (settings["reward"],) = settings["reward"]
     assert {name: config.get(name, "missing") for name in settings} == settings
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model of a few words, and a cache of made-up data, so that nothing is downloaded."""
+    """Writes a tiny model with a few words, and a cache of made-up data, so that nothing is downloaded."""
     folder = tmp_path_factory.mktemp("place")
     vocabulary = {**tiny.SPECIAL}
     for word in [*PROSE.split(), "The", "He", *"0123456789", "+", "=", ".", "film"]:
@@ -305,7 +305,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -> Iterator[Path]:
-    """A working directory with that cache, and W&B's folder in it."""
+    """Changes to a working directory with that cache, and puts W&B's folder into it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRIMTAB_CACHE", str(place / "cache"))
     monkeypatch.setenv("WANDB_PROJECT", "tests")
@@ -316,7 +316,7 @@ def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_w
 
 
 def end_wandb() -> None:
-    """What the end of a program does: only teardown waits until the run's file is written."""
+    """Ends W&B as a program's exit does: only teardown waits until the run's file is written."""
     wandb.finish()
     wandb.teardown()
 
@@ -327,7 +327,7 @@ def tiny_run(program: Program, place: Path) -> dict[str, Any]:
 
 
 def run(program: Program, words: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run the program in this process: its config.json and the rows of its history.jsonl."""
+    """Runs the program in this process; returns its config.json and the rows of its history.jsonl."""
     program.module.main(*program.parse(words))
     (history,) = Path("runs").rglob("history.jsonl")
     rows = history.read_text().splitlines()
@@ -335,7 +335,7 @@ def run(program: Program, words: list[str]) -> tuple[dict[str, Any], list[dict[s
 
 
 def reported(program: Program, history: list[dict[str, Any]]) -> set[str]:
-    """Names in W&B of what was logged: transformers puts `eval/` or `train/` before them, our tracker nothing."""
+    """Returns the logged names as W&B has them: transformers adds `eval/` or `train/`, our tracker nothing."""
     rows = history if program.is_own_loop else [rewrite_logs(row) for row in history]
     return {name for row in rows for name in row}
 
@@ -352,7 +352,7 @@ def test_every_parameter_of_a_sweep_is_a_flag_of_its_program(file: Path, tmp_pat
     assert sweep.metric is not None
     assert sweep.project == file.parent.name
     study = new_study(sweep)
-    if sweep.method == "grid":  # all of it: what a config refuses would end a trial
+    if sweep.method == "grid":  # every trial, because a rejected configuration ends one
         chosen = [parameters_at(sweep, point) for point in sweep.grid_points()]
     else:
         drawn = [next_trial(sweep, study, seed=0, count=10) for _ in range(10)]
@@ -381,7 +381,7 @@ def test_what_an_agent_passes_is_understood_whichever_way_it_is_written(
         config = next((config for config in parsed if hasattr(config, name)), None)
         if config is not None:
             setting = getattr(config, name)
-            if name == "tracker_kwargs":  # which has a name and a group for W&B, too
+            if name == "tracker_kwargs":  # it also has a name and a group for W&B
                 setting = {key: option for key, option in setting.items() if key != "wandb"}
             assert (list(setting) if isinstance(setting, tuple) else setting) == value, name
 
@@ -415,14 +415,14 @@ def test_the_metric_is_in_the_summary_under_its_name(
     assert [row[sweep.metric.name] for row in rows if sweep.metric.name in row][-1] == pytest.approx(
         file_of_run.summary[sweep.metric.name]
     )
-    if not sweep.metric.name.startswith("final/"):  # those are no part of the history
+    if not sweep.metric.name.startswith("final/"):  # the history has none of these
         assert sweep.metric.name in reported(program, history)
     assert file_of_run.config["seed"] == parameters["seed"]
     assert_samples_can_be_read(run_file, file_of_run.summary)
 
 
 def assert_samples_can_be_read(run_file: Path, summary: Mapping[str, Any]) -> None:
-    """The files that the run's summary names are there: tables with rows, as W&B reads them, or captioned pictures."""
+    """Asserts that the files in the run's summary exist: tables with rows, as W&B reads them, or captioned images."""
     files = run_file.parent / "files"
     kinds = {name.removesuffix("._type"): kind for name, kind in summary.items() if name.endswith("._type")}
     tables = [name for name, kind in kinds.items() if kind == "table-file"]
@@ -464,7 +464,7 @@ def test_a_sweeps_run_of_ddpo_is_one_training(here: Path, monkeypatch: pytest.Mo
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("file", [file for file in FILES if file.name.startswith("sweep")], ids=name_of)
 def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("WANDB_DIR", "WANDB_PROJECT", "WANDB_MODE"):  # the tool's own
+    for name in ("WANDB_DIR", "WANDB_PROJECT", "WANDB_MODE"):  # the tool sets these itself
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     sweep = read_sweep(file)
@@ -504,13 +504,13 @@ def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, mon
 
 def trials() -> list[dict[str, Any]]:
     found = []
-    with suppress(SweepError):  # the sweep has not begun its first trial yet
+    with suppress(SweepError):  # until the sweep begins its first trial
         found = trials_of(read_study(Path("sweep")))
     return [{**trial.user_attrs, "status": status_of(trial), "metric": trial.value} for trial in found]
 
 
 def wait_for_second(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """The second trial, as soon as it has begun to write; the first has finished."""
+    """Returns the second trial as soon as it begins to write; the first has then finished."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert process.poll() is None, trials()

@@ -1,4 +1,4 @@
-"""What W&B shows of an experiment's run."""
+"""What W&B shows of a run of an experiment."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""PPO with an adaptive KL on sentiment: the reward, a run of two steps, and the verdicts on made-up runs."""
+"""PPO with an adaptive KL on sentiment: the reward, a two-step run, and the verdicts on made-up runs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ def test_reward_knows_negation_and_degree():
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Folder of a tiny Llama that was a llama2.c checkpoint; openings in its words."""
+    """Writes a tiny Llama converted from a llama2.c checkpoint, and replaces the openings by ones in its words."""
     converted, tokenizer = convert_llama2c(checkpoint(tensors(shared=True)) + tokenizer_bin())
     converted.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -77,7 +77,7 @@ def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
     summary = json.loads((folder / "summary.json").read_text())
     assert {"reward_before", "reward", "kl", "ended", "kl_held"} <= set(summary)
     assert summary["kl_held"] == rows[1]["objective/kl"]
-    # All of two prompts: the first, and the worst three.
+    # All samples of two prompts, the first and the worst, and the worst three.
     assert json.loads((folder / "samples.json").read_text())["query"] == ["the there", "he there the"]
     assert len(json.loads((folder / "per_prompt.json").read_text())["reward"]) == 2
     shown = capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
 def test_ppo_on_a_learnt_reward_is_judged_by_the_true_one(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """PPO gets a reward that was learnt from choices; the evaluation has the one that made them."""
+    """PPO trains on a reward learnt from choices; the evaluation uses the reward behind the choices."""
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(train, "sentiment", lambda texts: [100.0 + len(text) for text in texts])
     monkeypatch.setattr(train, "openings", lambda split: ["the there", "he there the", "abc"])
@@ -105,7 +105,7 @@ def test_ppo_on_a_learnt_reward_is_judged_by_the_true_one(
     assert abs(row["ppo/mean_scores"]) < 10
     assert summary["reward_before"] > 100
     assert summary["reward"] > 100
-    assert summary["choice_accuracy"] > 0.6  # of four; at random it is a quarter, and more with ties
+    assert summary["choice_accuracy"] > 0.6  # of four; chance gives a quarter, ties more
     assert f"in {summary['choice_accuracy']:.0%} of other choices" in capsys.readouterr().out
 
 
@@ -196,7 +196,7 @@ def test_the_files_of_settings_are_of_this_program(name: str):
 
 @pytest.fixture(autouse=True)
 def close_figures() -> Iterator[None]:
-    """read() draws; only a page that is written closes what it holds."""
+    """Closes the figures that read() draws; otherwise only writing a page closes them."""
     yield
     plt.close("all")
 
@@ -204,7 +204,7 @@ def close_figures() -> Iterator[None]:
 def planted(
     folder: Path, target: float, seed: int, *, gain: float = 0.5, kl: float | None = None, noise: int = 0, **others: Any
 ) -> Run:
-    """A run that held its target, unless `kl` says otherwise, and gained reward, with noise of runs and of prompts."""
+    """Returns a run that holds its target, unless `kl` differs, and gains reward, with noise per run and prompt."""
     folder = folder / f"{target}-{seed}-{'-'.join(map(str, others.values()))}"
     folder.mkdir(parents=True)
     config = {"target": target, "seed": seed, "adap_kl_ctrl": True, "init_kl_coef": 0.1, "labels": 0, **others}
@@ -255,7 +255,7 @@ def test_rewards_from_more_labels_and_the_true_reward_are_compared_at_one_target
 
 
 def test_a_reward_that_training_does_not_move_reproduces_no_gain(tmp_path: Path):
-    """What PPO on random scores gives: the KL is wherever the noise of the updates leaves it."""
+    """PPO on random scores: the KL is wherever the noise of its updates leaves it."""
     for noise in range(5):
         runs = [
             planted(tmp_path / str(noise), target, seed, gain=0.0, kl=1.0, noise=noise)
@@ -290,7 +290,7 @@ def test_samples_have_the_first_prompts_and_those_with_the_lowest_rewards(tmp_pa
     rewards = [0.5, 0.4, 0.9, -0.5, 0.8, 0.1]
     columns = {"query": list("abcdef"), "after": list("ABCDEF"), "reward": rewards}
     table = write_samples(tmp_path, columns, rewards=rewards, count=2)
-    assert table["query"] == ["a", "b", "d", "f"]  # b is among the worst three too
+    assert table["query"] == ["a", "b", "d", "f"]  # b is also among the worst three
     assert table["after"] == ["A", "B", "D", "F"]
     assert table["reward"] == [0.5, 0.4, -0.5, 0.1]
     assert json.loads((tmp_path / SAMPLES).read_text()) == table

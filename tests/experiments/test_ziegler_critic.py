@@ -41,7 +41,7 @@ def test_the_two_settings_are_compared_seed_by_seed():
 
 
 def linear_scores(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """States that are the same at all tokens of a response, and scores that are linear in them."""
+    """Returns states that are equal at all tokens of a response, and scores linear in them."""
     states = torch.randn(count, 1, 4, generator=torch.Generator().manual_seed(0)).expand(-1, value_head.TOKENS, -1)
     return states, states[:, 0] @ torch.tensor([0.3, -0.2, 0.1, 0.0]) + 0.5
 

@@ -1,4 +1,4 @@
-"""How many inputs are generated: a few, always the same, in the default run; 10,000 and other ones by `make fuzz`."""
+"""Sets the number of generated inputs: a few fixed ones in the default run; 10,000 random ones in `make fuzz`."""
 
 from hypothesis import HealthCheck, settings
 

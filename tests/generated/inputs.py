@@ -1,4 +1,4 @@
-"""What is generated: numbers, masks, texts and things of the wrong type; and what an error of ours is."""
+"""Generates numbers, masks, texts and values of wrong types; and recognizes the project's own errors."""
 
 import math
 import re
@@ -42,7 +42,7 @@ anything = st.recursive(
 
 @st.composite
 def table(draw: Any, *, columns: int = 1, numbers: Any = reasonable, rows: int = 4, width: int = 6) -> Any:
-    """So many tensors [B, R], float64, and a mask with a 1 at least in each row."""
+    """Draws `columns` tensors [B, R] in float64, and a mask with at least one 1 in each row."""
     shape = draw(st.integers(1, rows)), draw(st.integers(1, width))
     count = shape[0] * shape[1]
     tensors = [
@@ -56,14 +56,14 @@ def table(draw: Any, *, columns: int = 1, numbers: Any = reasonable, rows: int =
 
 
 def vectors(columns: int, *, numbers: Any = reasonable, least: int = 1, most: int = 8) -> Any:
-    """So many tensors [N], float64."""
+    """Draws `columns` tensors [N] in float64."""
     row = st.tuples(*[numbers] * columns)
     lists = st.lists(row, min_size=least, max_size=most)
     return lists.map(lambda rows: tuple(torch.tensor(rows, dtype=DOUBLE).view(-1, columns).T.unbind()))
 
 
 def close(one: Tensor | float, other: Tensor | float, *, rel: float = 1e-6, abs_: float = 1e-8) -> None:
-    """Equal up to rounding, with no NaN."""
+    """Asserts that the values are equal up to rounding, and not NaN."""
     torch.testing.assert_close(
         torch.as_tensor(one, dtype=DOUBLE), torch.as_tensor(other, dtype=DOUBLE), rtol=rel, atol=abs_
     )
@@ -74,10 +74,10 @@ def is_finite(value: Tensor | float) -> bool:
 
 
 def result_or_our_error(call: Callable[[], Any]) -> Any:
-    """What the call returns, or its error, which must be ours: raised in the packages, in a sentence that says enough.
+    """Returns the call's result, or its error, which must be ours: raised in the packages, with a full sentence.
 
     Raises:
-        AssertionError: the error comes from somewhere else, or says too little.
+        AssertionError: the error comes from elsewhere, or says too little.
     """
     try:
         return call()

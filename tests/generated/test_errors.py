@@ -1,6 +1,6 @@
-"""The errors that users meet, as a file to read: each says what came, what is needed and how to fix it.
+"""Records the errors that users meet, to be read: each says what came, what is needed and how to fix it.
 
-After a change that is meant, `python -m tests.generated.test_errors` writes errors.txt again; read its diff.
+After an intended change, `python -m tests.generated.test_errors` writes errors.txt again; read its diff.
 """
 
 import re
@@ -86,7 +86,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 def message(name: str) -> str:
-    """The type of the error of a call and its text."""
+    """Returns the type and text of the error that a call raises."""
     with pytest.raises((ValueError, TypeError, ArithmeticError)) as caught:
         CALLS[name]()
     text = re.sub(r"0x[0-9a-f]+", "0x...", str(caught.value))
@@ -94,7 +94,7 @@ def message(name: str) -> str:
 
 
 def record() -> str:
-    """All calls and messages."""
+    """Returns all calls with their messages."""
     return "\n\n".join(f"{name}\n    {message(name)}" for name in CALLS) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Every formula on generated numbers: it equals a slow, plain computation, and never gives NaN."""
+"""Every formula equals a slow, plain computation on generated numbers, and never returns NaN."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Rows of any characters, messages, ids and types become what was asked for, or an error of ours."""
+"""Rows with any characters, messages, ids and types become what was requested, or raise an error of ours."""
 
 from typing import Any
 
@@ -140,7 +140,7 @@ def test_every_layout_predicts_each_counted_token_once(rows, layout, data):
     assert batch["targets"].tolist() == targets
     assert batch["lengths"].tolist() == [sum(count) for group in counts for count in group]
     assert int(batch["lengths"].sum()) == len(batch["source"])
-    if layout in ("padded", "packed"):  # in which nothing stands between a token and the one that it predicts
+    if layout in ("padded", "packed"):  # a token directly precedes the one that it predicts
         assert batch["input_ids"].flatten()[batch["source"] + 1].tolist() == targets
 
 

@@ -1,4 +1,4 @@
-"""Settings, files and statistics of any value and type: accepted as what they are, or refused in our words."""
+"""Settings, files and statistics of any value and type are accepted unchanged, or rejected with an error of ours."""
 
 import dataclasses
 import json
@@ -103,7 +103,7 @@ def test_losses_and_their_weights(names, beta, smoothing, weights):
 
 @dataclasses.dataclass
 class Settings:
-    """Of a program."""
+    """A program's settings."""
 
     count: int = 1
     rate: float = 0.5
