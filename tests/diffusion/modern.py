@@ -1,4 +1,4 @@
-"""Flux, Qwen-Image and Wan in a few thousand weights, real classes of diffusers and transformers, built in code."""
+"""Flux, Qwen-Image and Wan with a few thousand weights: real classes of diffusers and transformers, built in code."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ SPECIAL += ["<|video_pad|>"]
 
 
 def t5(kind: Any = T5EncoderModel, config: Any = T5Config) -> tuple[T5Tokenizer, Any]:
-    """A tokenizer with a token per character, and an encoder whose words differ."""
+    """Returns a tokenizer with one token per character, and an encoder that gives words different states."""
     tokenizer = T5Tokenizer(vocab=T5_VOCABULARY, extra_ids=0)
     encoder = kind(
         config(
@@ -53,7 +53,7 @@ def t5(kind: Any = T5EncoderModel, config: Any = T5Config) -> tuple[T5Tokenizer,
 
 
 def flux(embeds_guidance: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> FluxPipeline:
-    """Packed latents [B, 16, 16]; guidance embedded as in Flux dev, or none as in schnell."""
+    """Packed latents [B, 16, 16]; embedded guidance as in Flux dev, or none as in schnell."""
     with tiny.from_seed(seed):
         transformer = FluxTransformer2DModel(
             patch_size=1,
@@ -81,7 +81,7 @@ def flux(embeds_guidance: bool = True, dtype: torch.dtype = torch.float32, seed:
 
 
 def qwen_image(dtype: torch.dtype = torch.float32, seed: int = 0) -> QwenImagePipeline:
-    """Texts of the prompt's length, with masks; guidance in two calls, which keeps the norms of tokens."""
+    """Prompt-length texts with masks; guidance takes two calls and keeps the norm of each token."""
     vocabulary = BYTES | {token: len(BYTES) + number for number, token in enumerate(SPECIAL)}
     with tiny.from_seed(seed):
         text = {
@@ -126,7 +126,7 @@ def qwen_image(dtype: torch.dtype = torch.float32, seed: int = 0) -> QwenImagePi
 
 
 def wan(dtype: torch.dtype = torch.float32, seed: int = 0) -> WanPipeline:
-    """Latents [B, 4, F, H, W] in float32 of any denoiser; guidance in two calls; UniPC, as the hub has it."""
+    """Float32 latents [B, 4, F, H, W] for any denoiser; guidance takes two calls; UniPC, as on the hub."""
     with tiny.from_seed(seed):
         tokenizer, text_encoder = t5(UMT5EncoderModel, UMT5Config)
         pipeline = WanPipeline(

@@ -1,4 +1,4 @@
-"""Pictures of random colours, and how the models of rewards read them."""
+"""Images of random colours, and how reward models read them."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 
 def pictures(count: int = 5, seed: int = 0) -> Tensor:
-    """[count, 3, 18, 18], blotches of random colours."""
+    """Returns blotches of random colours, [count, 3, 18, 18]."""
     coarse = torch.rand(count, 3, 3, 3, generator=tiny.generator(seed))
     return coarse.repeat_interleave(6, dim=2).repeat_interleave(6, dim=3)
 

@@ -1,6 +1,6 @@
-"""DDPO under DeepSpeed ZeRO-2 and ZeRO-3, with torchrun and the environment of `make test-deepspeed`.
+"""Runs DDPO under DeepSpeed ZeRO-2 and ZeRO-3, with torchrun and the environment of `make test-deepspeed`.
 
-`folder,case,stage`: two epochs of a case. folder/<case>-<stage>-<rank>.pt gets statistics and weights.
+`folder,case,stage`: two epochs of a case. Statistics and weights go to folder/<case>-<stage>-<rank>.pt.
 """
 
 import sys
@@ -20,11 +20,11 @@ from torch import Tensor
 from trimtab_common.sharding import whole_weights
 
 STAGES = (2, 3)
-REFUSED = "refused"  # a training that would save checkpoints
+REFUSED = "refused"  # a training with checkpoints
 
 
 def make(folder: Path, case: str, stage: int | None, world_size: int) -> SameSamples:
-    """A trainer under a stage of ZeRO, or without an engine."""
+    """Returns a trainer under a ZeRO stage, or without an engine."""
     AcceleratorState._reset_state(reset_partial_state=stage is not None)
     engine: dict[str, Any] = {"cpu": True}
     if stage is not None:
@@ -41,12 +41,12 @@ def make(folder: Path, case: str, stage: int | None, world_size: int) -> SameSam
 
 
 def first_weights(case: str) -> Iterator[tuple[str, Tensor]]:
-    """The weights before training, by name."""
+    """Yields the weights before training, by name."""
     return pipeline_of(case).denoiser.named_parameters()
 
 
 def run(folder: Path, case: str, stage: int | None = None, world_size: int = 1) -> dict[str, Any]:
-    """What two epochs log, the weights after them, and how much of the weights this process holds."""
+    """Returns what two epochs log, the weights after them, and how much of the weights this process holds."""
     trainer = make(folder, case, stage, world_size)
     denoiser = trainer.sd_pipeline.denoiser
     history = trainer.train()

@@ -1,6 +1,6 @@
-"""DDPO on pictures that every division of an epoch shares; each process writes what it ended with into a folder.
+"""Runs DDPO on the same images however an epoch is divided; each process writes its results into a folder.
 
-Each process draws the whole epoch's pictures from the same noise, and keeps its part of them.
+Each process draws the whole epoch's images from the same noise, and keeps its share.
 """
 
 import sys
@@ -53,7 +53,7 @@ def brightness(images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ..
 
 
 class Turns:
-    """Prompts in turn, from wherever the list begins."""
+    """Returns prompts in turn; the list may begin anywhere."""
 
     def __init__(self, prompts: list[str] = PROMPTS):
         self.prompts, self.drawn = prompts, 0
@@ -64,7 +64,7 @@ class Turns:
 
 
 def config(folder: str, **settings: Any) -> DDPOConfig:
-    """Few pictures and steps, no logs, float32; settings: anything else."""
+    """Returns a config with few images and steps, no logs and float32, changed by `settings`."""
     defaults: dict[str, Any] = {
         "log_with": None,
         "logdir": folder,
@@ -84,24 +84,24 @@ def config(folder: str, **settings: Any) -> DDPOConfig:
 def trainer(
     folder: str, pipeline: Any = None, reward: Any = brightness, *, use_lora: bool = False, **settings: Any
 ) -> DDPOTrainer:
-    """A tiny Stable Diffusion unless told. settings: of the config, and the hook, prompts, ... of the trainer."""
+    """Returns a trainer, of a tiny Stable Diffusion by default; `settings` go to the config or to the trainer."""
     names = ("image_samples_hook", "other_rewards", "prompt_function", "kind")
     arguments = {name: settings.pop(name) for name in names if name in settings}
     base = KINDS[arguments.pop("kind", "sd")]() if pipeline is None else pipeline
     prompts = arguments.pop("prompt_function", None) or Turns()
-    with tiny.from_seed(1):  # adapters begin at random
+    with tiny.from_seed(1):  # adapters are random at the start
         wrapped = DDPOStableDiffusionPipeline(base, use_lora=use_lora)
     return DDPOTrainer(config(folder, **settings), reward, prompts, wrapped, **arguments)
 
 
 def weights(trained: DDPOTrainer) -> dict[str, Tensor]:
-    """What trains, by name."""
+    """Returns the trainable weights by name."""
     named = trained.sd_pipeline.denoiser.named_parameters()
     return {name: weight.detach().clone() for name, weight in named if weight.requires_grad}
 
 
 def samples_of(trained: DDPOTrainer) -> list[Samples]:
-    """A list that gets the samples of every epoch."""
+    """Returns a list to which every epoch adds its samples."""
     kept: list[Samples] = []
     usual = trained.draw
 
@@ -114,7 +114,7 @@ def samples_of(trained: DDPOTrainer) -> list[Samples]:
 
 
 class SameSamples(DDPOTrainer):
-    """Samples the epoch of all processes, two images at a time, and keeps this process's."""
+    """Samples the epoch of all processes, two images at a time, and keeps this process's share."""
 
     def draw(self, epoch: int) -> Samples:
         generator, parts, rewards = tiny.generator(100 + epoch), [], []
@@ -139,7 +139,7 @@ class SameSamples(DDPOTrainer):
 
 
 def run(name: str, *, processes: int = 1) -> dict[str, Any]:
-    """Two epochs of a case in float64: the weights, the advantages, the prompts' statistics and what was logged."""
+    """Runs a case for two epochs in float64; returns weights, advantages, prompt statistics and logs."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         each = COUNT // processes
@@ -181,7 +181,7 @@ ORDINARY: dict[str, dict[str, Any]] = {
 
 
 def ordinary(name: str) -> dict[str, Any]:
-    """One epoch of two updates, or one, as users run it: each process draws its own pictures."""
+    """Runs one epoch with one or two updates as users do: each process draws its own images."""
     sizes = {"sample_num_batches_per_epoch": 2, "train_batch_size": 1, "train_gradient_accumulation_steps": 2}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

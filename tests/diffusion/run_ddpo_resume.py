@@ -1,7 +1,7 @@
-"""Sessions of small DDPO runs, each killed at a chosen place or run to its end; they go on from the newest checkpoint.
+"""Runs sessions of small DDPO trainings, killed at a chosen place or finished; each resumes the newest checkpoint.
 
-A session is `folder,kind,tracker,kill`: kind is lora or full, kill is end or place:number. Where there are several,
-each has a process of its own. `folder/epochs.jsonl` gets a line per epoch, `folder/final.pt` what the last one left.
+A session is `folder,kind,tracker,kill`: kind is lora or full, kill is end or place:number. Each of several sessions
+has its own process. `folder/epochs.jsonl` gets a line per epoch, `folder/final.pt` the state after the last one.
 """
 
 import json
@@ -30,7 +30,7 @@ def die() -> None:
 
 
 def noise() -> float:
-    """Every library's global generator has a part in it."""
+    """Returns a random number that depends on every library's global generator."""
     return random.random() + random.gauss(0, 0.1) + np.random.rand() + torch.rand(()).item()
 
 
@@ -39,7 +39,7 @@ def random_prompt() -> tuple[str, dict[str, Any]]:
 
 
 class InTurn:
-    """A prompt function with a state of its own."""
+    """A prompt function with a state."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -63,7 +63,7 @@ class Session:
         self.place, _, at = kill.partition(":")
         self.at, self.operations, self.since_epoch = int(at or 0), 0, 0
         self.asked: list[str] = []
-        set_seed(os.getpid())  # a resumed session must not depend on how its process began
+        set_seed(os.getpid())  # a resumed session must not depend on the seed of its process
         if not latest_checkpoint(self.folder / "checkpoints"):
             set_seed(11)
         self.trainer = self.make(tracker)
@@ -72,7 +72,7 @@ class Session:
             self.count_file_operations()
 
     def make(self, tracker: str) -> DDPOTrainer:
-        """The two kinds differ in all that makes a run: what trains, the prompts, the measure, the KL, the limits."""
+        """Builds one of two kinds, which differ in trainable weights, prompts, measure, KL and limits."""
         is_lora = self.kind == "lora"
         different: dict[str, Any] = (
             {
@@ -118,7 +118,7 @@ class Session:
         return DDPOTrainer(config, self.score, prompts, pipeline, self.hook)
 
     def reached(self, place: str) -> None:
-        """`at` counts updates, or epochs, of the whole run."""
+        """Kills the run at its `at`-th visit to the place, counting updates or epochs of the whole run."""
         done = self.trainer.first_epoch
         if place == "update":  # the trainer counts at the end of an epoch
             done, self.since_epoch = self.trainer.global_step + self.since_epoch, self.since_epoch + 1
@@ -156,7 +156,7 @@ class Session:
         self.reached("hook")
 
     def run(self) -> None:
-        """`train`, or for full training its loop by hand; a line per epoch, before a checkpoint might kill."""
+        """Runs `train`, or a caller's loop for full training; writes a line per epoch before any kill in a save."""
         stock = self.trainer.step
 
         def step(epoch: int, global_step: int) -> int:
@@ -178,12 +178,12 @@ class Session:
         self.trainer.accelerator.end_training()
 
     def note(self, epoch: int) -> None:
-        """Write down all that an uninterrupted run would have to agree in."""
+        """Writes everything in which an uninterrupted run must agree."""
         stats = {
             name: value
             for name, value in self.trainer.last_stats.items()
             if not name.startswith(("time/", "selfcheck/"))
-        }  # each process checks its first epoch
+        }  # each process checks itself in its first epoch
         line = {
             "epoch": epoch,
             "stats": stats,

@@ -1,7 +1,7 @@
-"""DDPO whose denoiser, gradients and optimizer state are divided over the processes (FSDP2), under torchrun.
+"""Runs DDPO with weights, gradients and optimizer state divided among processes (FSDP2), under torchrun.
 
-`folder,case,epochs,resume`: a case to so many epochs in all, from the latest checkpoint where resume is not empty.
-`folder/<case>-<processes>-<epochs>-<rank>.pt` gets statistics and weights; for the case "bfloat16" predictions.
+`folder,case,epochs,resume` trains a case up to `epochs`, from the latest checkpoint unless resume is empty.
+`folder/<case>-<processes>-<epochs>-<rank>.pt` gets statistics and weights; in the case "bfloat16", predictions.
 """
 
 import sys
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from trimtab_diffusion import DDPOStableDiffusionPipeline
 from trimtab_diffusion.trajectories import sampled_pairs
 
-CALL = {"height": 16, "width": 16, "max_sequence_length": 16, "true_cfg_scale": 2.0}  # embedded guidance too
+CALL = {"height": 16, "width": 16, "max_sequence_length": 16, "true_cfg_scale": 2.0}  # besides embedded guidance
 CASES: dict[str, dict[str, Any]] = {
     "full": {"init_kl_coef": 0.5, "adap_kl_ctrl": True, "target": 1, "horizon": 20},
     "lora": {"init_kl_coef": 0.5},
@@ -30,14 +30,14 @@ BFLOAT16 = "bfloat16"
 
 
 def pipeline_of(case: str) -> DDPOStableDiffusionPipeline:
-    with tiny.from_seed(1):  # adapters begin at random
+    with tiny.from_seed(1):  # adapters are random at the start
         return DDPOStableDiffusionPipeline(modern.flux(), use_lora=case == "lora", call_kwargs=CALL)
 
 
 def share_of_samples(
     folder: Path, case: str, pipeline: DDPOStableDiffusionPipeline, world_size: int, **settings: Any
 ) -> SameSamples:
-    """A trainer of this process's share of the samples."""
+    """Returns a trainer that keeps this process's share of the samples."""
     share = COUNT // world_size
     sizes = {"sample_num_batches_per_epoch": share // 2, "train_batch_size": share // 2, "train_num_inner_epochs": 2}
     settings = sizes | {"train_max_grad_norm": 0.5} | CASES.get(case, {}) | settings
@@ -45,7 +45,7 @@ def share_of_samples(
 
 
 def make(folder: Path, case: str, world_size: int, *, is_resumed: bool, precision: str = "no") -> SameSamples:
-    """A trainer that is sharded where there are several processes."""
+    """Returns a trainer, sharded if there are several processes."""
     plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
     pipeline = pipeline_of(case)
     if precision == "no":
@@ -63,7 +63,7 @@ def make(folder: Path, case: str, world_size: int, *, is_resumed: bool, precisio
 
 
 def run(folder: Path, case: str, epochs: int, *, is_resumed: bool = False, world_size: int = 1) -> dict[str, Any]:
-    """The case up to so many epochs: what it logs from where it begins, its weights, and what this process holds."""
+    """Trains a case up to `epochs`; returns what it logs after resuming, its weights, and what this process holds."""
     trainer = make(folder, case, world_size, is_resumed=is_resumed)
     history = []
     for epoch in range(trainer.first_epoch, epochs):
@@ -83,7 +83,7 @@ def run(folder: Path, case: str, epochs: int, *, is_resumed: bool = False, world
 
 
 def in_bfloat16(folder: Path, world_size: int) -> dict[str, Any]:
-    """Predictions of policy and reference in mixed precision, and how much of the reference a process holds then."""
+    """Returns mixed-precision predictions of policy and reference, and how much of the reference a process holds."""
     trainer = make(folder, "full", world_size, is_resumed=False, precision="bf16")
     path = trainer.draw(0).trajectories
     first = torch.zeros(1, dtype=torch.long)
@@ -102,7 +102,7 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def local_size(tensor: Tensor) -> int:
-    """Elements of a tensor on this process."""
+    """Returns the number of a tensor's elements on this process."""
     return tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel()
 
 

@@ -1,4 +1,4 @@
-"""DDPO's loop on tensors alone, and the batches that a replaced method gets."""
+"""DDPO's loop on tensors alone, and the batches that a replaced method receives."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class Counting:
 
 @pytest.mark.parametrize(("fraction", "passes"), [(1.0, 2), (0.5, 1)])
 def test_each_sample_trains_its_share_of_steps_once_in_a_pass(tmp_path: Path, fraction: float, passes: int):
-    """Eight samples, of whose six steps those with noise are 0, 1, 3 and 5; parts of two pairs."""
+    """Eight samples have six steps each, of which 0, 1, 3 and 5 have noise; parts have two pairs."""
     seen: list[tuple[int, int]] = []
 
     def pairs_of(rows: Tensor, steps: Tensor, generator: object) -> Pairs:
@@ -69,7 +69,7 @@ def test_each_sample_trains_its_share_of_steps_once_in_a_pass(tmp_path: Path, fr
     assert [sum(shares) for shares in optimizer.shares] == [pytest.approx(1)] * 2 * passes + [0]
     merged = merge_stats(stats)
     assert merged["steps"].weight == 2 * passes
-    assert (merged["loss"].value, merged["approx_kl"].value) == (1, 2)  # each pair has its own advantage
+    assert (merged["loss"].value, merged["approx_kl"].value) == (1, 2)  # each pair has a different advantage
 
 
 @pytest.mark.parametrize("is_async", [False, True])

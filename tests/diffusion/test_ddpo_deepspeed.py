@@ -1,4 +1,4 @@
-"""DDPO under DeepSpeed on two processes is DDPO on one: run by `make test-deepspeed`."""
+"""DDPO under DeepSpeed on two processes equals DDPO on one; run by `make test-deepspeed`."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = TWO_PROCESSES
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each case under each stage, in one session of two processes per stage."""
+    """Runs each case under each stage, in one session of two processes per stage."""
     folder = tmp_path_factory.mktemp("runs")
     for stage in STAGES:
         sessions = [f"{folder},{case},{stage}" for case in (*CASES, REFUSED)]
@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_are_one(runs: Path, tmp_path: Path, case: str, stage: int):
-    """In float32: logs to 1e-4, weights to a hundredth of how far they moved."""
+    """In float32, logs agree to 1e-4, and weights to a hundredth of how far they moved."""
     one = run(tmp_path, case)
     before = dict(first_weights(case))
     moves = {name: float((weight - before[name]).abs().max()) for name, weight in one["weights"].items()}

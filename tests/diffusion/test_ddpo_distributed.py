@@ -1,4 +1,4 @@
-"""The pictures of an update may be divided among processes: weights, advantages and statistics are the same."""
+"""Dividing an update's images among processes leaves weights, advantages and statistics unchanged."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch, all cases."""
+    """Runs all cases in one launch of two processes; returns the results of both."""
     return results_of_two("tests.diffusion.run_ddpo_distributed", tmp_path_factory.mktemp("two"))
 
 
@@ -27,7 +27,7 @@ def test_two_processes_are_one(two, name):
     for mine, yours in zip(two[0][name]["history"], one["history"], strict=True):
         assert mine == pytest.approx(yours, rel=1e-5, abs=1e-7)
     assert abs(one["history"][-1]["loss"]) > 1e-5
-    assert one["history"][-1]["grad_norm"] > 0.5  # the clip of the norm acts on the average over processes
+    assert one["history"][-1]["grad_norm"] > 0.5  # the norm of the average over processes is clipped
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,7 +45,7 @@ def test_both_processes_know_all_rewards_of_a_prompt(two):
 
 @pytest.mark.parametrize("name", ORDINARY)
 def test_weights_stay_equal_while_each_process_draws_its_own(two, name):
-    """Gradients are averaged for any pipeline, adapters and reward-weighted regression included."""
+    """Gradients are averaged for every pipeline, and also with adapters and reward-weighted regression."""
     first, second = two[0][name], two[1][name]
     assert not torch.equal(first["noise"], second["noise"])
     assert all(torch.equal(weight, second["weights"][key]) for key, weight in first["weights"].items())

@@ -1,4 +1,4 @@
-"""Four epochs of DDPO against a recorded curve: see `tests.curves`."""
+"""Compares four epochs of DDPO with a recorded curve: see `tests.curves`."""
 
 import tempfile
 from typing import Any
@@ -43,7 +43,7 @@ def curve() -> Curve:
 
 
 def test_four_epochs_are_the_recorded_ones():
-    assert_recorded("ddpo", curve(), rel=1e-3)  # float32: the number of threads moves the fourth digit
+    assert_recorded("ddpo", curve(), rel=1e-3)  # float32: the number of threads changes the fourth digit
 
 
 if __name__ == "__main__":

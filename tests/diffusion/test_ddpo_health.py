@@ -1,4 +1,4 @@
-"""Each fault of a DDPO run is provoked in a real trainer, and the health report names it."""
+"""Provokes each fault of a DDPO run in a real trainer; the health report names it."""
 
 import re
 import warnings
@@ -12,7 +12,7 @@ from trimtab_common.health import TrainingDivergedError
 
 
 def said(ddpo, *, epochs):
-    """The alerts of some epochs, from condition to its first warning."""
+    """Returns the first warning about each condition in some epochs."""
     texts = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""What a user may give to the config and the trainer: each mistake has an error that says how to mend it."""
+"""What the config and the trainer accept: each mistake has an error that says how to fix it."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""DDPO's objectives against closed forms, and one update of the trainer against autograd through a loss by hand."""
+"""Compares DDPO's objectives with closed forms, and one update of the trainer with autograd through a manual loss."""
 
 import copy
 import math
@@ -79,7 +79,7 @@ def test_advantages_against_the_epoch_and_their_limit(tmp_path: Path):
 
 def test_one_rule_of_deviation_with_and_without_statistics_per_prompt(tmp_path: Path):
     tracking = {"per_prompt_stat_tracking": True, "per_prompt_stat_tracking_min_count": 2}
-    rewards = torch.tensor([0.0, 3.0])  # two pictures of one prompt: mean 1.5, deviation 1.5
+    rewards = torch.tensor([0.0, 3.0])  # two images of one prompt: mean 1.5, deviation 1.5
     for settings in ({}, tracking, {"group_size": 2}):
         advantages = trainer(str(tmp_path), **settings).advantages(["a", "a"], rewards)
         torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0]))
@@ -103,7 +103,7 @@ def test_rwr_without_a_temperature_trains_on_all_alike(tmp_path: Path):
 
 
 def pipeline(kind: str) -> Any:
-    """In float64."""
+    """Returns a pipeline in float64."""
     if kind == "flow":
         return tiny.stable_diffusion_3(dtype=torch.float64)
     return tiny.stable_diffusion(kind, dtype=torch.float64)
@@ -117,7 +117,7 @@ def perturb(trained: DDPOTrainer, size: float) -> None:
 
 
 def gradients(trained: DDPOTrainer) -> dict[str, Tensor]:
-    """What the next optimizer step gets, by the weights' names; filled when it is made."""
+    """Returns a dict that receives the gradients of the next optimizer step, by weight name."""
     gradients_by_name: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
@@ -129,7 +129,7 @@ def gradients(trained: DDPOTrainer) -> dict[str, Tensor]:
 
 
 def text(pipe: Any) -> list[dict[str, Any]]:
-    """The denoiser's other inputs for PROMPT's pictures, without the prompt and with it."""
+    """Returns the denoiser's other inputs for PROMPT's images, without and with the prompt."""
     if not hasattr(pipe, "unet"):
         states, negative, pooled, negative_pooled = pipe.encode_prompt(
             PROMPT, None, None, negative_prompt="dull", num_images_per_prompt=1
@@ -143,7 +143,7 @@ def text(pipe: Any) -> list[dict[str, Any]]:
 
 
 def stepped(kind: str, denoiser: Any, pipe: Any, x: Tensor, step: int) -> Normal:
-    """Where a step of one picture leads from x, written out; two calls of the denoiser."""
+    """Returns where a step of one image leads from x, in plain arithmetic with two calls of the denoiser."""
     time = pipe.scheduler.timesteps[step]
     without, with_prompt = (denoiser(x[None], timestep=time[None], **conditions)[0][0] for conditions in text(pipe))
     output = (1 - SCALE) * without + SCALE * with_prompt
@@ -171,9 +171,9 @@ def stepped(kind: str, denoiser: Any, pipe: Any, x: Tensor, step: int) -> Normal
 def by_hand(
     kind: str, pipe: Any, drawn: Trajectories, old: Any, new: Any, rewards: Tensor
 ) -> tuple[Tensor, Tensor, int, Tensor]:
-    """The surrogate and KL of all pairs, each per dimension, how many the clip stops, and the advantages."""
+    """Returns surrogate and KL of all pairs, per dimension, the number that the clip stops, and the advantages."""
     way = torch.cat([drawn.first[:, None], drawn.latents], 1)
-    # The trainer hands advantages on in float32.
+    # The trainer passes advantages in float32.
     exact = rewards.double()
     advantages = ((exact - exact.mean()) / exact.std(correction=0)).float().double()
     losses, kls, stopped = [], [], 0
@@ -194,9 +194,9 @@ def by_hand(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_follows_the_gradient_of_the_loss_by_hand(tmp_path: Path, kind: str):
-    """Weights move between drawing and learning, so that ratios lie on both sides of the clip range.
+    """Weights move between sampling and training, so that ratios lie on both sides of the clip range.
 
-    The reference of the penalty is the policy that drew.
+    The penalty's reference is the policy that sampled.
     """
     copies: dict[str, Any] = {}
 
@@ -230,14 +230,14 @@ def test_an_update_follows_the_gradient_of_the_loss_by_hand(tmp_path: Path, kind
     assert ddpo.last_stats["loss"] == pytest.approx(float(loss), rel=1e-6)
     assert ddpo.last_stats["objective/kl"] == pytest.approx(float(kl) * drawn.dimensions * STEPS, rel=1e-6)
     largest = max(float(weight.grad.abs().max()) for weight in new.parameters() if weight.grad is not None)
-    # The flow's steps in time are differences of its schedule's float32 sigmas.
+    # A flow's time steps are differences of its schedule's float32 sigmas.
     near = {"rtol": 1e-5, "atol": 1e-6 * largest} if kind == "flow" else {"rtol": 1e-6, "atol": 1e-9 * largest}
     for name, weight in new.named_parameters():
         torch.testing.assert_close(computed[name], weight.grad, **near, msg=name)
 
 
 def trained(folder: Path, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[dict[str, Tensor], Any]:
-    """Weights after two epochs of 8 pictures from the same noise, and the last statistics."""
+    """Returns the weights after two epochs of 8 images from the same noise, and the last statistics."""
     ddpo = trainer(str(folder), tiny.stable_diffusion(dtype=dtype), **settings)
     for epoch in range(2):
         ddpo.step(epoch, ddpo.global_step)
@@ -251,10 +251,10 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance: f
 
 @pytest.mark.parametrize("estimator", ["is", "sf", "rwr"])
 def test_an_update_may_be_cut_into_any_micro_batches(tmp_path: Path, estimator: str):
-    """Pairs of pictures and steps, half of the steps of each: what is learnt does not depend on how many at a time."""
+    """Pairs of images and steps, half of each image's steps: training does not depend on the micro-batch size."""
     same = {"estimator": estimator, "train_timestep_fraction": 0.7, "rwr_beta": 100.0}
     whole, stats = trained(tmp_path, train_batch_size=8, train_gradient_accumulation_steps=1, **same)
-    # Reward-weighted regression works in float32 inside.
+    # Reward-weighted regression uses float32 internally.
     near = {"rtol": 1e-4, "atol": 1e-6} if estimator == "rwr" else {"rtol": 1e-6, "atol": 1e-9}
     for size in (1, 2):
         cut, others = trained(tmp_path, train_batch_size=size, train_gradient_accumulation_steps=8 // size, **same)
@@ -264,7 +264,7 @@ def test_an_update_may_be_cut_into_any_micro_batches(tmp_path: Path, estimator: 
 
 
 def test_importance_sampling_with_one_update_is_the_score_function(tmp_path: Path):
-    """At a ratio of 1 their gradients are one (Black et al. 2023, section 4.3)."""
+    """At a ratio of 1 their gradients are equal (Black et al. 2023, section 4.3)."""
     sampled, stats = trained(tmp_path, estimator="is")
     scored, others = trained(tmp_path, estimator="sf")
     assert_same(sampled, scored, rtol=1e-8, atol=1e-10)
@@ -280,7 +280,7 @@ def test_importance_sampling_with_one_update_is_the_score_function(tmp_path: Pat
 )
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: str, scheduler: type, scale: float):
-    """As documented: embeds [2B, ...] with guidance, those without a prompt first, [B, ...] without guidance."""
+    """As documented: embeds are [2B, ...] with guidance, negative prompts first, and [B, ...] without guidance."""
     results: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def hook(batches: list[Any], *_: Any) -> None:
@@ -333,7 +333,7 @@ def test_calculate_loss_by_hand_is_what_the_loop_computes(tmp_path: Path, kind: 
 @pytest.mark.parametrize("kind", ["stable_diffusion", "stable_diffusion_3"])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_calculate_loss_works_before_any_step(tmp_path: Path, kind: str, scale: float):
-    """Of steps that a pipeline with the same weights sampled: ratios are 1, and the loss is minus the advantage."""
+    """A pipeline with the same weights sampled the steps: ratios are 1, and the loss is minus the advantage."""
     build, call = getattr(tiny, kind), {"num_inference_steps": STEPS, "guidance_scale": scale}
     elsewhere = DDPOStableDiffusionPipeline(build(dtype=torch.float64))
     drawn = elsewhere([PROMPT] * 4, generator=tiny.generator(3), output_type="pt", **call).trajectories

@@ -1,4 +1,4 @@
-"""Compilation, memory formats, checkpointing and bf16: what each changes, and that the numbers agree."""
+"""Compilation, memory formats, checkpointing and bf16: what each changes, while the numbers agree."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ def assert_same(ddpo: DDPOTrainer, plain: DDPOTrainer, rtol: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # for the compiler of inductor
+@pytest.mark.timeout(600)  # inductor compiles for long
 @pytest.mark.parametrize(("kind", "backend"), [("flux", "inductor"), ("sd3", "aot_eager")])
 def test_compiled_blocks_make_the_same_update(kind: str, backend: str, tmp_path: Path):
     build, call = (modern.flux, FLUX) if kind == "flux" else (tiny.stable_diffusion_3, {})
@@ -92,7 +92,7 @@ def test_checkpointing_recomputes_the_blocks_of_a_transformer(tmp_path: Path, us
 
 @pytest.fixture
 def fresh_accelerate() -> Iterator[None]:
-    """Accelerate allows one precision per program."""
+    """Resets accelerate, which allows one precision per program."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)

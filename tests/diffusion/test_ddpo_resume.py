@@ -1,4 +1,4 @@
-"""A DDPO run that is killed and resumed is, to the last bit, the run that was left alone."""
+"""A DDPO run that is killed and resumed equals an undisturbed run to the last bit."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from trimtab_common.sealing import CheckpointError
 from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
 
 ROOT = Path(__file__).parents[2]
-# File operations of its saves at which a run is killed, one after the other: the second file of the first checkpoint;
-# the removal of what that left; the renaming of the finished one; the first file of the second; the first's removal.
+# File operations in saves at which a run is killed, one after the other: the second file of the first checkpoint; the
+# removal of the leftovers; the renaming of the finished one; the first file of the second; the first's removal.
 SAVES = (2, 1, 10, 12, 13)
 
 
@@ -37,12 +37,12 @@ def epochs(folder: Path) -> list[dict[str, Any]]:
 
 
 def without_run(line: dict[str, Any]) -> str:
-    """As text, in which floats are exact and NaN equals itself."""
+    """Returns the line as text, in which floats are exact and NaN equals itself."""
     return json.dumps({name: value for name, value in line.items() if name != "run_id"}, sort_keys=True)
 
 
 def assert_same_run(killed: Path, straight: Path) -> None:
-    """Every epoch that was ever made, before a kill or after it, is the straight run's; so is what was left last."""
+    """Asserts that every epoch, before a kill or after it, and the final state equal those of the straight run."""
     expected = {line["epoch"]: without_run(line) for line in epochs(straight)}
     assert list(expected) == list(range(EPOCHS))
     entries = epochs(killed)
@@ -55,7 +55,7 @@ def assert_same_run(killed: Path, straight: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of runs that were left alone, killed here and there, killed within their saves, killed for good."""
+    """Returns the folders of runs: undisturbed, killed at several places, killed within saves, killed for good."""
     folder = tmp_path_factory.mktemp("runs")
     kills = ("reward:3", "update:11", "hook:4", "epoch:5", "end")
     run(
@@ -77,7 +77,7 @@ def test_the_run_has_something_to_lose(runs):
     assert len({line["stats"]["objective/kl_coef"] for line in full}) == EPOCHS
     assert len({line["stats"]["learning_rate"] for line in full}) == EPOCHS
     left = torch.load(runs / "straight-lora" / "final.pt", weights_only=True)
-    assert max(len(rewards) for rewards in left["prompt_stats"].values()) == 5  # a full buffer, with min_count reached
+    assert max(len(rewards) for rewards in left["prompt_stats"].values()) == 5  # full, with min_count reached
     assert {line["updates"] for line in lora} == {4 * (epoch + 1) for epoch in range(EPOCHS)}
 
 
@@ -139,7 +139,7 @@ def weights(one: DDPOTrainer) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, torch.Tensor]]:
-    """A folder with checkpoints of two epochs, and the weights after each."""
+    """Returns a folder with checkpoints of two epochs, and the weights after each."""
     folder = tmp_path_factory.mktemp("saved")
     one, after = trainer(folder), {}
     for epoch in range(2):

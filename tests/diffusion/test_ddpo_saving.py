@@ -1,4 +1,4 @@
-"""What a trained pipeline is saved as: files that stock diffusers loads, and that draw the same pictures to the bit."""
+"""A trained pipeline is saved as files that stock diffusers loads, and that draw the same images to the bit."""
 
 import re
 import shutil
@@ -47,7 +47,7 @@ def trained(pipeline: Any, **settings: Any) -> DDPOTrainer:
 
 
 def pictures(pipeline: Any) -> torch.Tensor:
-    """Drawn with all weights frozen, since torch's convolutions round otherwise where weights might train."""
+    """Returns images drawn with all weights frozen, because torch's convolutions round otherwise for trainable ones."""
     modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
     trains = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
     for weight in trains:
@@ -82,7 +82,7 @@ def test_stock_diffusers_loads_the_adapters(tmp_path, kind, rank):
 
 
 def adapters(folder: Path) -> torch.Tensor:
-    """Save trained adapters to a folder; the pictures that they draw."""
+    """Saves trained adapters to a folder; returns the images that they draw."""
     wrapped = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), use_lora=True, lora_rank=3)
     trained(wrapped).save_pretrained(folder)
     return pictures(wrapped.sd_pipeline)
@@ -126,7 +126,7 @@ def test_a_folder_of_adapters_is_a_pipeline_that_goes_on_from_them(tmp_path, kin
 
 
 def test_adapters_without_a_known_base_are_refused(tmp_path):
-    adapters(tmp_path)  # of a pipeline that was built in code
+    adapters(tmp_path)  # the pipeline is built in code
     with pytest.raises(ValueError, match="names no base model"):
         DefaultDDPOStableDiffusionPipeline(str(tmp_path))
     (tmp_path / "README.md").write_text(f"---\nbase_model: {tmp_path / 'base'}\n---\n")
@@ -135,7 +135,7 @@ def test_adapters_without_a_known_base_are_refused(tmp_path):
 
 
 def test_adapters_of_another_name_and_scale_are_gone_on_with(tmp_path):
-    """As others train them: alpha is not the rank."""
+    """Others train adapters with an alpha that differs from the rank."""
     stock = tiny.stable_diffusion()
     with tiny.from_seed(4):
         stock.unet.add_adapter(style("to_q", "to_v"), adapter_name="style")
@@ -212,7 +212,7 @@ def test_a_replaced_scheduler_is_saved_too(tmp_path):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline on disk, as the hub has it."""
+    """Returns a pipeline on disk, as from the hub."""
     folder = tmp_path_factory.mktemp("base")
     tiny.stable_diffusion().save_pretrained(folder)
     return folder
@@ -224,7 +224,7 @@ def split(card: Path) -> tuple[dict[str, Any], str]:
 
 
 def run_usage(page: str) -> Any:
-    """The pipeline that the card's Python makes."""
+    """Runs the card's Python; returns the pipeline that it creates."""
     names: dict[str, Any] = {}
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
     return names["pipeline"]
@@ -243,7 +243,7 @@ def test_the_card_is_valid_and_its_python_loads_the_model(tmp_path, monkeypatch,
     assert "| negative_prompts | dull |" in page
     assert "2305.13301" in page
     assert page.startswith("\n# TRL DDPO Model\n")
-    monkeypatch.chdir(tmp_path)  # the card calls the model by its folder's name
+    monkeypatch.chdir(tmp_path)  # the card uses the folder's name for the model
     assert torch.equal(pictures(run_usage(page)), pictures(pipeline.sd_pipeline))
 
 
@@ -256,7 +256,7 @@ def test_a_card_of_another_name(tmp_path):
 
 
 class Hub:
-    """What was uploaded."""
+    """Records what is uploaded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, keep: Path):
         self.requests: dict[str, Any] = {}
@@ -306,5 +306,5 @@ def test_the_card_that_is_pushed_names_the_repository(tmp_path, monkeypatch):
 def test_a_base_that_is_a_folder_is_not_named_as_one_of_the_hub(tmp_path, base):
     trainer_of(DefaultDDPOStableDiffusionPipeline(str(base))).create_model_card(str(tmp_path))
     header, page = split(tmp_path / "README.md")
-    assert "base_model" not in header  # the hub refuses a page whose base_model is no repository
+    assert "base_model" not in header  # the hub rejects a page if base_model is not a repository
     assert f'from_pretrained("{base}")' in page

@@ -1,4 +1,4 @@
-"""DDPO sharded over two processes (FSDP2) is DDPO on one, and its checkpoints go on on any number of processes."""
+"""DDPO sharded over two processes (FSDP2) equals DDPO on one; its checkpoints resume on any number of processes."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = TWO_PROCESSES
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each case in one session of two processes; and `full` and `lora` on two, then one, then two processes."""
+    """Runs each case in one session of two processes; runs `full` and `lora` on two, then one, then two processes."""
     folder = tmp_path_factory.mktemp("runs")
     chains = [(folder / f"chain-{case}", case) for case in ("full", "lora")]
     once = [f"{folder / case},{case},2," for case in (*CASES, BFLOAT16)]

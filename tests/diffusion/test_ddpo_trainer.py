@@ -1,4 +1,4 @@
-"""DDPOTrainer's promises on tiny pipelines, each seen from outside."""
+"""DDPOTrainer's promises on tiny pipelines, tested from outside."""
 
 import random
 import threading
@@ -37,13 +37,13 @@ def assert_equal(one: DDPOTrainer, other: DDPOTrainer) -> None:
 
 
 def moved(ddpo: DDPOTrainer, pipeline: Any) -> bool:
-    """Whether a trainer's weights are other ones than the pipeline's, built from the same seed."""
+    """Whether a trainer's weights differ from the pipeline's, which has the same seed."""
     stock = dict(pipeline.unet.named_parameters())
     return any(not torch.equal(weight, stock[name]) for name, weight in weights(ddpo).items())
 
 
 class Rows:
-    """Rows that a denoiser computes with gradients, and the times of each."""
+    """Counts the rows that a denoiser computes with gradients, and records their timesteps."""
 
     def __init__(self, ddpo: DDPOTrainer):
         self.times: list[float] = []
@@ -60,7 +60,7 @@ class Rows:
 @pytest.mark.parametrize(("use_lora", "dtype"), [(False, None), (True, None), (False, "float16"), (True, "bfloat16")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ratios_start_from_one(tmp_path: Path, kind: str, use_lora: bool, dtype: str | None):
-    """With guidance, in micro-batches of three pairs out of pictures drawn in pairs, whatever latents are kept in."""
+    """Holds with guidance, for micro-batches of three pairs from images drawn in pairs, and for any latent dtype."""
     pipeline = KINDS[kind]()
     ddpo = trainer(
         str(tmp_path),
@@ -94,7 +94,7 @@ def test_dropout_that_stays_on_is_caught(tmp_path: Path):
 
 
 def test_dropout_layers_are_off_while_training(tmp_path: Path):
-    """Those of the denoiser: left on, the policy that trains would be another than the one that drew."""
+    """With dropout in the denoiser, the policy that trains would differ from the one that sampled."""
     pipeline = tiny.stable_diffusion()
     pipeline.unet.mid_block.resnets[0].dropout.p = 0.5
     pipeline.unet.train()
@@ -135,7 +135,7 @@ def test_groups_are_of_one_prompt(tmp_path: Path):
 @pytest.mark.parametrize("estimator", ["rwr", "rwr_sparse"])
 @pytest.mark.parametrize("kind", ["sd", "sd3"])
 def test_regression_learns_its_samples(tmp_path: Path, monkeypatch, estimator: str, kind: str):
-    """On the same samples again and again its loss falls; the self-check of ratios is not its own."""
+    """The loss falls when the same samples repeat; the self-check of ratios does not apply."""
     ddpo = trainer(
         str(tmp_path),
         kind=kind,
@@ -163,7 +163,7 @@ def test_regression_learns_its_samples(tmp_path: Path, monkeypatch, estimator: s
 
 
 def test_async_rewards_train_the_same(tmp_path: Path):
-    """The first batch's reward waits for the second's to begin: they overlap, and keep their order."""
+    """The first batch's reward waits until the second's begins: they overlap, and keep their order."""
     second, overlapped = threading.Event(), []
 
     def slow(images: Tensor, prompts: Any, metadata: tuple[Any, ...]) -> Tensor:
@@ -181,7 +181,7 @@ def test_async_rewards_train_the_same(tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.bfloat16])
 def test_rewards_of_any_dtype(tmp_path: Path, dtype: torch.dtype):
-    """And of shape [B, 1]."""
+    """The rewards also have the shape [B, 1]."""
 
     def ranks(images: Tensor, prompts: Any, metadata: tuple[Any, ...]) -> Tensor:
         return torch.tensor([each["number"] % 4 for each in metadata], dtype=torch.float32) > 1
@@ -226,7 +226,7 @@ def test_each_epoch_and_each_process_draws_by_itself_and_the_same_again(tmp_path
 
 
 def test_a_fraction_of_the_steps_is_trained_on(tmp_path: Path):
-    """Half of four steps of eight pictures, with two rows each under guidance; all steps get their turn."""
+    """Trains on half of four steps of eight images, with two rows each under guidance; every step gets its turn."""
     ddpo = trainer(str(tmp_path), sample_num_steps=4, train_timestep_fraction=0.5, **ONE_UPDATE)
     rows = Rows(ddpo)
     ddpo.step(0, 0)
@@ -236,7 +236,7 @@ def test_a_fraction_of_the_steps_is_trained_on(tmp_path: Path):
 
 
 def test_steps_without_noise_are_left_out_and_said_once(tmp_path: Path):
-    """The last, where it ends on pictures without any noise."""
+    """The last step has no noise if the schedule ends on noise-free images."""
     pipeline = tiny.stable_diffusion(scheduler=tiny.ddim(set_alpha_to_one=True))
     ddpo = trainer(str(tmp_path), pipeline, **ONE_UPDATE, train_num_inner_epochs=2)
     rows = Rows(ddpo)
@@ -261,7 +261,7 @@ def test_the_clip_range_in_nats_is_the_one_per_dimension(tmp_path: Path):
 
 @pytest.mark.slow
 def test_updates_are_counted(tmp_path: Path):
-    """Eight pictures, two in each update, twice."""
+    """Eight images, two per update, two passes."""
     ddpo = trainer(
         str(tmp_path), train_batch_size=1, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, save_freq=9
     )
@@ -302,7 +302,7 @@ def test_gradient_checkpointing_makes_the_same_update(tmp_path: Path, use_lora: 
         return ddpo
 
     plain, checkpointed = run(False), run(True)
-    assert calls[1] == calls[0] + 3  # computed again for each of the three micro-batches of the update
+    assert calls[1] == calls[0] + 3  # recomputed in each of the update's three micro-batches
     mine, yours = weights(plain), weights(checkpointed)
     for name, weight in mine.items():
         torch.testing.assert_close(weight, yours[name], rtol=1e-5, atol=1e-7, msg=name)
@@ -310,7 +310,7 @@ def test_gradient_checkpointing_makes_the_same_update(tmp_path: Path, use_lora: 
 
 @pytest.fixture
 def fresh_accelerate() -> Iterator[None]:
-    """Accelerate allows one precision per program."""
+    """Resets accelerate, which allows one precision per program."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -319,7 +319,7 @@ def fresh_accelerate() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize(("kind", "use_lora", "kl"), [("sd", False, 0.1), ("sdxl", True, 0.1), ("sd3", False, 0)])
 def test_bf16_trains(tmp_path: Path, kind: str, use_lora: bool, kl: float):
-    """Frozen parts in bf16, what trains in float32; in batches as drawn the replay has no rounding of its own."""
+    """Frozen parts are bf16, trainable ones float32; replaying in the sampled batches adds no rounding."""
     ddpo = trainer(
         str(tmp_path),
         kind=kind,
@@ -336,7 +336,7 @@ def test_bf16_trains(tmp_path: Path, kind: str, use_lora: bool, kl: float):
     assert ddpo.sd_pipeline.vae.dtype == torch.bfloat16
     assert ddpo.last_stats["selfcheck/nats"] < 0.1
     assert any(not torch.equal(weight, before[name]) for name, weight in weights(ddpo).items())
-    assert ddpo.last_stats.get("objective/kl", 0.0) == pytest.approx(0, abs=1e-6)  # the reference computes alike
+    assert ddpo.last_stats.get("objective/kl", 0.0) == pytest.approx(0, abs=1e-6)  # the reference computes the same
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -370,7 +370,7 @@ def test_a_precision_of_the_launcher_that_ddpo_does_not_have_is_refused(tmp_path
 
 @pytest.mark.slow
 def test_the_reward_rises_and_falls_with_its_sign_turned(tmp_path: Path):
-    """Same prompts and noise in all: pictures differ by what was learnt alone. Their brightness deviates by 0.005."""
+    """All runs share prompts and noise, so images differ only by training. Their brightness deviates by 0.005."""
 
     def last(sign: float, rate: float) -> float:
         ddpo = trained(
@@ -399,7 +399,7 @@ def test_the_reward_rises_and_falls_with_its_sign_turned(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("use_lora", [False, True])
 def test_the_penalty_keeps_the_policy_near(tmp_path: Path, use_lora: bool):
-    """Adapters have the frozen weights as their reference, other policies a copy; both begin at a KL of 0."""
+    """Adapters use the frozen weights as reference, full policies a copy; both begin at a KL of 0."""
     settings = {
         **ONE_UPDATE,
         "use_lora": use_lora,
@@ -415,7 +415,7 @@ def test_the_penalty_keeps_the_policy_near(tmp_path: Path, use_lora: bool):
 
 
 def test_the_adaptive_controller_moves(tmp_path: Path):
-    """By at most 20 % of 8 pictures in a horizon of 16; the KL of the first update is 0."""
+    """It moves by at most 20 % of 8 images over a horizon of 16; the KL of the first update is 0."""
     ddpo = trainer(
         str(tmp_path),
         init_kl_coef=0.5,
@@ -436,7 +436,7 @@ def test_the_adaptive_controller_moves(tmp_path: Path):
 
 
 def test_the_hook_gets_what_is_documented(tmp_path: Path):
-    """Also with no tracker, whose calls then do nothing."""
+    """Also holds without a tracker; its calls then do nothing."""
     calls: list[Any] = []
 
     def reward(images: Tensor, prompts: Any, metadata: Any) -> tuple[Tensor, dict[str, Any]]:

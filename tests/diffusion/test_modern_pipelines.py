@@ -1,4 +1,4 @@
-"""Flux, SD3, Qwen-Image and Wan, unmodified: recorded, replayed, guided, trained, saved and resumed."""
+"""Records, replays, guides, trains, saves and resumes Flux, SD3, Qwen-Image and Wan, all unmodified."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The steps of UniPCMultistepSched
 
 
 class Turns:
-    """Prompts in turn, which differ in length."""
+    """Returns prompts of different lengths in turn."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -84,7 +84,7 @@ def differing(module: torch.nn.Module, before: dict[str, Tensor]) -> set[str]:
 
 
 def gaps(denoiser: torch.nn.Module, trajectories: Trajectories) -> Tensor:
-    """Differences between replayed and recorded log-probabilities, of every step of every sample."""
+    """Returns the replayed minus the recorded log-probabilities of every step of every sample."""
     every = torch.cartesian_prod(torch.arange(len(trajectories)), torch.arange(len(trajectories.schedule.steps)))
     rows, steps = every.unbind(1)
     pairs = sampled_pairs(trajectories, CPU, rows, steps)
@@ -108,8 +108,8 @@ def test_a_pipeline_is_trained_saved_and_resumed(kind: str, use_lora: bool, tmp_
     history = ddpo.train(2)
 
     assert all(torch.isfinite(torch.tensor(stats["loss"])) for stats in history)
-    assert history[0]["selfcheck/nats"] < 0.01  # of a joint probability: the ratio is 1 before the first update
-    assert history[0]["ratio"] != 1  # after it
+    assert history[0]["selfcheck/nats"] < 0.01  # nats of a joint probability: the ratio is 1 before the first update
+    assert history[0]["ratio"] != 1  # after the first update
     changed = {name: differing(part, before[name]) for name, part in parts.items()}
     assert set(filter(changed.get, changed)) == {"transformer"}
     if use_lora:
@@ -165,7 +165,7 @@ def output_of(pipeline: Any, latents: Tensor, time: Tensor, **arguments: Any) ->
 
 
 def first_step(pipeline: Any, **call: Any) -> tuple[Trajectories, Tensor, Tensor]:
-    """A sample's trajectory, its noise, and the denoiser's replayed output for it."""
+    """Returns a sample's trajectory, its noise, and the denoiser's replayed output for it."""
     call |= {"prompt": ["a cat"], "num_inference_steps": 2, "output_type": "pt", "generator": tiny.generator()}
     _, trajectories = record(pipeline, eta=0.7, **call)
     row, step = torch.tensor([0]), torch.tensor([0])
@@ -202,7 +202,7 @@ def test_qwen_image_keeps_the_norm_of_every_token():
         texts = {"encoder_hidden_states": states, "img_shapes": [[(1, 4, 4)]]}
         return output_of(pipeline, noise, trajectories.schedule.times[0], **texts)
 
-    with_prompt, without = alone("a cat"), alone("something dull")  # of different lengths: one is padded in the replay
+    with_prompt, without = alone("a cat"), alone("something dull")  # lengths differ: the replay pads one
     combined = without + scale * (with_prompt - without)
     expected = combined / combined.norm(dim=-1, keepdim=True) * with_prompt.norm(dim=-1, keepdim=True)
     torch.testing.assert_close(replayed, expected, atol=1e-5, rtol=1e-5)
@@ -212,7 +212,7 @@ def test_qwen_image_keeps_the_norm_of_every_token():
 
 def test_wan_takes_classifier_free_guidance():
     pipeline, scale = modern.wan(), 4.0
-    pipeline = DDPOStableDiffusionPipeline(pipeline).sd_pipeline  # with a scheduler that has log-probabilities
+    pipeline = DDPOStableDiffusionPipeline(pipeline).sd_pipeline  # its scheduler has log-probabilities
     trajectories, noise, replayed = first_step(pipeline, guidance_scale=scale, negative_prompt=["dull"], **SIZES["wan"])
     assert noise.shape == (1, 4, 3, 8, 8)
     with_prompt, without = (
@@ -239,13 +239,13 @@ def test_the_configs_scale_is_that_of_the_pipelines_guidance(kind: str, tmp_path
 
 @pytest.mark.parametrize("kind", BUILD)
 def test_samples_of_several_batches_are_replayed_in_one(kind: str, tmp_path: Path):
-    """Their prompts differ in length, from batch to batch and from that of guidance."""
+    """Prompt lengths differ between batches, and between prompts and negative prompts."""
     ddpo = trainer(kind, tmp_path, use_lora=True)
     assert float(gaps(ddpo.model, ddpo.draw(0).trajectories).abs().max()) < 3e-6
 
 
 def test_as_many_samples_as_tokens_are_no_rows_of_positions():
-    """Flux's position ids have a row per token; 16 images of 16 tokens must not take a row each."""
+    """Flux's position ids have a row per token; 16 images with 16 tokens must not get one row each."""
     pipeline = DDPOStableDiffusionPipeline(modern.flux())
     call = {"num_inference_steps": 2, "output_type": "pt", "guidance_scale": 3.5, **SIZES["flux"]}
     trajectories = pipeline(["a cat"] * 16, eta=0.7, **call).trajectories
@@ -254,7 +254,7 @@ def test_as_many_samples_as_tokens_are_no_rows_of_positions():
 
 
 def test_latents_are_kept_as_the_pipeline_has_them_and_read_as_the_denoiser_wants_them():
-    """Wan keeps float32 latents, also of a denoiser in bfloat16."""
+    """Wan keeps float32 latents even for a bfloat16 denoiser."""
     pipeline = DDPOStableDiffusionPipeline(modern.wan(dtype=torch.bfloat16))
     call = {"num_inference_steps": 2, "output_type": "pt", "guidance_scale": 3.0, **SIZES["wan"]}
     trajectories = pipeline(["a cat", "a dog"], eta=0.7, **call).trajectories

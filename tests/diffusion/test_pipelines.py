@@ -1,4 +1,4 @@
-"""Diffusers pipelines made ready for training: what trains, what draws, and what is refused."""
+"""Preparing diffusers pipelines for training: what trains, what samples, and what is rejected."""
 
 import warnings
 from typing import Any
@@ -40,14 +40,14 @@ GIVEN = BETAS | {"steps_offset": 1, "timestep_spacing": "trailing", "prediction_
 
 
 class Checker(nn.Module):
-    """As the stock one is called."""
+    """Has the call of the stock safety checker."""
 
     def forward(self, images: Any, clip_input: Any) -> Any:
         return images, [True] * len(images)
 
 
 def trained_with(pipeline: Any, **settings: Any) -> DDPOTrainer:
-    """A trainer after one epoch of four updates."""
+    """Returns a trainer after one epoch with four updates."""
     config = DDPOConfig(
         **{
             "mixed_precision": "no",
@@ -140,7 +140,7 @@ def test_training_and_later_sampling_see_the_timesteps_of_the_replaced_scheduler
 
 def test_settings_that_were_never_given_are_kept_too():
     with pytest.warns(UserWarning, match="takes its place"):
-        new = trainable_scheduler(HeunDiscreteScheduler())  # its default betas are not DDIM's
+        new = trainable_scheduler(HeunDiscreteScheduler())  # its default betas differ from DDIM's
     assert (new.config.beta_start, new.config.beta_end) == (0.00085, 0.012)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # diffusers corrects the offset of old Stable Diffusion files

@@ -1,4 +1,4 @@
-"""Advantages against a prompt's earlier rewards: closed forms, and what must leave them as they are."""
+"""Advantages relative to a prompt's earlier rewards: closed forms, and what must not change them."""
 
 import json
 import math
@@ -32,10 +32,10 @@ def test_earlier_rewards_count():
 
 def test_a_prompt_seldom_seen_is_measured_by_all_new_rewards():
     tracker = PerPromptStatTracker(buffer_size=8, min_count=3)
-    tracker.update(["dog", "dog"], tensor(100, 200))  # not among the new
+    tracker.update(["dog", "dog"], tensor(100, 200))  # no dog in the next update
     advantages = tracker.update(["cat", "bird", "cat", "fish"], tensor(1, 2, 3, 6))  # mean 3, variance 14 / 4
     torch.testing.assert_close(advantages, tensor(-2, -1, 0, 3) / math.sqrt(3.5))
-    # The third reward of the cat makes it its own measure: 1, 3, 8 have mean 4 and variance 26 / 3.
+    # After its third reward, the cat is measured by its own rewards: 1, 3, 8 have mean 4 and variance 26 / 3.
     advantages = tracker.update(["cat", "mouse"], tensor(8, 0))
     torch.testing.assert_close(advantages, tensor(4 / math.sqrt(26 / 3), -1))
 
@@ -44,7 +44,7 @@ def test_the_buffer_forgets_the_oldest():
     tracker = PerPromptStatTracker(buffer_size=2, min_count=2)
     tracker.update(["cat", "cat", "cat"], tensor(-50, 70, 1))
     advantages = tracker.update(["cat"], tensor(3))
-    torch.testing.assert_close(advantages, tensor(1))  # against 1 and 3
+    torch.testing.assert_close(advantages, tensor(1))  # relative to 1 and 3
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float16, torch.bfloat16, torch.float32])
@@ -56,7 +56,7 @@ def test_rewards_of_any_dtype(dtype):
 @pytest.mark.parametrize("reward", [0.1, 0.0, -1e6 / 3, 1e-9 / 7])
 @pytest.mark.parametrize("min_count", [2, 12])
 def test_equal_rewards_are_no_news(reward, min_count):
-    """Of eleven such numbers the mean is not the number, to the last bit."""
+    """The mean of eleven such numbers differs from the number in the last bit."""
     prompts = ["cat"] * 11 + ["dog"] * 11
     advantages = PerPromptStatTracker(12, min_count).update(prompts, torch.full((22,), reward, dtype=torch.float64))
     assert torch.equal(advantages, torch.zeros(22, dtype=torch.float64))
@@ -83,7 +83,7 @@ def test_scale_and_shift_of_rewards_do_not_matter():
 
 
 def test_prompts_are_told_apart_by_their_whole_text():
-    long = "very " * 100  # beyond what a tokenizer keeps
+    long = "very " * 100  # longer than a tokenizer keeps
     prompts = [f"{long}good cat", f"{long}bad cat", f"{long}good cat", f"{long}bad cat", "Cat", "cat"]
     tracker = PerPromptStatTracker(8, 2)
     advantages = tracker.update(prompts, tensor(0, 10, 2, 14, 5, 5))

@@ -1,4 +1,4 @@
-"""Prompt functions: every prompt comes, by the seed of `random`, spoken right."""
+"""Prompt functions return every prompt, depend on the seed of `random`, and use correct grammar."""
 
 import random
 from pathlib import Path

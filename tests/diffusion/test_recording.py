@@ -1,4 +1,4 @@
-"""Trajectories against the stock pipelines they are recorded from, and against each step worked by hand."""
+"""Compares trajectories with the stock pipelines that they record, and each step with manual arithmetic."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ ETA = dict.fromkeys(KINDS, 1.0) | {"stable_diffusion_3": 0.7}
 GUIDED = {"guidance_scale": 5.0, "negative_prompt": NEGATIVE}
 FREE = {"guidance_scale": 1.0}
 DTYPES = (None, torch.bfloat16, torch.float16)
-NEAR = {"atol": 3e-6, "rtol": 0}  # kernels round differently in batches of other sizes
+NEAR = {"atol": 3e-6, "rtol": 0}  # kernels round differently in batches of different sizes
 
 
 def built(kind: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """A pipeline, and what it is called with."""
+    """Returns a pipeline and the arguments of its call."""
     call = {"prompt": PROMPTS, "num_inference_steps": COUNT, "output_type": "pt"}
     if kind == "controlnet":
         pipeline, image = tiny.controlnet(**settings)
@@ -48,7 +48,7 @@ def denoiser(pipeline: Any) -> Any:
 
 
 def pairs(trajectories: Trajectories) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every (image, step), image by image."""
+    """Returns every (image, step), image by image."""
     rows, steps = len(trajectories), len(trajectories.schedule.steps)
     return torch.arange(rows).repeat_interleave(steps), torch.arange(steps).repeat(rows)
 
@@ -64,7 +64,7 @@ def replayed(pipeline: Any, trajectories: Trajectories, rows: torch.Tensor, step
 
 
 def by_hand(kind: str, pipeline: Any, call: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The guided output of the denoiser for the latents of all prompts at one time: a plain forward of each half."""
+    """Returns the denoiser's guided output for all prompts' latents at one time, by a plain forward pass per half."""
     scale, negative = call.get("guidance_scale", 1.0), call.get("negative_prompt")
     texts = {"prompt": PROMPTS, "negative_prompt": negative, "do_classifier_free_guidance": scale > 1}
     if kind == "stable_diffusion_3":
@@ -98,7 +98,7 @@ def by_hand(kind: str, pipeline: Any, call: dict[str, Any]) -> Callable[[torch.T
 
 
 def step_by_hand(kind: str, scheduler: Any, output: Any, x: torch.Tensor, index: int) -> tuple[torch.Tensor, float]:
-    """Mean and deviation after a step: diffusers' DDIM with its noise left out, or the flow's SDE in plain numbers."""
+    """Returns mean and deviation after a step: diffusers' DDIM without noise, or the flow's SDE in plain numbers."""
     eta, time = ETA[kind], scheduler.timesteps[index]
     if kind != "stable_diffusion_3":
         mean = scheduler.step(output, time, x, eta=eta, variance_noise=torch.zeros_like(x)).prev_sample
@@ -110,7 +110,7 @@ def step_by_hand(kind: str, scheduler: Any, output: Any, x: torch.Tensor, index:
     return x - dt * (output + s**2 / (2 * t) * (x + (1 - t) * output)), s * math.sqrt(dt)
 
 
-# The pipeline is left as it is
+# The pipeline is unchanged
 
 
 @pytest.mark.parametrize("settings", [GUIDED, {"guidance_scale": 3.0}, FREE])
@@ -226,7 +226,7 @@ def test_replay_gives_the_logprobs_in_any_order_and_mix(kind: str, settings: dic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_replay_of_the_same_batch_is_exact(kind: str, dtype: torch.dtype):
-    """Also in a pipeline of half precision, whose kernels round differently in other batches."""
+    """Also holds in half precision, where kernels round differently in other batches."""
     pipeline, call = built(kind, dtype=dtype)
     _, trajectories = record(pipeline, eta=ETA[kind], generator=tiny.generator(), **call, **GUIDED)
     assert trajectories.latents.dtype == dtype
@@ -299,7 +299,7 @@ def test_trajectories_are_kept_where_they_should_be():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_are_joined(kind: str):
-    """Of one image, and of two of each of two prompts."""
+    """Joins calls of one image, and of two images for each of two prompts."""
     pipeline, call = built(kind)
     parts = []
     for seed, prompts in enumerate((["a red cat"], PROMPTS)):
@@ -317,7 +317,7 @@ def test_calls_are_joined(kind: str):
     torch.testing.assert_close(replayed(pipeline, joined, rows[order], steps[order]), expected, **NEAR)
 
 
-# What cannot be replayed is refused
+# What cannot be replayed is rejected
 
 
 @pytest.mark.parametrize("kind", ["stable_diffusion", "stable_diffusion_3"])
@@ -329,7 +329,7 @@ def test_no_noise_is_refused(kind: str):
 
 def test_two_calls_of_the_denoiser_in_a_step_are_refused():
     pipeline, call = built("stable_diffusion_3")
-    call |= {"skip_guidance_layers": [0], "num_inference_steps": 10}  # the second step calls it again
+    call |= {"skip_guidance_layers": [0], "num_inference_steps": 10}  # the second step calls the denoiser again
     with untouched(pipeline), pytest.raises(ValueError, match="2 times for one step, on 2 and 1 copies of"):
         record(pipeline, eta=0.7, **call)
 
@@ -380,7 +380,7 @@ def test_latents_mixed_with_others_are_refused():
 
 
 def test_latents_changed_between_steps_are_refused():
-    """By a callback, or by inpainting with a common denoiser, which puts what is known back after each step."""
+    """A callback changes them, or inpainting with a plain denoiser, which restores the known part after each step."""
 
     def halve(pipeline: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         return {"latents": tensors["latents"] / 2}

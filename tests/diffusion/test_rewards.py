@@ -1,4 +1,4 @@
-"""Rewards against PIL's own files and against models run by hand."""
+"""Compares rewards with PIL's files and with models run by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from trimtab_diffusion.rewards.loading import settle
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CLIP in half precision, as many are stored, with its tokenizer and image processor."""
+    """Saves a half-precision CLIP, as many are stored, with its tokenizer and image processor."""
     folder = tmp_path_factory.mktemp("clip")
     tiny.save_clip(folder, {**MODEL, "image_size": SIZE})
     return folder
@@ -39,7 +39,7 @@ def clip(clip_folder: Path) -> CLIPModel:
 
 
 def predictor(width: int) -> dict[str, Tensor]:
-    """Random weights under the names and of the shapes of LAION's file."""
+    """Returns random weights with the names and shapes of LAION's file."""
     widths, places = (width, 1024, 128, 64, 16, 1), (0, 2, 4, 6, 7)
     generator, weights = tiny.generator(2), {}
     for place, inputs, outputs in zip(places, widths[:-1], widths[1:], strict=True):
@@ -128,7 +128,7 @@ def test_alignment_is_the_cosine_behind_clips_logits(clip_folder: Path, clip: CL
     values = pixel_values(pictures(), Image.Resampling.BICUBIC, CLIP_MEAN, CLIP_STD)
     with torch.no_grad():
         cosines = clip(pixel_values=values, **tokens).logits_per_image / clip.logit_scale.exp()
-    assert cosines.std(0).min() > 0.001  # pictures differ
+    assert cosines.std(0).min() > 0.001  # images differ
     assert cosines[:, [0, 1, 3, 4]].std(1).min() > 0.001  # and prompts
     alignment = ClipAlignment(clip_folder, batch_size=2)(pictures(), PROMPTS, ({},) * 5)
     torch.testing.assert_close(alignment, cosines.diagonal(), rtol=0, atol=1e-5)
@@ -149,7 +149,7 @@ def test_nothing_is_loaded_before_the_first_call(tmp_path: Path):
 
 
 def logits(clip: CLIPModel, prompts: tuple[str, ...]) -> Tensor:
-    """CLIP's own logits of each image and its prompt."""
+    """Returns CLIP's own logits for each image and its prompt."""
     tokens = tiny.tokenizer()(list(prompts), padding=True, truncation=True, return_tensors="pt")
     values = pixel_values(pictures(), Image.Resampling.BICUBIC, CLIP_MEAN, CLIP_STD)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A denoising step as a Gaussian: against torch.distributions, diffusers' own steps and the papers' formulas."""
+"""Compares a Gaussian denoising step with torch.distributions, diffusers' own steps and the papers' formulas."""
 
 import math
 from itertools import pairwise
@@ -21,7 +21,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 
 
 def ddim(count: int, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    """Stable Diffusion's DDIM, its tables exact to `dtype`, before `count` steps."""
+    """Returns Stable Diffusion's DDIM, with tables exact to `dtype`, set to `count` steps."""
     scheduler = tiny.ddim(**settings)
     scheduler.alphas_cumprod = scheduler.alphas_cumprod.to(dtype)
     scheduler.final_alpha_cumprod = scheduler.final_alpha_cumprod.to(dtype)
@@ -40,7 +40,7 @@ def every(steps: Steps) -> torch.Tensor:
 
 
 def assert_is_stock_step(scheduler: Any, eta: float, atol: float, dtype: torch.dtype = torch.float64) -> None:
-    """Stock samples are mean + deviation * noise, in every step and for the noise that stock is handed."""
+    """Asserts that stock samples are mean + deviation * noise in every step, for the noise that stock receives."""
     steps = Steps.of(scheduler, eta)
     output, sample, drawn = (noise(seed=seed, dtype=dtype) for seed in range(3))
     for index, timestep in enumerate(scheduler.timesteps):
@@ -77,7 +77,7 @@ def test_kl_is_the_normals_mean_over_dimensions():
 
 
 def test_kl_is_the_expected_log_ratio():
-    """2e5 draws: the log-ratio deviates by |gap| / std = 0.5, so that its mean is known to 0.0011."""
+    """Over 2e5 samples; the log-ratio deviates by |gap| / std = 0.5, so its mean is known to 0.0011."""
     mean, reference, std = torch.zeros(1, 1), torch.full((1, 1), 0.1), torch.tensor([0.2])
     draws = mean + 0.2 * noise(200_000, 1, dtype=torch.float32)
     ratio = gaussian_logprob(draws, mean, std) - gaussian_logprob(draws, reference, std)
@@ -92,7 +92,7 @@ def test_kl_is_the_expected_log_ratio():
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
 def test_ddim_is_the_stock_step(prediction: str, spacing: str, to_one: bool, eta: float):
-    # 7 does not divide 1000: stock then goes to t - 142 also where that is not the next timestep.
+    # 7 does not divide 1000: stock then goes to t - 142 even if that is not the next timestep.
     scheduler = ddim(7, prediction_type=prediction, timestep_spacing=spacing, set_alpha_to_one=to_one)
     assert_is_stock_step(scheduler, eta, atol=1e-9)
 
@@ -110,7 +110,7 @@ def test_ddim_is_the_stock_step_in_float32(prediction: str):
         {"clip_sample": True, "clip_sample_range": 0.3},
         {"thresholding": True, "sample_max_value": 1.5},
         {"thresholding": True, "sample_max_value": 100.0, "dynamic_thresholding_ratio": 0.9},
-        {"thresholding": True, "clip_sample": True, "clip_sample_range": 0.1},  # thresholding alone counts
+        {"thresholding": True, "clip_sample": True, "clip_sample_range": 0.1},  # only thresholding applies
     ],
 )
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
@@ -124,18 +124,18 @@ def test_ddim_clips_and_thresholds_as_stock_does(prediction: str, settings: dict
 
 
 def test_ddim_reaches_its_start_in_closed_form():
-    """With the true noise as output, any deviation leaves x on the forward process: mean and variance known."""
+    """If the output is the true noise, x stays on the forward process for any deviation: both moments are known."""
     alpha, alpha_next = torch.tensor([0.2]).double(), torch.tensor([0.6]).double()
     x0, true = noise(1, 5), noise(1, 5, seed=1)
     x = alpha.sqrt() * x0 + (1 - alpha).sqrt() * true
     for eta in (0.0, 0.3, 1.0):
         mean, std = ddim_gaussian(true, x, alpha=alpha, alpha_next=alpha_next, eta=eta, prediction_type="epsilon")
-        kept = (mean - alpha_next.sqrt() * x0) / true  # how much of the old noise is left
+        kept = (mean - alpha_next.sqrt() * x0) / true  # share of the old noise that is left
         torch.testing.assert_close(kept**2 + std**2, (1 - alpha_next).expand_as(kept))
 
 
 def test_eta_1_has_the_deviation_of_ddpm():
-    """beta tilde of Ho et al. 2020 (arXiv:2006.11239, Eq. 7), of one step of the thousand."""
+    """The deviation is beta tilde of Ho et al. 2020 (arXiv:2006.11239, Eq. 7), for one step of the thousand."""
     steps = Steps.of(ddim(1000, steps_offset=0), 1.0)
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64).square()
     bar = (1 - betas).cumprod(0)
@@ -175,12 +175,12 @@ def test_zero_terminal_snr_is_the_stock_step_for_v(eta: float):
     assert steps.before[0] == 0
     output, sample = noise(), noise(seed=1)
     mean, std = steps.gaussian(output, sample, torch.zeros(3, dtype=torch.int64))
-    # x is pure noise: x_0 is -v, the old noise is x, and the new deviation is eta of the whole.
+    # x is pure noise: x_0 is -v, the old noise is x, and the new deviation is eta times the whole.
     after = steps.after[0]
     old = ((1 - after) * (1 - eta**2)) ** 0.5
     torch.testing.assert_close(mean, -(after**0.5) * output + old * sample, atol=1e-7, rtol=1e-7)
     torch.testing.assert_close(std, (eta * (1 - after) ** 0.5).expand(3))
-    if eta < 1:  # at 1 stock takes the root of what rounds to a little less than zero
+    if eta < 1:  # at 1 stock takes the root of a number that rounds to just below zero
         assert_is_stock_step(scheduler, eta, atol=1e-9)
 
 
@@ -188,7 +188,7 @@ def test_zero_terminal_snr_is_refused_for_epsilon():
     settings = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
     with pytest.raises(ValueError, match="rescale_betas_zero_snr=False"):
         Steps.of(ddim(5, **settings), 1.0)
-    Steps.of(ddim(5, **settings | {"timestep_spacing": "leading"}), 1.0)  # begins a little later, with some signal
+    Steps.of(ddim(5, **settings | {"timestep_spacing": "leading"}), 1.0)  # begins later, with some signal
 
 
 @pytest.mark.parametrize("eta", [-0.1, 1.1])
@@ -213,7 +213,7 @@ def test_unknown_predictions_are_refused():
 
 
 def test_flow_is_an_euler_maruyama_step_of_the_papers_sde():
-    """Flow-GRPO, Eqs. 8 and 9, in plain numbers: the drift is v + s^2/(2t) (x + (1-t) v), over dt < 0."""
+    """Flow-GRPO, Eqs. 8 and 9, in plain numbers: the drift is v + s^2/(2t) (x + (1-t) v), for dt < 0."""
     scheduler, eta = flow(6), 0.7
     steps = Steps.of(scheduler, eta)
     sigmas = scheduler.sigmas.double().tolist()
@@ -246,10 +246,10 @@ def test_flow_without_noise_is_the_stock_step(shift: float):
 
 
 def variance_gap(count: int, eta: float) -> float:
-    """How far the variance of x strays from that of the flow's marginal, over `count` steps from t = 0.9 to 0.
+    """Returns how far the variance of x strays from the flow's marginal, over `count` steps from t = 0.9 to 0.
 
-    Data N(1, 0.25), noise N(0, 1): all is Gaussian, the velocity E[noise - data | x] is linear, and a step maps a
-    mean and a variance to a mean and a variance with nothing drawn.
+    With data N(1, 0.25) and noise N(0, 1) all is Gaussian: the velocity E[noise - data | x] is linear, and a step maps
+    mean and variance to mean and variance without sampling.
     """
     data_mean, data_var = 1.0, 0.25
     sigmas = torch.linspace(0.9, 0, count + 1, dtype=torch.float64)
@@ -276,7 +276,7 @@ def variance_gap(count: int, eta: float) -> float:
 
 @pytest.mark.parametrize("eta", [0.0, 0.3, 0.7, 1.5])
 def test_flow_keeps_the_marginals_of_the_flow(eta: float):
-    """Whatever the noise, up to the error of Euler's method, which is of first order."""
+    """Holds for any noise, up to the first-order error of Euler's method."""
     coarse, fine = variance_gap(200, eta), variance_gap(400, eta)
     assert fine < 0.02
     assert fine < 0.6 * coarse

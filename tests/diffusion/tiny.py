@@ -1,4 +1,4 @@
-"""Diffusion pipelines of a few thousand weights, real ones of diffusers, built in code from a seed."""
+"""Diffusion pipelines with a few thousand weights: real diffusers classes, built in code from a seed."""
 
 import string
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def from_seed(seed: int) -> Iterator[None]:
 
 
 def tokenizer() -> CLIPTokenizer:
-    """CLIP's, with no merges: a token per character."""
+    """Returns CLIP's tokenizer without merges: one token per character."""
     return CLIPTokenizer(vocab=VOCABULARY, merges=[], model_max_length=TEXT_LENGTH)
 
 
@@ -64,7 +64,7 @@ def text_encoder(projection: int | None = None) -> Any:
         projection_dim=projection or WIDTH,
     )
     encoder = CLIPTextModel(config) if projection is None else CLIPTextModelWithProjection(config)
-    with torch.no_grad():  # CLIP's own 0.02 makes all prompts nearly one
+    with torch.no_grad():  # CLIP's own 0.02 makes all prompts nearly equal
         for name, weight in encoder.named_parameters():
             if "embedding" in name:
                 weight.mul_(20)
@@ -72,11 +72,11 @@ def text_encoder(projection: int | None = None) -> Any:
 
 
 def save_clip(folder: Path, sizes: dict[str, int]) -> None:
-    """A CLIP in half precision, as many are stored, with its tokenizer and image processor.
+    """Saves a half-precision CLIP, as many are stored, with its tokenizer and image processor.
 
     Args:
-        folder: where it is saved.
-        sizes: of both encoders, and `image_size`.
+        folder: folder to save to.
+        sizes: sizes of both encoders, and `image_size`.
     """
     start, end = (VOCABULARY[token] for token in SPECIAL)
     tokens = {"vocab_size": len(VOCABULARY), "bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
@@ -93,7 +93,7 @@ def save_clip(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def vae(channels: int = 4, **settings: Any) -> AutoencoderKL:
-    """Halves the image once."""
+    """Returns a VAE that halves the image once."""
     return AutoencoderKL(
         block_out_channels=(8, 8),
         down_block_types=["DownEncoderBlock2D"] * 2,
@@ -121,7 +121,7 @@ def unet(**settings: Any) -> UNet2DConditionModel:
 
 
 def heard(denoiser: Any) -> Any:
-    """The same, with the text at least as loud as the picture, which an untrained denoiser nearly ignores."""
+    """Makes the text at least as loud as the image; an untrained denoiser nearly ignores it."""
     with torch.no_grad():
         for name, weight in denoiser.named_parameters():
             if ".attn2.to_" in name or "add_embedding" in name:
@@ -130,7 +130,7 @@ def heard(denoiser: Any) -> Any:
 
 
 def ddim(**settings: Any) -> DDIMScheduler:
-    """DDIM as Stable Diffusion sets it."""
+    """Returns DDIM with Stable Diffusion's settings."""
     sizes = {
         "beta_start": 0.00085,
         "beta_end": 0.012,
@@ -168,7 +168,7 @@ def stable_diffusion(
 def stable_diffusion_xl(
     dtype: torch.dtype = torch.float32, scheduler: Any = None, seed: int = 0
 ) -> StableDiffusionXLPipeline:
-    """With two text encoders, their concatenated states and, as added conditions, a pooled one and six sizes."""
+    """Two text encoders with concatenated states; added conditions are a pooled state and six sizes."""
     with from_seed(seed):
         pipeline = StableDiffusionXLPipeline(
             vae=vae(),
@@ -191,7 +191,7 @@ def stable_diffusion_xl(
 def stable_diffusion_3(
     dtype: torch.dtype = torch.float32, scheduler: Any = None, seed: int = 0
 ) -> StableDiffusion3Pipeline:
-    """A flow; with two CLIP text encoders, and none of T5, for which the pipeline takes zeros."""
+    """A flow with two CLIP text encoders and no T5, which the pipeline replaces by zeros."""
     with from_seed(seed):
         transformer = SD3Transformer2DModel(
             sample_size=SIZE,
@@ -224,11 +224,11 @@ def stable_diffusion_3(
 def controlnet(
     dtype: torch.dtype = torch.float32, scheduler: Any = None, seed: int = 0
 ) -> tuple[StableDiffusionControlNetPipeline, torch.Tensor]:
-    """The pipeline, and an image [1, 3, H, W] in [0, 1] to control it."""
+    """Returns the pipeline, and an image [1, 3, H, W] in [0, 1] that controls it."""
     with from_seed(seed):
         denoiser = unet()
         control = ControlNetModel.from_unet(denoiser, conditioning_embedding_out_channels=(8, 8))
-        with torch.no_grad():  # a fresh ControlNet ends in zeros, and would control nothing
+        with torch.no_grad():  # a new ControlNet ends in zeros, and would control nothing
             for weight in (*control.controlnet_down_blocks.parameters(), *control.controlnet_mid_block.parameters()):
                 weight.normal_(std=0.3)
             control.controlnet_cond_embedding.conv_out.weight.normal_(std=0.3)
