@@ -1,4 +1,4 @@
-"""A tiny model of any causal class of transformers, built in code by the type of its configuration."""
+"""Builds a tiny model of any causal transformers class in code, by its configuration's type."""
 
 import warnings
 from typing import Any
@@ -46,9 +46,9 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def causal(model_type: str, **settings: Any) -> PreTrainedModel:
-    """A model with large random weights, whose numbers therefore depend on all that its attention reads.
+    """Returns a model with large random weights, so that its numbers depend on everything that its attention reads.
 
-    settings: of its configuration, beside or instead of the small ones; those that it does not know are left out.
+    settings: of its configuration, beside or instead of the small ones; unknown ones are ignored.
     """
     kind = CONFIG_MAPPING[model_type]
     default = kind()
@@ -63,7 +63,7 @@ def causal(model_type: str, **settings: Any) -> PreTrainedModel:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         config = kind(**sizes | OWN.get(model_type, {}))
-        is_mllama = model_type == "mllama_text_model"  # which the mapping knows by the configuration around it
+        is_mllama = model_type == "mllama_text_model"  # the mapping lists its outer configuration
         model = MllamaForCausalLM(config) if is_mllama else AutoModelForCausalLM.from_config(config)
         for weight in model.parameters():
             if weight.dim() > 1:

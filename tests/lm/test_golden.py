@@ -1,4 +1,4 @@
-"""Ten steps of each trainer on transformers.Trainer, in float64, against recorded curves: see `tests.curves`."""
+"""Ten steps of each trainer on transformers.Trainer, in float64, equal recorded curves: see `tests.curves`."""
 
 import tempfile
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def trained(name: str) -> Curve:
 
 
 def iterated() -> Curve:
-    """Five calls of `step`, two optimizer steps each."""
+    """Calls `step` five times, with two optimizer steps each."""
     with tempfile.TemporaryDirectory() as folder:
         config = IterativeSFTConfig(
             folder,

@@ -1,4 +1,4 @@
-"""What lies inside the wrappers of models and processors."""
+"""What the wrappers of models and processors contain."""
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -44,7 +44,7 @@ def test_adapters_hide_neither_the_base_model_nor_its_configuration():
 
 
 class Pair(ProcessorMixin):
-    """A processor of a tokenizer alone."""
+    """A processor with only a tokenizer."""
 
     attributes = ["tokenizer"]
     tokenizer_class = "AutoTokenizer"

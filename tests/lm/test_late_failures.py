@@ -1,4 +1,4 @@
-"""Datasets and rows that no trainer can use: one clear line from each trainer, before any work."""
+"""Datasets and rows that no trainer can use give one clear line from each trainer, before any work."""
 
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ def test_a_tokenized_dataset_of_pairs_is_measured_too(tmp_path):
 
 
 class Fixed:
-    """A sampler of the caller's: completions of a length that no setting of the trainer says."""
+    """A caller's sampler; no setting of the trainer gives the length of its completions."""
 
     def __init__(self, length: int):
         self.length = length
@@ -185,7 +185,7 @@ def test_a_text_in_rows_of_constant_length_is_measured(tmp_path):
         make("sft", tmp_path, Dataset.from_dict(rows), **settings).train()
     trainer = make("sft", tmp_path, Dataset.from_dict({"text": [SHORT] * 60}), **settings)
     trainer.train()
-    assert trainer.state.global_step == 1  # short texts, each with positions of its own
+    assert trainer.state.global_step == 1  # short texts, each with its own positions
 
 
 def long_rows(count: int, length: int) -> list[torch.Tensor]:
@@ -243,5 +243,5 @@ def test_ppo_takes_responses_that_repeat_their_query_where_that_may_be_meant():
     tiny.ppo().step(queries, whole, scores, [torch.ones_like(row) for row in whole])
     learnt = tiny.ppo()
     learnt.step(queries, responses, scores)
-    learnt.step(queries, whole, scores)  # an echo that was learnt
+    learnt.step(queries, whole, scores)  # an echo that the policy learnt
     assert learnt.steps_done == 2

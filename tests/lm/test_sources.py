@@ -1,4 +1,4 @@
-"""Datasets of torch, and images where texts are needed, in every trainer that takes data."""
+"""torch datasets, and images in place of texts, in every trainer that takes data."""
 
 from typing import Any
 
@@ -143,7 +143,7 @@ def test_columns_that_only_sound_like_images_are_taken(kind, tmp_path):
     rows = Dataset.from_list([{**row, **harmless} for row in TEXTS[kind]])
     make(kind, tmp_path, rows, **SETTINGS.get(kind, {})).train()
     rows = rows.map(lambda row: {name: "<image> " + row[name] for name in COLUMNS[kind]})
-    with pytest.raises(ValueError, match="The column 'image' holds an image"):  # by its path, at a place in the text
+    with pytest.raises(ValueError, match="The column 'image' holds an image"):  # a path, at a place in the text
         make(kind, tmp_path, rows, **SETTINGS.get(kind, {}))
 
 

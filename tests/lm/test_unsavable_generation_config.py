@@ -1,4 +1,4 @@
-"""A generation config that transformers refuses to save is an error when a trainer is constructed."""
+"""A generation config that transformers refuses to save raises an error when a trainer is constructed."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def test_adapters_are_saved_without_it(tmp_path):
 
 @pytest.mark.parametrize("eos", ["</s>", "."])
 def test_what_is_refused_is_what_saving_refuses(eos: str, tmp_path: Path):
-    """A published config that stays as it is can be saved; one in which training sets other special tokens cannot."""
+    """An unchanged published config can be saved; one in which training sets other special tokens cannot."""
     tiny.llama().save_pretrained(tmp_path / "hub")
     file = tmp_path / "hub" / "generation_config.json"
     file.write_text(file.read_text().replace("{", '{"do_sample": false, "temperature": 0.6,', 1))

@@ -1,4 +1,4 @@
-"""Models of a few thousand weights and a tokenizer of one token per character, built in code."""
+"""Models with a few thousand weights and a tokenizer with one token per character, built in code."""
 
 import string
 from types import MethodType
@@ -39,7 +39,7 @@ WIDTH = 16
 
 
 def tokenizer(**special: Any) -> PreTrainedTokenizerFast:
-    """A token per character; text to ids and back is exact. special: other special tokens, such as pad_token=None."""
+    """One token per character; text to ids and back is exact. special: other special tokens, such as pad_token=None."""
     core = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()
@@ -83,7 +83,7 @@ def t5(seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Pr
 
 
 def exact(model: Any) -> Any:
-    """The model in float64 throughout: transformers' RMS norms compute in float32 whatever the dtype, which rounds."""
+    """Returns the model fully in float64: transformers' RMS norms otherwise compute, and round, in float32."""
 
     def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         size = hidden.pow(2).mean(-1, keepdim=True)
@@ -96,7 +96,7 @@ def exact(model: Any) -> Any:
 
 
 def scorer(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A sequence classifier with one label."""
+    """Returns a sequence classifier with one label."""
     sizes = {"n_embd": WIDTH, "n_layer": 1, "n_head": 2, "n_positions": 64, "num_labels": 1}
     return seeded(GPT2ForSequenceClassification, GPT2Config(**sizes | TOKENS), seed, dtype)
 
@@ -109,45 +109,45 @@ def with_value_head(model: Any, seed: int = 0, **options: Any) -> Any:
 
 
 def policy(seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """A GPT-2 with a value head."""
+    """Returns a GPT-2 with a value head."""
     return with_value_head(gpt2(seed, dtype, **settings), seed)
 
 
 def ppo(
     model: Any = None, kind: type[PPOTrainer] = PPOTrainer, arguments: dict[str, Any] | None = None, **config: Any
 ) -> Any:
-    """A trainer of four responses and one update a step. arguments: of PPOTrainer; config: PPOConfig's."""
+    """Returns a trainer with four responses and one update a step. arguments: PPOTrainer's; config: PPOConfig's."""
     sizes = {"batch_size": 4, "mini_batch_size": 4, "ppo_epochs": 1, "learning_rate": 1e-3}
     model = policy() if model is None else model
     return kind(PPOConfig(**sizes | config), model, **{"tokenizer": tokenizer(), **(arguments or {})})
 
 
 def rows(count: int, shortest: int, longest: int, seed: int = 0) -> list[torch.Tensor]:
-    """Tokens that are not special, in rows of lengths from `shortest` to `longest`."""
+    """Returns rows of ordinary tokens, with lengths from `shortest` to `longest`."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(len(SPECIAL), len(VOCABULARY), (length,), generator=generator) for length in lengths]
 
 
 def batch(count: int = 4, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Queries, responses and scores."""
+    """Returns queries, responses and scores."""
     scores = torch.randn(count, generator=torch.Generator().manual_seed(seed + 2))
     return rows(count, 2, 5, seed), rows(count, 3, 7, seed + 1), list(scores)
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of all weights."""
+    """Returns a copy of all weights."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def moved(before: dict[str, torch.Tensor], module: torch.nn.Module) -> dict[str, float]:
-    """How far each weight that changed has moved, at most over its elements."""
+    """Returns the largest change of any element in each weight that changed."""
     gaps = {name: float((value - before[name]).abs().max()) for name, value in module.state_dict().items()}
     return {name: gap for name, gap in gaps.items() if gap > 0}
 
 
 def logprobs_of(model: Any, query: torch.Tensor, response: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """[R, V], log-probabilities at each response token, by a plain forward pass of a causal model."""
+    """Returns [R, V], log-probabilities at each response token, from a plain forward pass of a causal model."""
     training, _ = model.training, model.eval()
     with torch.no_grad():
         logits = model(input_ids=torch.cat([query, response])[None]).logits[0]
@@ -156,14 +156,14 @@ def logprobs_of(model: Any, query: torch.Tensor, response: torch.Tensor, tempera
 
 
 def taken_of(model: Any, query: torch.Tensor, response: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """[R], the log-probabilities of the response's own tokens."""
+    """Returns [R], the log-probabilities of the response's own tokens."""
     return logprobs_of(model, query, response, temperature).gather(1, response[:, None])[:, 0]
 
 
 def places_of(
     inputs: dict[str, torch.Tensor], queries: list[torch.Tensor], responses: list[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """`source` and `targets` of the responses in padded model inputs, as `lay_out` has them."""
+    """Returns `source` and `targets` of the responses in padded model inputs, as `lay_out` has them."""
     is_decoder = "decoder_input_ids" in inputs
     is_read = inputs["decoder_attention_mask" if is_decoder else "attention_mask"]
     source = []

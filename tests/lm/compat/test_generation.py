@@ -1,4 +1,4 @@
-"""Models find the cache of a generation step under whatever name they know, and a slower loop says why it runs."""
+"""Models receive the cache under whatever name they know, and the slower generation loop says why it runs."""
 
 import warnings
 from typing import Any
@@ -18,7 +18,7 @@ NAMES = ("cache", "past_key_values", "kv_states")
 
 
 class KnowsCache(LlamaForCausalLM):
-    """Remote code, which passes over arguments that it does not know."""
+    """Like remote code, ignores arguments that it does not know."""
 
     def forward(self, input_ids=None, attention_mask=None, cache=None, logits_to_keep=0, **kwargs):
         return self.run(input_ids, cache, logits_to_keep, {"attention_mask": attention_mask, **kwargs})
@@ -71,7 +71,7 @@ def test_the_name_of_the_cache_is_read_from_the_signature():
 
 
 def without_cache() -> Any:
-    """A model whose forward hides its arguments."""
+    """Returns a model whose forward hides its arguments."""
     model = tiny.llama()
     run = model.forward
     model.forward = lambda *args, **kwargs: run(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Messages: blocks of text are taken and those of images are not, and nulls that Arrow writes are left out."""
+"""Messages: text blocks are used, image blocks are rejected, and the nulls that Arrow adds are dropped."""
 
 import json
 import warnings
@@ -114,7 +114,7 @@ def called(arguments: Any, **more: Any) -> dict[str, Any]:
 
 
 def recorded() -> tuple[Any, list[str]]:
-    """A tokenizer, and the texts that its chat template writes."""
+    """Returns a tokenizer, and a list of the texts that its chat template writes."""
     seen: list[str] = []
     speaks = tokenizer()
     write = speaks.apply_chat_template
@@ -138,7 +138,7 @@ def test_arguments_that_other_calls_have_are_not_learnt_as_null(tmp_path):
 
 @pytest.mark.parametrize("kind", CHATTING)
 def test_tools_and_calls_are_those_of_the_row_in_every_trainer(kind, tmp_path):
-    """The tokens equal those of a dataset in which every row is alone, where Arrow has nothing to fill."""
+    """The tokens equal those of datasets with a single row each, where Arrow fills nothing in."""
     data = []
     for number, arguments in enumerate(ARGUMENTS[:2]):
         one = row(kind, say("user", "go"), called(arguments))

@@ -43,7 +43,7 @@ def test_a_restart_goes_on_in_the_middle_of_an_epoch(taken):
 
 
 def test_a_batch_of_more_rows_than_there_are_goes_on_with_the_next_pass():
-    """Two batches of 6, shared by two processes, are three passes over 4 rows."""
+    """Two batches of 6, shared by two processes, take three passes over 4 rows."""
     ranks = [ShuffledBatches(4, **SIZES, rank=rank) for rank in (0, 1)]
     drawn = []
     for _ in range(2):
@@ -54,7 +54,7 @@ def test_a_batch_of_more_rows_than_there_are_goes_on_with_the_next_pass():
     assert len({tuple(one) for one in passes}) > 1
     again = ShuffledBatches(4, **SIZES, rank=1)
     again.load_state_dict(ranks[1].state_dict())
-    assert list(again) == []  # the epoch is at its end
+    assert list(again) == []  # the epoch has ended
     assert list(again) == list(ranks[1])
 
 

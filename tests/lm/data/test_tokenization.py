@@ -1,4 +1,4 @@
-"""What counts, decoded, is the text of the answers: for several kinds of tokenizer and chat template."""
+"""The tokens with a loss decode to the answers' text, for several kinds of tokenizer and chat template."""
 
 import json
 import warnings
@@ -67,7 +67,7 @@ THOUGHTFUL = [
 
 
 class WithoutOffsets(PreTrainedTokenizerFast):
-    """As tokenizers written in Python are."""
+    """Returns no offsets, like tokenizers written in Python."""
 
     is_fast = property(lambda self: False)
 
@@ -79,7 +79,7 @@ def dressed(core: Tokenizer, template: str | None = None, kind=PreTrainedTokeniz
 
 
 def byte_level(template=None, *, merges=80, trim_offsets=False, kind=PreTrainedTokenizerFast):
-    """As of GPT-2 and Llama 3: a space belongs to the word behind it; adds no BOS."""
+    """Like GPT-2 and Llama 3: a space belongs to the following word; adds no BOS."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
@@ -93,7 +93,7 @@ def byte_level(template=None, *, merges=80, trim_offsets=False, kind=PreTrainedT
 
 
 def sentencepiece(template=None, *, prepend=True, kind=PreTrainedTokenizerFast):
-    """As of Llama 2: a space before the text, bytes for what it has not seen; adds BOS."""
+    """Like Llama 2: puts a space before the text, splits unseen text into bytes, and adds BOS."""
     core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     spaces = [normalizers.Prepend("▁")] if prepend else []
     core.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
@@ -104,7 +104,7 @@ def sentencepiece(template=None, *, prepend=True, kind=PreTrainedTokenizerFast):
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
     words = [word for text in SENTENCES * 5 for word in text.replace("\n", " ").split()]
     core.train_from_iterator([f"▁{word}" for word in words], trainer)
-    state = json.loads(core.to_str())  # bytes are tokens like others: the trainer only knew them as special ones
+    state = json.loads(core.to_str())  # make bytes ordinary tokens: training needs them as special ones
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
     core = Tokenizer.from_str(json.dumps(state))
     ids = [(token, core.token_to_id(token)) for token in ("<s>", "</s>")]
@@ -113,7 +113,7 @@ def sentencepiece(template=None, *, prepend=True, kind=PreTrainedTokenizerFast):
 
 
 def letters(template=None, **special):
-    """A token per character, or byte of one."""
+    """One token per character, or per byte of it."""
     return byte_level(template, merges=0, **special)
 
 
@@ -176,7 +176,7 @@ def test_prompt_and_completion_are_tokenized_together_and_all_of_the_completion_
     head = tokenizer.decode(ids[:first], skip_special_tokens=True)
     assert (prompt + completion).startswith(head)
     assert len(head) <= len(prompt)
-    # The first token that counts, if it is no part of a character, reaches into the completion.
+    # The first token with a loss, unless it is part of a character, reaches into the completion.
     reaches = tokenizer.decode(ids[: first + 1], skip_special_tokens=True)
     assert len(reaches) > len(prompt)
 
@@ -235,7 +235,7 @@ def test_a_text_prompt_with_a_conversation_for_answer_is_an_error():
         ),
         (MISTRAL, "<s>[INST] Who sings? [/INST]", " The birds.</s>"),
         (PLAIN, "user: Who sings?\nassistant: ", "The birds.\n</s>"),
-        # The header holds a thought to come, which this answer lacks.
+        # The header begins a thought, which this answer lacks.
         (THINKING, "<|im_start|>user\nWho sings?<|im_end|>\n<|im_start|>assistant\n", "The birds.<|im_end|>"),
     ],
 )
@@ -379,7 +379,7 @@ def test_encoder_decoder_rows_end_in_eos_on_both_sides():
 
 
 class TwoAlphabets(PreTrainedTokenizerFast):
-    """As of translation models: a target is tokenized in its own way."""
+    """Like translation models: tokenizes a target differently from a source."""
 
     def __call__(self, text=None, *, text_target=None, **settings):
         return super().__call__(text if text_target is None else text_target.upper(), **settings)
@@ -416,7 +416,7 @@ def test_truncation_of_a_row_by_hand():
 
 
 def pair(prompt: int, chosen: int, rejected: int):
-    """Lengths to a row: BOS 1, EOS 2, the prompt counts from 100, answers from 200 and 300."""
+    """Returns a row of these lengths: BOS is 1, EOS 2; the prompt counts from 100, the answers from 200 and 300."""
     head = [1, *range(100, 99 + prompt)]
     sides = {"chosen": [*range(200, 199 + chosen), 2], "rejected": [*range(300, 299 + rejected), 2]}
     row = {"prompt_input_ids": head}
@@ -436,9 +436,9 @@ def lengths(row):
         ((10, 5, 5), 20, None, (10, 5, 5)),
         ((10, 5, 5), None, 4, (4, 5, 5)),
         ((10, 5, 5), 20, 4, (4, 5, 5)),
-        ((10, 8, 3), 15, None, (7, 8, 3)),  # the prompt gives way to the longer answer
-        ((12, 18, 3), 20, None, (10, 10, 3)),  # to half of max_length, and then the answer is cut
-        ((3, 50, 30), 20, 8, (3, 17, 17)),  # a short prompt leaves the answers what it does not use
+        ((10, 8, 3), 15, None, (7, 8, 3)),  # the prompt is cut for the longer answer
+        ((12, 18, 3), 20, None, (10, 10, 3)),  # the prompt to half of max_length, and then the answer
+        ((3, 50, 30), 20, 8, (3, 17, 17)),  # the answers may use what a short prompt leaves
         ((28, 50, 30), 40, 8, (8, 32, 30)),
     ],
 )
@@ -487,7 +487,7 @@ def test_encoder_decoder_columns_are_cut_to_their_own_limits_and_keep_eos():
 
 
 def encoded_rows(max_length):
-    """Lengths 3, 5 and 7 with prompts of 1, 1 and 5; `prompt` is not asked for, `score` is."""
+    """Rows of lengths 3, 5 and 7 with prompts of 1, 1 and 5; the trainer needs `score` but not `prompt`."""
     tokenizer = tiny.tokenizer()
 
     def encode(row):

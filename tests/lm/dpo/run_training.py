@@ -1,4 +1,4 @@
-"""DPO runs on tiny models, for the tests; as a program, those of test_dpo_distributed.py, in each of its processes."""
+"""Tiny DPO runs for the tests; as a program, the runs of test_dpo_distributed.py, in each of its processes."""
 
 import sys
 from typing import Any
@@ -39,7 +39,7 @@ BUILDERS = {
 
 
 def pairs(count: int = 8) -> list[dict[str, str]]:
-    """Preferences of unequal lengths, no two alike."""
+    """Returns distinct preferences of unequal lengths."""
     letters = "abcdefghijklmnopqrstuvwxyz"
 
     def text(start: int, length: int) -> str:
@@ -67,7 +67,7 @@ def trainer(
     arguments: dict[str, Any] | None = None,
     **config: Any,
 ) -> Any:
-    """One step of SGD over eight pairs. arguments: of DPOTrainer; config: DPOConfig's."""
+    """Returns a trainer for one SGD step over eight pairs. arguments: DPOTrainer's; config: DPOConfig's."""
     settings = {
         "max_steps": 1,
         "per_device_train_batch_size": 8,
@@ -87,7 +87,7 @@ def trainer(
 
 
 def trained(model: Any, folder: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The trainer after training, and the weights."""
+    """Trains; returns the trainer and the weights."""
     dpo_trainer = trainer(model, folder, **options)
     dpo_trainer.train()
     return dpo_trainer, tiny.weights(dpo_trainer.model)
@@ -97,7 +97,7 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-# 10 rows are no multiple of 4 x 2: the last batch of an evaluation is filled up with repetitions.
+# 10 rows are not a multiple of 4 x 2: repetitions fill the last evaluation batch.
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
@@ -107,7 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
-    """Two steps over 16 pairs and an evaluation over 10, each process with its share."""
+    """Runs two steps over 16 pairs and an evaluation over 10; each process has its share."""
     config = {"max_steps": 2, "seed": 3} | CASES[name]
     size = config.pop("per_device_train_batch_size", 4)
     model = tiny.exact(BUILDERS.get(name, tiny.gpt2)())

@@ -1,4 +1,4 @@
-"""DPO on a model that has adapters, with a peft_config for new ones: the old ones are merged, and are the reference."""
+"""DPO with a peft_config on a model that already has adapters: the old ones are merged, and are the reference."""
 
 import math
 
@@ -12,14 +12,14 @@ LORA = {"r": 2, "target_modules": ["c_attn"]}
 
 
 def fine_tuned() -> PeftModel:
-    """A GPT-2 whose adapter has moved it, as after supervised fine-tuning."""
+    """Returns a GPT-2 that its adapter has changed, as after supervised fine-tuning."""
     torch.manual_seed(0)
     model = get_peft_model(tiny.exact(tiny.gpt2()), LoraConfig(**LORA))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.copy_(torch.randn(weight.shape))
-    return model  # the global generator is where it is after each call, so that new adapters are drawn alike
+    return model  # each call leaves the global generator alike, for equal new adapters
 
 
 def logits(model) -> torch.Tensor:
@@ -38,7 +38,7 @@ def test_the_adapter_of_the_model_is_merged_and_is_the_reference(tmp_path):
     trainer.train()
     assert dpo.logged(trainer, "loss")[0] == pytest.approx(math.log(2), rel=1e-6)
     assert not torch.allclose(logits(trainer.model), before)
-    with trainer.reference.active() as reference:  # what trains is the new adapter alone
+    with trainer.reference.active() as reference:  # only the new adapter trains
         torch.testing.assert_close(logits(reference), before)
 
 

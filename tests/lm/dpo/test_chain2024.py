@@ -1,4 +1,4 @@
-"""DPOTrainer by the methods that TRL 0.7 to 0.11 document: replaced, assigned, and equal to the trainer's own path."""
+"""DPOTrainer's methods as documented in TRL 0.7 to 0.11: replaced, assigned, and equal to the trainer's own path."""
 
 import math
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ def passes_through(name, seen):
 
 
 class Replaced(DPOTrainer):
-    """Every method of the chain, handed on."""
+    """Overrides every method of the chain and calls the original."""
 
     seen: list[str] = []
 
@@ -46,7 +46,7 @@ CASES = {
     "precomputed": (
         "gpt2",
         {"precompute_ref_log_probs": True, "max_length": 8, "max_prompt_length": 3},
-        {"ref_model": lambda: tiny.exact(tiny.gpt2(seed=1))},  # rounding would decide which answer of a copy is better
+        {"ref_model": lambda: tiny.exact(tiny.gpt2(seed=1))},  # a copy's answers tie, and rounding would decide
     ),
     "reference-free": ("gpt2", {"reference_free": True, "loss_type": "ipo"}, {}),
 }
@@ -133,7 +133,7 @@ class LossOf09(LossOf2024):
 
 
 class ForwardOf2024(DPOTrainer):
-    """Four tensors, from padded rows and the model's own logits."""
+    """Returns four tensors, computed from padded rows and the model's own logits."""
 
     def concatenated_forward(self, model, batch):
         concatenated = self.concatenated_inputs(

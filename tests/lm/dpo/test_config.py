@@ -1,4 +1,4 @@
-"""DPO's settings: checked when they are made, and readable from a command line."""
+"""DPO's settings are checked when they are created, and can be read from a command line."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Preference pairs as tokens: what is cut and in which order, what counts, and the two collators."""
+"""Preference pairs as tokens: what is cut and in which order, which tokens count, and the two collators."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def tokenizer_of(*, seq2seq=False, special=None, **config):
 
 
 def texts(row):
-    """Prompt and answers as the model reads them, </s> as !."""
+    """Returns prompt and answers as the model reads them, with </s> as !."""
     read = tiny.tokenizer()
     start = len(row["prompt_input_ids"])
     ids = (row["prompt_input_ids"], row["chosen_input_ids"][start:], row["rejected_input_ids"][start:])
@@ -46,7 +46,7 @@ def test_columns_are_those_of_2024():
     [
         ({"max_prompt_length": 3}, ["ef ", "ghijkl!", "mn!"]),
         ({"max_prompt_length": 3, "truncation_mode": "keep_start"}, ["abc", "ghijkl!", "mn!"]),
-        ({"max_length": 13}, ["bcdef ", "ghijkl!", "mn!"]),  # cutting the prompt is enough
+        ({"max_length": 13}, ["bcdef ", "ghijkl!", "mn!"]),  # only the prompt is cut
         ({"max_length": 8}, ["def ", "jkl!", "mn!"]),  # the prompt to half, then the answers
         ({"max_length": 8, "truncation_mode": "keep_start"}, ["abcd", "ghi!", "mn!"]),  # EOS survives
         ({"max_length": 8, "max_prompt_length": 2}, ["f ", "hijkl!", "mn!"]),
@@ -176,7 +176,7 @@ def test_the_documented_collator_pads_each_column():
     assert batch["chosen_input_ids"][0, 4:].tolist() == [9] * 10
     assert batch["chosen_labels"][0, 4:].tolist() == [-5] * 10
     assert batch["chosen_attention_mask"].sum(1).tolist() == [4, 14]
-    assert batch["prompt_input_ids"][0].tolist() == [9] * 5 + rows[0]["prompt_input_ids"]  # ready to be continued
+    assert batch["prompt_input_ids"][0].tolist() == [9] * 5 + rows[0]["prompt_input_ids"]  # left padding for generation
     assert batch["prompt_attention_mask"][0].tolist() == [0] * 5 + [1] * 2
     assert batch["note"] == ["x", "x"]
     right = DPODataCollatorWithPadding(9, is_encoder_decoder=True)(

@@ -1,4 +1,4 @@
-"""Two processes train and evaluate DPO as one does."""
+"""Two processes train and evaluate DPO like one process."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch."""
+    """Returns the results of both processes of one launch."""
     return results_of_two("tests.lm.dpo.run_training", tmp_path_factory.mktemp("two"))
 
 
@@ -28,5 +28,5 @@ def test_two_processes_are_one(name, two, tmp_path):
     for ours, theirs in zip(one["stats"], two[0][name]["stats"], strict=True):
         if name in ("precomputed", "t5") and ours["step"] == 1:
             assert abs(ours["rewards/margins"]) < 1e-12
-            ours["rewards/accuracies"] = theirs["rewards/accuracies"]  # ties, but for rounding
+            ours["rewards/accuracies"] = theirs["rewards/accuracies"]  # ties, apart from rounding
         assert theirs == pytest.approx(ours, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Every documented argument and method of DPOTrainer does what it says, in the spelling of 2024 too."""
+"""Every documented argument and method of DPOTrainer does what it says, also in the spelling of 2024."""
 
 import inspect
 import math
@@ -20,7 +20,7 @@ from trimtab_lm.legacy.arguments import DPO
 
 
 def make(folder, **arguments):
-    """A trainer by the constructor of 2024."""
+    """Calls the constructor of 2024."""
     args = TrainingArguments(
         str(folder),
         max_steps=1,
@@ -40,7 +40,7 @@ def make(folder, **arguments):
 
 
 def loss_of(trainer):
-    """Of the first batch, after the policy has moved away from the reference."""
+    """Returns the loss of the first batch after the policy has moved away from the reference."""
     trainer.train()
     return trainer.evaluate()["eval_loss"]
 
@@ -146,7 +146,7 @@ EFFECTS = {
     "ref_adapter_name": ({"model": adapters, "ref_adapter_name": "other"}, lambda trainer: trainer.reference.adapter),
     "dataset_num_proc": ({"dataset_num_proc": 1}, lambda trainer: trainer.args.dataset_num_proc),
     "reference_free": ({"reference_free": True}, lambda trainer: trainer.reference is None),
-    "force_use_ref_model": None,  # the reference is used without it
+    "force_use_ref_model": None,  # the reference is used anyway
 }
 """Argument -> arguments that set it, and what then differs.
 
@@ -198,7 +198,7 @@ def test_the_script_of_2024_trains(tmp_path):
         )
     trainer.train()
     assert isinstance(trainer.args, DPOConfig)
-    assert args.remove_unused_columns  # the caller's object is left alone
+    assert args.remove_unused_columns  # the caller's object is unchanged
     with pytest.warns(FutureWarning):
         positional = DPOTrainer(
             tiny.gpt2(),
@@ -260,11 +260,11 @@ def test_dpo_loss_is_the_loss_of_the_config(name, tmp_path):
     assert losses.shape == (2,)
     torch.testing.assert_close(chosen, torch.tensor([-0.1, 0.2]))
     torch.testing.assert_close(rejected, torch.tensor([0.0, -0.2]))
-    margin = torch.tensor([-0.5, 2.0])  # of the log-ratios
+    margin = torch.tensor([-0.5, 2.0])  # difference of the log-ratios
     closed = {
         "sigmoid": -torch.nn.functional.logsigmoid(0.2 * margin),
         "hinge": 1 - 0.2 * margin,
-        "ipo": (margin - 2.5) ** 2,  # its log-probabilities are taken for averages
+        "ipo": (margin - 2.5) ** 2,  # it treats its log-probabilities as averages
     }
     if name in closed:
         torch.testing.assert_close(losses, closed[name])
@@ -326,7 +326,7 @@ def test_metrics_are_computed_from_rewards_and_log_probabilities(tmp_path):
 
 
 def test_the_loss_of_an_evaluation_is_the_mean_over_pairs(tmp_path):
-    """7 pairs in batches of 3: a mean of batch means would weigh the last pair three times."""
+    """7 pairs in batches of 3: a mean of batch means would give the last pair three times the weight."""
 
     def loss(size):
         arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(7)}
@@ -339,7 +339,7 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_pairs(tmp_path):
 
 
 def peaked(model, token):
-    """A model that always says one token."""
+    """Returns a model that always predicts one token."""
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()
         model.get_output_embeddings().weight[token] = 0
@@ -374,7 +374,7 @@ def test_samples_of_policy_and_reference_go_into_a_table(build, tmp_path):
     assert len(set(prompts)) == 4
     trainer.state.global_step = 1
     trainer.evaluate()
-    assert [row[0] for row in trainer.tables.added[1][2]] != prompts  # others at another step
+    assert [row[0] for row in trainer.tables.added[1][2]] != prompts  # another step logs other prompts
 
 
 def test_without_a_reference_model_the_table_shows_the_policy(tmp_path):

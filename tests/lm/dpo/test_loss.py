@@ -1,4 +1,4 @@
-"""The losses of DPO against their papers: values and gradients worked by hand, optima, limits and invariances."""
+"""Compares DPO's losses with their papers: hand-worked values and gradients, optima, limits and invariances."""
 
 import math
 from dataclasses import fields, replace
@@ -15,7 +15,7 @@ SMOOTHING = {"robust": 0.1, "exo_pair": 0.1}
 
 
 def pairs_of(a, b, *, lengths=(1, 1), dtype=torch.float64) -> PairLogprobs:
-    """Pairs whose log-ratios are `a` and `b`, against a reference that is not zero."""
+    """Returns pairs with log-ratios `a` and `b` relative to a reference that is not zero."""
     a, b = (torch.tensor(x, dtype=dtype).reshape(-1) for x in (a, b))
     ref_chosen, ref_rejected = torch.full_like(a, -8.0), torch.full_like(b, -4.0)
     lengths = [torch.full((len(a),), n) for n in lengths]
@@ -68,7 +68,7 @@ def test_a_pair_by_hand(case):
     assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-# value, and gradient by chosen and rejected over beta, where policy and reference agree
+# Value, and gradients for chosen and rejected divided by beta, where policy and reference agree.
 AT_THE_REFERENCE = {
     "sigmoid": (LOG(2), -1 / 2, 1 / 2),
     "hinge": (1.0, -1.0, 1.0),
@@ -145,7 +145,7 @@ def test_coupled_losses_depend_on_the_batch_but_not_on_its_order(name):
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_the_label_flipped_is_the_margin_negated(label_smoothing):
-    """With half of the labels wrong, the answers' order says nothing; at e, flipping them is e to 1 - e."""
+    """With half the labels wrong, the order of answers has no effect; flipping them at e equals 1 - e."""
     pairs = random_pairs(5)
     flipped = PairLogprobs(
         pairs.rejected, pairs.chosen, pairs.ref_rejected, pairs.ref_chosen, pairs.rejected_length, pairs.chosen_length

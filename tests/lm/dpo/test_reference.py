@@ -1,4 +1,4 @@
-"""The reference of DPO: fixed at the start for every data set, precomputed once, and found again by its content."""
+"""DPO's reference is fixed at the start for every dataset, precomputed once, and found again by its content."""
 
 import copy
 from pathlib import Path
@@ -21,7 +21,7 @@ SETS = {"one": dpo.dataset(5), "two": dpo.dataset(6).select([5, 0, 3])}
 
 
 class Counting(DPOTrainer):
-    """Counts forward passes of pairs while it is made."""
+    """Counts forward passes on pairs during construction."""
 
     forwards = 0
 
@@ -52,7 +52,7 @@ def test_precomputed_is_not_precomputed(name, collator, tmp_path):
     assert_equal_weights(expected, trained_weights)
     for key in ("eval_one_loss", "eval_two_rewards/margins", "eval_two_rewards/accuracies"):
         assert cached[key] == pytest.approx(metrics[key], rel=1e-9), key
-    assert cached["eval_two_rewards/margins"] != 0  # the weights of the moment would give 0
+    assert cached["eval_two_rewards/margins"] != 0  # the current weights would give 0
     assert len(files(trainer.args.cache_folder)) == 3
 
 
@@ -71,9 +71,9 @@ def test_numbers_are_found_again_by_the_content_of_reference_and_data(tmp_path):
 
     assert computes()
     assert not computes()
-    assert not computes(per_device_eval_batch_size=2, beta=0.5)  # changes no log-probability
+    assert not computes(per_device_eval_batch_size=2, beta=0.5)  # does not change log-probabilities
     assert not computes(rows=Dataset.from_list(dpo.pairs()).add_column("note", ["x"] * 8))
-    assert not computes(get_peft_model(tiny.gpt2(), LoraConfig(**LORA)))  # its base is that model
+    assert not computes(get_peft_model(tiny.gpt2(), LoraConfig(**LORA)))  # its base is the same model
     assert computes(tiny.gpt2(seed=1))
     assert computes(tiny.gpt2(attn_pdrop=0.0, layer_norm_epsilon=1e-3))
     assert computes(rows=Dataset.from_list(dpo.pairs()[::-1]))
@@ -116,7 +116,7 @@ def test_a_new_set_after_training_is_refused_unless_it_is_known(tmp_path):
     trainer = dpo.trainer(
         tiny.exact(tiny.gpt2()), tmp_path, arguments={"eval_dataset": known}, precompute_ref_log_probs=True
     )
-    before = trainer.evaluate(dpo.dataset(5))  # nothing has been trained: the policy still is the reference
+    before = trainer.evaluate(dpo.dataset(5))  # before training the policy equals the reference
     assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-12)
     trainer.train()
     with pytest.raises(ValueError, match=r"3 pairs, are not in .* trained since. Give the data set to the constructor"):

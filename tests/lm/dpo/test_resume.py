@@ -1,4 +1,4 @@
-"""A DPO run that was stopped in mid-epoch and resumed is the run that was not, bit for bit."""
+"""A DPO run that stops in mid-epoch and resumes equals an uninterrupted run, bit for bit."""
 
 import copy
 
@@ -30,7 +30,7 @@ class StopAfter(TrainerCallback):
 
 @pytest.mark.parametrize("name", CASES)
 def test_stopped_and_resumed_is_uninterrupted(name, tmp_path):
-    """16 pairs are 4 steps of 2 x 2 an epoch; the run stops after 3 of 7 steps."""
+    """16 pairs make 4 steps of 2 x 2 per epoch; the run stops after 3 of 7 steps."""
 
     def run(folder, *, stops=False, resumes=False):
         model = tiny.gpt2(**RATES)

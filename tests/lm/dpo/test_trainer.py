@@ -1,4 +1,4 @@
-"""DPO: one loss however pairs are laid out, its reference, its statistics, and that it learns what is preferred."""
+"""DPO: the same loss for every layout of pairs, its reference, its statistics, and learning of preferences."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ def assert_equal_weights(one, other, rtol=1e-9):
 
 
 def summed_logprob(model, row, side):
-    """log-probability of an answer by a plain forward pass of one row, float64."""
+    """Returns an answer's log-probability from a plain forward pass of one row in float64."""
     labels = torch.tensor(row[f"{side}_labels"])
     if model.config.is_encoder_decoder:
         prompt = torch.tensor(row["prompt_input_ids"])[None]
@@ -38,7 +38,7 @@ def summed_logprob(model, row, side):
 
 @pytest.mark.parametrize("name", dpo.BUILDERS)
 def test_loss_and_gradients_are_those_of_separate_padded_and_shared_prompts(name, tmp_path):
-    """Eq. 7 of the paper on plain forward passes, one answer at a time; the prompt once; the prompt twice, padded."""
+    """Compares Eq. 7 of the paper, from plain forward passes of single answers, with shared and repeated prompts."""
     policy, reference = (tiny.exact(dpo.BUILDERS[name](seed=seed)).eval() for seed in (0, 1))
     plain, plain_reference = copy.deepcopy(policy), copy.deepcopy(reference)
     trainer = dpo.trainer(policy, tmp_path, arguments={"ref_model": reference}, beta=0.3)
@@ -86,7 +86,7 @@ def test_accumulated_micro_batches_are_one_update(name, loss_type, tmp_path):
 
 
 def test_a_short_last_window_is_divided_by_its_own_pairs(tmp_path):
-    """12 pairs in windows of 2 x 4: by hand a step of SGD on the mean over 8, and one on the mean over the other 4."""
+    """12 pairs in windows of 2 x 4: equals one SGD step on the mean over 8, and one on the mean over the other 4."""
     arguments = {"train_dataset": dpo.dataset(12)}
     _, weights = dpo.trained(
         tiny.exact(tiny.gpt2()),
@@ -205,7 +205,7 @@ def test_statistics_are_means_over_pairs_and_entropies_over_tokens(tmp_path):
 
 
 def preferences(count=64):
-    """The answer that repeats the prompt's letter is preferred."""
+    """The preferred answer repeats the prompt's letter."""
     generator = torch.Generator().manual_seed(0)
     letters = torch.randint(0, 4, (count, 2), generator=generator).tolist()
     return Dataset.from_list(
@@ -222,7 +222,7 @@ class SignFlipped(DPOTrainer):
 
 
 class ShiftForgotten(DPOTrainer):
-    """Scores the token that a position reads, not the one behind it. (The prompt counted too would cancel out.)"""
+    """Scores the token that a position reads instead of the next one. (A scored prompt would cancel out.)"""
 
     def concatenated_inputs(self, batch, **kwargs):
         joined = super().concatenated_inputs(batch, **kwargs)
@@ -250,7 +250,7 @@ def test_it_learns_the_preference(kind, learns, tmp_path):
     assert (metrics["eval_rewards/margins"] > 2 and metrics["eval_rewards/accuracies"] > 0.95) is learns
 
 
-# What transformers' Trainer gives ------------------------------------------------------------------------------------
+# Features of transformers' Trainer -----------------------------------------------------------------------------------
 
 
 def test_dropout_is_off_unless_asked_for_and_so_it_is_behind_checkpoints(tmp_path):
@@ -337,7 +337,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_move(tmp_path):
 
 
 def test_the_model_of_another_trainer_gets_a_frozen_copy_as_reference(tmp_path):
-    """Its forward was extended already: a copy must not score with the weights of the policy."""
+    """Its forward is already extended: a copy must not score with the policy's weights."""
     model = tiny.exact(tiny.gpt2())
     _, expected = dpo.trained(copy.deepcopy(model), tmp_path, max_steps=2)
     dpo.trainer(model, tmp_path)

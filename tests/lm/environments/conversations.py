@@ -21,7 +21,7 @@ def tensor_of(text: str) -> Tensor:
 
 
 class Echo:
-    """Repeats what it hears, for some turns; each turn's reward is the number of its tokens."""
+    """Repeats what it hears for a few turns; each turn's reward is its number of tokens."""
 
     def __init__(self, turns: int = 3):
         self.turns = turns
@@ -35,7 +35,7 @@ class Echo:
 
 
 class Script:
-    """A backend whose turns are written down, by the text that has gone before; "." ends a turn by itself."""
+    """A backend with scripted turns, chosen by the preceding text; "." ends a turn by itself."""
 
     def __init__(self, turns: dict[str, list[str]], limit: int = 4):
         self.turns, self.settings, self.version = turns, SamplingSettings(limit), None

@@ -1,4 +1,4 @@
-"""Sharded policies in two processes, whose conversations have different numbers of turns: run by test_sharded."""
+"""Runs sharded policies in two processes with different numbers of turns, for test_sharded."""
 
 import sys
 from collections import defaultdict
@@ -19,7 +19,7 @@ from trimtab_lm.environments import EnvironmentRollout
 
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 TURNS = defaultdict(
-    lambda: ["."],  # what a process samples that has no conversation left
+    lambda: ["."],  # a process without a conversation samples this
     {
         "a": ["bc"],
         "abcbc.": ["d."],
@@ -34,7 +34,7 @@ TURNS = defaultdict(
 
 
 def sampling(talk: EnvironmentRollout) -> list[int]:
-    """A list that gets the number of prompts of each generation."""
+    """Returns a list to which each generation adds its number of prompts."""
     turns: list[int] = []
     generate = talk.backend.generate
 
@@ -47,14 +47,14 @@ def sampling(talk: EnvironmentRollout) -> list[int]:
 
 
 def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The full weights. Collective."""
+    """Returns the full weights. Collective."""
     return {
         name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
     }
 
 
 def by_grpo(folder: str) -> dict[str, Any]:
-    """The prompts of each generation, and the full weights after three steps."""
+    """Returns the prompts of each generation, and the full weights after three steps."""
     talk = rollout(sampler(), Impatient, max_turns=4)
     turns = sampling(talk)
     settings = {"max_steps": 3, "num_generations": 2, "beta": 0.1, **SHARDED}
@@ -64,7 +64,7 @@ def by_grpo(folder: str) -> dict[str, Any]:
 
 
 def ppo(talk: EnvironmentRollout, queries: list[str], world_size: int) -> PPOTrainer:
-    """A trainer on four prompts a step over all processes, sharded where there are several."""
+    """Returns a trainer on four prompts per step over all processes, sharded if there are several."""
     plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
     sharded = {"fsdp_plugin": FullyShardedDataParallelPlugin(**plugin)} if world_size > 1 else {}
     policy = tiny.policy(dtype=torch.float64)
@@ -75,7 +75,7 @@ def ppo(talk: EnvironmentRollout, queries: list[str], world_size: int) -> PPOTra
 
 
 def by_ppo(world_size: int) -> dict[str, Any]:
-    """The same of PPO."""
+    """Like `by_grpo`, with PPO."""
     talk = rollout(sampler(), Impatient, max_turns=4)
     turns = sampling(talk)
     trained = ppo(talk, list("abcdefgh"), world_size)
@@ -84,7 +84,7 @@ def by_ppo(world_size: int) -> dict[str, Any]:
 
 
 def scripted(world_size: int) -> dict[str, Any]:
-    """Statistics and full weights of three steps of PPO on the conversations of `TURNS`."""
+    """Returns statistics and full weights of three PPO steps on the conversations in `TURNS`."""
     trained = ppo(rollout(Script(TURNS), Partner), list("aegd"), world_size)
     history = trained.train(steps=3)
     untimed = [{name: value for name, value in stats.items() if not name.startswith("time/")} for stats in history]

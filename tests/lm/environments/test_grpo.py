@@ -1,4 +1,4 @@
-"""GRPO on conversations: only what the policy wrote is learnt from, by the sum of the environment's rewards."""
+"""GRPO on conversations trains only on the policy's tokens, with the sum of the environment's rewards."""
 
 from functools import partial
 
@@ -14,18 +14,18 @@ from trimtab_lm.environments import EnvironmentRollout, Reply
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:step .* health/")
 TURNS = {"x": ["ab", "d."], "xabab.": ["c."]}
-ADVANTAGE = 0.5**0.5  # of rewards 4 and 2: 1 over their deviation, the root of 2
+ADVANTAGE = 0.5**0.5  # rewards 4 and 2: 1 over their deviation, sqrt(2)
 
 
 class Partner(Echo):
-    """Done when it hears a full stop; the reward of a turn is its number of tokens."""
+    """Ends when it hears a full stop; a turn's reward is its number of tokens."""
 
     def step(self, text: str, ids: list[int]) -> Reply:
         return super().step(text, ids)._replace(done=text.endswith("."))
 
 
 class Corrupting(EnvironmentRollout):
-    """Gives nonsense as the log-probabilities of what the environment wrote."""
+    """Returns nonsense as the log-probabilities of the environment's tokens."""
 
     def generate(self, prompts, **options):
         sampled = super().generate(prompts, **options)
@@ -40,7 +40,7 @@ def make(tmp_path):
 
 
 def learner(make, talk=None, **settings):
-    """A policy that has moved since its reference was taken, on the prompt of the two conversations."""
+    """Returns a policy that has moved away from its reference, on the prompt of the two conversations."""
     talk = rollout(Script(TURNS), Partner) if talk is None else talk
     data = Dataset.from_dict({"prompt": ["x"]})
     options = {"num_generations": 2, "per_device_train_batch_size": 1, "train_dataset": data, "beta": 0.5, **settings}
@@ -63,7 +63,7 @@ def gradients(grpo, loss):
 
 @pytest.mark.parametrize("kind", [EnvironmentRollout, Corrupting])
 def test_loss_and_gradients_of_two_turns_are_those_worked_by_hand(make, kind):
-    """6 tokens of the policy's: "ab" and "c." with advantage a, "d." with -a; the environment's "ab." is only read."""
+    """6 policy tokens: "ab" and "c." with advantage a, "d." with -a; the environment's "ab." has no loss."""
     talk = kind(Script(TURNS), Partner, tiny.tokenizer(), max_completion_length=48)
     grpo = learner(make, talk)
     whole = rollout_of(grpo)
@@ -98,7 +98,7 @@ def test_statistics_count_what_the_policy_wrote(make):
         assert (logs["completions/mean_length"], logs["completions/max_length"]) == (3, 4)
         assert logs["environment/turns"] == 1.5
         assert logs["environment/errors"] == logs["environment/cut"] == logs["completions/clipped_ratio"] == 0
-        assert logs["num_tokens"] == (1 + 7) + (1 + 2)  # all that is read
+        assert logs["num_tokens"] == (1 + 7) + (1 + 2)  # all tokens read
         scripted = torch.tensor([-1.0, -2, -1, -2, -1, -2])
         assert torch.equal(rollout_of(grpo).sampler_logprobs, scripted)
         assert logs["sampling/logp_difference/mean"] > 0  # not NaN
@@ -132,7 +132,7 @@ def test_an_episode_that_was_cut_can_be_left_out(make):
 
 
 class Lottery:
-    """Rewards that only the seed of the episode fixes."""
+    """Gives rewards that depend only on the episode's seed."""
 
     def reset(self, seed: int) -> None:
         self.seed, self.turns = seed, 0

@@ -1,4 +1,4 @@
-"""What the policy reads between two turns is what its chat template writes there."""
+"""Between two turns the policy reads what its chat template writes there."""
 
 import pytest
 from tests.lm.data.test_tokenization import CHATML, LLAMA3, MISTRAL, PLAIN, THINKING, byte_level, sentencepiece
@@ -55,6 +55,6 @@ def test_the_beginning_of_a_sequence_is_not_written_into_its_middle():
 def test_a_template_that_drops_a_thought_once_a_user_speaks_is_refused():
     tokenizer = byte_level(THINKING)
     answer = "<think>\nbirds?\n</think>\n\nI ask them.<|im_end|>"
-    assert "the birds" in tokenizer.decode(read(tokenizer, RESULT, answer))  # a tool's result keeps the thought
+    assert "the birds" in tokenizer.decode(read(tokenizer, RESULT, answer))  # before a tool's result the thought stays
     with pytest.raises(ValueError, match=r"differently once a message of role 'user' follows it, from .*think"):
         read(tokenizer, "the birds", answer, role="user")

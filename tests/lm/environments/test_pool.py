@@ -1,4 +1,4 @@
-"""Environments that run at once, fail, hang, or return something else than a reply."""
+"""Environments that run at once, fail, hang, or return something other than a reply."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ from trimtab_lm.environments.pool import EnvironmentPool, Turn
 
 
 class Plain:
-    """Does in each step what it is asked to."""
+    """Does in each step what it is told to."""
 
     def reset(self):
         self.steps = 0
@@ -123,7 +123,7 @@ def test_a_slow_step_is_an_observation_and_its_environment_is_given_up():
     assert fine.errors == 0
     before = [slot.environment for slot in environments.reset([{}, {}])]
     assert [type(one) for one in before] == [Plain, Plain]
-    assert before[0].steps == before[1].steps == 0  # a new one, and the other begun again
+    assert before[0].steps == before[1].steps == 0  # one is new, the other was reset
     assert replies(pool(), "times out")[0].observation == "Error: TimeoutError: the socket"
 
 
@@ -150,7 +150,7 @@ def test_no_environment_is_called_twice_at_a_time():
     (slot,) = environments.reset([{}])
     with pytest.warns(UserWarning, match="Watched.step failed"):
         assert environments.step([Turn(slot, "x", [])])[0].errors == 1
-    assert environments.step([Turn(slot, "x", [])])[0].errors == 1  # waits for the first, which leaves too little time
+    assert environments.step([Turn(slot, "x", [])])[0].errors == 1  # waits for the first, and too little time is left
     time.sleep(0.5)
     assert most == [1, 1]
 

@@ -1,4 +1,4 @@
-"""PPO on conversations: rewards turn by turn, and only what the policy wrote in losses and statistics."""
+"""PPO on conversations: rewards per turn, and only the policy's tokens in losses and statistics."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ MASK = torch.tensor([[1, 1, 0, 0, 0, 1, 1]])
 
 
 class Watching(PPOTrainer):
-    """Remembers the rewards of the tokens, and puts nonsense where the policy did not write."""
+    """Records the rewards per token, and puts nonsense at the environment's tokens."""
 
     noise = 0.0
 
@@ -43,7 +43,7 @@ def assert_same(one, other):
 
 
 def test_advantages_of_two_turns_are_those_worked_by_hand():
-    """With gamma and lambda 1/2, from the last token of the policy's back to its first.
+    """With gamma and lambda 1/2, from the policy's last token back to its first.
 
     7: 5 - 4 = 1. 6: 0 + 4/2 - 3 = -1, and 1/4 of 1. 2: 2 + 3/2 - 2 = 3/2, and 1/4 of -3/4. 1: 0 + 2/2 - 1 = 0, and 1/4.
     """

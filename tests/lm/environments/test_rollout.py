@@ -1,4 +1,4 @@
-"""Episodes: which tokens they have, who wrote them, when they end, and what seeds fix."""
+"""Episodes: their tokens, who wrote each, when they end, and what seeds determine."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ def equal(one, other):
 
 
 def test_two_turns_worked_by_hand():
-    """The policy says "ab", hears "ab.", says "c." and is done; in another episode it is done at once."""
+    """The policy says "ab", hears "ab.", says "c." and is done; in the other episode it is done after one turn."""
     script = Script({"x": ["ab", "d."], "xabab.": ["c."]})
 
     class Partner(Echo):
@@ -57,7 +57,7 @@ def test_a_one_turn_environment_samples_what_its_backend_samples():
 
 @pytest.mark.parametrize("name", ["transformers", "continuous batching"])
 def test_greedy_episodes_are_those_of_a_loop_over_generate(name):
-    """Each conversation by itself, with transformers' own greedy search."""
+    """Each conversation runs alone, with transformers' own greedy search."""
     model, tokenizer, settings = tiny.llama().eval(), tiny.tokenizer(), SamplingSettings(4, top_k=1)
     backend = sampler(top_k=1) if name == "transformers" else ContinuousBatchingRollout(settings, tokenizer)
     talk = episodes_of(rollout(backend), model=model)
@@ -146,7 +146,7 @@ def test_a_turn_begins_only_where_it_has_room(options, turns):
 
 
 def test_an_episode_stays_within_the_positions_of_the_model():
-    """Of GPT-2's 64 positions, a prompt of 51 leaves the 13 of two turns and an observation; one of 52 does not."""
+    """GPT-2 has 64 positions: a prompt of 51 leaves the 13 for two turns and an observation; one of 52 does not."""
     for prompt, turns in (("x" * 51, 2), ("x" * 52, 1)):
         script = Script({prompt: ["abcd"], f"{prompt}abcdabcd.": ["abcd"]})
         assert episodes_of(rollout(script), [tensor_of(prompt)]).episodes.numbers["turns"] == [turns]

@@ -1,4 +1,4 @@
-"""Episodes end at other turns on other processes; where these share the weights, all go on until the last one ends."""
+"""Processes that share weights all continue until the last episode ends, on whichever process that is."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch."""
+    """Returns the results of both processes of one launch."""
     return results_of_two("tests.lm.environments.run_sharded", tmp_path_factory.mktemp("two"))
 
 

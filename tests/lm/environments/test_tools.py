@@ -1,4 +1,4 @@
-"""Tools that the policy calls: the format, the results, and every way to call them wrongly."""
+"""Tools that the policy calls: the format, the results, and every kind of wrong call."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def reply(text, **options):
 def test_calls_are_read_where_they_stand():
     text = f"I think{written('root', x=2)} and {written('later', text='a', times=3)}"
     assert json_calls(text) == [Call("root", {"x": 2}), Call("later", {"text": "a", "times": 3})]
-    assert json_calls('<tool_call>{"name": "root"}') == [Call("root", {})]  # cut off at its end
+    assert json_calls('<tool_call>{"name": "root"}') == [Call("root", {})]  # cut off at the end
     assert json_calls("four") == []
 
 

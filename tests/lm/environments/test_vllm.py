@@ -1,4 +1,4 @@
-"""Conversations over vLLM's real engine in the process; run by `make test-vllm`."""
+"""Conversations with vLLM's real engine in the process; run by `make test-vllm`."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""GRPO on scripted completions, one run after the other; each process writes what it ended with into the folder given.
+"""Runs GRPO on scripted completions, case by case; each process writes its results into the given folder.
 
-A scripted sampler answers by the prompt alone, so that every division of the prompts has the same rollouts.
+A scripted sampler answers by the prompt alone, so every division of the prompts has the same rollouts.
 """
 
 import sys
@@ -33,11 +33,11 @@ STEPS = 4
 
 
 class Scripted:
-    """Answers that are fixed by the prompt; the first always ends by itself, others may be cut at the limit."""
+    """Answers each prompt with fixed text; the first always ends by itself, others may be cut at the limit."""
 
     def __init__(self, limit: int = 6):
         self.limit, self.settings = limit, SamplingSettings(limit)
-        self.calls: list[int] = []  # prompts of each
+        self.calls: list[int] = []  # number of prompts in each call
         self.versions: list[int] = []
         self.version: int | None = None
 
@@ -60,17 +60,17 @@ class Scripted:
 
 
 class Impatient:
-    """Repeats what it hears until it hears a vowel; episodes have one to four turns."""
+    """Repeats what it hears until it hears a vowel; episodes take one to four turns."""
 
     def reset(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def step(self, text: str, ids: list[int]) -> Reply:
         return Reply(f"{text}.", reward=0.1 * len(ids), done=any(vowel in text for vowel in "aeiou"))
 
 
 class Fixed(Scripted):
-    """Three completions of each prompt; `ended` says which of them end by themselves."""
+    """Returns three completions per prompt; `ended` says which of them end by themselves."""
 
     def __init__(self, ended: Sequence[bool]):
         super().__init__()
@@ -90,7 +90,7 @@ def prompts(count: int) -> Dataset:
 
 
 def config(folder: str, **settings: Any) -> GRPOConfig:
-    """Few prompts, no logs, the CPU; settings: anything else."""
+    """Returns a config with few prompts and no logs on the CPU, changed by `settings`."""
     defaults: dict[str, Any] = {
         "output_dir": folder,
         "per_device_train_batch_size": 2,
@@ -109,7 +109,7 @@ def config(folder: str, **settings: Any) -> GRPOConfig:
 
 
 def trainer(folder: str, model: Any = None, reward: Any = vowels, **settings: Any) -> GRPOTrainer:
-    """A tiny GPT-2 on 24 prompts. settings: of the config, and train_dataset, rollout, ... of the trainer."""
+    """Returns a trainer of a tiny GPT-2 on 24 prompts; `settings` go to the config or to the trainer."""
     names = (
         "train_dataset",
         "eval_dataset",
@@ -130,7 +130,7 @@ def trainer(folder: str, model: Any = None, reward: Any = vowels, **settings: An
 
 
 def run(name: str, *, batch_size: int, accumulation: int = 1) -> dict[str, Any]:
-    """A few steps of a case: the weights, the logs and the metrics of an evaluation on an odd number of prompts."""
+    """Runs a few steps of a case; returns weights, logs and metrics of an evaluation on an odd number of prompts."""
     backend = Scripted()
     talk = EnvironmentRollout(backend, Impatient, tiny.tokenizer(), max_completion_length=50, max_turns=4)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

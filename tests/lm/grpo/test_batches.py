@@ -1,4 +1,4 @@
-"""Prompts for calls of generation, the record of a rollout, and the buffer that gives it out."""
+"""The prompts of generation calls, the record of a rollout, and the buffer that serves its parts."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def batches(rows=23, steps=2, prompts_per_step=4, repeats=3, **options):
 
 
 def rollout(*seeds, counted=True):
-    """A prompt and three completions for each seed; `old_logprobs` count up from 100 times it, advantages from 10."""
+    """A prompt and three completions per seed; `old_logprobs` count up from 100 times the seed, advantages from 10."""
     rows = [tiny.rows(4, 2, 5, seed) for seed in seeds]
     sampled = Sampled([ids for row in rows for ids in row[1:]], [True] * 3 * len(rows))
     counted = torch.tensor(counted).expand(len(rows), 3)
@@ -38,7 +38,7 @@ def rollout(*seeds, counted=True):
 
 def test_every_batch_comes_as_often_as_asked_and_no_prompt_comes_twice():
     drawn = list(batches())
-    assert len(drawn) == len(batches()) == 6  # of 23 rows two calls of 8, each three times
+    assert len(drawn) == len(batches()) == 6  # 23 rows make two calls of 8, each repeated three times
     assert drawn[0] == drawn[1] == drawn[2] != drawn[3] == drawn[4] == drawn[5]
     taken = drawn[0] + drawn[3]
     assert len(set(taken)) == 16
@@ -46,7 +46,7 @@ def test_every_batch_comes_as_often_as_asked_and_no_prompt_comes_twice():
 
 
 def test_a_step_has_the_same_prompts_on_any_number_of_processes():
-    """Each process takes its part of every step, and not of the whole call."""
+    """Each process takes its share of every step, not of the whole call."""
     whole = [batch for i, batch in enumerate(batches(prompts_per_step=4)) if i % 3 == 0]
     parts = [list(batches(prompts_per_step=2, rank=rank, world_size=2))[::3] for rank in (0, 1)]
     for call, first, second in zip(whole, *parts, strict=True):
@@ -68,7 +68,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_that_come_again():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_call_of_more_prompts_than_there_are_goes_on_with_the_next_pass(shuffle):
-    """Three calls of 8 prompts, shared by two processes, are eight passes over 3 prompts."""
+    """Three calls of 8 prompts, shared by two processes, take eight passes over 3 prompts."""
     drawn = [batches(rows=3, prompts_per_step=2, world_size=2, rank=rank, shuffle=shuffle) for rank in (0, 1)]
     calls = []
     for epoch in range(3):
@@ -167,7 +167,7 @@ def test_the_tokens_are_those_of_the_layout():
     batch = lay_out(built.groups, "tree", pad_token_id=tiny.PAD)
     assert torch.equal(batch["lengths"], built.lengths)
     assert torch.equal(batch["sequence"], built.sequence)
-    read = sum(len(group.prefix) for group in built.groups) + len(built.sequence) + 1  # one token of what is masked
+    read = sum(len(group.prefix) for group in built.groups) + len(built.sequence) + 1  # one for the masked completion
     assert int((batch["document"] >= 0).sum()) == read
 
 
@@ -183,7 +183,7 @@ def test_some_of_the_prompts_are_a_rollout_of_their_own():
 
 def test_once_the_policy_has_moved_the_sampler_knows_the_old_one():
     told = replace(rollout(1), sampler_logprobs=torch.zeros(9))
-    assert told.after_update() is told  # which has log-probabilities of the trainer's
+    assert told.after_update() is told  # it already has the trainer's log-probabilities
     moved = replace(told, old_logprobs=None).after_update()
     assert (moved.old_logprobs, moved.sampler_logprobs) == (told.sampler_logprobs, None)
 

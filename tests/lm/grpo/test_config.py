@@ -1,4 +1,4 @@
-"""GRPOConfig: what it accepts, refuses and explains."""
+"""GRPOConfig: what it accepts, rejects and explains."""
 
 import dataclasses
 

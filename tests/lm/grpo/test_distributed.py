@@ -1,4 +1,4 @@
-"""However the prompts of a step are divided, among micro-batches or processes, weights and statistics are the same."""
+"""Dividing a step's prompts among micro-batches or processes does not change weights and statistics."""
 
 from typing import Any
 
@@ -30,14 +30,14 @@ def test_accumulation_does_not_matter(name):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch."""
+    """Returns the results of both processes of one launch."""
     return results_of_two("tests.lm.grpo.run_distributed", tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_are_one(two, name):
-    """On five prompts in batches of two, evaluation on two processes sees some twice, and counts them once."""
+    """With five prompts in batches of two, evaluation on two processes sees some twice, but counts them once."""
     assert_same(two[0][name], run(name, batch_size=GLOBAL_BATCH))
 
 
@@ -51,7 +51,7 @@ def test_both_processes_hold_the_same_to_the_bit(two, name):
 
 @pytest.mark.distributed
 def test_groups_stay_on_their_process(two):
-    """One call of generation a step, of half of the prompts each."""
+    """Each step has one generation call with half of the prompts per process."""
     half = GLOBAL_BATCH // 2
     for results in two:
         assert results["dapo"]["calls"][:4] == [half] * 4

@@ -1,4 +1,4 @@
-"""Each fault of a GRPO run is provoked in a real trainer, and the health report names it."""
+"""Provokes each fault of a GRPO run in a real trainer; the health report names it."""
 
 import re
 import warnings
@@ -23,7 +23,7 @@ def make(tmp_path):
 
 
 def said(grpo):
-    """The alerts of a training, from condition to its first warning."""
+    """Trains, and returns the first warning about each condition."""
     texts = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -99,7 +99,7 @@ def test_a_completion_whose_numbers_are_not_finite(make):
     data = Dataset.from_dict({"prompt": ["m", "zzz", "no", "it"]})
     grpo = make(rollout=Fixed([True] * 3), train_dataset=data, **settings)
     with torch.no_grad():
-        grpo.model.transformer.wte.weight[6] = torch.nan  # which the second of three completions repeats
+        grpo.model.transformer.wte.weight[6] = torch.nan  # the second of three completions repeats this token
         grpo.model.lm_head.weight = torch.nn.Parameter(grpo.model.lm_head.weight.nan_to_num())
     before = tiny.weights(grpo.model)
     with pytest.raises(

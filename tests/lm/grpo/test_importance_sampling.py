@@ -1,4 +1,4 @@
-"""GRPO's loss is weighed by how much likelier a token is under the policy than it was when it was sampled."""
+"""GRPO's loss weights tokens by the ratio of the policy's probability to that at sampling."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:step .* health/")
 
 
 class Off(Scripted):
-    """Scripted completions, which it says it gave `gap` nats less than the policy gives them."""
+    """Returns scripted completions with log-probabilities `gap` nats below the policy's."""
 
     def __init__(self, gap: float):
         super().__init__(limit=4)

@@ -1,4 +1,4 @@
-"""What GRPOTrainer is given wrongly: a clear error, before anything is trained."""
+"""Wrong inputs to GRPOTrainer give a clear error before any training."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""GRPO's formulas against their papers: sums over sequences by hand, splits that must not matter, exact KLs."""
+"""Compares GRPO's formulas with their papers: hand-worked sums, splits that must not matter, exact KLs."""
 
 import math
 
@@ -20,11 +20,11 @@ from trimtab_lm.grpo.loss import (
 from trimtab_lm.grpo.statistics import policy_stats
 
 EPSILONS = {"epsilon_low": 0.2, "epsilon_high": 0.3}
-LENGTHS = [3, 1, 4, 2, 2]  # tokens of five completions
+LENGTHS = [3, 1, 4, 2, 2]  # tokens in each of five completions
 
 
 def flat(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sequence` and `tokens_per_sequence` of completions of these lengths."""
+    """Returns `sequence` and `tokens_per_sequence` for completions of these lengths."""
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), torch.tensor(lengths)
 
 
@@ -78,11 +78,11 @@ def test_advantages_of_integer_scores():
 
 
 def test_a_baseline_changes_the_noise_of_the_gradient_and_not_its_direction():
-    """Over all pairs of answers, p of them right: the mean of A d log pi(right) is p (1 - p), times (G - 1) / G."""
+    """Over all pairs of answers, a share p of them right, A d log pi(right) averages p (1 - p) times (G - 1) / G."""
     right, probability = torch.tensor([1.0, 0.0]), torch.tensor([0.3, 0.7])
     answers = torch.cartesian_prod(torch.arange(2), torch.arange(2))
     weights = probability[answers].prod(dim=1)
-    slopes = right - probability[0]  # d log pi(answer) / d logit of the right one
+    slopes = right - probability[0]  # d log pi(answer) / d logit of the right answer
     means = {
         scale: float((weights[:, None] * advantages(right[answers], scale=scale) * slopes[answers]).sum() / 2)
         for scale in ("raw", "none")
@@ -123,7 +123,7 @@ def test_a_completion_of_one_token_is_the_same_at_both_levels(level):
 
 @pytest.mark.parametrize("level", LOG_RATIOS)
 def test_the_first_update_is_the_policy_gradient_at_either_level(level):
-    """At ratio 1 the gradient of the grpo loss by a log-prob is -A / (its completion's tokens x completions)."""
+    """At ratio 1 the gradient of the grpo loss by a log-prob is -A / (tokens of its completion x completions)."""
     sequence, lengths = flat(LENGTHS)
     old = torch.randn(12, dtype=torch.float64)
     logprobs, values = old.clone().requires_grad_(), torch.randn(5, dtype=torch.float64)
@@ -161,7 +161,7 @@ def test_wild_ratios_stay_finite():
 
 
 def distributions() -> tuple[torch.Tensor, ...]:
-    """Log-probs of policy (with logits that need a gradient), old policy and reference over six tokens."""
+    """Returns log-probs of policy (with logits that need a gradient), old policy and reference over six tokens."""
     logits = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     policy = logits[0].clone().requires_grad_()
     return policy, policy.log_softmax(0), logits[1].log_softmax(0), logits[2].log_softmax(0)
@@ -196,7 +196,7 @@ BY_HAND = {
 
 
 def summed(loss_type: str, ranks: list[list[int]]) -> float:
-    """The loss of the step when each rank's micro-batches have so many completions."""
+    """Returns the step's loss if each rank's micro-batches have these numbers of completions."""
     total, first = 0.0, 0
     losses, lengths = list(LOSSES.split(LENGTHS)), list(LENGTHS)
     for micro_batches in ranks:
@@ -228,7 +228,7 @@ def test_bnpo_is_the_mean_of_each_processs_own_mean(ranks):
 
 
 def test_masking_a_completion_is_leaving_it_out():
-    """The second of three completions has no tokens and is in none of the step's counts."""
+    """The second of three completions has no tokens, and does not enter the step's counts."""
     losses = torch.tensor([1.0, 3.0, 5.0])
     totals = Totals(sequences=2, tokens=3, rank_tokens=3)
     for loss_type, expected in {"grpo": 3.5, "dapo": 3.0, "bnpo": 3.0, "dr_grpo": 9 / 8}.items():
@@ -265,7 +265,7 @@ def test_what_is_clipped_is_what_gets_no_gradient():
     assert shares["approxkl"] == pytest.approx((log_ratio**2).mean().item() / 2)
     assert shares["kl"] == pytest.approx(4.0)
     policy_losses(log_ratio, values, **EPSILONS, delta=4.0).sum().backward()
-    assert (log_ratio.grad == 0).sum() == 5  # the clipped four, and the one without advantage
+    assert (log_ratio.grad == 0).sum() == 5  # the four clipped ones, and the one without advantage
 
 
 def test_statistics_name_only_what_there_is():

@@ -1,4 +1,4 @@
-"""GRPOTrainer: what it logs, evaluates, warns of and saves."""
+"""What GRPOTrainer logs, evaluates, warns about and saves."""
 
 import warnings
 from functools import partial
@@ -58,7 +58,7 @@ def test_the_logs_say_what_happened(make):
     assert metrics["eval_completions/max_length"] == max(lengths)
     assert metrics["eval_completions/clipped_ratio"] == pytest.approx(1 - sum(rollout.ended) / len(lengths))
     at_once = make(grpo.model, eval_dataset=prompts(5), per_device_eval_batch_size=5).evaluate()
-    assert metrics["eval_loss"] == pytest.approx(at_once["eval_loss"], rel=1e-4)  # no mean of unequal batches
+    assert metrics["eval_loss"] == pytest.approx(at_once["eval_loss"], rel=1e-4)  # not a mean over unequal batches
     assert abs(metrics["eval_loss"]) > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""A training that was stopped, in the middle of a rollout, of an epoch, goes on as if it had not been."""
+"""A training that stops in mid-rollout or mid-epoch continues as if it had not stopped."""
 
 import random
 import warnings
@@ -36,12 +36,12 @@ class Stop(TrainerCallback):
 
 
 def noisy(completions, **_):
-    """Every library's global generator has a part in it."""
+    """Returns random rewards that depend on every library's global generator."""
     return [len(set(text)) + random.random() + np.random.rand() + float(torch.rand(())) for text in completions]
 
 
 def make(folder, settings, **more):
-    """Dropout on, prompts shuffled, the scheduler on its way down; each process starts from other random numbers."""
+    """Trains with dropout, shuffled prompts and a falling learning rate; each process starts from its own seed."""
     seed = random.randrange(2**31)
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     options = {

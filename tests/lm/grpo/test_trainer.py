@@ -1,4 +1,4 @@
-"""GRPOTrainer: what it samples, and what it learns from that."""
+"""GRPOTrainer: what it samples, and what it learns from the samples."""
 
 import asyncio
 import gc
@@ -38,7 +38,7 @@ def make(tmp_path):
 
 
 def rollout(count=2, size=3, seed=0, counted=True):
-    """A rollout with advantages, and old and reference log-probabilities that are plausible."""
+    """Returns a rollout with advantages, and with plausible log-probabilities of old policy and reference."""
     generator = torch.Generator().manual_seed(seed)
     rows = [tiny.rows(1 + size, 2, 6, 10 * seed + i) for i in range(count)]
     sampled = Sampled([ids for row in rows for ids in row[1:]], [True] * size * count)
@@ -50,7 +50,7 @@ def rollout(count=2, size=3, seed=0, counted=True):
 
 
 def apart(whole, only=None):
-    """The same completions, each with a prompt of its own; `only` some of them."""
+    """Returns the same completions with a separate prompt each; `only` selects some of them."""
     pairs = [
         TokenGroup(group.prefix, [ids], [counts])
         for group in whole.groups
@@ -65,12 +65,12 @@ def batch_of(grpo, whole):
 
 
 def sampled_of(batch):
-    """The completions of a micro-batch, as lists of ids."""
+    """Returns the completions of a micro-batch as lists of ids."""
     return [ids for group in batch["rollout"].groups for ids in group.branches]
 
 
 def gradients(grpo, whole, model=None):
-    """Loss and all gradients of a micro-batch by itself."""
+    """Returns loss and all gradients of a single micro-batch."""
     model = model or grpo.model
     model.zero_grad()
     loss = grpo.compute_loss(model, batch_of(grpo, whole))
@@ -82,7 +82,7 @@ def gradients(grpo, whole, model=None):
 
 
 def test_one_call_of_generation_serves_all_steps(make):
-    """4 prompts a step and 8 steps: one call with 32 prompts; a second pass costs no more."""
+    """8 steps with 4 prompts each take one call with 32 prompts; a second pass adds none."""
     grpo = make(per_device_train_batch_size=4, steps_per_generation=8, max_steps=8, train_dataset=prompts(32))
     grpo.train()
     assert grpo.backend.calls == [32]
@@ -158,7 +158,7 @@ def test_generation_and_rewards_do_not_touch_the_random_numbers_of_training(make
     random.seed(7), np.random.seed(7), torch.manual_seed(7)
     grpo._begin()
     again = grpo.get_batch_samples(iter([rows]), 1, grpo.args.device)[0][0]
-    assert draws[0] == draws[-1]  # a step's numbers do not depend on where the global generators are
+    assert draws[0] == draws[-1]  # a step's numbers do not depend on the global generators
     assert sampled_of(first) == sampled_of(again)
 
 
@@ -254,7 +254,7 @@ def test_on_policy_the_gradient_is_reinforce_with_a_baseline(make):
         total = total - advantage * taken.mean() / 6
     total.backward()
     for name, parameter in model.named_parameters():
-        # Tokens are weighted in float32, so that parts which cancel leave its rounding.
+        # Tokens are weighted in float32, so terms that cancel leave its rounding error.
         torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
@@ -299,7 +299,7 @@ def test_a_step_in_which_all_is_masked_changes_nothing(make):
 
 @pytest.mark.parametrize("corrected", [True, False])
 def test_adapters_off_are_a_frozen_copy(make, corrected):
-    """The KL term, and so the loss, with either reference; the adapter has moved from it."""
+    """Adapters off and a copy give the same KL term, and so the same loss; the adapter has moved from the reference."""
     settings = {"beta": 0.5, "use_bias_correction_kl": corrected, "loss_type": "grpo"}
     model = tiny.gpt2(dtype=torch.float64)
     adapted = make(get_peft_model(tiny.gpt2(dtype=torch.float64), LORA), **settings)
@@ -350,7 +350,7 @@ def test_old_logprobs_are_kept_where_the_policy_moves_and_only_there(make):
 
 
 class Silent(TransformersRollout):
-    """The policy's own samples, without what it told of them."""
+    """Returns the policy's own samples without their log-probabilities."""
 
     def generate(self, *args, **kwargs):
         return super().generate(*args, **kwargs)._replace(logprobs=None, is_policy=False)
@@ -382,14 +382,14 @@ def test_a_sampler_that_is_the_policy_saves_a_forward_pass_and_changes_nothing(m
         rollouts, parts = 2, settings.get("steps_per_generation", 1)
         assert (passes, silent_passes) == (0, rollouts * parts)
         assert mismatch[::2] == pytest.approx([0, 0], abs=1e-5)
-        assert mismatch[1::2] == [None, None]  # the policy has moved, which is no mismatch
+        assert mismatch[1::2] == [None, None]  # the policy has moved; this is not a mismatch
     for told, silent in zip(logs, silent_logs, strict=True):
         for name in ("loss", "grad_norm", "kl", "ratio", "entropy"):
             assert told[name] == pytest.approx(silent[name], rel=1e-3, abs=1e-5), name
 
 
 def test_dropout_stays_off_until_the_end_of_backward(make):
-    """A checkpointed block runs again in backward: with dropout back on by then, its gradient would be another's."""
+    """Backward runs a checkpointed block again: with dropout back on, its gradient would be that of another network."""
     grads = []
     for checkpointing in (False, True):
         grpo = make(
@@ -472,7 +472,7 @@ def test_other_models_train(make, name):
     model = {"llama": tiny.llama, "t5": partial(tiny.t5, initializer_factor=1.0)}[name]()
     grpo = make(model, rollout=None, max_steps=2, steps_per_generation=2, beta=0.1)
     ends = {ids[-1] == tiny.EOS for ids in grpo.train_dataset["prompt_ids"]}
-    assert ends == {name == "t5"}  # an encoder reads a text to its end, a decoder goes on with it
+    assert ends == {name == "t5"}  # an encoder reads a finished text, a decoder continues one
     before = tiny.weights(grpo.model)
     grpo.train()
     assert tiny.moved(before, grpo.model)

@@ -1,4 +1,4 @@
-"""A run of two processes that stops in the middle, and is resumed: `folder,trainer,steps`, under torchrun."""
+"""A run of two processes that stops in the middle and resumes: `folder,trainer,steps`, under torchrun."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ def run(folder: Path, name: str, steps: int) -> None:
     trainer = make(name, folder, per_device_train_batch_size=1)
     trainer.add_callback(Stop(steps))
     resumes = folder.exists() and latest_checkpoint(folder) is not None
-    if resumes:  # a new run is refused on every process, and none waits for another
+    if resumes:  # every process rejects a new run, so none waits for another
         with pytest.raises(CheckpointError, match="of another run"):
             trainer.train()
         trainer = make(name, folder, per_device_train_batch_size=1)

@@ -1,7 +1,7 @@
-"""Sessions of small runs of the trainers on transformers.Trainer, each killed at a file operation or run to its end.
+"""Runs sessions of small trainings on transformers.Trainer, killed at a file operation or finished.
 
-A session is `folder,trainer,kill`: kill is the number of the file operation at which the process dies, or 0 for none.
-Each has a process of its own, and resumes the last complete checkpoint of its folder. `folder/final.pt` gets the
+A session is `folder,trainer,kill`: kill is the number of the file operation at which the process dies, or 0.
+Each has its own process, and resumes the last complete checkpoint in its folder. `folder/final.pt` gets the
 weights, `folder/history.json` what was logged.
 """
 
@@ -46,7 +46,7 @@ PAIRS = Dataset.from_dict(
 
 
 def make(name: str, folder: Path, *, eval_texts: Sequence[str] = (), **more: Any) -> Any:
-    """A trainer of the kind `name` that saves at each of its few steps. eval_texts: for the kind sft."""
+    """Returns a trainer of the kind `name` that saves at each of its few steps. eval_texts: for the kind sft."""
     settings: dict[str, Any] = {
         "use_cpu": True,
         "disable_tqdm": True,
@@ -91,7 +91,7 @@ def make(name: str, folder: Path, *, eval_texts: Sequence[str] = (), **more: Any
 
 
 def run(trainer: Any, *, resume: str | bool | None) -> None:
-    """Train to the end, from a checkpoint where one is named."""
+    """Trains to the end, from a checkpoint if one is named."""
     if not isinstance(trainer, IterativeSFTTrainer):
         trainer.train(resume_from_checkpoint=resume)
         return
@@ -132,8 +132,8 @@ class Dies(TrainerCallback):
 
 def session(folder: Path, name: str, kill: int) -> None:
     trainer = make(name, folder)
-    set_seed(os.getpid())  # a resumed session must not depend on how its process began
-    newest = get_last_checkpoint(str(folder)) if folder.exists() else None  # as most programs find it
+    set_seed(os.getpid())  # a resumed session must not depend on the seed of its process
+    newest = get_last_checkpoint(str(folder)) if folder.exists() else None  # as most programs do
     if newest is None:
         set_seed(11)
     if kill:

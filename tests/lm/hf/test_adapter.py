@@ -1,4 +1,4 @@
-"""A trainer of a few lines on the adapter: the mean of squares over the rows that count, of a linear model."""
+"""A minimal trainer on the adapter: a linear model with the mean of squares over rows that count."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is asked of the checkpoints of the trainers on transformers.Trainer."""
+"""Requirements for checkpoints of the trainers on transformers.Trainer."""
 
 import copy
 import errno
@@ -29,7 +29,7 @@ def flip_a_byte(file: Path) -> None:
 
 @pytest.fixture(scope="module", params=TRAINERS)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
-    """A trainer's kind, the folder of its finished run with all four checkpoints, and its last weights."""
+    """Returns a trainer's kind, the folder of its finished run with all four checkpoints, and its last weights."""
     folder = tmp_path_factory.mktemp(request.param)
     trainer = make(request.param, folder, save_total_limit=None)
     run(trainer, resume=None)
@@ -38,7 +38,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def saved(finished: tuple[str, Path, Any], tmp_path: Path) -> tuple[str, Path, Any]:
-    """The same in a folder of the test's."""
+    """Copies the finished run into the test's folder."""
     name, folder, weights = finished
     shutil.copytree(folder, tmp_path / "run")
     return name, tmp_path / "run", weights
@@ -49,7 +49,7 @@ def assert_weights(trainer: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def file_of(part: str, trainer: str) -> str:
-    """The file of a checkpoint that holds a part: Trainer writes it, or accelerate for the loop of IterativeSFT."""
+    """Returns the checkpoint file that holds a part: written by Trainer, or by accelerate in IterativeSFT's loop."""
     files = {"model": "model.safetensors", "state": "trainer_state.json", "schedule": "scheduler.pt"}
     if trainer == "iterative_sft":
         files |= {"optimizer": "optimizer.bin", "random states": "random_states_0.pkl"}
@@ -104,7 +104,7 @@ def test_a_save_that_failed_is_passed_over_and_its_remnant_removed(cause, tmp_pa
         run(make("sft", tmp_path), resume=str(tmp_path / "checkpoint-2"))
     run(make("sft", tmp_path), resume=True)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names - {LOCK} == {f"checkpoint-{STEPS}"}  # the lock stays while the trainer of the failed save lives
+    assert names - {LOCK} == {f"checkpoint-{STEPS}"}  # the lock stays as long as the failed trainer lives
 
 
 def test_resuming_without_a_complete_checkpoint_and_from_a_model_alone_is_refused(tmp_path):
@@ -135,7 +135,7 @@ def test_a_new_run_is_refused_a_folder_with_the_checkpoints_of_another(saved):
     name, folder, _ = saved
     with pytest.raises(CheckpointError, match=r"checkpoint-1, checkpoint-2.* of another run.*choose another folder"):
         run(make(name, folder), resume=None)
-    run(make(name, folder, save_strategy="no"), resume=None)  # which writes nothing there
+    run(make(name, folder, save_strategy="no"), resume=None)  # writes nothing there
     trainer = make(name, folder, overwrite_output_dir=True)
     run(trainer, resume=None)
     kept = sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -213,7 +213,7 @@ def test_another_model_is_refused(tmp_path):
 def test_a_finished_run_that_is_resumed_trains_nothing(finished, tmp_path):
     name, folder, weights = finished
     if name == "iterative_sft":
-        return  # whose steps are the caller's: `step` raises when max_steps are done
+        return  # the caller owns the loop: `step` raises after max_steps
     shutil.copytree(folder / f"checkpoint-{STEPS}", tmp_path / f"checkpoint-{STEPS}")
     for _ in range(2):
         trainer = make(name, tmp_path)
@@ -241,7 +241,7 @@ def test_a_finished_run_that_is_resumed_neither_evaluates_nor_saves_again(tmp_pa
 
 
 class Watch(TrainerCallback):
-    """Notes which checkpoints are complete when a save begins its last file."""
+    """Records which checkpoints are complete when a save begins its last file."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.complete: list[str | None] = []
@@ -284,7 +284,7 @@ def test_the_best_checkpoint_stays_beside_the_last(tmp_path):
 
 
 class Terminate(TrainerCallback):
-    """Sends this process a signal in the step after `at` steps, once."""
+    """Sends this process one signal, in the step after `at` steps."""
 
     def __init__(self, at: int = 1, number: int = signal.SIGTERM):
         self.at, self.number = at, number
@@ -303,14 +303,14 @@ def test_enable_jit_checkpoint_saves_when_a_signal_comes_and_at_no_other_time(tm
         trainer.train()
     assert ended.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == handler
-    assert list(checkpoints(tmp_path)) == [2]  # the step that was begun
+    assert list(checkpoints(tmp_path)) == [2]  # the step that had begun
     assert latest_checkpoint(tmp_path) is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "step"), [("steps", 3), ("epoch", 4)])
 def test_a_signal_in_the_last_step_of_an_epoch_leaves_the_epochs_evaluation_in_place(tmp_path, strategy, step):
-    """An epoch is three steps: its evaluation comes before the process ends, or after the resume."""
+    """An epoch has three steps: its evaluation comes before the process ends, or after the resume."""
     more: dict[str, Any] = {"eval_strategy": strategy, "eval_steps": 3, "save_strategy": strategy, "save_steps": 3}
     trainer = make("sft", tmp_path, max_steps=9, eval_texts=TEXTS, **more)
     trainer.add_callback(Terminate(at=2))

@@ -1,4 +1,4 @@
-"""What transformers' Trainer gives keeps working in a trainer of ours, here SFTTrainer: seen by what comes out."""
+"""Features of transformers' Trainer work in our trainers, here SFTTrainer, judged by their results."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def trainer(folder: Path, model: Any = None, columns: Any = None, arguments: Any
 
 
 def still() -> Any:
-    """Without dropout."""
+    """Returns a model without dropout."""
     return tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 
@@ -62,7 +62,7 @@ def losses(sft: SFTTrainer) -> list[float]:
     return [log["loss"] for log in sft.state.log_history if "loss" in log]
 
 
-# Optimizers, adapters and what is saved ------------------------------------------------------------------------------
+# Optimizers, adapters and saved files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optim", ["galore_adamw", "galore_adamw_layerwise", "adafactor", "adamw_bnb_8bit"])
@@ -80,10 +80,10 @@ def test_an_optimizer_by_name_trains_and_the_checkpoint_loads(optim: str, tmp_pa
     moved = tiny.moved(before, sft.model)
     assert set(moved) == set(before)
     if optim.startswith("galore"):
-        # The update of a weight whose gradient is projected has the projection's rank, apart from rounding.
+        # A weight with a projected gradient gets an update of the projection's rank, apart from rounding.
         name = "model.layers.0.self_attn.q_proj.weight"
         sizes = torch.linalg.svdvals(sft.model.state_dict()[name] - before[name])
-        assert sizes[4] < 1e-3 * sizes[0] < sizes[1]  # two steps, each of rank 2
+        assert sizes[4] < 1e-3 * sizes[0] < sizes[1]  # two steps of rank 2 each
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     torch.testing.assert_close(logits(again), logits(sft.model), rtol=0, atol=0)
 
@@ -104,7 +104,7 @@ def test_adapters_are_saved_so_that_peft_loads_them(tmp_path):
 @pytest.mark.parametrize("trains_embeddings", [False, True])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_adapters_on_a_resized_model_are_saved_so_that_peft_loads_them(is_tied, trains_embeddings, tmp_path):
-    """The new token's row is nowhere but in the trained model: the adapters' folder must hold it, trained or not."""
+    """Only the trained model has the new token's row: the adapters' folder must hold it, trained or not."""
     tiny.llama(tie_word_embeddings=is_tied).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tokenizer = tiny.tokenizer()
@@ -137,7 +137,7 @@ def test_old_checkpoints_are_deleted(tmp_path):
 
 @pytest.mark.slow
 def test_training_stops_early_with_the_best_weights(tmp_path):
-    """At a rate that is far too high only the first step helps, if any."""
+    """At a rate that is far too high, at most the first step helps."""
     arguments = {
         "eval_dataset": Dataset.from_dict({"text": TEXTS}),
         "callbacks": [EarlyStoppingCallback(early_stopping_patience=1)],
@@ -164,7 +164,7 @@ def test_training_stops_early_with_the_best_weights(tmp_path):
 
 
 class Hub:
-    """Stands for the hub's client: keeps what would be uploaded, and where to."""
+    """Replaces the hub's client; records what would be uploaded, and where to."""
 
     def __init__(self) -> None:
         self.uploads: list[tuple[str, str, set[str]]] = []
@@ -213,7 +213,7 @@ def test_the_hub_gets_what_the_strategy_says(strategy: str, tmp_path, monkeypatc
 
 # Logs and trackers ---------------------------------------------------------------------------------------------------
 
-# By where a process is, (rank, rank on its node): its log level, with and without log_on_each_node.
+# By a process's (rank, rank on its node): its log level, with and without log_on_each_node.
 LEVELS = {
     (0, 0): (logging.INFO, logging.INFO),
     (1, 1): (logging.ERROR, logging.ERROR),
@@ -260,14 +260,14 @@ def test_wandb_without_a_key_runs_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setattr(wandb, "login", lambda **how: bool(how["prompt"]))  # there is no key, and nobody to ask
+    monkeypatch.setattr(wandb, "login", lambda **how: bool(how["prompt"]))  # there is no key and no terminal
     sft = trainer(tmp_path, report_to="wandb", run_name="first")
     try:
         assert os.environ["WANDB_MODE"] == "offline"
         assert "wandb sync" in capsys.readouterr().err
         sft.train()
         assert (wandb.run.settings._offline, wandb.run.name) == (True, "first")
-        assert wandb.run.config["packing"] is False  # our settings, not transformers' alone
+        assert wandb.run.config["packing"] is False  # includes our settings, not only transformers'
         assert {"train/loss", "train/entropy"} <= set(wandb.run.summary.keys())
         wandb.finish()
         assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
@@ -293,7 +293,7 @@ def test_tokens_that_were_read_are_counted(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_model_takes_the_same_steps(tmp_path):
-    """One batch, over and over: a compiled program that holds on to what it saw first would differ from the second."""
+    """The same batch repeats: a compiled program that kept its first inputs would differ from the second step on."""
     config = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
     plain = trainer(tmp_path / "plain", tiny.llama(), **config)
     compiled = trainer(tmp_path / "compiled", tiny.llama(), torch_compile=True, torch_compile_backend="eager", **config)
@@ -329,7 +329,7 @@ def test_activations_computed_again_change_no_number(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 def test_rows_of_like_length_share_a_batch(packing: bool, tmp_path):
-    """Of 32 rows the lengths in a batch of two differ far less than of two at random; packed rows have a length too."""
+    """In 32 rows, lengths within a batch of two differ far less than at random; packed rows have lengths too."""
     columns = {"text": ["a" * (1 + 11 * i % 32) for i in range(32)]}
 
     def spread(strategy: str) -> int:
@@ -349,13 +349,13 @@ def test_rows_of_like_length_share_a_batch(packing: bool, tmp_path):
 
 @pytest.mark.slow
 def test_a_collator_of_the_users_makes_the_batches(tmp_path):
-    """Padded on the left; and with the labels of an encoder-decoder model alone, from which it makes its inputs."""
+    """It pads on the left; or returns only the labels of an encoder-decoder model, which derives its inputs."""
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         width = max(len(row["input_ids"]) for row in rows)
         ids = torch.tensor([[tiny.PAD] * (width - len(row["input_ids"])) + row["input_ids"] for row in rows])
         mask = (ids != tiny.PAD).long()
-        labels = torch.where(mask.cumsum(1) > 1, ids, -100)  # nothing but padding stands before a row's first token
+        labels = torch.where(mask.cumsum(1) > 1, ids, -100)  # before a row's first token there is only padding
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     plain, sft = trainer(tmp_path, max_steps=2), trainer(tmp_path, arguments={"data_collator": collate}, max_steps=2)

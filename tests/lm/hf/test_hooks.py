@@ -1,4 +1,4 @@
-"""Hooks of transformers.Trainer that are replaced with the parameters of 2024 train as the trainer's own."""
+"""Hooks of transformers.Trainer overridden with the parameters of 2024 train like the trainer's own."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ class StepOnly:
 
 
 class MeanOfLabels:
-    """The model's own mean over the tokens of the micro-batch."""
+    """Uses the model's own mean over the micro-batch's tokens."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
         outputs = model(**inputs)
@@ -48,7 +48,7 @@ class MeanOfLabels:
 
 
 class PairsOf2024:
-    """RewardTrainer's as documented, on padded columns."""
+    """Computes RewardTrainer's documented loss on padded columns."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
         chosen, rejected = (

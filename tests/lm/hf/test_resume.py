@@ -1,4 +1,4 @@
-"""Runs on transformers.Trainer that die inside a save resume to the bits of the run that was left alone."""
+"""Runs on transformers.Trainer that die inside a save resume to the exact bits of an undisturbed run."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ KILLS = (3, 9, 14, 21)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For each trainer a run that was left alone, and one that was killed inside four saves."""
+    """Returns, for each trainer, an undisturbed run, and one that was killed inside four saves."""
     folder = tmp_path_factory.mktemp("runs")
     sessions = [f"{folder}/straight-{name},{name},0" for name in TRAINERS]
     for name in TRAINERS:

@@ -1,4 +1,4 @@
-"""Streams: a run that goes through one several times resumes in any pass, and one without rows is an error."""
+"""A run that passes several times over a stream resumes in any pass; a stream without rows is an error."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ IDS = [{"input_ids_chosen": [4 + i, 5, 6], "input_ids_rejected": [4 + i, 9, 9, 7
 
 
 class Shuffled(torch.utils.data.IterableDataset[Any]):
-    """A stream of torch with an order of its own in every epoch."""
+    """A torch stream with a different order in every epoch."""
 
     def __init__(self, rows: list[Any]):
         self.rows, self.epoch = rows, 0
@@ -55,7 +55,7 @@ def make(kind: Any, folder: Path, stream: Any, **settings: Any) -> Any:
     return trainer(model(), args=args, train_dataset=stream, processing_class=tiny.tokenizer(), **options)
 
 
-# By name: the trainer, its stream of ten rows, settings, and the steps after which a run resumes.
+# By name: the trainer, its stream with ten rows, settings, and the steps after which a run resumes.
 CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any], tuple[int, ...]]] = {
     "sft": (SFT, lambda: streamed([{"text": word} for word in WORDS]), {}, (5, 6)),
     "sft accumulating": (
@@ -105,7 +105,7 @@ def test_a_resumed_stream_may_begin_again_on_request(tmp_path):
 
 
 def test_each_pass_over_a_stream_is_an_epoch(tmp_path):
-    """Three passes of five batches: what is asked for at each epoch's end is done then, and at the end of the run."""
+    """Three passes of five batches: what is due at an epoch's end happens then, and at the end of the run."""
     ends: list[tuple[int, float]] = []
 
     class Ends(TrainerCallback):
@@ -123,7 +123,7 @@ def test_each_pass_over_a_stream_is_an_epoch(tmp_path):
 
 
 def test_steps_go_on_over_the_end_of_a_pass(tmp_path):
-    """Five batches a pass, two a step: 2 x 2 equals batches of 4 out of a stream that holds two passes."""
+    """Five batches a pass, two per step: 2 x 2 equals batches of 4 from a stream that holds two passes."""
     rows = [{"text": word} for word in WORDS]
     plain = IterableDataset.from_generator(lambda: iter(rows))
     twice = IterableDataset.from_generator(lambda: iter(rows * 2))
@@ -137,7 +137,7 @@ def test_steps_go_on_over_the_end_of_a_pass(tmp_path):
 
 
 class OneTime(torch.utils.data.IterableDataset[Any]):
-    """A stream that is used up after one pass."""
+    """A stream that is empty after one pass."""
 
     def __init__(self, rows: list[Any]):
         self.left = iter(rows)

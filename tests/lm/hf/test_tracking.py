@@ -1,4 +1,4 @@
-"""What the trainers on transformers.Trainer share."""
+"""Trackers in the trainers on transformers.Trainer."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SFTTrainer(tiny.gpt2(), args, train_dataset=data, processing_class=tiny.tokenize
 
 @pytest.mark.slow
 def test_wandb_without_a_key_is_offline_and_asks_nothing(tmp_path):
-    """In a process of its own: wandb reads the environment and its key once."""
+    """Runs in a separate process, because wandb reads the environment and its key once."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.getcwd(), "WANDB_SILENT": "true"}
     ran = subprocess.run(

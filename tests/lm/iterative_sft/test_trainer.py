@@ -1,4 +1,4 @@
-"""Fine-tuning in steps: rows honoured as given, whole windows, statistics, saving and resuming."""
+"""Fine-tuning in steps: rows used as given, whole windows, statistics, saving and resuming."""
 
 import json
 from typing import Any
@@ -56,7 +56,7 @@ def test_the_documented_step_needs_no_labels():
     assert tiny.moved(before, sft.model)
     nll = [-tiny.taken_of(exact(), row[:1], row[1:]) for row in ROWS[:2]]
     assert stats["num_tokens"] == sum(len(row) - 1 for row in ROWS)
-    assert stats["global_step"] == 3  # 5 rows, 2 at a time, the last one alone: nothing is left over
+    assert stats["global_step"] == 3  # 5 rows, 2 at a time, the last one alone: none is dropped
     assert set(stats) == {"loss", "grad_norm", "learning_rate", "epoch", "global_step", "num_tokens"}
     first = trainer(per_device_train_batch_size=2).step(ROWS[:2])
     assert first["loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-9)
@@ -186,7 +186,7 @@ def test_evaluation_logging_and_saving_go_by_optimizer_steps(tmp_path):
 
 @pytest.mark.parametrize("after", [2, 3, 4])
 def test_a_resumed_trainer_goes_on_as_if_nothing_had_happened(after: int, tmp_path):
-    """Bitwise, with dropout, in the middle of a call of step (2 and 4: of 3 updates each) and between two (3)."""
+    """Bitwise with dropout, within a call of step (after 2 and 4, with 3 updates per call) and between calls (3)."""
 
     def build(folder):
         settings = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "lr_scheduler_type": "linear"}
@@ -196,7 +196,7 @@ def test_a_resumed_trainer_goes_on_as_if_nothing_had_happened(after: int, tmp_pa
     whole = build("a")
     expected = [whole.step(rows)["loss"] for rows in calls]
     again = build("b")
-    torch.rand(3)  # somebody else's random numbers
+    torch.rand(3)  # other code draws random numbers
     again.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{after}"))
     first = after // 3
     losses = [again.step(rows)["loss"] for rows in calls[first:]]
@@ -336,7 +336,7 @@ def test_ids_are_checked_as_those_of_ppo(kind: str):
     sft = trainer(getattr(tiny, kind)())
     before = tiny.weights(sft.model)
     for name, (rows, error, message) in BAD_IDS.items():
-        if kind == "t5" and name == "other labels":  # are the targets
+        if kind == "t5" and name == "other labels":  # labels are the targets
             continue
         if kind == "t5":
             rows = {"labels": [ABC] * len(rows["input_ids"])} | rows

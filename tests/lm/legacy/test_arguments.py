@@ -1,4 +1,4 @@
-"""The TrainingArguments names of 2024 on a config: each is translated, or refused with what to write instead."""
+"""Names of TrainingArguments in 2024 on a config: each is translated, or rejected with the replacement."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ DOCUMENTED = {
 @dataclass
 @takes_arguments_of_2024()
 class Config(TrainingArguments):
-    """As the documented RewardConfig: defaults that transformers 5 would refuse or warn about."""
+    """Like the documented RewardConfig, has defaults that transformers 5 would reject or warn about."""
 
     report_to: None | str | list[str] = field(  # noqa: RUF036 (HfArgumentParser needs this order)
         default=None, metadata={"help": "Trackers."}
@@ -76,7 +76,7 @@ class Config(TrainingArguments):
 @dataclass
 @takes_arguments_of_2024()
 class Checked(TrainingArguments):
-    """One that looks at its fields itself, before and after transformers does."""
+    """Checks its fields itself, before and after transformers does."""
 
     def __post_init__(self):
         self.before = str(getattr(self.eval_strategy, "value", self.eval_strategy))
@@ -102,7 +102,7 @@ def tensorboard_variable(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def state():
-    """TrainingArguments of `use_cpu` leave accelerate on the CPU."""
+    """Resets accelerate, which TrainingArguments of `use_cpu` leave on the CPU."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -1,4 +1,4 @@
-"""Old names of TrainingArguments that a script assigns to a config after it was made."""
+"""Old names of TrainingArguments that a script assigns to a config after its construction."""
 
 import copy
 import dataclasses

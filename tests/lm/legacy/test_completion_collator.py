@@ -1,4 +1,4 @@
-"""Only answers are learnt, all of them and to their stop token, however the templates around them tokenize."""
+"""The loss covers only the answers, up to their stop token, however the templates around them tokenize."""
 
 import json
 import warnings
@@ -17,7 +17,7 @@ TWO_TURNS = "### Human: who?\n### Response: the birds.</s>\n### Human: why?\n###
 
 
 def byte_level():
-    """As of GPT-2 and Llama 3."""
+    """Like GPT-2 and Llama 3."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -30,13 +30,13 @@ def byte_level():
 
 
 def sentencepiece():
-    """As of Llama 2, where a text alone begins with a space that it has not inside another."""
+    """Like Llama 2: a text alone begins with a space that it lacks inside another text."""
     core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words = [word for text in SENTENCES * 5 for word in text.replace("\n", " ").split()]
     trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
     core.train_from_iterator([f"▁{word}" for word in words] + words, trainer)
-    state = json.loads(core.to_str())  # bytes are tokens like others: the trainer only knew them as special ones
+    state = json.loads(core.to_str())  # make bytes ordinary tokens: training needs them as special ones
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
     core = Tokenizer.from_str(json.dumps(state))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -49,7 +49,7 @@ def sentencepiece():
 
 
 def learnt(tokenizer, batch, ignore_index=-100):
-    """The text of each row that is learnt."""
+    """Returns the text in each row that has a loss."""
     return [tokenizer.decode(row[row != ignore_index]).strip() for row in batch["labels"]]
 
 
@@ -111,7 +111,7 @@ def test_characters_of_many_tokens_behind_a_template_are_learnt_whole(build, ans
 
 
 def test_the_surroundings_change_the_tokens_of_the_template():
-    """What makes the test above one: the template's own ids are not in the row."""
+    """The template's own ids are not in the row, which gives the test above its purpose."""
     tokenizer = sentencepiece()
     template, row = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in (RESPONSE, f"who?\n{RESPONSE} a")
@@ -138,13 +138,13 @@ def test_a_token_shared_by_template_and_answer_is_learnt_if_more_than_space():
     assert collator.answer_mask([0, 1, 6, 5]) == [0, 0, 1, 1]
     assert collator.answer_mask([0, 1, 4, 7]) == [0, 0, 1, 0]
     assert collator.answer_mask([0, 1, 4, 8]) == [0, 0, 1, 1]
-    # The "q" of the third turn is no template, although as many of them are there as templates.
+    # The "q" of the third turn is not a template, although there are as many of them as templates.
     assert collator.answer_mask([0, 3, 5, 9, 4, 5, 0, 4, 5, 0, 3, 5]) == [0, 1, 1, 0, 1, 1, 0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("build", [byte_level, sentencepiece])
 def test_a_long_dialogue_is_learnt_like_its_turns(build):
-    """Its templates are at the row's start, behind a line break, a space and an emoji, and so of different tokens."""
+    """Its templates follow a row's start, a line break, a space and an emoji, and so have different tokens."""
     tokenizer = build()
     answers = [f"the birds sing {i}.</s>" for i in range(8)]
     gaps = ["\n", " ", "🐦", "x", "\n\n", "\n", " ", "\n"]

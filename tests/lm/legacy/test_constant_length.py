@@ -1,4 +1,4 @@
-"""Rows of constant length: of every format, and a number of them that a Trainer can count on."""
+"""Rows of constant length from every format, in a number that a Trainer can rely on."""
 
 import math
 
@@ -51,7 +51,7 @@ def packed(columns, folder, stream: bool = False, **settings) -> list[dict[str, 
 
 
 def learnt(rows) -> str:
-    """The text of the tokens that count, row by row, in an order that shuffling does not change."""
+    """Returns the text with a loss, row by row, in an order that shuffling does not change."""
     tokenizer = tiny.tokenizer()
     return " | ".join(sorted(tokenizer.decode([one for one in row["labels"] if one != -100]) for row in rows))
 
@@ -124,7 +124,7 @@ def test_a_trainer_trains_whole_epochs_of_them(batch_size, tmp_path):
 
 
 class Overestimated(ConstantLengthDataset):
-    """The documented length of 2024: the rows of the dataset, which are more than those that are yielded."""
+    """Has the documented length of 2024: the dataset's rows, which are more than the yielded ones."""
 
     def __len__(self):
         return 3 * super().__len__()

@@ -1,4 +1,4 @@
-"""The constructors of 2024 on trainers whose own parameters are today's: stand-ins that record what reaches them."""
+"""The constructors of 2024 on trainers with today's parameters: stand-ins record what reaches them."""
 
 import dataclasses
 import inspect
@@ -105,7 +105,7 @@ def setting(default: Any) -> Any:
 @dataclass
 @takes_arguments_of_2024()
 class Config(TrainingArguments):
-    """The fields of all the trainers below; some defaults are not 2024's."""
+    """Has the fields of all the trainers below; some defaults differ from 2024's."""
 
     max_length: int | None = setting(1024)
     truncation_mode: str = setting("keep_end")
@@ -144,7 +144,7 @@ class Config(TrainingArguments):
 
 
 class Recorder(Trainer):
-    """Keeps the arguments; nothing is trained here."""
+    """Keeps the arguments, and trains nothing."""
 
     def keep(self, got):
         self.got = {name: value for name, value in got.items() if name not in ("self", "__class__")}
@@ -173,7 +173,7 @@ class DPO(Recorder):
         peft_config=None,
         compute_metrics=None,
     ):
-        """What DPO does."""
+        """Takes DPO's arguments."""
         self.keep(locals())
 
 
@@ -259,7 +259,7 @@ def warned(make, *args, **kwargs):
 
 
 def place(trainer, name):
-    """The value of a 2024 argument, wherever it is today."""
+    """Returns the value of a 2024 argument, wherever it is today."""
     new = NEW.get(name, name)
     return trainer.got[new] if new in trainer.got else getattr(trainer.args, new)
 
@@ -425,7 +425,7 @@ def test_an_old_name_needs_a_field_to_go_to():
                 preprocess_logits_for_metrics=None,
                 peft_config=None,
             ):
-                """Without max_length."""
+                """Lacks max_length."""
 
 
 def test_the_warning_of_a_subclass_points_at_its_call():

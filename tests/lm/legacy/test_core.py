@@ -1,4 +1,4 @@
-"""The functions of `trl.core`, `trl.trainer.utils` and `trl.models`, by their definitions."""
+"""The functions of `trl.core`, `trl.trainer.utils` and `trl.models` follow their definitions."""
 
 import math
 
@@ -103,7 +103,7 @@ def test_a_decorator_gives_memory_back_only_where_it_is_asked_to(monkeypatch):
 
 def test_statistics_of_trainers():
     scores = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 1.0], [5.0, 4.0]])
-    assert utils.compute_accuracy((scores, np.zeros(4))) == {"accuracy": 0.5}  # a tie is no win
+    assert utils.compute_accuracy((scores, np.zeros(4))) == {"accuracy": 0.5}  # a tie is not a win
     assert utils.compute_accuracy((scores, np.array([0, 1, 0, 1]))) == {"accuracy": 0.5}
     mean, variance, count = utils.get_global_statistics(Accelerator(cpu=True), VALUES, MASK)
     assert (float(mean), float(variance), float(count)) == (2.5, 0.25, 2)

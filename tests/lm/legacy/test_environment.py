@@ -1,4 +1,4 @@
-"""TextEnvironment and TextHistory: conversations with tools, as scripts of 2024 have them."""
+"""TextEnvironment and TextHistory: conversations with tools, as in scripts of 2024."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ TAGS = ["<request>", "<call>", "<response>", "<submit>", "<double>"]
 
 
 def world(*tags: str, **settings):
-    """An environment whose model knows the tags, and a tokenizer whose pad token is its end token."""
+    """Returns an environment whose model knows the tags, and a tokenizer that pads with its end token."""
     tokenizer = tiny.tokenizer(pad_token="</s>")
     tokenizer.add_tokens(TAGS)
     sizes = {"n_embd": tiny.WIDTH, "n_layer": 1, "n_head": 2, "n_positions": 64}
@@ -26,7 +26,7 @@ def world(*tags: str, **settings):
 
 
 def says(environment, *turns):
-    """Makes the model write these texts, token by token, and never end by itself."""
+    """Makes the model write these texts token by token, and never end by itself."""
     written = iter(environment.tokenizer("".join(turns) + "z" * 9, add_special_tokens=False)["input_ids"])
 
     def hook(module, arguments, output):

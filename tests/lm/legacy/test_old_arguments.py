@@ -1,4 +1,4 @@
-"""Every argument of the configs and trainers of TRL 0.7.10 to 0.11.4, and of 1.16 configs: known, or refused in words.
+"""Every argument of configs and trainers of TRL 0.7.10 to 0.11.4, and of 1.16 configs, is known or rejected in words.
 
 old_arguments.json lists them with their defaults, by version and class.
 """
@@ -31,7 +31,7 @@ def kind(name: str) -> type:
 
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch, tmp_path):
-    """Configs name no folder here, and TrainingArguments of `use_cpu` leave accelerate on the CPU."""
+    """Removes the default folder from configs, and resets accelerate, which `use_cpu` leaves on the CPU."""
     monkeypatch.chdir(tmp_path)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -88,7 +88,7 @@ SFT_CASES = {
     "loss_type": ("dft", "negative log-likelihood"),
 }
 GRPO_CASES = {
-    "generation_batch_size": (128, {"steps_per_generation": 2}),  # of 8 prompts with 8 completions each
+    "generation_batch_size": (128, {"steps_per_generation": 2}),  # 8 prompts with 8 completions each are 64
     "use_transformers_paged": (True, {"rollout_backend": "continuous_batching"}),
     "cache_implementation": ("static", {"generation_kwargs": {"cache_implementation": "static"}}),
     "use_liger_loss": (True, {}),
@@ -176,7 +176,7 @@ def test_completions_of_a_generation_are_counted_over_accumulation_and_processes
     args = GRPOConfig(use_cpu=True, per_device_train_batch_size=2, num_generations=4, gradient_accumulation_steps=3)
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun and accelerate launch set it
     with pytest.warns(FutureWarning):
-        args.generation_batch_size = 5 * 48  # of 2 prompts x 4 completions x 3 x 2 processes
+        args.generation_batch_size = 5 * 48  # 48 is 2 prompts x 4 completions x 3 x 2 processes
     assert args.steps_per_generation == 5
     with pytest.raises(ValueError, match=r"take 48 each: .*counts prompts, not completions: divide yours by num_gen"):
         args.generation_batch_size = 64

@@ -1,4 +1,4 @@
-"""The loop that scripts of early 2024 share, written against the documentation, with nothing but its import changed."""
+"""The loop shared by scripts of early 2024, written against the documentation, with only its import changed."""
 
 import pytest
 import torch

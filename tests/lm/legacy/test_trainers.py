@@ -1,4 +1,4 @@
-"""Every documented argument of 2024, on the real trainers: constructs, warns with the new spelling, and trains."""
+"""Every documented argument of 2024 on the real trainers: constructs, warns with the new spelling, and trains."""
 
 import dataclasses
 import warnings
@@ -63,7 +63,7 @@ def two_adapters(model):
     return model
 
 
-# Config: the names that transformers 5 dropped ---------------------------------------------------------------------
+# Config: names that transformers 5 dropped -------------------------------------------------------------------------
 
 TRANSLATED = {
     "evaluation_strategy": "steps",
@@ -141,7 +141,7 @@ def test_both_parsers_make_every_config(kind, tmp_path):
         (ours,) = parse_config(
             kind, argv=[f"{name}={value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
         )
-    unlike = {"logging_steps"}  # transformers 5 reads a float where ours is documented as one
+    unlike = {"logging_steps"}  # transformers 5 takes a float; ours is documented as such
     for field in dataclasses.fields(kind):
         if field.name not in unlike and not field.name.startswith("_"):
             assert getattr(ours, field.name) == getattr(by_transformers, field.name), field.name

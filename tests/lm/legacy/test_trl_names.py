@@ -1,4 +1,4 @@
-"""The table of names of `trl`: every one can be imported, and the page on migration has it.
+"""The table of `trl` names: every one can be imported, and the migration page lists it.
 
 After a change of `trl_names`, `python -m tests.lm.legacy.test_trl_names` writes the page's table again.
 """
@@ -17,7 +17,7 @@ PLACES = [f"trl.{place}" for place in [*PLACES, "data_utils", "commands.cli_util
 
 
 def table() -> str:
-    """A row for each pair of an old and a new module; each name is in one row."""
+    """Returns a row for each pair of an old and a new module; each name is in one row."""
     seen: set[str] = set()
     rows = []
     for old in PLACES:

@@ -1,6 +1,6 @@
-"""Scripts that import `trl`, in the manner of the examples of TRL 0.7 to 0.11, run as they are.
+"""Scripts that import `trl`, in the style of TRL 0.7 to 0.11's examples, run unchanged.
 
-Each script under trl_scripts runs in a process of its own, because `trimtab_lm.legacy.trl` changes transformers.
+Each script in trl_scripts runs in its own process, because `trimtab_lm.legacy.trl` changes transformers.
 """
 
 import json
@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).with_name("trl_scripts")
 
 @pytest.fixture
 def world(tmp_path):
-    """A folder with a model, a classifier, texts and pairs, as the hub's names in a script would find them."""
+    """Sets up a folder with a model, a classifier, texts and pairs, under the hub names that scripts use."""
     tokenizer = tiny.tokenizer()
     tiny.gpt2().save_pretrained(tmp_path / "model")
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "num_labels": 2}
@@ -42,7 +42,7 @@ def write(folder: Path, rows: list[dict[str, object]]) -> None:
 
 
 def run(folder: Path, *words: str, status: int = 0) -> str:
-    """Runs Python with these words in the folder, and returns what it wrote."""
+    """Runs Python with these words in the folder, and returns what it writes."""
     offline = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, env=os.environ | offline, capture_output=True, text=True, check=False

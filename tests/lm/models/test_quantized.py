@@ -1,4 +1,4 @@
-"""Adapters over 4-bit weights learn on every CPU, also after an evaluation."""
+"""Adapters on 4-bit weights learn on every CPU, even after an evaluation."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ pytest.importorskip("bitsandbytes")
 
 
 def quantized(folder: Path) -> Any:
-    """A model whose sizes are those that bitsandbytes packs."""
+    """Returns a model with sizes that bitsandbytes packs."""
     tiny.llama(hidden_size=64, intermediate_size=128, head_dim=32).save_pretrained(folder)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
@@ -59,7 +59,7 @@ def test_adapters_that_a_model_has_stay_trained(tmp_path: Path):
 
 
 def pack(model: Any) -> None:
-    """Marks weights as an evaluation does on a CPU with AVX512-BF16."""
+    """Marks weights as packed, as an evaluation does on a CPU with AVX512-BF16."""
     for module in model.modules():
         if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
             module.support_avx512bf16_for_cpu = state.packing_format_for_cpu = True

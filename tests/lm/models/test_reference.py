@@ -1,4 +1,4 @@
-"""References: they are the model the policy started from, stay so while it trains, and share what they should."""
+"""References equal the policy's initial model, stay so during training, and share what they should."""
 
 import copy
 from types import SimpleNamespace
@@ -173,7 +173,7 @@ def test_a_wrapper_is_copied_with_its_head():
 
 def test_patterns_and_unknown_layouts():
     policy = build()
-    for pattern in ("transformer.h.{layer}", "pretrained_model.transformer.h.{layer}"):  # the wrapper's names too
+    for pattern in ("transformer.h.{layer}", "pretrained_model.transformer.h.{layer}"):  # also the wrapper's names
         create_reference_model(policy, num_shared_layers=1, pattern=pattern)
     with pytest.raises(ValueError, match=r"model\.layers\.\{layer\} is not one ModuleList.*transformer\.h"):
         create_reference_model(policy, num_shared_layers=1, pattern="model.layers.{layer}")
@@ -195,7 +195,7 @@ def test_a_peft_model_is_copied_with_its_adapter_as_it_is_now(build_policy):
     inner = getattr(policy, "pretrained_model", policy)
     before, flags = logits(inner.eval()), state_of(inner)
     with inner.disable_adapter():
-        assert (logits(inner) - before).abs().max() > 1e-3  # the adapter was trained before
+        assert (logits(inner) - before).abs().max() > 1e-3  # the adapter is already trained
     reference = create_reference_model(policy)
     assert type(reference) is type(policy)
     assert state_of(inner) == flags
@@ -284,7 +284,7 @@ def test_adapters_off_is_the_base_model_after_training_too(options):
 
 def test_an_exception_inside_leaves_the_adapter_active():
     policy = AutoModelForCausalLMWithValueHead(with_lora()).train()
-    policy.pretrained_model.base_model.model.model.layers[0].eval()  # a flag of its own must survive too
+    policy.pretrained_model.base_model.model.model.layers[0].eval()  # this layer's own flag must also survive
     state, before = state_of(policy.pretrained_model), logits(policy.pretrained_model)
     reference = Reference.of(policy)
     with pytest.raises(KeyboardInterrupt), reference.active():
@@ -340,7 +340,7 @@ def test_trainable_base_weights_are_warned_of_once():
 
 @pytest.mark.parametrize("trainer", ["ppo", "dpo"])
 def test_a_reference_is_first_run_where_all_its_layers_lie(trainer: str, monkeypatch):
-    """The shared layers are on the device when the policy is; `meta` stands for that device here."""
+    """Shared layers are on the device only when the policy is; here `meta` stands for that device."""
     devices: list[set[str]] = []
 
     def probe(head: LanguageHead) -> bool:

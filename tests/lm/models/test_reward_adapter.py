@@ -1,4 +1,4 @@
-"""Policy, value head and reward model as adapters of one base model, as the multi-adapter script of 2024 has them."""
+"""Policy, value head and reward model as adapters on one base model, as in the multi-adapter script of 2024."""
 
 import copy
 
@@ -28,7 +28,7 @@ def lora(name: str, task: str) -> LoraConfig:
 
 
 def saved(folder, name: str = "gpt2", *, labels: int = 2, bias: bool = False):
-    """Folders of a base model and of a reward model's adapter on it, and the reward model itself."""
+    """Saves a base model and a reward model's adapter; returns their folders and the reward model itself."""
     base, adapter = folder / "base", folder / "reward"
     getattr(tiny, name)().save_pretrained(base)
     torch.manual_seed(1)
@@ -142,7 +142,7 @@ def test_the_policy_is_saved_without_its_reward_model(gathered, tmp_path):
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(folder)
     assert list(loaded.pretrained_model.peft_config) == ["default"]
     again = AutoModelForCausalLMWithValueHead.from_pretrained(folder, reward_adapter=str(adapter)).eval()
-    again = copy.deepcopy(again)  # a mapped file's weights lie at odd addresses, where products round differently
+    again = copy.deepcopy(again)  # weights of a mapped file are unaligned, and products round differently
     for one, other in zip(model(IDS)[::2], again(IDS)[::2], strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(model.compute_reward_score(IDS), again.compute_reward_score(IDS))

@@ -1,4 +1,4 @@
-"""Value heads: what they compute, and that folders written today or in 2024 give the same model back."""
+"""Value heads: what they compute, and that folders written today or in 2024 restore the same model."""
 
 import copy
 import json
@@ -90,11 +90,11 @@ def run(model: PreTrainedModelWrapper) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_same(first: PreTrainedModelWrapper, second: PreTrainedModelWrapper) -> None:
-    """Weights, logits and values are equal to the last bit."""
+    """Asserts that weights, logits and values are equal to the last bit."""
     assert first.state_dict().keys() == second.state_dict().keys()
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, second.state_dict()[name]), name
-    # Loaded weights lie in a mapped file at odd addresses, where matrix products round differently; a copy does not.
+    # Loaded weights lie unaligned in a mapped file, where matrix products round differently; a copy is aligned.
     for one, other in zip(run(first), run(copy.deepcopy(second).eval()), strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
@@ -108,7 +108,7 @@ def test_a_head_that_copies_a_row_of_the_lm_head_gives_that_logit(name):
     model = wrapped(causal(name) if name in CAUSAL else seq2seq(name))
     with torch.no_grad():
         row = model.pretrained_model.get_output_embeddings().weight[7:8]
-        model.v_head.summary.weight.copy_(row * 16**-0.5 if name == "t5" else row)  # as T5 scales tied logits
+        model.v_head.summary.weight.copy_(row * 16**-0.5 if name == "t5" else row)  # T5 scales tied logits like this
         model.v_head.summary.bias.zero_()
     logits, values = run(model)
     assert values.shape == logits.shape[:2] == ((2, 4) if model.is_encoder_decoder else (2, 5))
@@ -303,7 +303,7 @@ def test_generate_and_configs_are_the_models_own():
     options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
     assert torch.equal(model.generate(IDS, **options), model.pretrained_model.generate(IDS, **options))
     assert model.config is model.pretrained_model.config
-    model.generation_config = GPT2Config  # any object: it must arrive
+    model.generation_config = GPT2Config  # any object shows whether it arrives
     assert model.pretrained_model.generation_config is GPT2Config
     assert model.device == torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The value head reads the decoder's last hidden state, whatever the model does between that state and its logits."""
+"""The value head reads the decoder's last hidden state, whatever the model does between it and the logits."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def module_of(config) -> ActorCritic:
 
 
 def batch_of(module: ActorCritic):
-    """What the module reads of the samples, and the same padded for a plain forward pass, with its places."""
+    """Returns what the module reads of the samples, the same padded for a plain forward pass, and its positions."""
     start = 0 if module.head.is_encoder_decoder else None
     return batch_from(module, start)
 
@@ -91,7 +91,7 @@ def at(states: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def last_hidden_state(model, inputs) -> torch.Tensor:
-    """By the model's parts: encoder and decoder stack, or the trunk without LM head."""
+    """Runs the model's parts: encoder and decoder stack, or the trunk without the LM head."""
     if not model.config.is_encoder_decoder:
         return model.base_model(**inputs).last_hidden_state
     mask = inputs["attention_mask"]
@@ -131,7 +131,7 @@ def test_values_and_gradients_are_those_of_the_last_hidden_state(config, path):
 
 
 def test_a_tied_t5_gives_the_values_of_its_old_head():
-    """The head weighs the first unit alone with 1, so the value is that unit of the state, not a quarter of it."""
+    """The head has weight 1 on the first unit only, so the value is that unit of the state, not a quarter of it."""
     module = module_of(ENCODER_DECODER["t5"])
     _, inputs, _, _ = batch_of(module)
     summary = module.policy.v_head.summary
@@ -180,7 +180,7 @@ def test_composed_models_give_a_value_per_position(config):
 
 
 def fsmt(**settings):
-    """FSMT in float32: its causal mask cannot be made in float64. Its output embeddings are the decoder's table."""
+    """Returns FSMT in float32, because its causal mask fails in float64. Its output embeddings are the decoder's."""
     sizes = {
         "d_model": 16,
         "encoder_layers": 2,

@@ -1,4 +1,4 @@
-"""PPO steps over a fixed global batch, of which each process takes its share: all cases, results in the file given."""
+"""PPO steps over a fixed global batch shared by the processes; runs all cases, and writes results to the given file."""
 
 import os
 import sys
@@ -20,9 +20,9 @@ GLOBAL_BATCH, STEPS = 8, 2
 
 @dataclass(frozen=True)
 class Case:
-    """What a process makes of its share: `minibatch` and `accumulation` cover all of it in one optimizer step."""
+    """How a process divides its share: `minibatch` and `accumulation` cover all of it in one optimizer step."""
 
-    minibatch: int  # of one process among two; one alone takes twice as many rows, or twice the accumulation
+    minibatch: int  # for each of two processes; a single one doubles it, or the accumulation
     accumulation: int = 1
     kind: Literal["gpt2", "bart", "llama", "t5"] = "gpt2"
     has_masks: bool = False
@@ -65,7 +65,7 @@ CASES = {
 
 
 def global_batch(step: int, *, has_masks: bool) -> dict[str, list[torch.Tensor]]:
-    """Rows of very unequal lengths, the first half the shorter, so that minibatches of like length are the halves."""
+    """Rows of very unequal lengths, the shorter half first, so that minibatches of similar length are the halves."""
     generator = torch.Generator().manual_seed(step)
     half = GLOBAL_BATCH // 2
     queries = tiny.rows(half, 2, 3, 10 * step) + tiny.rows(half, 4, 6, 10 * step + 1)
@@ -102,7 +102,7 @@ def make(case: Case, *, minibatch: int, accumulation: int, world_size: int) -> P
     builders = {"gpt2": tiny.gpt2, "bart": bart, "llama": tiny.llama, "t5": partial(tiny.t5, initializer_factor=1.0)}
     base = builders[case.kind](dtype=torch.float64)
     model = tiny.with_value_head(base)
-    # Unlike Adam, SGD shows a gradient of the wrong size, and does not magnify rounding where there is none.
+    # Unlike Adam, SGD shows a gradient of the wrong size, and does not magnify the rounding of a zero gradient.
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=0.5)
     sizes = {
         "batch_size": GLOBAL_BATCH // world_size,
@@ -114,7 +114,7 @@ def make(case: Case, *, minibatch: int, accumulation: int, world_size: int) -> P
 
 
 def steps(case: Case, *, minibatch: int, accumulation: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    """Statistics of every step, and the weights after them."""
+    """Returns the statistics of every step, and the weights after them."""
     trainer = make(case, minibatch=minibatch, accumulation=accumulation, world_size=world_size)
     share = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
     history = []
@@ -126,7 +126,7 @@ def steps(case: Case, *, minibatch: int, accumulation: int, rank: int = 0, world
 
 
 def loop() -> dict[str, Any]:
-    """Two steps of `train` over prompts, with a reward that depends on the response."""
+    """Runs two steps of `train` on prompts, with a reward that depends on the response."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     prompts = Dataset.from_dict({"input_ids": [row.tolist() for row in tiny.rows(20, 2, 5)]})
     trainer = tiny.ppo(

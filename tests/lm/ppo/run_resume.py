@@ -1,7 +1,7 @@
-"""Sessions of small PPO runs, each killed at a chosen place or run to its end; they go on from the newest checkpoint.
+"""Runs sessions of small PPO trainings, killed at a chosen place or finished; each resumes the newest checkpoint.
 
-A session is `folder,loop,tracker,kill`: loop is train or own, kill is end or place:number. Where there are several,
-each has a process of its own. `folder/steps-<rank>.jsonl` gets a line per step, `folder/final-<rank>.pt` the weights.
+A session is `folder,loop,tracker,kill`: loop is train or own, kill is end or place:number. Each of several sessions has
+its own process. `folder/steps-<rank>.jsonl` gets a line per step, `folder/final-<rank>.pt` the weights.
 """
 
 import json
@@ -31,7 +31,7 @@ def die() -> None:
 
 
 def noise() -> float:
-    """Every library's global generator has a part in it."""
+    """Returns a random number that depends on every library's global generator."""
     return random.random() + random.gauss(0, 0.1) + np.random.rand() + torch.rand(()).item()
 
 
@@ -42,7 +42,7 @@ class Session:
         self.folder, self.loop = Path(folder), loop
         self.place, _, at = kill.partition(":")
         self.at, self.operations = int(at or 0), 0
-        set_seed(os.getpid())  # a resumed session must not depend on how its process began
+        set_seed(os.getpid())  # a resumed session must not depend on the seed of its process
         if not self.folder.exists() or not latest_checkpoint(self.folder):
             set_seed(11)
         self.trainer = self.make(tracker)
@@ -79,7 +79,7 @@ class Session:
         return PPOTrainer(config, policy, None, tokenizer, prompts, optimizer=optimizer, lr_scheduler=scheduler)
 
     def reached(self, place: str, *, last: bool = True) -> None:
-        """`last`: the step is over and counted already."""
+        """Kills the run at its `at`-th visit to the place. last: whether the step is over and already counted."""
         if place == self.place and self.at == self.trainer.steps_done + (0 if last else 1):
             die()
 
@@ -110,7 +110,7 @@ class Session:
         return [len(set(text)) / 4 + noise() for text in texts]
 
     def note(self, step: int, stats: dict[str, Any], prompts: list[torch.Tensor]) -> None:
-        """Write down all that an uninterrupted run would have to agree in."""
+        """Writes everything in which an uninterrupted run must agree."""
         numbers = {
             name: value.tolist() if isinstance(value, torch.Tensor) else value
             for name, value in stats.items()

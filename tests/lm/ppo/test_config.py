@@ -1,4 +1,4 @@
-"""Each field of PPOConfig: what an outside observer sees of it."""
+"""Each field of PPOConfig: what an observer from outside sees of it."""
 
 import dataclasses
 import math
@@ -15,12 +15,12 @@ from trimtab_lm.ppo import trainer as trainer_module
 from trimtab_lm.ppo.loss import shaped
 from trimtab_lm.ppo.statistics import ended
 
-# A policy against another model as its reference: KL is not 0 from the start.
+# The policy and its reference are different models, so KL is not 0 at the start.
 pytestmark = pytest.mark.filterwarnings("ignore:step 1. health/other_reference")
 
 
 class RecordingSGD(torch.optim.SGD):
-    """Plain gradient descent that remembers the norm of the gradient that each update used."""
+    """Plain gradient descent that records the gradient norm of each update."""
 
     def __init__(self, model, lr=1.0):
         super().__init__(model.parameters(), lr=lr)
@@ -33,7 +33,7 @@ class RecordingSGD(torch.optim.SGD):
 
 
 class Spy(PPOTrainer):
-    """Remembers the scores that enter the rewards, and the size of each minibatch."""
+    """Records the scores that enter the rewards, and the size of each minibatch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -50,7 +50,7 @@ class Spy(PPOTrainer):
 
 
 def shaped_scores(scores, responses=None, model=None, **config):
-    """What step makes of the scores of several batches before they become rewards."""
+    """Returns the scores of several batches as `step` changes them before they become rewards."""
     trainer = tiny.ppo(model, Spy, **config)
     queries, sampled, _ = tiny.batch()
     for part in scores:
@@ -59,7 +59,7 @@ def shaped_scores(scores, responses=None, model=None, **config):
 
 
 def updates(**config):
-    """Weights after one step with plain gradient descent at rate 1, and its optimizer."""
+    """Returns the weights after one step of plain gradient descent at rate 1, and the optimizer."""
     model = tiny.policy(dtype=torch.float64)
     optimizer = RecordingSGD(model, lr=config.pop("lr", 1.0))
     trainer = tiny.ppo(model, Spy, {"optimizer": optimizer}, **config)
@@ -67,7 +67,7 @@ def updates(**config):
     return model, optimizer, trainer
 
 
-# ------------------------------------------------------------ what is refused
+# ------------------------------------------------------------ rejected settings
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_reported_gradient_norm_is_that_of_the_update():
 
 
 def kl_step(**config):
-    """One step of a model against another one, in float64: trainer, statistics, and the data."""
+    """Runs one step of a model against a different one in float64; returns trainer, statistics and data."""
     trainer = tiny.ppo(
         tiny.policy(dtype=torch.float64), arguments={"ref_model": tiny.policy(seed=1, dtype=torch.float64)}, **config
     )
@@ -350,7 +350,7 @@ def test_gamma_reaches_the_step(gamma, lam):
     queries, responses, scores = tiny.batch()
     stats = tiny.ppo(gamma=gamma, lam=lam).step(queries, responses, scores)
     lengths = [len(row) for row in responses]
-    # Without KL the score is the only reward: the return of the last token alone, or of every token.
+    # Without KL the score is the only reward: it is the return of the last token only, or of every token.
     reached = [1 if gamma == 0 else length for length in lengths]
     total = sum(float(score) * n for score, n in zip(scores, reached, strict=True))
     assert stats["ppo/returns/mean"] == pytest.approx(total / sum(lengths), rel=1e-5)
@@ -358,7 +358,7 @@ def test_gamma_reaches_the_step(gamma, lam):
 
 @pytest.mark.parametrize("is_whitened", [False, True])
 def test_whiten_rewards_scales_to_variance_one_keeps_the_mean_and_the_outside(is_whitened):
-    trainer = tiny.ppo(gamma=0.0, whiten_rewards=is_whitened)  # the return is the reward then
+    trainer = tiny.ppo(gamma=0.0, whiten_rewards=is_whitened)  # the return then equals the reward
     rewards, mask = torch.tensor([[1.0, 3.0, 0.0], [5.0, 0.0, 0.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     _, _, returns = trainer.compute_advantages(torch.zeros(2, 3), rewards, mask)
     deviation = (8 / 3) ** 0.5 if is_whitened else 1.0  # of 1, 3, 5, whose mean is 3
@@ -375,7 +375,7 @@ def test_whiten_rewards_reaches_the_step(is_whitened):
 
 
 def loss_of(logratio=0.0, vpred=0.0, advantage=1.0, returns=0.0, **config):
-    """Policy and value loss of one token whose old log-probability is -1 and old value 0, and their gradients."""
+    """Returns policy and value loss of one token with old log-probability -1 and old value 0, and their gradients."""
     logprobs = torch.tensor([[-1.0 + logratio]], requires_grad=True)
     vpreds = torch.tensor([[vpred]], requires_grad=True)
     policy_loss, value_loss, stats = tiny.ppo(**config).loss(
@@ -441,7 +441,7 @@ def test_vf_coef_scales_the_update_of_the_value_head():
     assert move(0.1).any()
 
 
-# -------------------------------------------------------------- when updates stop
+# -------------------------------------------------------------- early stopping
 
 
 def test_early_stopping_ends_the_updates_of_a_step():
@@ -450,11 +450,11 @@ def test_early_stopping_ends_the_updates_of_a_step():
     _, off, _ = updates(early_stopping=False, target_kl=1e-9, **settings)
     _, stopped, _ = updates(early_stopping=True, target_kl=1e-9, **settings)
     assert (len(never.norms), len(off.norms)) == (6, 6)
-    assert len(stopped.norms) == 1  # before it the policy has not moved
+    assert len(stopped.norms) == 1  # before the first update the policy has not moved
 
 
 def direct_minibatch(trainer, logratio):
-    """train_minibatch on two tokens whose log-ratio is given, with a gradient that reaches the value head."""
+    """Runs train_minibatch on two tokens with the given log-ratio, and a gradient that reaches the value head."""
     reach = trainer.model.v_head.summary.bias.sum()
     column = {"values": torch.zeros(1, 2), "mask": torch.ones(1, 2), "advantages": torch.tensor([[-1.0, 1.0]])}
     return trainer.train_minibatch(
@@ -521,7 +521,7 @@ def test_use_score_scaling_divides_by_the_deviation_of_all_scores_so_far():
 
 def test_use_score_norm_also_subtracts_the_mean():
     (scores,) = shaped_scores([[1.0, 2.0, 3.0, 6.0]], use_score_scaling=True, use_score_norm=True)
-    deviation = (14 / 3) ** 0.5  # of 1, 2, 3, 6 around 3, of a sample
+    deviation = (14 / 3) ** 0.5  # the sample 1, 2, 3, 6 has mean 3
     assert scores == pytest.approx([-2 / deviation, -1 / deviation, 0, 3 / deviation], rel=1e-5)
 
 

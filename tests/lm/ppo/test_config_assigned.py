@@ -1,4 +1,4 @@
-"""PPOConfig is a plain dataclass until a trainer takes it; what scripts of early 2024 assign is honoured."""
+"""PPOConfig is a plain dataclass until a trainer takes it; assignments in scripts of early 2024 take effect."""
 
 import copy
 import dataclasses

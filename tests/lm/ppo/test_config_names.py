@@ -88,7 +88,7 @@ def test_reward_model_scores_in_train(tmp_path):
     )
     trainer.train(
         steps=1,
-        generation_kwargs={"max_new_tokens": 5, "suppress_tokens": [0, 1, 2, 3]},  # so that texts hold all ids
+        generation_kwargs={"max_new_tokens": 5, "suppress_tokens": [0, 1, 2, 3]},  # texts would lose special ids
         on_step=keep,
     )
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_push_to_hub_if_best(compare_steps, pushed_at, monkeypatch):
 
 
 def logged(trainer):
-    """One step's statistics sent to the tracker."""
+    """Returns the statistics of one step that go to the tracker."""
     queries, responses, scores = tiny.batch()
     texts = {"query": ["q"] * 4, "response": ["r"] * 4}
     trainer.log_stats(trainer.step(queries, responses, scores), texts, scores)

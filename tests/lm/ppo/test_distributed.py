@@ -1,4 +1,4 @@
-"""However a global batch is cut, into minibatches or among processes, the statistics and the weights are the same."""
+"""Dividing a global batch into minibatches or among processes does not change statistics and weights."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_accumulation_does_not_matter(name):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch."""
+    """Returns the results of both processes of one launch."""
     return results_of_two("tests.lm.ppo.run_distributed", tmp_path_factory.mktemp("two"))
 
 
@@ -68,7 +68,7 @@ def test_both_processes_hold_the_same_to_the_bit(two):
 
 @pytest.mark.distributed
 def test_the_cases_are_what_they_say(two):
-    """Of two epochs with a minibatch on either process, the second exceeds the threshold: on one, or on both."""
+    """With two epochs and one minibatch per process, the second exceeds the threshold on one process, or on both."""
     assert [stats["ppo/policy/skipped"] for stats in two[0]["one process skips"]["stats"]] == [0.25, 0.25]
     assert [stats["ppo/policy/skipped"] for stats in two[0]["both processes skip"]["stats"]] == [1.0, 1.0]
     assert all(0 < stats["ppo/policy/early_stopped"] < 1 for stats in two[0]["stopped early"]["stats"])

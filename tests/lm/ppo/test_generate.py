@@ -1,4 +1,4 @@
-"""`PPOTrainer.generate`: order, ends, lengths, random numbers and what makes the sampler another policy."""
+"""`PPOTrainer.generate`: order, ends, lengths, random numbers, and settings that change the sampled policy."""
 
 import warnings
 from collections import Counter
@@ -113,7 +113,7 @@ def test_sampling_neither_reads_nor_moves_global_random_numbers():
 def test_samples_follow_the_model_at_the_temperature(temperature):
     query, count = torch.tensor([9, 10]), 4000
     trainer = tiny.ppo()
-    trainer.model.generation_config.top_k = 2  # the model's own preference is not the policy that is trained
+    trainer.model.generation_config.top_k = 2  # the model's own setting must not change the trained policy
     rows = trainer.generate(
         [query] * count,
         batch_size=count,
@@ -125,7 +125,7 @@ def test_samples_follow_the_model_at_the_temperature(temperature):
     p = tiny.logprobs_of(tiny.gpt2(), query, torch.tensor([0]), temperature)[0].exp()
     seen = Counter(int(row) for row in rows)
     chi_square = sum((seen[token] - count * float(p[token])) ** 2 / (count * float(p[token])) for token in range(32))
-    assert chi_square < 66  # 31 degrees of freedom: once in 4000 seeds by chance
+    assert chi_square < 66  # 31 degrees of freedom: by chance once in 4000 seeds
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Ten steps of PPO against a recorded curve: a refactor shows the same numbers, a change of behaviour other ones.
+"""Ten steps of PPO equal a recorded curve: a refactor shows the same numbers, a change of behaviour different ones.
 
-After a change that is meant, `python -m tests.lm.ppo.test_golden` records the curve again; say so in the commit.
+After an intended change, `python -m tests.lm.ppo.test_golden` records the curve again; the commit must say so.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Each fault of a PPO run is provoked in a real trainer, and the health report names it."""
+"""Provokes each fault of a PPO run in a real trainer; the health report names it."""
 
 import re
 import warnings
@@ -23,7 +23,7 @@ def length(response):
 
 
 def said(trainer, *, steps, reward=share_of_a, sample=None, queries=None, new_tokens=8, until=None, **generation):
-    """The alerts of `steps` steps of a loop of the caller's, or up to one of them, by condition: its first warning."""
+    """Loops over `step` for `steps` steps, or until an alert; returns the first warning about each condition."""
     size, texts = trainer.config.batch_size, {}
     for step in range(steps):
         rows = tiny.rows(size, 2, 5, seed=step) if queries is None else queries
@@ -48,12 +48,12 @@ def ppo(model=None, **config):
 
 
 def of_model(model):
-    """A sampler that the trainer knows nothing of."""
+    """Returns a sampler that the trainer does not know."""
     return ppo(tiny.with_value_head(model)).generate
 
 
 def likely_ends(model, nats):
-    """The model with EOS so much likelier."""
+    """Returns the model with EOS `nats` more likely."""
     with torch.no_grad():
         row = model.transformer.wte.weight[tiny.EOS]
         model.transformer.ln_f.bias += nats * row / row.square().sum()
@@ -66,7 +66,7 @@ def test_a_sampler_at_another_temperature():
         texts = said(ppo(), steps=2, sample=elsewhere, temperature=temperature)
         assert texts.keys() == {name}
         assert re.search(r"-?\d\.\d+ nats per token, (below -|above )0\.05: .*temperature", texts[name])
-    assert not said(ppo(), steps=2, temperature=0.5)  # which the trainer scores at
+    assert not said(ppo(), steps=2, temperature=0.5)  # the trainer also scores at this temperature
 
 
 def test_active_top_k_and_top_p():
@@ -92,7 +92,7 @@ def test_a_pad_token_that_is_eos_in_a_model_that_never_stops():
     assert texts.keys() == {"never_ends"}
     assert "is 0, below 0.01 at each of the last 10 checks: no response ends" in texts["never_ends"]
     assert "pad token is the EOS token" in texts["never_ends"]
-    assert "never_ends" not in said(ppo(model), steps=10)  # another pad token: the length may be meant
+    assert "never_ends" not in said(ppo(model), steps=10)  # pad is not EOS here, so the length may be intended
 
 
 def test_rewards_of_a_million():
@@ -184,7 +184,7 @@ def test_a_dead_critic():
 
 
 def test_an_overflow_of_fp16_skips_the_update_and_lowers_the_scale(monkeypatch: pytest.MonkeyPatch):
-    """A loss scale begins too large for most models. Peers go on, too."""
+    """A loss scale begins too large for most models. Peers also continue."""
     trainer = tiny.ppo(max_grad_norm=1.0)
     scaler = with_loss_scale(trainer, 1024.0, monkeypatch)
     trainer.optimizer_step.optimizer = trainer.optimizer

@@ -1,4 +1,4 @@
-"""What PPOTrainer refuses, each with the row or the name and the remedy, and with nothing trained."""
+"""What PPOTrainer rejects before training; each error names the row or setting, and the remedy."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ def ones(responses):
 
 
 def changed(**columns):
-    """A good batch of four, some of its columns changed by a function of the column."""
+    """Returns a good batch of four in which a function changes some columns."""
     queries, responses, scores = tiny.batch()
     good = {"queries": queries, "responses": responses, "scores": scores, "response_masks": ones(responses)}
     return {name: columns[name](column) if name in columns else column for name, column in good.items()}

@@ -1,4 +1,4 @@
-"""Queries and responses without padding: the numbers are those of padded rows, and a repeated query is read once."""
+"""Queries and responses without padding give the numbers of padded rows, and a repeated query is read once."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ TRAINERS = {
 
 
 def scored(trainer: PPOTrainer, rows: Rows, model: Any = None, **options: Any) -> Scores:
-    """The scores of the policy, or of another model, at temperature 0.7."""
+    """Returns the scores of the policy, or of another model, at temperature 0.7."""
     queries, responses, masks = rows
     inputs = trainer.prepare_model_inputs(queries, responses)
     model = trainer.bare if model is None else model
@@ -41,7 +41,7 @@ def scored(trainer: PPOTrainer, rows: Rows, model: Any = None, **options: Any) -
 
 
 def padded(trainer: PPOTrainer, rows: Rows, model: Any = None) -> Scores:
-    """The same by the model's own forward pass over padded rows."""
+    """Returns the same scores from the model's own forward pass on padded rows."""
     queries, responses, masks = rows
     inputs = trainer.prepare_model_inputs(queries, responses)
     logits, _, values = (trainer.bare if model is None else model)(**inputs)
@@ -93,7 +93,7 @@ def test_scores_and_gradients_are_those_of_padded_rows(kind, rows):
 
 
 def tokens_read(trainer: PPOTrainer, rows: Rows) -> dict[str, torch.Tensor]:
-    """What the policy reads of the rows."""
+    """Returns the tokens that the policy reads for the rows."""
     read: list[Any] = []
     hook = trainer.bare.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs), with_kwargs=True)
     scored(trainer, rows)
@@ -102,7 +102,7 @@ def tokens_read(trainer: PPOTrainer, rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def test_rows_of_unlike_lengths_share_rows():
-    """Lengths 4, 2, 2 and 2 fit into one row of ten, or three of four; a padded row for each would take sixteen."""
+    """Lengths 4, 2, 2 and 2 fit into one row of ten, or three of four; separate padded rows would take sixteen."""
     queries = [torch.tensor([token]) for token in (5, 6, 7, 8)]
     responses = [torch.arange(6, 6 + length) for length in (3, 1, 1, 1)]
     trainer = TRAINERS["llama"]()
@@ -121,7 +121,7 @@ def test_equal_queries_are_read_once():
 
 def test_inputs_that_a_subclass_prepares_are_what_the_model_reads():
     class LeftPadded(PPOTrainer):
-        """The same rows, padded on the left, and the first token of each query replaced."""
+        """Runs the same rows, padded on the left, with the first token of each query replaced."""
 
         def prepare_model_inputs(self, queries, responses):
             queries = [torch.cat([query.new_tensor([tiny.BOS]), query[1:]]) for query in queries]

@@ -1,4 +1,4 @@
-"""Subclasses of PPOTrainer written against the documentation of early 2024 train, and give what the trainer gives."""
+"""PPOTrainer subclasses written against the documentation of early 2024 train, with the trainer's own results."""
 
 import math
 import warnings
@@ -17,7 +17,7 @@ DOUBLE = torch.float64
 
 
 class ForwardOf2024(PPOTrainer):
-    """Runs the model that it is given, shifts the labels itself and returns columns over query and response."""
+    """Runs the given model, shifts the labels itself and returns columns over query and response."""
 
     def batched_forward_pass(self, model, queries, responses, model_inputs, return_logits=False, response_masks=None):
         columns = []
@@ -44,7 +44,7 @@ class ForwardOf2024(PPOTrainer):
 
 
 class RewardsOf2024(PPOTrainer):
-    """Rewards row by row, with the KL of `_kl_penalty`, and no other argument than the documented four."""
+    """Computes rewards row by row, with the KL of `_kl_penalty`, and only the four documented arguments."""
 
     def compute_rewards(self, scores, logprobs, ref_logprobs, masks):
         rewards, non_score_rewards, kls = [], [], []
@@ -60,7 +60,7 @@ class RewardsOf2024(PPOTrainer):
 
 
 class RewardsOfEarly2024(RewardsOf2024):
-    """The release before returned no KL."""
+    """Returns no KL, as in the release before."""
 
     def compute_rewards(self, scores, logprobs, ref_logprobs, masks):
         return super().compute_rewards(scores, logprobs, ref_logprobs, masks)[:2]
@@ -89,7 +89,7 @@ def mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 class LossOf2024(PPOTrainer):
-    """Returns tensors, one of them with a number per token, and reads logits of the whole vocabulary."""
+    """Returns tensors, one of them with a number per token, and reads logits over the whole vocabulary."""
 
     is_nested = False
 
@@ -122,7 +122,7 @@ class NestedLossOf2024(LossOf2024):
 
 
 class MinibatchOf2024(PPOTrainer):
-    """Takes each optimizer step itself, as accelerate has it under gradient accumulation."""
+    """Takes each optimizer step itself, as accelerate does under gradient accumulation."""
 
     def train_minibatch(self, old_logprobs, values, logprobs, logits, vpreds, mask, advantages, returns):
         self.model.train()
@@ -158,7 +158,7 @@ def policy(kind: str):
 
 
 def two_steps(trainer_class, kind="plain", masks=None, same_length=False, **config):
-    """Statistics of both steps, and the weights after them."""
+    """Returns the statistics of both steps, and the weights after them."""
     extra = {"critic": {"value_model": tiny.policy(1, DOUBLE)}, "bare reference": {"ref_model": tiny.gpt2(1, DOUBLE)}}
     extra["wrapped reference"] = {"ref_model": tiny.policy(1, DOUBLE)}
     model = policy(kind).train()
@@ -248,7 +248,7 @@ def test_early_stopping_ends_the_updates_of_a_train_minibatch_of_2024():
     assert len(calls) == 16
     calls.clear()
     two_steps(Counting, early_stopping=True, target_kl=1e-9)
-    assert len(calls) == 2  # in each step the first minibatch moves the policy, and the second one shows it
+    assert len(calls) == 2  # in each step the first minibatch moves the policy, as the second one shows
 
 
 @pytest.mark.parametrize("kind", ["plain", "adapter", "critic", "bare reference", "wrapped reference"])
@@ -357,7 +357,7 @@ def test_masks_that_change_between_rollout_and_update_are_refused():
 
 
 def test_the_built_in_pass_computes_no_logits():
-    """The head is applied to the N tokens that count, in chunks: nothing of [b, T, V] leaves a forward pass."""
+    """The head applies to the N tokens with a loss, in chunks: no forward pass returns a tensor [b, T, V]."""
     trainer = tiny.ppo()
     asked = []
     for model in (trainer.bare, trainer.reference_policy.actor):

@@ -1,4 +1,4 @@
-"""How often a minibatch waits for the device, which has to finish all its work before the host can read a number."""
+"""How often a minibatch waits for the device, which must finish its work before the host can read a number."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ MINIBATCHES = 8
 
 
 class Reads(TorchDispatchMode):
-    """Counts the operations whose result the host reads, or whose size it must know."""
+    """Counts the operations that wait for the device: the host reads their result or their size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 def reads_of_a_step(monkeypatch: pytest.MonkeyPatch, epochs: int) -> Counter[str]:
     trainer = tiny.ppo(batch_size=2 * MINIBATCHES, mini_batch_size=2, ppo_epochs=epochs)
     batch = tiny.rows(2 * MINIBATCHES, 3, 5), tiny.rows(2 * MINIBATCHES, 2, 4), [0.5] * 2 * MINIBATCHES
-    trainer.step(*batch)  # the first step checks more
+    trainer.step(*batch)  # the first step has more checks
     with counted(monkeypatch) as reads:
         trainer.step(*batch)
     return reads
@@ -64,7 +64,7 @@ def test_a_minibatch_reads_the_device_twice(monkeypatch: pytest.MonkeyPatch):
     reads = reads_of_a_step(monkeypatch, 3)
     reads.subtract(reads_of_a_step(monkeypatch, 1))
     per_minibatch = {name: count / (2 * MINIBATCHES) for name, count in reads.items() if count}
-    # Two read the device: loss and ratio in one piece, and whether the gradient is finite. The others read what the
-    # host holds: numbers of rows, lengths, counts of tokens, and on a CPU the documents of a row.
+    # Two read the device: loss and ratio together, and whether the gradient is finite. The others read numbers that the
+    # host holds: numbers of rows, lengths, token counts, and on a CPU the documents of a row.
     assert sum(per_minibatch.values()) <= 8
     assert set(per_minibatch) <= {"tolist", "aten._local_scalar_dense.default"}

@@ -1,4 +1,4 @@
-"""A PPO run that is killed and resumed is, to the last bit, the run that was left alone."""
+"""A PPO run that is killed and resumed equals an undisturbed run to the last bit."""
 
 import json
 import os
@@ -34,12 +34,12 @@ def steps(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def without_run(line: dict[str, Any]) -> str:
-    """As text, in which floats are exact and NaN equals itself."""
+    """Returns the line as text, in which floats are exact and NaN equals itself."""
     return json.dumps({name: value for name, value in line.items() if name != "run_id"}, sort_keys=True)
 
 
 def assert_same_run(killed: Path, straight: Path, rank: int = 0) -> None:
-    """Every step that was ever made, before a kill or after it, is the straight run's; so are the last weights."""
+    """Asserts that every step, before a kill or after it, and the last weights equal those of the straight run."""
     expected = {line["step"]: without_run(line) for line in steps(straight, rank)}
     assert list(expected) == list(range(1, STEPS + 1))
     lines = steps(killed, rank)
@@ -53,7 +53,7 @@ def assert_same_run(killed: Path, straight: Path, rank: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of runs that were left alone, killed here and there, and killed at every file operation of a save."""
+    """Returns the folders of runs: undisturbed, killed at several places, killed at every file operation of a save."""
     folder = tmp_path_factory.mktemp("runs")
     kills = ("reward:4", "update:3", "on_step:5", "reward:7", "end")
     run(

@@ -1,4 +1,4 @@
-"""`PPOTrainer.train` takes the rewards that GRPO takes, and functions of queries and responses."""
+"""`PPOTrainer.train` accepts GRPO's kinds of rewards, and functions of queries and responses."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""PPO samples from any backend: at the temperature that it scores at, from the weights as they are."""
+"""PPO samples with any backend, at the temperature of its scores, from the current weights."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def share_of_a(completions: list[str]) -> list[float]:
 
 
 class Recorder:
-    """A backend that writes the same token, and remembers what it was asked."""
+    """A backend that writes the same token, and records its requests."""
 
     def __init__(self, temperature: float = 1.0):
         self.settings, self.held, self.weights, self.seeds = SamplingSettings(3, temperature), None, [], []
@@ -43,7 +43,7 @@ class Recorder:
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_a_backend_samples_what_the_policy_writes(backend):
-    """Top 1 of the policy at any temperature is its greedy continuation."""
+    """Sampling with top_k=1 at any temperature gives the policy's greedy continuation."""
     trainer = tiny.ppo(
         tiny.with_value_head(tiny.llama()), arguments={"rollout": backend(SamplingSettings(4, 0.7, top_k=1))}
     )
@@ -67,7 +67,7 @@ def test_train_learns_from_a_backend(backend):
     assert len(history) == 2
     assert history[0]["objective/kl"] == pytest.approx(0, abs=1e-4)  # the policy is its own reference
     assert history[0]["tokens/responses_len_mean"] <= 4
-    if isinstance(trainer.rollout, ContinuousBatchingRollout):  # which tells its log-probabilities
+    if isinstance(trainer.rollout, ContinuousBatchingRollout):  # it returns log-probabilities
         assert history[0]["ppo/sampling/token_ratio/max"] == pytest.approx(1, abs=1e-3)
     assert tiny.moved(before, trainer.model)
 
@@ -121,12 +121,12 @@ def step_of(sampler_logprobs: Any = None, **config: Any) -> dict[str, Any]:
 def test_the_loss_is_weighed_by_how_much_likelier_a_token_is_than_it_was_sampled():
     model = tiny.gpt2(0, torch.float64)
     logprobs = [tiny.taken_of(model, query, torch.tensor([5, 6])) for query in QUERIES]
-    learnt = "ppo/policy/advantages"  # what the surrogate multiplies by the ratio
+    learnt = "ppo/policy/advantages"  # the surrogate multiplies this by the ratio
     plain = step_of()
     same = step_of(logprobs, importance_sampling_cap=2.0)
     torch.testing.assert_close(same[learnt], plain[learnt])
     assert same["ppo/sampling/token_ratio/max"] == pytest.approx(1)
-    rarer = [row - 3.0 for row in logprobs]  # the sampler gave every token a twentieth of the policy's probability
+    rarer = [row - 3.0 for row in logprobs]  # the sampler's probabilities are a twentieth of the policy's
     weighed, told = step_of(rarer, importance_sampling_cap=1.5), step_of(rarer)
     assert weighed["ppo/sampling/token_ratio/truncated"] == 1
     torch.testing.assert_close(weighed[learnt], 1.5 * plain[learnt])

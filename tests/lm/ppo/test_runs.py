@@ -1,4 +1,4 @@
-"""A folder holds the checkpoints of one PPO run, and a run is resumed with what it was made with."""
+"""A folder holds the checkpoints of one PPO run, and a run resumes with its original settings."""
 
 import pytest
 from datasets import Dataset

@@ -1,4 +1,4 @@
-"""Each self-check is silent on a sound set-up and names the fault of a broken one."""
+"""Each self-check is silent for a correct set-up, and names the fault in a broken one."""
 
 import warnings
 
@@ -26,7 +26,7 @@ def test_nothing_is_said_of_sound_models(build):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="(?s).*(first update|generate and the trainer).*")
         sample(trainer)
-        if not trainer.config.is_peft_model:  # its adapter is not the base model's
+        if not trainer.config.is_peft_model:  # its adapter does not belong to the base model
             trainer.step(queries, responses, scores)
 
 

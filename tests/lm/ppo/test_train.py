@@ -1,4 +1,4 @@
-"""`PPOTrainer.train`, what it logs and saves, and the page of a saved model."""
+"""`PPOTrainer.train`, its logs and files, and the page of a saved model."""
 
 import numpy as np
 import pytest
@@ -206,7 +206,7 @@ def test_train_takes_a_reward_model():
 
 
 def interrupted(tmp_path, model=tiny.policy, kill_at=None, **arguments):
-    """The weights and last statistics of five steps, killed and resumed after `kill_at` of them."""
+    """Returns weights and last statistics of five steps, killed and resumed after `kill_at` of them."""
 
     def trainer():
         policy = model()

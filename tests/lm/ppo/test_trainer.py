@@ -18,7 +18,7 @@ from trimtab_lm import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:step .* health/")
 
-# A pad token of its own, where the model draws it, cannot be told from padding.
+# The model may sample this pad token, and then it cannot be distinguished from padding.
 PADS_WITH_EOS = {"tokenizer": tiny.tokenizer(pad_token="</s>")}
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 SAMPLED = {"do_sample": True, "max_new_tokens": 6}
@@ -26,13 +26,13 @@ DOUBLE = torch.float64
 
 
 def lora_policy(dtype=torch.float32, seed=0, **options):
-    """A GPT-2 with an adapter that already does something, and a value head."""
+    """Returns a GPT-2 with an adapter that already has an effect, and a value head."""
     config = LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, **options)
     return tiny.with_value_head(tiny.gpt2(seed, dtype), seed, peft_config=config).to(dtype)
 
 
 class FirstMinibatch(PPOTrainer):
-    """Keeps what the first minibatch of a step was given, and how many there were."""
+    """Keeps the arguments of a step's first minibatch, and counts the minibatches."""
 
     first = None
     calls = 0
@@ -44,7 +44,7 @@ class FirstMinibatch(PPOTrainer):
 
 
 def greedy(model, query, count=6):
-    """Plain greedy decoding, token by token, up to and with the end token."""
+    """Decodes greedily, token by token, up to and including the end token."""
     ids = query
     while len(ids) < len(query) + count and not (len(ids) > len(query) and ids[-1] == tiny.EOS):
         with torch.no_grad():
@@ -58,7 +58,7 @@ def toy_data(count=8, **columns):
     )
 
 
-# -------------------------------------------------------------- what the constructor takes
+# -------------------------------------------------------------- constructor arguments
 
 
 def test_config_defaults_to_the_documented_one():
@@ -158,7 +158,7 @@ def test_critic_with_a_trunk_of_its_own():
 
 
 def test_policy_and_critic_do_not_share_a_loss():
-    """With a critic of its own, the value loss never reaches the policy."""
+    """With a separate critic, the value loss never reaches the policy."""
 
     def policy_after(vf_coef):
         model = tiny.policy(dtype=DOUBLE)
@@ -181,7 +181,7 @@ def test_a_sequence_classifier_goes_on_as_critic(has_bias: bool):
     queries, responses, scores = tiny.batch()
     inputs = trainer.prepare_model_inputs(queries, responses)
     _, _, values, _ = trainer.batched_forward_pass(trainer.model, queries, responses, inputs)
-    read = torch.cat([queries[0], responses[0]])[:-1]  # the value of the last token is predicted before it
+    read = torch.cat([queries[0], responses[0]])[:-1]  # the last token's value is predicted before it
     with torch.no_grad():
         expected = scorer(input_ids=read[None]).logits
     torch.testing.assert_close(values[0, len(responses[0]) - 1], expected[0, 0])
@@ -246,7 +246,7 @@ def test_prepare_dataloader_takes_any_indexable_dataset():
     (batch,) = trainer.prepare_dataloader(rows)
     assert [int(ids) for ids in batch["input_ids"]] == batch["note"]
     (notes,) = trainer.prepare_dataloader(rows, lambda rows: [row["note"] for row in rows])
-    assert notes == batch["note"]  # both loaders begin with the first permutation of the seed
+    assert notes == batch["note"]  # both loaders begin with the seed's first permutation
 
 
 # -------------------------------------------------------------- rewards, advantages, losses
@@ -279,7 +279,7 @@ def test_compute_advantages_whitens_and_goes_across_gaps():
 
 
 def columns_of(trainer, seed=0):
-    """Arguments of `loss` and `train_minibatch` for a random minibatch, outputs with gradients."""
+    """Returns arguments of `loss` and `train_minibatch` for a random minibatch; the outputs require gradients."""
     queries, responses, _ = tiny.batch(seed=seed)
     inputs = trainer.prepare_model_inputs(queries, responses)
     with torch.no_grad():
@@ -436,7 +436,7 @@ def test_dropout_is_off_and_gradient_checkpointing_engages(is_checkpointing, is_
     weights, calls = run(0.5, is_checkpointing)
     for name in plain:
         torch.testing.assert_close(weights[name], plain[name], rtol=0, atol=1e-8)
-    assert calls == plain_calls + 2 * is_checkpointing  # each of the two layers once more, in backward
+    assert calls == plain_calls + 2 * is_checkpointing  # each of the two layers runs again in backward
 
 
 def test_two_steps_and_generations_leave_an_eval_model_in_eval_mode():

@@ -12,7 +12,7 @@ from trimtab_lm import PPOTrainer
 
 
 def critic_of(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
-    """The weights that only the values have."""
+    """Returns the weights that only the values use."""
     return tiny.weights(trainer.actor_critic.value_function)
 
 
@@ -40,7 +40,7 @@ def test_the_policy_warms_up_in_equal_steps_and_the_value_function_does_not():
 
 
 def test_the_first_update_of_adam_moves_each_weight_by_its_learning_rate():
-    # Kingma & Ba 2015, section 2.1: the bias-corrected first step is the rate, whatever the gradient's size.
+    # Kingma & Ba 2015, section 2.1: the bias-corrected first step equals the rate, whatever the gradient's size.
     policy = tiny.policy(dtype=torch.float64)
     one_update = {"batch_size": 4, "mini_batch_size": 4, "ppo_epochs": 1}
     trainer = tiny.ppo(policy, learning_rate=1e-4, value_learning_rate=1e-2, **one_update)

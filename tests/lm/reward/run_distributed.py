@@ -1,4 +1,4 @@
-"""Tiny scorers, pairs and trainers, and the program that two processes run for test_reward_distributed."""
+"""Tiny scorers, pairs and trainers, and the program of two processes for test_reward_distributed."""
 
 import sys
 from typing import Any
@@ -52,7 +52,7 @@ SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def scorer(kind: str = "gpt2", *, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """A sequence classifier with one label, without dropout unless the settings say so."""
+    """Returns a sequence classifier with one label, and without dropout unless `settings` add it."""
     model, config, sizes = SETTINGS[kind]
     names = {
         "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -66,7 +66,7 @@ def scorer(kind: str = "gpt2", *, seed: int = 0, dtype: torch.dtype = torch.floa
 
 
 def pairs(count: int, *, seed: int = 0, with_margin: bool = False) -> Dataset:
-    """Pre-tokenized pairs of several lengths, each with a common prompt and an EOS at the end of both texts."""
+    """Returns tokenized pairs of several lengths; both texts share a prompt and end with EOS."""
     rows = []
     for i in range(count):
         prompt, chosen, rejected = (row.tolist() for row in tiny.rows(3, 2, 7, seed=100 * seed + i))
@@ -78,7 +78,7 @@ def pairs(count: int, *, seed: int = 0, with_margin: bool = False) -> Dataset:
 
 
 def good_and_bad(count: int, seed: int) -> Dataset:
-    """Answers of random letters; the better one has letters of the alphabet's first half only."""
+    """Returns answers of random letters; the better one uses only the first half of the alphabet."""
     generator = torch.Generator().manual_seed(seed)
 
     def text(first: int, last: int) -> str:
@@ -91,13 +91,13 @@ def good_and_bad(count: int, seed: int) -> Dataset:
 
 
 def config(folder: Any, **settings: Any) -> RewardConfig:
-    """Quiet, on the CPU, without checkpoints."""
+    """Returns a quiet config for the CPU, without checkpoints."""
     quiet = {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
     return RewardConfig(output_dir=str(folder), **quiet | settings)
 
 
 def trainer(model: Any, folder: Any, arguments: dict[str, Any] | None = None, **settings: Any) -> RewardTrainer:
-    """arguments: of the trainer; settings: of its config."""
+    """Returns a trainer. arguments: the trainer's; settings: its config's."""
     arguments = {"processing_class": tiny.tokenizer(), **(arguments or {})}
     return RewardTrainer(model, config(folder, **settings), **arguments)
 
@@ -106,7 +106,7 @@ GLOBAL_BATCH = 8
 
 
 def trained(kind: str, folder: str, *, world_size: int = 1, accumulation: int = 1) -> dict[str, Any]:
-    """Weights after three steps of eight pairs, statistics of training, and of evaluation on an odd number of pairs."""
+    """Returns weights after three steps of eight pairs, training statistics, and an evaluation of an odd number."""
     reward_trainer = trainer(
         scorer(kind, dtype=D),
         folder,

@@ -1,4 +1,4 @@
-"""RewardConfig: the documented defaults, the command line, and settings that cannot be."""
+"""RewardConfig: the documented defaults, the command line, and invalid settings."""
 
 import warnings
 from typing import Any
@@ -20,7 +20,7 @@ def test_the_documented_defaults_do_not_warn(tmp_path):
         config = RewardConfig(str(tmp_path), **ON_CPU)
     assert config.max_length is None
     assert config.gradient_checkpointing
-    assert getattr(config, CHECKPOINTING)  # which is what transformers reads
+    assert getattr(config, CHECKPOINTING)  # transformers reads this
     assert config.report_to == []
     assert config.optim == "adamw_torch"
 
@@ -34,7 +34,7 @@ def test_activation_checkpointing_can_be_turned_off(tmp_path):
 def test_plain_training_arguments_become_a_config(tmp_path):
     config = config_from(TrainingArguments(str(tmp_path), learning_rate=3e-4, **ON_CPU), RewardConfig)
     assert config.learning_rate == 3e-4
-    assert not getattr(config, CHECKPOINTING)  # as they say
+    assert not getattr(config, CHECKPOINTING)  # as the user's settings say
 
 
 FLAGS = {"max_length": 9, "truncation_mode": "keep_end", "center_rewards_coefficient": 0.01, "num_eval_samples": 3}

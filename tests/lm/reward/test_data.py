@@ -1,4 +1,4 @@
-"""Pairs: from every documented format to token ids, shortened by rule, and into batches."""
+"""Pairs in every documented format become token ids, are shortened by rule, and form batches."""
 
 import warnings
 from typing import Any
@@ -21,7 +21,7 @@ def prepared(rows: list[dict[str, Any]], folder: Any, tokenizer: Any = None, kee
 
 
 def texts(dataset: Any) -> list[tuple[str, str]]:
-    """Chosen and rejected, decoded with their special tokens."""
+    """Returns chosen and rejected texts, decoded with their special tokens."""
     decode = tiny.tokenizer().decode
     return [(decode(row["input_ids_chosen"]), decode(row["input_ids_rejected"])) for row in dataset]
 
@@ -74,7 +74,7 @@ def test_padding_of_tokenized_rows_goes_wherever_it_is(tmp_path):
         "attention_mask_rejected": [1, 1, 0],
     }
     dataset = prepared([row], tmp_path)
-    assert dataset[0]["input_ids_chosen"] == [5, tiny.PAD, 6]  # a padding token that the mask counts is text
+    assert dataset[0]["input_ids_chosen"] == [5, tiny.PAD, 6]  # a padding token with mask 1 is text
     assert dataset[0]["input_ids_rejected"] == [7, tiny.EOS]
 
 
@@ -114,7 +114,7 @@ def test_filter_drops_pairs_of_a_stream_as_it_is_read(tmp_path):
 
 @pytest.mark.parametrize("is_tokenized", [False, True])
 def test_keep_start_and_keep_end_cut_by_their_rule(is_tokenized: bool, tmp_path):
-    """Six tokens: the prompt down to three, then an answer to the other three, of which keep_start spares EOS."""
+    """The limit is six tokens: three for the prompt, three for an answer, where keep_start preserves EOS."""
     tokenizer = tiny.tokenizer()
     rows = [{"prompt": "<s>abcd ", "chosen": "efghij", "rejected": "xy"}]
     if is_tokenized:

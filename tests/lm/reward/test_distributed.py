@@ -1,4 +1,4 @@
-"""Two processes that share a batch train, evaluate and log as one does."""
+"""Two processes that share a batch train, evaluate and log like one process."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ TOLERANCE = {"rtol": 1e-6, "atol": 1e-9}
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch."""
+    """Returns the results of both processes of one launch."""
     return results_of_two("tests.lm.reward.run_distributed", tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_two_processes_are_one(two, kind: str, tmp_path):
-    """Seven pairs to evaluate, two a batch on either process: the last batch of one would repeat a pair."""
+    """Seven pairs, evaluated in batches of two per process: one process's last batch would repeat a pair."""
     one = trained(kind, str(tmp_path))
     for results in (two[0][kind], two[1][kind]):
         for mine, yours in zip(results["logs"], one["logs"], strict=True):

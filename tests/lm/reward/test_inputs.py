@@ -1,4 +1,4 @@
-"""Models, adapters and arguments that RewardTrainer takes, and loads again; those that it refuses, with a remedy."""
+"""Models, adapters and arguments that RewardTrainer accepts and loads again, and those that it rejects."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_adapters_train_with_their_head_and_load(kind: str, head: str, tmp_path)
     assert any(f".{head}.modules_to_save" in name for name in moved)
     assert any("lora_A" in name for name in moved)
     assert all("lora_" in name or ".modules_to_save" in name for name in moved)
-    assert (peft_config.modules_to_save, peft_config.task_type) == (None, None)  # the caller's is left alone
+    assert (peft_config.modules_to_save, peft_config.task_type) == (None, None)  # the caller's object is unchanged
     scorer(kind).save_pretrained(tmp_path / "base")
     reward_trainer.save_model(tmp_path / "adapter")
     reward_trainer.model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
@@ -115,7 +115,7 @@ def test_model_init_makes_a_new_scorer_for_each_training(tmp_path):
     assert reward_trainer.predict(pairs(3)).predictions.shape == (3, 2)
 
 
-# Refused --------------------------------------------------------------------------------------------------------------
+# Rejected -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_needed(tmp_path):

@@ -1,4 +1,4 @@
-"""Reward models with several labels, the default of AutoModelForSequenceClassification: the mean over them."""
+"""Reward models with several labels, AutoModelForSequenceClassification's default: the reward is their mean."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ TWO = "2 labels.*mean over labels.*num_labels=1"
 
 
 def own_scores(model, dataset) -> torch.Tensor:
-    """[2, B, 2 labels], of chosen and rejected, each text by itself through the model's own forward."""
+    """Returns the scores of chosen and rejected, [2, B, 2 labels]; each text runs alone through the model's forward."""
     return torch.stack(
         [
             torch.cat([model(input_ids=torch.tensor([row[f"input_ids_{side}"]])).logits for row in dataset])

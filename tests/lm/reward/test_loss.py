@@ -1,4 +1,4 @@
-"""The reward model's loss and measures against numbers worked by hand."""
+"""Compares the reward model's loss and measures with hand-worked numbers."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_extreme_scores_are_finite_and_half_precision_is_raised():
     assert losses.tolist() == [0.0, pytest.approx(2e4, rel=1e-2)]
     assert torch.isfinite(chosen.grad).all()
     close = torch.tensor([256.0], dtype=torch.bfloat16), torch.tensor([-1.0], dtype=torch.bfloat16)
-    assert centering(*close).item() == 255.0**2  # which bfloat16 does not have
+    assert centering(*close).item() == 255.0**2  # bfloat16 does not have this number
 
 
 def test_the_difference_alone_counts_but_for_centering():
@@ -70,14 +70,14 @@ def test_a_tie_is_not_a_win():
 
 
 def outcomes(right: int, wrong: int, odds: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs of confidence odds / (1 + odds), so many of which are right and wrong."""
+    """Returns pairs of confidence odds / (1 + odds), of which `right` are right and `wrong` are wrong."""
     signs = torch.tensor([1.0] * right + [-1.0] * wrong)
     return signs * math.log(odds), torch.zeros(right + wrong)
 
 
 @pytest.mark.parametrize(("right", "error"), [(8, 0.0), (10, 0.2), (5, 0.3), (0, 0.8)])
 def test_calibration_within_a_bin(right, error):
-    """Confidence 0.8: perfectly calibrated when 8 of 10 are right."""
+    """Confidence 0.8 is perfectly calibrated if 8 of 10 are right."""
     assert calibration(*outcomes(right, 10 - right, odds=4.0)).item() == pytest.approx(error, abs=1e-6)
 
 

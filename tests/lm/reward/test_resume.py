@@ -1,4 +1,4 @@
-"""A training that stops and resumes is the one that went through, to the bit."""
+"""A training that stops and resumes equals an uninterrupted one to the bit."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ DROPOUT = {"gpt2": {"resid_pdrop": 0.3}, "bert": {"hidden_dropout_prob": 0.3}, "
 
 
 def run(kind: str, folder: Path, *, resume: str | None = None, **settings: Any) -> Any:
-    """Six steps over ten pairs: three steps an epoch, the last of them short."""
+    """Runs six steps over ten pairs: three steps per epoch, the last of them short."""
     adapters = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2)} if kind == "llama" else {}
     reward_trainer = trainer(
         scorer(kind, **DROPOUT[kind]),
@@ -50,7 +50,7 @@ def test_resuming_in_mid_epoch_changes_no_bit(kind: str, tmp_path):
 
 
 def test_dropout_and_the_order_of_the_pairs_matter(tmp_path):
-    """What the test above rests on: both are on."""
+    """The test above relies on both being active."""
     base = tiny.weights(run("gpt2", tmp_path / "base").model)
     still = run("gpt2", tmp_path / "still", disable_dropout=True)
     other = run("gpt2", tmp_path / "other", data_seed=7)

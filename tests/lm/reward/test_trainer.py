@@ -1,4 +1,4 @@
-"""Reward models: what the loss is, that layouts do not matter, that it learns, and what is logged and saved."""
+"""Reward models: the loss, independence of layouts, learning, logs and saved files."""
 
 import math
 import warnings
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, Any] = {
 
 
 def plain_scores(model: Any, dataset: Dataset) -> Tensor:
-    """[B, 2], each text by itself through the model's own forward."""
+    """Returns [B, 2] scores; each text runs alone through the model's own forward."""
     rows = [[row["input_ids_chosen"], row["input_ids_rejected"]] for row in dataset]
     return torch.stack(
         [torch.stack([model(input_ids=torch.tensor([ids])).logits[0, 0] for ids in row]) for row in rows]
@@ -69,7 +69,7 @@ def test_decoders_read_a_prompt_once_and_classifiers_padded_rows(tmp_path):
 
 
 def fixed_scores(reward_trainer: RewardTrainer, monkeypatch: pytest.MonkeyPatch, scores: list[list[float]]) -> Any:
-    """A model that gives these scores."""
+    """Returns a model that gives these scores."""
     monkeypatch.setattr(reward_trainer, "scores_in_forward", True)
     return Fixed(scores)
 
@@ -90,9 +90,9 @@ def test_a_margin_meets_its_own_pair_alone(tmp_path, monkeypatch):
         [row | {"margin": m} for row, m in zip(pairs(3), (1.0, -0.5, 0.0), strict=True)]
     )
     _, outputs = reward_trainer.compute_loss(model, batch, return_outputs=True)
-    # Every difference equals its margin: log 2 each. Margins of other pairs would give other losses.
+    # Every difference equals its margin: each loss is log 2. The margins of other pairs would give other losses.
     torch.testing.assert_close(outputs["losses"], torch.full((3,), math.log(2), dtype=D))
-    batch["margin"] = batch["margin"][:, None]  # [B, 1], of a collator of the user
+    batch["margin"] = batch["margin"][:, None]  # [B, 1], as from a user's collator
     torch.testing.assert_close(float(reward_trainer.compute_loss(model, batch).detach()), math.log(2))
 
 
@@ -182,7 +182,7 @@ def test_accumulation_does_not_matter(tmp_path):
 
 
 def test_a_short_last_window_counts_its_own_pairs(tmp_path):
-    """Five pairs, in micro-batches of two of which two make a step: the second step has one pair."""
+    """Five pairs in micro-batches of two, two of which make a step: the second step has one pair."""
     reward_trainer = trainer(
         scorer(dtype=D),
         tmp_path,
@@ -270,7 +270,7 @@ def test_activation_checkpointing_is_on_and_engages(tmp_path):
         reward_trainer.model.transformer.h[0].ln_1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         reward_trainer.train()
         counts.append(len(calls))
-    assert counts == [2, 1]  # again in backward
+    assert counts == [2, 1]  # the second in backward
 
 
 def test_a_model_without_activation_checkpointing_warns_and_trains(tmp_path, monkeypatch):
@@ -281,11 +281,11 @@ def test_a_model_without_activation_checkpointing_warns_and_trains(tmp_path, mon
     with pytest.warns(UserWarning, match="does not support activation checkpointing"):
         reward_trainer = RewardTrainer(model, args, train_dataset=pairs(2), processing_class=tiny.tokenizer())
     reward_trainer.train()
-    assert checkpointing_of(args)[0]  # the caller's are left alone
+    assert checkpointing_of(args)[0]  # the caller's object is unchanged
     assert args.remove_unused_columns
 
 
-# What is logged ----------------------------------------------------------------------------------------------------
+# Logs --------------------------------------------------------------------------------------------------------------
 
 
 def test_ties_are_not_wins(tmp_path):
@@ -386,7 +386,7 @@ def test_tokens_are_counted_with_either_collator(kind: str, tmp_path):
         assert reward_trainer.state.total_flos > 0
 
 
-# Data sets ---------------------------------------------------------------------------------------------------------
+# Datasets ----------------------------------------------------------------------------------------------------------
 
 
 def test_sets_given_to_evaluate_and_predict_are_tokenized(tmp_path):

@@ -1,4 +1,4 @@
-"""Rewards are asked for by keyword, weighted, and refused with a name where they are no rewards."""
+"""Reward functions are called by keyword and weighted; an error names those that return no valid rewards."""
 
 import asyncio
 import functools
@@ -93,7 +93,7 @@ def test_no_function_runs_before_all_have_what_they_need():
 
 
 def meeting(count: int) -> list[Any]:
-    """Async functions of which none returns before all of them run."""
+    """Returns async functions, none of which returns before all of them run."""
     waiting: list[asyncio.Future] = []
 
     async def arrive(completions: list[str], value: float) -> list[float]:

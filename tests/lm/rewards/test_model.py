@@ -9,7 +9,7 @@ QUERIES, RESPONSES = ["a query", "so", "what is it"], [" and an answer", "", " g
 
 
 def alone(model, text: str) -> float:
-    """The score of a text that stands alone, with nothing to pad."""
+    """Returns the score of a single text, which needs no padding."""
     ids = torch.tensor([tiny.tokenizer()(text)["input_ids"]])
     hidden = model.base_model(ids).last_hidden_state
     return float(model.score(hidden[0, -1])[0])

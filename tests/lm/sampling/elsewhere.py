@@ -1,4 +1,4 @@
-"""A sampler in place of an engine in another process: it holds a copy of a GPT-2, and random numbers of its own."""
+"""A sampler that replaces an engine in another process: it has a copy of a GPT-2, and its own random numbers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,26 +11,26 @@ from trimtab_lm.sampling.rollout import Rollout, SamplingSettings, require_versi
 
 
 class Elsewhere:
-    """Samples token by token from the weights that it was given last, and says how likely each token was.
+    """Samples token by token from the weights received last, and returns each token's log-probability.
 
     Args:
-        limit: tokens of each completion.
-        before: called with the number of each rollout before it is sampled.
+        limit: number of tokens per completion.
+        before: function called with each rollout's number before sampling.
     """
 
     is_remote = True
 
     def __init__(self, limit: int = 4, before: Callable[[int], object] | None = None):
         self.settings, self.before = SamplingSettings(limit), before or (lambda number: None)
-        self.versions: list[int] = []  # of each rollout
-        self.policies: list[Any] = []  # a copy for each change of the weights
+        self.versions: list[int] = []  # one per rollout
+        self.policies: list[Any] = []  # one copy per change of the weights
         self.version: int | None = None
         self.is_sampling = False
 
     def sync(self, model: Any, version: int) -> None:
         assert not self.is_sampling, "the weights change in the middle of a rollout"
         if self.version != version:
-            policy = tiny.gpt2(dtype=model.dtype).eval()  # a deep copy would run the forward of the trainer's model
+            policy = tiny.gpt2(dtype=model.dtype).eval()  # a deep copy would run the trainer's model
             policy.load_state_dict(model.state_dict())
             self.policies.append(policy)
         self.version = version

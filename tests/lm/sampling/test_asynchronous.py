@@ -1,4 +1,4 @@
-"""The next batch is sampled while this one is learnt from: by the policy before the update, and corrected for it."""
+"""The next batch is sampled during training on this one, by the policy before the update, and is corrected for it."""
 
 import threading
 from pathlib import Path
@@ -37,7 +37,7 @@ def count_a(completions: list[str]) -> list[float]:
 
 
 class Recorded(AsynchronousRollout):
-    """Remembers what the trainer got."""
+    """Records what the trainer receives."""
 
     def __init__(self, backend: Any, pending: Pending):
         super().__init__(backend, pending)
@@ -51,7 +51,7 @@ class Recorded(AsynchronousRollout):
 
 
 def recorded(trainer: Any, name: str) -> Recorded:
-    """Puts a recorder in the place of the trainer's asynchronous rollout."""
+    """Replaces the trainer's asynchronous rollout by a recorder."""
     rollout = getattr(trainer, name)
     assert isinstance(rollout, AsynchronousRollout)
     setattr(trainer, name, Recorded(rollout.backend, rollout.pending))
@@ -59,7 +59,7 @@ def recorded(trainer: Any, name: str) -> Recorded:
 
 
 def assert_one_behind(rollouts: Recorded, backend: Elsewhere, steps_per_rollout: int = 1) -> None:
-    """Each rollout is of the policy before the last update, by whose weights its tokens are as likely as it says."""
+    """Asserts that each rollout comes from the policy before the last update, with its log-probabilities."""
     first, second, *others = [rollout.policy_step for rollout in rollouts.rollouts]
     assert first == second == 0
     assert others == [number * steps_per_rollout for number in range(1, len(others) + 1)]
@@ -97,7 +97,7 @@ def test_ppo_learns_from_the_policy_before_the_last_update():
 
 @pytest.mark.slow
 def test_the_prompts_are_those_of_rollouts_in_turn(tmp_path: Path):
-    """Nine prompts for calls of two: epochs end in the middle, and leave a prompt out."""
+    """Nine prompts in calls of two: epochs end in the middle, and skip a prompt."""
     for name, trainers in {
         "backend": [grpo(tmp_path / str(flag), Elsewhere(), asynchronous_rollouts=flag) for flag in (True, False)],
         "rollout": [ppo(Elsewhere(), asynchronous_rollouts=flag) for flag in (True, False)],
@@ -130,7 +130,7 @@ def test_the_batch_after_the_last_of_an_epoch_is_the_first_of_the_next():
 
 
 class Meeting:
-    """The second rollout is sampled only while the first is scored, and the first is scored only while it is."""
+    """Samples the second rollout only while the first is scored, and scores the first only during that sampling."""
 
     def __init__(self) -> None:
         self.sampling, self.scoring = threading.Event(), threading.Event()
@@ -161,7 +161,7 @@ def test_sampling_and_training_overlap(tmp_path: Path):
 
 
 class Stop(TrainerCallback):
-    """Stops a training as if it was killed after a step."""
+    """Stops a training after a step, as if it was killed."""
 
     def __init__(self, at: int):
         self.at = at
@@ -200,12 +200,12 @@ def test_a_resumed_ppo_ends_in_the_same_bits(tmp_path: Path):
     backend = Elsewhere()
     resumed = ppo(backend, **saving)
     resumed.train(count_a, resume_from="latest")
-    assert len(backend.versions) == 2  # the first of the three rollouts was in the checkpoint
+    assert len(backend.versions) == 2  # the checkpoint has the first of the three rollouts
     torch.testing.assert_close(tiny.weights(resumed.model), tiny.weights(whole.model), rtol=0, atol=0)
 
 
 def test_the_ratio_is_to_the_policy_that_sampled():
-    """With the learning rate at 0 the sampler's probabilities are the policy's, and shifted ones move the ratio."""
+    """At learning rate 0 the sampler's probabilities equal the policy's, and shifted ones change the ratio."""
     model, queries = tiny.policy(dtype=torch.float64), tiny.rows(4, 2, 5)
     responses = [torch.tensor([5, 6, 7])] * 4
     logprobs = [tiny.taken_of(tiny.gpt2(0, torch.float64), *pair) for pair in zip(queries, responses, strict=True)]
@@ -216,14 +216,14 @@ def test_the_ratio_is_to_the_policy_that_sampled():
         stats = trainer.step(queries, responses, [0.0, 1.0, 2.0, 3.0], sampler_logprobs=shifted)
         ratios[cap] = stats["ppo/policy/ratio"]
         assert stats["ppo/sampling/token_ratio/mean"] == pytest.approx(1.1051709)
-        assert stats["objective/kl"] == pytest.approx(-0.3, abs=1e-6)  # three tokens under the policy that sampled
+        assert stats["objective/kl"] == pytest.approx(-0.3, abs=1e-6)  # three tokens, relative to the sampling policy
     assert ratios == {None: pytest.approx(1.1051709, rel=1e-6), 2.0: pytest.approx(1, rel=1e-6)}
     with pytest.raises(ValueError, match=r"asynchronous_rollouts=True needs .* give step sampler_logprobs"):
         tiny.ppo(model, asynchronous_rollouts=True).step(queries, responses, [0.0, 1.0, 2.0, 3.0])
 
 
 class Shifted(Elsewhere):
-    """Says of every token that it was a tenth of a nat less likely."""
+    """Returns log-probabilities that are a tenth of a nat too low."""
 
     def generate(self, *args: Any, **options: Any) -> Any:
         rollout = super().generate(*args, **options)
@@ -232,7 +232,7 @@ class Shifted(Elsewhere):
 
 @pytest.mark.parametrize(("cap", "ratio"), [(None, 1.1051709), (2.0, 1.0)])
 def test_the_ratio_of_grpo_is_to_the_policy_that_sampled(tmp_path: Path, cap: float | None, ratio: float):
-    """At epsilon 0.05 a ratio of 1.105 is clipped for the completions that are better than the mean."""
+    """At epsilon 0.05 a ratio of 1.105 is clipped for completions that are better than the mean."""
     settings = {"importance_sampling_cap": cap, "epsilon": 0.05, "max_steps": 1}
     trainer = grpo(tmp_path, Shifted(), **settings)
     trainer.train()

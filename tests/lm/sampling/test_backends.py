@@ -1,4 +1,4 @@
-"""A rollout is the model's own: its tokens, its probabilities, its end, whatever batch or backend sampled it."""
+"""Whatever batch or backend samples, tokens, probabilities and ends are the model's own."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ def sample(backend: Any, model: Any, prompts: Any = PROMPTS, generations: int = 
 
 
 def greedy_alone(model: Any, prompt: torch.Tensor, limit: int) -> list[int]:
-    """The likeliest tokens one by one, by plain forward passes over one row."""
+    """Returns the most likely tokens, one by one, from plain forward passes on one row."""
     row, answer = prompt[None], [tiny.PAD] if model.config.is_encoder_decoder else []
     for _ in range(limit):
         if model.config.is_encoder_decoder:
@@ -112,14 +112,14 @@ def test_a_prompt_runs_once_for_its_group():
         for name, module in model.named_modules():
             if name.endswith("embed_tokens"):
                 module.register_forward_hook(lambda _, inputs, __: counted.append(inputs[0].numel()))
-        one_token = SamplingSettings(1)  # which is never read again
+        one_token = SamplingSettings(1)  # the model never reads this token
         backend = TransformersRollout(one_token, tiny.tokenizer(), batch_size=64, share_prompts=share)
         sample(backend, model, prompt, generations=4)
         return sum(counted)
 
-    assert tokens_read(tiny.llama(), share=True) == 8 + 4  # the last token of each row gives its first draw
+    assert tokens_read(tiny.llama(), share=True) == 8 + 4  # each row's last token gives its first sample
     assert tokens_read(tiny.llama(), share=False) == 9 * 4
-    assert tokens_read(tiny.t5(), share=True) == 9 + 4  # encoder, and a start token each
+    assert tokens_read(tiny.t5(), share=True) == 9 + 4  # the encoder's tokens, and a start token each
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def test_a_completion_ends_with_its_end_token_or_at_the_limit(backend: Callable)
         assert ended == (row[-1] == tiny.EOS)
         assert ended or len(row) == 5
     lengths_of_ended = {len(row) for row, ended in zip(rollout.completions, rollout.ended, strict=True) if ended}
-    assert {1, 5} <= lengths_of_ended  # the end token may be the first token, and the last one there is room for
+    assert {1, 5} <= lengths_of_ended  # the end token may be the first token or the last possible one
     assert not all(rollout.ended)
     assert any(row[-1] == tiny.PAD for row in rollout.completions)  # sampled, so it stays
 
@@ -277,7 +277,7 @@ def test_only_a_policy_in_plain_float32_tells_its_own_log_probabilities(fresh_ac
         assert not sample(plain(), model).is_policy
     prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny.llama())
     assert not sample(plain(), prepared).is_policy
-    stopped = sample(plain(8, generation_kwargs={"stop_strings": ["b"]}), tiny.llama())  # by the loop of transformers
+    stopped = sample(plain(8, generation_kwargs={"stop_strings": ["b"]}), tiny.llama())  # in transformers' loop
     assert stopped.logprobs is None
     assert not stopped.is_policy
 
@@ -293,7 +293,7 @@ def test_a_prompt_without_room_for_its_completion_is_refused_before_it_is_sample
 
 @pytest.fixture
 def fresh_accelerate() -> Iterator[None]:
-    """accelerate as in a new process, before and after the test."""
+    """Gives accelerate the state of a new process, before and after the test."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -331,7 +331,7 @@ def test_a_failure_of_continuous_batching_is_raised_and_the_attention_put_back()
         sample(continuous(), model)
     assert model.config._attn_implementation == "eager"
     sampler = ContinuousBatchingRollout(SamplingSettings(), tiny.tokenizer(), **{PAGE_SIZE: 2})
-    # transformers 5.17 checks it in its thread.
+    # transformers 5.17 checks this in its thread.
     with pytest.raises((ValueError, RuntimeError), match=r"(page_size|Block size) must be at least"):
         sample(sampler, model)
     assert model.config._attn_implementation == "eager"

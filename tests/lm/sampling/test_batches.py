@@ -1,4 +1,4 @@
-"""How many completions are sampled at a time: what the caller says, or as many as fit."""
+"""How many completions are sampled at a time: the caller's number, or as many as fit."""
 
 import inspect
 from collections.abc import Callable

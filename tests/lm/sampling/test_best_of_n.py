@@ -55,7 +55,7 @@ def test_a_seed_repeats_and_touches_no_global_random_number():
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(1)
     assert other.generate(QUERIES) == first
-    assert one.generate(QUERIES) != first  # the next call draws anew
+    assert one.generate(QUERIES) != first  # the next call samples anew
     assert sampler(seed=4).generate(QUERIES) != first
 
 
@@ -119,7 +119,7 @@ def test_more_candidates_than_samples_are_refused():
     ids=["transformers", "continuous batching"],
 )
 def test_the_samples_come_from_any_backend(backend):
-    """The only continuation that top_k=1 leaves is the greedy one, for each query its own."""
+    """With top_k=1 only the greedy continuation is possible, which differs for each query."""
     seen: list[list[str]] = []
 
     def scores(texts: list[str]) -> list[float]:

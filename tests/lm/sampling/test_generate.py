@@ -1,4 +1,4 @@
-"""What a response is: cut where it ends, and nowhere else."""
+"""A response is cut at its end, and nowhere else."""
 
 import torch
 from tests.lm import tiny
@@ -34,7 +34,7 @@ def test_padding_is_told_by_length_and_not_by_token():
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Llama's habits in small: a word's token holds the space before it, and the text's first space is dropped."""
+    """A small tokenizer like Llama's: a word's token includes the space before it, but a text's first space is lost."""
     words = ["<unk>", "</s>", "\u2581he", "\u2581went", "\u2581home", "ward", "<0xC3>", "<0xA9>"]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -1,4 +1,4 @@
-"""A sampler that is another policy is measured, and truncated importance weights correct it."""
+"""A sampler that differs from the policy is measured, and truncated importance weights correct for it."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_the_mismatch_of_a_sampler_by_hand():
 
 
 def test_weights_make_means_over_the_sampler_means_over_the_trainer():
-    """Exact over a vocabulary of 50: E_sampler[w f] = E_trainer[f] without a cap, and w is at most the cap with one."""
+    """Exact for a vocabulary of 50: E_sampler[w f] = E_trainer[f] without a cap; with one, w is at most the cap."""
     torch.manual_seed(0)
     trainer, sampler = torch.randn(2, 50, dtype=torch.float64).log_softmax(-1)
     values = torch.randn(50, dtype=torch.float64)

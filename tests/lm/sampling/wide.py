@@ -1,4 +1,4 @@
-"""What the tests of vLLM share: its attention takes heads of 64, which the tiny models do not have."""
+"""What vLLM's tests share: models with heads of 64, because its attention cannot use the tiny models' heads."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def llama(seed: int = 0, **settings: Any) -> Any:
 
 
 def saved(folder: Path, **settings: Any) -> str:
-    """A folder with a policy and its tokenizer, for an engine."""
+    """Saves a policy and its tokenizer for an engine, and returns the folder."""
     llama(**settings).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     return str(folder)
@@ -30,7 +30,7 @@ def loaded(folder: str) -> Any:
 
 
 def assert_samples_are_the_policys(rollouts: RolloutBackend, policy: Any, *, temperature: float) -> None:
-    """Three times: the sampler's probabilities are the policy's, whose weights then change."""
+    """Asserts three times that the sampler's probabilities equal the policy's, and changes the weights in between."""
     for version in range(3):
         rollouts.sync(policy, version)
         rollout = rollouts.generate(PROMPTS, num_generations=4, version=version, seed=version)
@@ -42,7 +42,7 @@ def assert_samples_are_the_policys(rollouts: RolloutBackend, policy: Any, *, tem
 
 
 def assert_greedy_completions_follow_the_policy(rollouts: RolloutBackend, *, limit: int) -> None:
-    """A sampler that takes the likeliest token completes as the policy does, before and after a change of weights."""
+    """Asserts that a greedy sampler completes as the policy does, before and after a change of weights."""
     policy, answers = llama(seed=3), []
     for version in range(2):
         rollouts.sync(policy, version)
@@ -54,7 +54,7 @@ def assert_greedy_completions_follow_the_policy(rollouts: RolloutBackend, *, lim
 
 
 def ratios(model: Any, rollout: Any, generations: int, temperature: float) -> torch.Tensor:
-    """pi_trainer / pi_sampler of every sampled token."""
+    """Returns pi_trainer / pi_sampler for every sampled token."""
     gaps = []
     for i, (row, logprobs) in enumerate(zip(rollout.completions, rollout.logprobs, strict=True)):
         gaps.append(tiny.taken_of(model, PROMPTS[i // generations], row, temperature) - logprobs)
@@ -62,7 +62,7 @@ def ratios(model: Any, rollout: Any, generations: int, temperature: float) -> to
 
 
 def greedy(model: Any, limit: int) -> list[list[int]]:
-    """The likeliest completions of the prompts, by plain forward passes."""
+    """Returns the most likely completions of the prompts, from plain forward passes."""
     answers = []
     for prompt in PROMPTS:
         row = prompt

@@ -1,4 +1,4 @@
-"""Fine-tuning on a global batch of which each process takes its share: all cases, results in the folder given."""
+"""Fine-tuning on a global batch shared by the processes; runs all cases, and writes results to the given file."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,7 @@ TEXTS = ["".join("abcdefgh "[(i * k) % 9] for k in range(1, 3 + 5 * (i % 4))) + 
 PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for text in TEXTS]}
 QUIET = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "optim": "sgd"}
 PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-RATES = {"learning_rate": 0.1, "max_grad_norm": 0.1}  # a gradient of the wrong size shows where it is not clipped
+RATES = {"learning_rate": 0.1, "max_grad_norm": 0.1}  # an unclipped gradient of the wrong size shows
 
 
 def rows(*, streamed: bool = False) -> Any:
@@ -38,7 +38,7 @@ def t5() -> Any:
     return tiny.exact(tiny.t5(initializer_factor=1.0, dropout_rate=0.0))
 
 
-# By name: the model, its settings, the data. Of 32 rows the three steps take eight each, which packed are 16 rows.
+# By name: the model, its settings, the data. The three steps take eight of 32 rows each; packed, they are 16 rows.
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], Any]]] = {
     "padding-free": (gpt2, {}, rows),
     "unclipped": (gpt2, {"max_grad_norm": 0.0}, rows),
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], Any]]] = 
 
 
 def trained(name: str, folder: str, *, world_size: int = 1) -> dict[str, Any]:
-    """Weights after three steps, statistics of training, of an evaluation on an odd number of rows."""
+    """Returns the weights after three steps, training statistics, and an evaluation on an odd number of rows."""
     build, settings, data = CASES[name]
     accumulation = settings.get("gradient_accumulation_steps", 1)
     sizes = {
@@ -89,7 +89,7 @@ STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 def stepped(name: str, folder: str, *, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    """Two calls of step, each process with its half of the rows, and an evaluation on an odd number of rows."""
+    """Calls step twice, with half of the rows on each process, and evaluates on an odd number of rows."""
     build, settings = STEPS[name]
     accumulation = settings.get("gradient_accumulation_steps", 1)
     columns = {name: column[:7] for name, column in (PAIRS if build is t5 else {"text": TEXTS}).items()}
@@ -113,7 +113,7 @@ def iterative(
 
 
 def unequal_rows(folder: str, rank: int) -> str:
-    """What a call says in which this process has one row more than the other; the trainer works on after it."""
+    """Returns the error when this process has one row more than the other; the trainer still works afterwards."""
     trainer = iterative(gpt2(), folder, 4, {"text": TEXTS[:1]})
     try:
         trainer.step(tiny.rows(3 + rank, 3, 5))
@@ -124,7 +124,7 @@ def unequal_rows(folder: str, rank: int) -> str:
 
 
 def with_adapters(folder: str, rank: int) -> dict[str, torch.Tensor]:
-    """The weights after a step on adapters, each process having drawn other ones."""
+    """Returns the weights after a step on adapters that each process drew differently."""
     torch.manual_seed(rank)
     args = SFTConfig(folder, **QUIET | RATES, max_steps=1, per_device_train_batch_size=4)
     adapters = LoraConfig(r=2, target_modules=["c_attn"])

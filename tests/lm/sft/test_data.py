@@ -1,4 +1,4 @@
-"""What becomes of rows: ids, labels, packing, constant length."""
+"""What rows become: ids, labels, packed rows, and rows of constant length."""
 
 import pytest
 import torch
@@ -206,7 +206,7 @@ def test_no_token_is_dropped_whatever_the_buffer(characters: float):
     read = torch.cat([row["input_ids"] for row in rows]).tolist()
     assert read[: len(stream)] == stream
     assert {len(row["input_ids"]) for row in rows} == {8}
-    # Every token counts, but a document's first in each row (nothing predicts it) and the padding at the very end.
+    # Every token has a loss except a document's first one in each row (nothing predicts it) and the padding at the end.
     learnt = sum(int((row["labels"] != -100).sum()) for row in rows)
     starts = sum(int((row["position_ids"] == 0).sum()) for row in rows)
     assert learnt + starts == len(read)
@@ -242,7 +242,7 @@ def test_the_end_token_between_texts_is_a_choice():
 
 
 def test_an_id_of_zero_is_an_id():
-    tokenizer = tiny.tokenizer(eos_token="<pad>")  # whose id is 0
+    tokenizer = tiny.tokenizer(eos_token="<pad>")  # its id is 0
     rows = ConstantLengthDataset(tokenizer, [{"text": "ab"}, {"text": "c"}], "text", seq_length=5, eos_token_id=9)
     assert next(iter(rows))["input_ids"].tolist() == [*encode("ab"), 0, *encode("c"), 0]
 

@@ -1,4 +1,4 @@
-"""Two processes that share the rows fine-tune, evaluate and log as one does."""
+"""Two processes that share the rows fine-tune, evaluate and log like one process."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch."""
+    """Returns the results of both processes of one launch."""
     return results_of_two("tests.lm.sft.run_distributed", tmp_path_factory.mktemp("two"))
 
 

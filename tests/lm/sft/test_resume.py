@@ -1,4 +1,4 @@
-"""A fine-tuning that stops and resumes is the one that went through, to the bit: dropout, shuffling, mid-epoch."""
+"""A fine-tuning that stops and resumes equals an uninterrupted one to the bit: dropout, shuffling, mid-epoch."""
 
 import random
 from pathlib import Path
@@ -30,7 +30,7 @@ PAIRS = {"prompt": [text[:2] for text in TEXTS], "completion": [text[2:] for tex
 
 
 def stream() -> IterableDataset:
-    """The texts as a stream, in an order of its own in every pass."""
+    """Returns the texts as a stream, in a different order in every pass."""
     rows = IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS))
     return rows.shuffle(seed=3, buffer_size=4)
 
@@ -45,8 +45,8 @@ def lora() -> LoraConfig:
     return LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.3)
 
 
-# By name: the model, arguments of the trainer, settings of its config. Five micro-batches an epoch make three steps, of
-# which the last has one micro-batch; best-fit packing makes four of them, and two steps.
+# By name: the model, arguments of the trainer, settings of its config. Five micro-batches per epoch make three steps,
+# the last with one micro-batch; best-fit packing makes four of them, and two steps.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "padding-free": ("gpt2", {}, {}),
     "padding-free llama": ("llama", {}, {}),
@@ -63,13 +63,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def trainer(name: str, folder: Path, kind: type[SFTTrainer] = SFTTrainer, **more: Any) -> SFTTrainer:
-    """Nothing of the case is made anew but the model: what one run leaves in the data would show in the other."""
+    """Creates only the model anew: what one run leaves in the data would show in the other."""
     architecture, arguments, settings = CASES.get(name, ("gpt2", {}, {}))
     quiet = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
     sizes = {"max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
     args = SFTConfig(str(folder), **quiet | sizes | settings | more)
     data = {"train_dataset": stream() if name == "stream" else Dataset.from_dict({"text": TEXTS})}
-    torch.manual_seed(0)  # of the adapters
+    torch.manual_seed(0)  # for the adapters
     return kind(model(architecture), args, processing_class=tiny.tokenizer(), **data | arguments)
 
 
@@ -86,7 +86,7 @@ def assert_resumes(name: str, folder: Path, steps: tuple[int, ...], **more: Any)
     whole.train()
     for step in steps:
         resumed = trainer(name, folder / "again", **more)
-        torch.rand(5), random.random(), np.random.rand()  # somebody else's random numbers
+        torch.rand(5), random.random(), np.random.rand()  # other code draws random numbers
         resumed.train(resume_from_checkpoint=str(folder / "whole" / f"checkpoint-{step}"))
         assert losses(resumed) == losses(whole)
         assert len(losses(whole)) == resumed.state.global_step == whole.args.max_steps
@@ -96,7 +96,7 @@ def assert_resumes(name: str, folder: Path, steps: tuple[int, ...], **more: Any)
 
 @pytest.mark.parametrize("name", slow_but(CASES, "packed"))
 def test_resuming_changes_no_bit(name: str, tmp_path):
-    """In mid-epoch after two steps and at an epoch's end after three; packed, the other way round."""
+    """In mid-epoch after two steps and at an epoch's end after three; if packed, the reverse."""
     assert_resumes(name, tmp_path, (2, 3))
 
 
@@ -111,9 +111,9 @@ def test_an_endless_stream_resumes_where_it_stopped(tmp_path):
 
 @pytest.mark.parametrize("name", ["padding-free", "packed", "encoder-decoder", "stream"])
 def test_fetching_batches_draws_no_random_number(name: str, tmp_path):
-    """transformers restores random states behind the first fetch in mid-epoch: what that drew would be drawn twice.
+    """transformers restores random states after the first fetch in mid-epoch: numbers drawn in the fetch would repeat.
 
-    A DataLoader's own draw, at the start of an epoch, comes before the states that a checkpoint in mid-epoch holds.
+    A DataLoader's own draw at the start of an epoch precedes the states that a mid-epoch checkpoint holds.
     """
     moved: list[bool] = []
 
@@ -128,14 +128,14 @@ def test_fetching_batches_draws_no_random_number(name: str, tmp_path):
     sft.train()
     assert moved[1:] == [False]
     collate = sft.data_collator
-    sft.data_collator = lambda rows: (torch.rand(1), collate(rows))[1]  # what the check is for
+    sft.data_collator = lambda rows: (torch.rand(1), collate(rows))[1]  # a collator that draws
     sft.train()
     assert moved[-1]
 
 
 @pytest.mark.slow
 def test_dropout_and_the_order_of_the_rows_matter(tmp_path):
-    """What the tests above rest on."""
+    """The tests above rely on this."""
 
     def final(**seeds: int) -> torch.Tensor:
         sft = trainer("padding-free", tmp_path, max_steps=3, save_strategy="no", **seeds)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: one loss however rows are batched, and everything that transformers' Trainer gives."""
+"""Supervised fine-tuning: the same loss however rows are batched, and the features of transformers' Trainer."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def assert_equal_weights(one, other, rtol=1e-9):
 
 
 def exact(build):
-    """Without dropout, in float64."""
+    """Returns a model without dropout, in float64."""
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if build is tiny.gpt2 else {}
     return tiny.exact(build(**rates))
 
@@ -70,7 +70,7 @@ def test_an_encoder_decoder_model_accumulates_to_one_update(tmp_path):
 
 
 def test_the_update_is_that_of_the_models_own_loss(tmp_path):
-    """One SGD step on transformers' cross-entropy of padded rows, by hand."""
+    """Compares with one manual SGD step on transformers' cross-entropy of padded rows."""
     sft, weights = trained(exact(tiny.gpt2), tmp_path, max_grad_norm=0.0)
     model = exact(tiny.gpt2).train()
     batch = DocumentCollator(0, layout="padded")(list(sft.train_dataset))
@@ -78,7 +78,7 @@ def test_the_update_is_that_of_the_models_own_loss(tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 1e-2 * parameter.grad
-    assert_equal_weights(weights, tiny.weights(model), rtol=1e-6)  # transformers' loss is computed in float32
+    assert_equal_weights(weights, tiny.weights(model), rtol=1e-6)  # transformers computes its loss in float32
 
 
 def loss_of(model, text: str) -> float:
@@ -142,13 +142,13 @@ def test_the_loss_of_an_evaluation_weighs_tokens(tmp_path):
     model = exact(tiny.gpt2)
     columns = {"text": ["ab", "a longer text.", "x"]}
     sft = trainer(model, tmp_path, per_device_eval_batch_size=1, arguments={"eval_dataset": Dataset.from_dict(columns)})
-    lengths = [len(text) for text in columns["text"]]  # of tokens that another predicts
+    lengths = [len(text) for text in columns["text"]]  # tokens predicted by another
     expected = sum(loss_of(model, text) * n for text, n in zip(columns["text"], lengths, strict=True)) / sum(lengths)
     assert sft.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_evaluation_of_packed_rows_counts_every_token(tmp_path):
-    """A batch of two packed rows holds more documents than two."""
+    """A batch of two packed rows holds more than two documents."""
     data = {"arguments": {"eval_dataset": Dataset.from_dict({"text": TEXTS[:7]})}, "per_device_eval_batch_size": 2}
     expected = trainer(exact(tiny.gpt2), tmp_path, **data).evaluate()["eval_loss"]
     packed = trainer(exact(tiny.gpt2), tmp_path, packing=True, max_length=32, **data).evaluate()["eval_loss"]
@@ -218,7 +218,7 @@ def test_transformers_own_collator_works(tmp_path):
 
 
 def test_losses_of_whole_logits_are_transformers_own(tmp_path):
-    """A user's loss, and label smoothing: half the mean of -log p over the vocabulary, half of the token's own."""
+    """Tests a user's loss, and label smoothing: half the mean of -log p over the vocabulary, half the token's own."""
 
     def half_smoothed(outputs, labels, num_items_in_batch=None):
         logp = outputs.logits[:, :-1].log_softmax(-1)[labels[:, 1:] != -100]
@@ -275,7 +275,7 @@ def test_models_come_by_name_by_function_or_with_adapters(tmp_path):
 
 
 def test_quantized_weights_are_prepared(tmp_path, monkeypatch):
-    """A real 4-bit model needs a GPU: seen is that PEFT's preparation is called, with checkpointing as asked."""
+    """A real 4-bit model needs a GPU, so this checks that PEFT's preparation is called with the checkpointing."""
     from trimtab_lm.hf import models as training
 
     calls = []

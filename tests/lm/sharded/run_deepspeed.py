@@ -1,7 +1,7 @@
-"""The trainings of `run_trainers` under DeepSpeed, with torchrun and the environment of `make test-deepspeed`.
+"""Runs the trainings of `run_trainers` under DeepSpeed, with torchrun and the environment of `make test-deepspeed`.
 
-`folder;stage;case;...`: those cases, or all, under ZeRO-2 or ZeRO-3. Each process saves what it logged, its share of
-the weights and, where it holds them, the full weights, as folder/<rank>.pt.
+`folder;stage;case;...`: these cases, or all, under ZeRO-2 or ZeRO-3. Each process saves its logs, its share of the
+weights and, if it holds them, the full weights, as folder/<rank>.pt.
 """
 
 import sys
@@ -34,7 +34,7 @@ BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumul
 
 
 def saved(folder: str) -> str:
-    """The folder of a model, for trainers that load it: under ZeRO-3 its weights are divided as they are loaded."""
+    """Saves a model for trainers that load it, and returns its folder: ZeRO-3 divides its weights during loading."""
     name = f"{folder}/model"
     if PartialState().is_main_process:
         llama().save_pretrained(name)
@@ -43,7 +43,7 @@ def saved(folder: str) -> str:
 
 
 def under_deepspeed(stage: int) -> dict[str, Any]:
-    """Settings of a config. DeepSpeed would keep weights of fewer than 100,000 numbers whole on every process."""
+    """Returns settings for a config. By default DeepSpeed would not divide weights of fewer than 100,000 numbers."""
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
@@ -52,17 +52,17 @@ def under_deepspeed(stage: int) -> dict[str, Any]:
 
 
 def let_accelerate_use_gloo() -> None:
-    """Make accelerate run DeepSpeed on a CPU: it asks for a backend of GPUs otherwise, for the rest of this process."""
+    """Makes accelerate run DeepSpeed on a CPU for the rest of this process; otherwise it requests a GPU backend."""
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
 
 
 def share(model: torch.nn.Module) -> int:
-    """Elements of a model's weights on this process."""
+    """Returns the number of weight elements on this process."""
     return sum(map(local_size, model.parameters()))
 
 
 def stepped_by_ppo(case: str, rank: int, world_size: int, stage: int) -> dict[str, Any]:
-    """What `run_ppo.stepped` returns; PPO prepares its models itself, and tells DeepSpeed the sizes of its batches."""
+    """Returns `run_ppo.stepped`; PPO prepares its models itself, and tells DeepSpeed its batch sizes."""
     AcceleratorState._reset_state(reset_partial_state=True)
     unset_hf_deepspeed_config()
     plugin = DeepSpeedPlugin(hf_ds_config=under_deepspeed(stage)["deepspeed"])
@@ -70,8 +70,8 @@ def stepped_by_ppo(case: str, rank: int, world_size: int, stage: int) -> dict[st
 
 
 def trained(case: str, folder: str, stage: int | None = None, world_size: int = 1) -> dict[str, Any]:
-    """What is logged in three steps and in an evaluation, the weights, and the share that this process has of them."""
-    # The config of an earlier trainer would divide the next model before it is initialized.
+    """Returns the logs of three steps and an evaluation, the weights, and this process's share of them."""
+    # An earlier trainer's config would divide the next model before it is initialized.
     unset_hf_deepspeed_config()
     more = {} if stage is None else under_deepspeed(stage)
     trainer = DEEPSPEED_CASES[case](folder, world_size, **more)
@@ -94,11 +94,11 @@ class StopAfterTwo(TrainerCallback):
 
 
 def resumed(case: str, folder: str, stage: int, world_size: int) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights of three steps at once, and of two steps, a save, a resume and the third."""
+    """Returns the weights after three steps at once, and after two steps, a save, a resume and the third."""
 
     def run(name: str, *, resume: bool = False, callback: type[TrainerCallback] | None = None) -> Any:
         unset_hf_deepspeed_config()
-        torch.manual_seed(0)  # adapters start from random weights
+        torch.manual_seed(0)  # adapters are random at the start
         saving = {"save_strategy": "steps", "save_steps": 1}
         trainer = CASES[case](f"{folder}/{case}/{name}", world_size, **under_deepspeed(stage), **saving)
         if callback is not None:

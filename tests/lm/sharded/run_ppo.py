@@ -1,6 +1,6 @@
-"""PPO whose policy, critic, reference, gradients and optimizer state are sharded over the processes, under torchrun.
+"""Runs PPO with policy, critic, reference, gradients and optimizer state sharded over processes, under torchrun.
 
-`folder,case,...`: those cases, or all. Each process saves its results as folder/<rank>.pt.
+`folder,case,...`: these cases, or all. Each process saves its results as folder/<rank>.pt.
 """
 
 import sys
@@ -49,7 +49,7 @@ def prompts() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """Minibatches of two rows on each of two processes, or of four on one; two of them make an optimizer step."""
+    """Minibatches of two rows on each of two processes, or four on one; two of them make an optimizer step."""
 
     model: Callable[[], Any] = gpt2
     trainer: type[PPOTrainer] = PPOTrainer
@@ -57,7 +57,7 @@ class Case:
     arguments: Callable[[], dict[str, Any]] = dict
     config: dict[str, Any] = field(default_factory=dict)
     plugin: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)  # of the launcher, in place of a plugin
+    environment: dict[str, str] = field(default_factory=dict)  # the launcher's variables, instead of a plugin
 
 
 LAUNCHED = {
@@ -96,10 +96,10 @@ LOOPS = {
 
 
 def make(case: Case, world_size: int, **accelerator_kwargs: Any) -> PPOTrainer:
-    """A trainer of this process's share, sharded where there are several processes."""
+    """Returns a trainer for this process's share, sharded if there are several processes."""
     model, arguments = case.model(), case.arguments()
-    if "value_model" not in arguments:  # else the trainer creates a value head
-        # Unlike Adam, SGD shows a gradient of the wrong size, and does not magnify rounding where there is none.
+    if "value_model" not in arguments:  # otherwise the trainer creates a value head
+        # Unlike Adam, SGD shows a gradient of the wrong size, and does not magnify the rounding of a zero gradient.
         arguments["optimizer"] = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.5)
     if world_size > 1 and not case.environment and "deepspeed_plugin" not in accelerator_kwargs:
         plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
@@ -118,19 +118,19 @@ def make(case: Case, world_size: int, **accelerator_kwargs: Any) -> PPOTrainer:
 
 
 def share(columns: dict[str, list[Any]], rank: int, world_size: int) -> dict[str, list[Any]]:
-    """This process's rows of a global batch."""
+    """Returns this process's rows of a global batch."""
     rows = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
     return {name: column[rows] for name, column in columns.items()}
 
 
 def stepped(name: str, rank: int = 0, world_size: int = 1, **accelerator_kwargs: Any) -> dict[str, Any]:
-    """Statistics of three steps, with greedy samples of a few queries before each, and the weights after them."""
+    """Returns the statistics of three steps, a few greedy samples before each step, and the final weights."""
     case = CASES[name]
     trainer = make(case, world_size, **accelerator_kwargs)
     history, samples = [], []
     for step in range(STEPS):
         columns = global_batch(step, has_masks=case.has_masks)
-        queries = columns["queries"][: 3 + rank]  # processes sample unequally often
+        queries = columns["queries"][: 3 + rank]  # processes sample different numbers of rows
         options = {"do_sample": False, "max_new_tokens": 5, "batch_size": 2, "generate_ref_response": True}
         samples.append([row.tolist() for rows in trainer.generate(queries, **options) for row in rows[:3]])
         history.append(trainer.step(**share(columns, rank, world_size)))
@@ -138,7 +138,7 @@ def stepped(name: str, rank: int = 0, world_size: int = 1, **accelerator_kwargs:
 
 
 def trained(name: str, world_size: int = 1) -> dict[str, Any]:
-    """Statistics of two steps of `train`, and the weights after them."""
+    """Returns the statistics of two steps of `train`, and the weights after them."""
     history: list[Any] = []
     trainer = make(LOOPS[name], world_size)
     options = {"max_new_tokens": 5, "do_sample": name == CONTINUOUS}
@@ -152,7 +152,7 @@ def trained(name: str, world_size: int = 1) -> dict[str, Any]:
 
 
 def state_of(trainer: PPOTrainer) -> dict[str, Any]:
-    """The full weights, and how many elements of weights and moments this process holds."""
+    """Returns the full weights, and the number of elements of weights and moments on this process."""
     weights = trainer.accelerator.get_state_dict(trainer.actor_critic) or {}
     moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
     return {
@@ -165,7 +165,7 @@ def state_of(trainer: PPOTrainer) -> dict[str, Any]:
 
 
 def in_bfloat16(rank: int, world_size: int) -> dict[str, Any]:
-    """Numbers of a step in which a policy with weights in float32 computes in bfloat16."""
+    """Returns numbers of a step in which a policy with float32 weights computes in bfloat16."""
     trainer = make(Case(tiny.policy), world_size, mixed_precision="bf16")
     stats = trainer.step(**share(global_batch(0, has_masks=False), rank, world_size))
     rows = tiny.rows(2, 3, 5), tiny.rows(2, 4, 6)
@@ -177,7 +177,7 @@ def in_bfloat16(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def refused(world_size: int) -> dict[str, Any]:
-    """What version 1 of FSDP is told."""
+    """Returns the error for version 1 of FSDP."""
     try:
         make(Case(plugin={"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD"}), world_size)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""A PPO run that is saved and resumed on as many processes or on others, sharded where there are several.
+"""Saves a PPO run and resumes it on the same or another number of processes, sharded if there are several.
 
-`folder,loop,steps,resume`: loop is `train` or `step`, to so many steps in all, from the latest checkpoint where resume
-is not empty. `folder/<loop>-<processes>-<steps>-<rank>.pt` gets statistics, samples and weights.
+`folder,loop,steps,resume`: loop is `train` or `step`, up to `steps`, from the latest checkpoint unless resume is
+empty. `folder/<loop>-<processes>-<steps>-<rank>.pt` gets statistics, samples and weights.
 """
 
 import sys
@@ -45,7 +45,7 @@ def make(folder: Path, world_size: int) -> PPOTrainer:
 
 
 def run(folder: Path, loop: str, steps: int, *, is_resumed: bool, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    """The run up to so many steps: what it logs from where it begins, and its weights at the end."""
+    """Runs up to `steps`; returns what it logs after resuming, and its final weights."""
     trainer = make(folder, world_size)
     history: list[Any] = []
     samples: list[Any] = []
@@ -76,7 +76,7 @@ def main(*sessions: str) -> None:
     with process_of_many(let_accelerate_shard_on_cpu) as (rank, world_size):
         for session in sessions:
             name, loop, steps, resume = session.split(",")
-            torch.manual_seed(rank if not resume else 100)  # a resumed session must not depend on how its process began
+            torch.manual_seed(rank if not resume else 100)  # a resumed session must not depend on its process's seed
             result = run(Path(name), loop, int(steps), is_resumed=bool(resume), rank=rank, world_size=world_size)
             torch.save(result, f"{name}/{loop}-{world_size}-{steps}-{rank}.pt")
 

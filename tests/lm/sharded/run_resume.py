@@ -1,7 +1,7 @@
-"""Sharded runs that stop, save and go on, under torchrun: `folder,name:start:stop,...`.
+"""Runs sharded trainings that stop, save and continue, under torchrun: `folder,name:start:stop,...`.
 
-`name:start:stop` is a session of the run `name`, for each case in both formats of checkpoints: from the checkpoint of
-step `start`, or anew at 0, until step `stop`. The full weights after each session are saved in folder/<name>-<stop>.pt.
+`name:start:stop` is a session of the run `name`, for each case in both checkpoint formats: from the checkpoint of
+step `start`, or anew at 0, until step `stop`. Each session saves its full weights in folder/<name>-<stop>.pt.
 """
 
 import sys
@@ -20,10 +20,10 @@ RESUMED = ("sft", "reward", "dpo adapters", "grpo", "iterative sft")
 
 
 def went_on(run: Path, case: str, format: str, start: int, stop: int, world_size: int) -> dict[str, torch.Tensor]:
-    """The weights after a session, whose checkpoint is complete; folder <run>-model gets the model."""
+    """Runs a session to a complete checkpoint, saves the model in <run>-model, and returns the weights."""
     more = {"save_strategy": "steps", "save_steps": 1, "resume_with_changes": True}
     if case == "grpo":
-        more["num_iterations"] = 1  # another number of processes cannot share out the rest of a rollout
+        more["num_iterations"] = 1  # another number of processes cannot divide the rest of a rollout
     trainer = CASES[case](str(run), world_size, state_dict_type=format, **more)
     trainer.add_callback(Stop(stop))
     train(trainer, resume=start > 0)

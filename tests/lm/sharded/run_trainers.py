@@ -1,6 +1,6 @@
-"""Training whose parameters, gradients and optimizer state are sharded over the processes, under torchrun.
+"""Runs trainings with parameters, gradients and optimizer state sharded over the processes, under torchrun.
 
-`folder,case,...`: those cases, or all. Each process saves what it logged and the full weights as folder/<rank>.pt.
+`folder,case,...`: these cases, or all. Each process saves its logs and the full weights as folder/<rank>.pt.
 """
 
 import os
@@ -53,7 +53,7 @@ def llama() -> Any:
     return tiny.exact(tiny.llama())
 
 
-# What FSDP has of its own would recompute in backward too; here Trainer's argument goes through transformers' layers.
+# FSDP's own checkpointing would recompute in backward too; here Trainer's argument uses transformers' layers.
 CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
@@ -75,7 +75,7 @@ def settings(
     activation_checkpointing_of_fsdp: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
-    """Of a config: a global batch in two micro-batches, sharded where torchrun started the process."""
+    """Returns settings for a config: a global batch in two micro-batches, sharded under torchrun."""
     sizes = {"per_device_train_batch_size": GLOBAL_BATCH // 2 // world_size, "per_device_eval_batch_size": 2}
     sharding = {"version": 2, "reshard_after_forward": True, "state_dict_type": state_dict_type}
     sharding["activation_checkpointing"] = activation_checkpointing_of_fsdp
@@ -119,9 +119,9 @@ def dpo(
 
 
 class Scripted:
-    """Completions that depend on their prompt alone, whichever process asks; the policy samples some beside them.
+    """Returns completions that depend only on their prompt; the policy also samples some, which are ignored.
 
-    Each process would draw others from one policy, so that two and one could not be compared.
+    Each process would sample differently from one policy, so two processes and one could not be compared.
     """
 
     def __init__(self, sampler: TransformersRollout):
@@ -131,7 +131,7 @@ class Scripted:
         self.sampler.sync(model, version)
 
     def generate(self, prompts: Sequence[torch.Tensor], *, num_generations: int, **call: Any) -> Rollout:
-        mine = prompts[: PartialState().process_index + 1]  # not the same number on every process
+        mine = prompts[: PartialState().process_index + 1]  # a different number on each process
         self.sampled += len(self.sampler.generate(mine, num_generations=num_generations, **call).completions)
         completions = [
             (prompt.sum() + torch.arange(2 + (int(prompt[-1]) + k) % 4) * (k + 1)) % 20 + 5
@@ -167,7 +167,7 @@ def iterative(model: Any, folder: str, world_size: int, **more: Any) -> Any:
 
 
 def lora(**more: Any) -> LoraConfig:
-    """Adapters with weights that matter from the first step on."""
+    """Returns adapters with weights that matter from the first step on."""
     return LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian", **more)
 
 
@@ -213,7 +213,7 @@ def evaluated(trainer: Any) -> Any:
 
 
 def train(trainer: Any, *, resume: bool = False) -> None:
-    """Three updates, or as many as a callback lets pass."""
+    """Runs three updates, or as many as a callback allows."""
     if not isinstance(trainer, IterativeSFTTrainer):
         trainer.train(resume_from_checkpoint=resume)
         return
@@ -226,7 +226,7 @@ def train(trainer: Any, *, resume: bool = False) -> None:
 
 
 def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
-    """What is logged in three steps and in an evaluation on an odd number of rows, and the weights."""
+    """Returns the logs of three steps and of an evaluation on an odd number of rows, and the weights."""
     trainer = CASES[case](folder, world_size)
     train(trainer)
     trainer.evaluate()
@@ -242,13 +242,13 @@ def trained(case: str, folder: str, world_size: int = 1) -> dict[str, Any]:
 
 
 def untimed(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Logs without what depends on the clock."""
+    """Returns the logs without what depends on the clock."""
     timed = ("time", "per_second", "flos")
     return [{name: value for name, value in log.items() if not any(word in name for word in timed)} for log in logs]
 
 
 def in_bfloat16(name: str, folder: str) -> dict[str, Any]:
-    """Losses in mixed precision, with recomputed activations, and the dtypes of scores and of trained weights."""
+    """Returns losses in mixed precision with recomputed activations, and the dtypes of scores and trained weights."""
     base = tiny.llama(dtype=torch.bfloat16 if "adapters" in name else torch.float32)
     trainer = ROUGH[name](base, folder, bf16=True, activation_checkpointing_of_fsdp=True)
     train(trainer)
@@ -262,7 +262,7 @@ def in_bfloat16(name: str, folder: str) -> dict[str, Any]:
 
 
 def refusal(folder: str) -> str:
-    """What a trainer says of a model that FSDP2 cannot shard."""
+    """Returns a trainer's error for a model that FSDP2 cannot shard."""
     pairs = Dataset.from_dict({"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"]})
     try:
         SFTTrainer(tiny.t5(), SFTConfig(folder, **settings(2)), train_dataset=pairs, processing_class=tiny.tokenizer())
@@ -272,7 +272,7 @@ def refusal(folder: str) -> str:
 
 
 def local_size(tensor: torch.Tensor) -> int:
-    """Elements of a tensor on this process."""
+    """Returns the number of a tensor's elements on this process."""
     if is_divided_by_deepspeed(tensor):
         return tensor.ds_tensor.numel()
     return tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel()

@@ -1,8 +1,8 @@
-"""Two processes under DeepSpeed's ZeRO-2 and ZeRO-3 train as one process does without it.
+"""Two processes under DeepSpeed's ZeRO-2 and ZeRO-3 train like one process without it.
 
-DeepSpeed trains in float32, also a float64 model, so the two agree to float32's rounding: losses and statistics to
-1e-4. AdamW moves a weight by about the learning rate, 0.01, however small its gradient is, so rounding of a gradient
-near 0 shows: weights agree to a hundredth of that.
+DeepSpeed trains float64 models in float32 too, so the two agree to float32's rounding: losses and statistics to
+1e-4. AdamW moves a weight by about the learning rate, 0.01, however small its gradient is, so the rounding of a
+gradient near 0 shows: weights agree to a hundredth of the rate.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """The stage, and the folder of what both processes of one launch saved."""
+    """Returns the stage, and the folder where both processes of one launch saved their results."""
     folder = tmp_path_factory.mktemp(f"stage{request.param}")
     launch("tests.lm.sharded.run_deepspeed", f"{folder};{request.param}", processes=2, seconds=800)
     return request.param, folder
@@ -29,7 +29,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The results of one process without DeepSpeed."""
+    """Returns the results of one process without DeepSpeed."""
     return {case: trained(case, str(tmp_path_factory.mktemp("one"))) for case in DEEPSPEED_CASES}
 
 
@@ -42,7 +42,7 @@ def test_two_processes_train_as_one(run: tuple[int, Path], one: dict[str, dict[s
         assert mine == pytest.approx(yours, rel=1e-4, abs=1e-5)
     assert two[0]["weights"].keys() == whole["weights"].keys()
     for name, weight in whole["weights"].items():
-        # Attention does not depend on the bias of its keys. Their gradient is rounding, which AdamW scales up.
+        # Attention does not depend on the bias of its keys. Its gradient is rounding error, which AdamW scales up.
         if not name.endswith("c_attn.bias"):
             torch.testing.assert_close(two[0]["weights"][name], weight, rtol=0, atol=1e-4, msg=name)
     for kind in ("parameters", "reference"):  # ZeRO-2 divides neither
@@ -61,7 +61,7 @@ def test_ppo_on_two_processes_is_that_on_one(run: tuple[int, Path], case: str):
         assert {name: mine[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-5)
     for name, weight in whole["weights"].items():
         torch.testing.assert_close(two[0]["weights"][name].double(), weight, rtol=0, atol=1e-5, msg=name)
-    assert two[0]["samples"] == two[1]["samples"] == whole["samples"]  # processes sample unequally often
+    assert two[0]["samples"] == two[1]["samples"] == whole["samples"]  # processes sample different numbers of rows
     for kind in ("local", "reference"):  # ZeRO-2 divides neither
         parts = [process[kind] for process in two]
         expected = whole[kind] / 2 if stage == 3 else whole[kind]
@@ -70,7 +70,7 @@ def test_ppo_on_two_processes_is_that_on_one(run: tuple[int, Path], case: str):
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the main process saved of the trainings that were resumed."""
+    """Returns what the main process saved from the resumed trainings."""
     folder = tmp_path_factory.mktemp(f"resumed{request.param}")
     arguments = [str(folder), str(request.param), *RESUMED_CASES]
     launch("tests.lm.sharded.run_deepspeed", ";".join(arguments), processes=2, seconds=400)

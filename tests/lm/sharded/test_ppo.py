@@ -1,4 +1,4 @@
-"""PPO on two processes that share policy, critic, reference, gradients and moments is PPO on one."""
+"""PPO on two processes that share policy, critic, reference, gradients and moments equals PPO on one."""
 
 import math
 from functools import cache
@@ -15,13 +15,13 @@ pytestmark = TWO_PROCESSES
 
 @cache
 def alone(case: str) -> dict[str, Any]:
-    """The result of one process."""
+    """Returns the result of one process."""
     return stepped(case)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch."""
+    """Returns the results of both processes of one launch."""
     return results_of_two("tests.lm.sharded.run_ppo", tmp_path_factory.mktemp("two"), seconds=500)
 
 

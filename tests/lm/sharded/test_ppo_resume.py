@@ -1,4 +1,4 @@
-"""A sharded PPO run goes on from its checkpoints: to the last bit on as many processes, and on others too."""
+"""A sharded PPO run resumes from its checkpoints: bit for bit on as many processes, and also on other numbers."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ pytestmark = TWO_PROCESSES
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps in one session and in two; and, of another model, three that two, one and two processes make."""
+    """Runs four steps in one session and in two; and, with another model, three steps on two, one and two processes."""
     folder = tmp_path_factory.mktemp("runs")
     whole, cut, llama_run = folder / "whole", folder / "cut", folder / "llama"
     sessions = [f"{whole},train,4,", f"{cut},train,2,", f"{cut},train,4,yes", f"{llama_run},step,1,"]
@@ -38,7 +38,7 @@ def result(file: Path) -> dict[str, Any]:
 
 
 def exact(stats: dict[str, Any]) -> dict[str, Any]:
-    """As text, in which floats are exact and NaN equals itself; without the clock."""
+    """Returns the statistics without the clock as text, in which floats are exact and NaN equals itself."""
     numbers = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in stats.items()}
     return {name: json.dumps(value) for name, value in numbers.items() if not name.startswith("time/")}
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_holds_each_processes_parts_under_its_seal(runs):
     assert {"shards/__0_0.distcp", "shards/__1_0.distcp", "shards/.metadata"} <= files.keys()
     trained = sum(weight.numel() * 8 for weight in llama().parameters())  # float64
     parts = [files[f"shards/__{rank}_0.distcp"]["bytes"] for rank in (0, 1)]
-    assert min(parts) > 0.9 * 1.5 * trained  # half of the weights and of two moments each, and their headers
+    assert min(parts) > 0.9 * 1.5 * trained  # half of the weights and both moments, and headers
     assert max(parts) < 1.2 * min(parts)
     shard = checkpoint / "shards" / "__1_0.distcp"
     content = bytearray(shard.read_bytes())

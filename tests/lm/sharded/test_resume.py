@@ -1,4 +1,4 @@
-"""Sharded runs go on from their checkpoints: to the bit on as many processes, and to rounding on others."""
+"""Sharded runs resume from their checkpoints: to the bit on as many processes, to rounding on other numbers."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ Weights = dict[str, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run without a break, one that two processes resume, and one that one process and then two resume."""
+    """Runs once without a break, once resumed by two processes, and once resumed by one process and then two."""
     folder = tmp_path_factory.mktemp("runs")
     plan = [("straight:0:3,broken:0:1,broken:1:3,moved:0:1", 2), ("moved:1:2", 1), ("moved:2:3", 2)]
     for sessions, processes in plan:
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(folder: Path) -> Weights:
-    """The weights of the run without a break."""
+    """Returns the weights of the run without a break."""
     return torch.load(folder / "straight-3.pt", weights_only=True)
 
 

@@ -1,4 +1,4 @@
-"""Two processes that share parameters, gradients and optimizer state train as one process does."""
+"""Two processes that share parameters, gradients and optimizer state train like one process."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes of one launch."""
+    """Returns the results of both processes of one launch."""
     return results_of_two("tests.lm.sharded.run_trainers", tmp_path_factory.mktemp("two"), seconds=800)
 
 
@@ -25,7 +25,7 @@ def test_two_sharded_processes_train_as_one(two, case: str, tmp_path):
     assert sharded["weights"].keys() == whole["weights"].keys()
     for name, weight in whole["weights"].items():
         torch.testing.assert_close(sharded["weights"][name], weight, rtol=1e-6, atol=1e-9, msg=name)
-    for kind in ("parameters", "moments"):  # each process holds its part of them
+    for kind in ("parameters", "moments"):  # each process holds its share
         parts = [process[case][kind] for process in two]
         assert sum(parts) == pytest.approx(whole[kind], rel=0.01)
         assert max(parts) < 0.6 * whole[kind]

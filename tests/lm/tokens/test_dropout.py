@@ -72,7 +72,7 @@ def test_checkpointing_stays_off_where_there_are_no_gradients():
 
 
 def falcon():
-    """A model that reads its rates from the config in each forward pass."""
+    """A model that reads its dropout rates from the config in each forward pass."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
     return FalconForCausalLM(FalconConfig(**sizes, hidden_dropout=0.5, attention_dropout=0.5))
 

@@ -1,4 +1,4 @@
-"""Every layout that is chosen gives the numbers of plain rows, whatever mixes a model's positions."""
+"""Every chosen layout gives the numbers of plain rows, however a model mixes positions."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def by_hand(model: PreTrainedModel, prefix: list[int], branch: list[int]) -> tor
 
 @torch.no_grad()
 def check_layouts(model: PreTrainedModel) -> None:
-    """Rows of 40 tokens, which share a prompt of 16; all together they are longer than the model's positions."""
+    """Compares rows of 40 tokens that share a prompt of 16; together they are longer than the model's positions."""
     prefix, *branches = rows([16, 24, 24, 24, 24])
     expected = torch.cat([by_hand(model, prefix, branch) for branch in branches])
     chosen = {
@@ -68,7 +68,7 @@ def test_verified_types_give_the_numbers_of_plain_rows(model_type: str, window: 
 
 
 def test_an_answer_after_three_others_reads_its_own_window():
-    """By hand: the default window of GPT-Neo, 256, a prompt of 100 tokens and four answers of 120."""
+    """By hand: GPT-Neo's default window of 256, a prompt of 100 tokens and four answers of 120."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
     noise = {"resid_dropout": 0, "embed_dropout": 0, "attention_dropout": 0}

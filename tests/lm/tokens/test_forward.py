@@ -1,4 +1,4 @@
-"""A model whose forward takes tokens, and copies of it, which have weights of their own."""
+"""A model with a forward that takes tokens, and copies of it with their own weights."""
 
 from copy import deepcopy
 from typing import Any

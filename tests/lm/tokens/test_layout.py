@@ -1,4 +1,4 @@
-"""Rows of tokens: what they hold, and that a model cannot tell how they were laid out."""
+"""Rows of tokens: what they contain, and that a model's results do not depend on the layout."""
 
 import inspect
 
@@ -35,7 +35,7 @@ def test_a_tree_holds_the_prefix_once():
     batch = lay_out([TokenGroup([4], [A, B], [[1, 0, 1], [1, 1]])], "tree", pad_token_id=0, width=7)
     assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8, 9, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 1, 2, 0]]
-    assert batch["source"].tolist() == [0, 2, 0, 4]  # both branches' first tokens are predicted by the prefix
+    assert batch["source"].tolist() == [0, 2, 0, 4]  # the prefix predicts both branches' first tokens
     assert batch["targets"].tolist() == [5, 7, 8, 9]
     assert batch["sequence"].tolist() == [0, 0, 1, 1]
     assert (batch["lengths"].tolist(), batch["ends"].tolist()) == ([2, 2], [3, 5])
@@ -50,7 +50,7 @@ def test_packed_rows_hold_documents_side_by_side():
     batch = lay_out(groups, "packed", pad_token_id=0, width=5)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [4, 0, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 0, 0]]
-    assert batch["source"].tolist() == [0, 1, 3]  # a document's first token is predicted by nothing
+    assert batch["source"].tolist() == [0, 1, 3]  # nothing predicts a document's first token
     assert batch["lengths"].tolist() == [2, 1, 0]
 
 
@@ -66,7 +66,7 @@ def test_a_group_is_cut_where_its_sequences_part_or_a_token_counts():
 def test_labels_say_where_they_are_predicted():
     labels = torch.tensor([[-100, 5, -100, 6], [7, 8, -100, -100]])
     columns = from_labels(labels)
-    assert columns["source"].tolist() == [0, 2, 4]  # 7 stands first in its row: nothing predicts it
+    assert columns["source"].tolist() == [0, 2, 4]  # 7 comes first in its row: nothing predicts it
     assert columns["targets"].tolist() == [5, 6, 8]
     assert (columns["sequence"].tolist(), columns["lengths"].tolist()) == ([0, 0, 1], [2, 1])
     assert from_labels(labels, is_encoder_decoder=True)["source"].tolist() == [1, 3, 4, 5]
@@ -107,7 +107,7 @@ SEQ2SEQ = {
 
 
 def weighed(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Log-probabilities and entropies, and the gradient of a weighted sum of them."""
+    """Returns log-probabilities and entropies, and the gradient of a weighted sum of them."""
     model.zero_grad()
     scores = model(tokens=batch, temperature=0.8)
     weights = torch.linspace(-1, 2, len(scores.logprobs), dtype=D)
@@ -216,7 +216,7 @@ def test_a_model_that_mixes_a_row_gets_padding_and_says_so():
 def test_a_classifier_reads_the_last_token_whatever_it_is(layout: str):
     model = tiny.scorer(dtype=D).eval()
     hidden: list[torch.Tensor] = []
-    sequences = [[4, 5, tiny.EOS], [4, 5, 6, 7, tiny.PAD]]  # the second ends with what pads
+    sequences = [[4, 5, tiny.EOS], [4, 5, 6, 7, tiny.PAD]]  # the second ends with the padding token
     for ids in sequences:
         state = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
         hidden.append(model.score(state))

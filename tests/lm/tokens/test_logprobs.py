@@ -1,4 +1,4 @@
-"""Log-probabilities, values and their gradients are a sequence's own: no padding, batch or chunk changes them."""
+"""Padding, batches and chunks do not change a sequence's log-probabilities, values and their gradients."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, **BLOCK}
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Equal to 1e-9 of the largest number: gradients sum many terms, the smallest of which cancel."""
+    """Asserts equality to 1e-9 of the largest number: gradients sum many terms, the smallest of which cancel."""
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))
 
 
@@ -61,7 +61,7 @@ def actor_critic(build) -> ActorCritic:
 
 
 class Batch(NamedTuple):
-    """Samples that are read from padded inputs."""
+    """Samples in padded inputs."""
 
     queries: list[torch.Tensor]
     responses: list[torch.Tensor]
@@ -87,7 +87,7 @@ def tokens_of(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 class Outputs(NamedTuple):
-    """What the policy says of tokens."""
+    """The policy's outputs for tokens."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -95,7 +95,7 @@ class Outputs(NamedTuple):
 
 
 def spread(batch: Batch, outputs: Sequence[torch.Tensor]) -> Outputs:
-    """Outputs of tokens as padded rows, 0 at the padding."""
+    """Returns the outputs of tokens as padded rows, with 0 at the padding."""
     lengths = [len(row) for row in batch.responses]
     rows = (torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True) for x in outputs[:3])
     return Outputs(*rows)
@@ -273,7 +273,7 @@ def test_bfloat16_logits_are_summed_in_float32():
 
 
 class Rows(TorchDispatchMode):
-    """Remembers the most rows of `width` that any operation returns."""
+    """Records the largest number of rows of `width` that any operation returns."""
 
     def __init__(self, width: int):
         super().__init__()

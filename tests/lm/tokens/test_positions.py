@@ -1,4 +1,4 @@
-"""How many positions models have: as many as their forward pass takes, found by trying."""
+"""How many positions models have: as many as their forward pass accepts when tried."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A mixture of experts with `output_router_logits=True` trains on its own loss, router's term included."""
+"""A mixture of experts with `output_router_logits=True` trains on its own loss, including the router's term."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def sft(model: Any, tmp_path: Any, texts: list[str] = TEXTS, **config: Any) -> S
 
 
 def own_loss(texts: list[str]) -> Any:
-    """The model's own output, with labels, on padded rows that end in EOS."""
+    """Returns the model's own output, with labels, on padded rows that end in EOS."""
     tokenizer = tiny.tokenizer()
     rows = tokenizer([text + tokenizer.eos_token for text in texts], padding=True, return_tensors="pt")
     ids, mask = rows["input_ids"], rows["attention_mask"]
@@ -81,7 +81,7 @@ def test_micro_batches_weigh_the_routers_loss_by_their_tokens(tmp_path):
     }
     trainer = sft(mixtral(), tmp_path, **options)
     own = [own_loss([text]) for text in TEXTS]
-    tokens = [len(text) for text in TEXTS]  # and EOS, without the first
+    tokens = [len(text) for text in TEXTS]  # with EOS, without the first token
     expected = sum(float(one.loss) * count for one, count in zip(own, tokens, strict=True)) / sum(tokens)
     assert loss_of(trainer) == pytest.approx(expected, abs=2e-5)
 
@@ -114,7 +114,7 @@ def grpo(model: Any, tmp_path: Any) -> Any:
 
 @pytest.mark.parametrize("make", [dpo, reward, grpo])
 def test_preferences_and_rewards_add_the_routers_loss_of_plain_rows(make: Any, tmp_path):
-    """The same trunk under a causal head gives the router's loss of the same rows."""
+    """The same trunk under a causal head gives the router's loss for the same rows."""
     seen: list[torch.Tensor] = []
     kind = {"kind": MixtralForSequenceClassification, "num_labels": 1} if make is reward else {}
     plain = loss_of(make(mixtral(router=False, **kind), tmp_path / "plain"))
@@ -172,7 +172,7 @@ def check_family(model_type: str) -> None:
 
 
 def test_the_balanced_loss_is_the_number_of_experts_of_a_token():
-    """Uniform probabilities, and shares that do not matter then; and by hand one expert of two: 2 * (1 * p)."""
+    """Probabilities are uniform, so shares do not matter; by hand, for one expert of two, it is 2 * (1 * p)."""
     assert float(load_balancing_loss([torch.zeros(6, 4)] * 2, torch.ones(2, 3), top_k=2)) == pytest.approx(2.0)
     logits, mask = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 9.0]]), torch.tensor([[1, 1, 0]])
     assert float(load_balancing_loss([logits], mask, top_k=1)) == pytest.approx(2 * 0.7310586)

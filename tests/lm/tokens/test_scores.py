@@ -1,4 +1,4 @@
-"""The scores of a linear head and their gradients are those of whole logits, however they are computed."""
+"""A linear head's scores and their gradients equal those from whole logits, however they are computed."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def linear_head(dtype: torch.dtype = torch.float64, *, bias: bool = True) -> tup
 def gradients(
     hidden: Tensor, head: nn.Linear, targets: Tensor, weights: Tensor, *, is_whole: bool = False, is_summed: bool = True
 ) -> list[Tensor]:
-    """Of the weighted mean of the log-probabilities, at temperature 0.7."""
+    """Returns the gradients of the weighted mean of the log-probabilities, at temperature 0.7."""
     if is_whole:
         logprobs = (head(hidden) / 0.7).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     else:
@@ -72,7 +72,7 @@ def test_an_entropy_in_the_loss_has_its_gradient():
 
 
 class Buffers(TorchDispatchMode):
-    """Holds every tensor [.., vocabulary] that an operation returns, so that no storage is used again."""
+    """Keeps every tensor [.., vocabulary] that an operation returns, so that no storage is reused."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def test_two_buffers_of_a_chunk_serve_all_chunks(entropy_weight: float, monkeypa
 
 
 def test_bfloat16_does_not_round_the_factor_of_the_mean():
-    """3 / 11 would be a quarter of a per cent too large, in every number."""
+    """3 / 11 in bfloat16 would be a quarter of a per cent too large, and so would every number."""
     hidden, head, targets = linear_head()
     exact = gradients(hidden, head, targets, CONSTANT, is_whole=True)
     half = gradients(hidden.detach().bfloat16().requires_grad_(), head.bfloat16(), targets, CONSTANT)
@@ -111,7 +111,7 @@ def test_bfloat16_does_not_round_the_factor_of_the_mean():
 
 
 def test_float16_keeps_small_probabilities_for_the_loss_scale():
-    """A probability of e^-18 is 0 in float16, and its gradient is not once a loss scale multiplies it."""
+    """A probability of e^-18 is 0 in float16, but its gradient is not once a loss scale multiplies it."""
     head = nn.Linear(1, 3, bias=False, dtype=torch.float16)
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[18.0], [18.0], [0.0]]))
@@ -132,7 +132,7 @@ def test_a_frozen_head_has_no_gradient_and_an_evaluation_none_at_all(monkeypatch
 
 
 def test_a_second_backward_is_right_or_refused():
-    """The gradient of a sum is multiplied in its place; torch notices a second time."""
+    """The gradient of a sum is multiplied in place; torch notices a second time."""
     hidden, head, targets = linear_head()
     logprobs = scores.score_linear(hidden, head, targets).logprobs
     first, second = (torch.autograd.grad(logprobs.sum(), [hidden], retain_graph=True)[0] for _ in range(2))

@@ -1,4 +1,4 @@
-"""DDPO with a reward of the script's own, and a hook that reads the last batch of images."""
+"""DDPO with the script's own reward, and a hook that reads the last batch of images."""
 
 import sys
 

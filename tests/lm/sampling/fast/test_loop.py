@@ -1,4 +1,4 @@
-"""Our loop for `generate` samples what transformers' loop samples, and reads fewer tokens for it."""
+"""Our loop for `generate` samples the same as transformers' loop, and reads fewer tokens."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -26,7 +26,7 @@ RAGGED = [*tiny.rows(9, 1, 1), *tiny.rows(12, 2, 4), *tiny.rows(9, 20, 23), *tin
 
 
 def reader_of_images() -> Any:
-    """A model whose positions have three axes."""
+    """Returns a model with positions on three axes."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     axes = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
     text = {**sizes, "num_key_value_heads": 2, "initializer_range": 0.3, "rope_parameters": axes, **tiny.TOKENS}
@@ -42,7 +42,7 @@ def config_of(model: Any, **settings: Any) -> Any:
 
 
 def sampled(model: Any, prompts: Sequence[Tensor], repeats: int, settings: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Completions by `Completer`, all prompts in one batch."""
+    """Returns completions by `Completer`, with all prompts in one batch."""
     config = config_of(model, **settings)
     options = {"eos_ids": eos_token_ids(model, None, config), "batch_size": 512, **kwargs}
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def sampled(model: Any, prompts: Sequence[Tensor], repeats: int, settings: dict[
 def by_transformers(
     model: Any, prompts: Sequence[Tensor], repeats: int, settings: dict[str, Any], **kwargs: Any
 ) -> list[Any]:
-    """The same by transformers' `generate` alone, the longest prompt first."""
+    """Returns the same completions by transformers' `generate` alone, the longest prompt first."""
     config = config_of(model, **settings)
     config.num_return_sequences = repeats
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
@@ -68,7 +68,7 @@ def by_transformers(
 
 
 def tokens_read(model: Any, run: Callable[[], object]) -> list[tuple[int, int]]:
-    """The shape of the ids of each forward pass while `run` runs."""
+    """Returns the shape of the ids in each forward pass while `run` runs."""
     shapes: list[tuple[int, int]] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda _, ids, __: shapes.append(tuple(ids[0].shape)))
     run()
@@ -144,10 +144,10 @@ def test_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_are_likely():
 
 
 def test_tokens_of_tiny_probability_are_told_apart(monkeypatch: pytest.MonkeyPatch):
-    # Each is a quarter of the rounding of 1 in single precision: there four to eight of them would be one.
+    # Each is a quarter of single precision's rounding at 1: there four to eight of them would become one.
     probs = torch.cat([torch.tensor([1.0]), torch.full((LARGE_VOCABULARY,), 2.0**-25)])
     total, count = 1 + LARGE_VOCABULARY * 2.0**-25, 100
-    places = torch.arange(1, count + 1, dtype=torch.float64)[:, None]  # the middle of the share of each
+    places = torch.arange(1, count + 1, dtype=torch.float64)[:, None]  # the middle of each share
     monkeypatch.setattr(torch, "rand", lambda *_, **__: 1 - (1 + (places - 0.5) * 2.0**-25) / total)
     assert draw(probs.expand(count, -1), torch.arange(count), count).tolist() == list(range(1, count + 1))
 
@@ -209,7 +209,7 @@ def test_inversion_finds_where_the_cumulative_distribution_reaches_a_number(coun
     probs = (3 * torch.randn(40, count, generator=generator)).softmax(-1)
     probs[:, 0], probs[:, -2:] = 0.0, 0.0
     uniform = 1 - torch.rand(40, 1, generator=generator, dtype=torch.float64)
-    uniform[0], uniform[1] = 1.0, 1e-300  # the last token that has a probability, and the first one
+    uniform[0], uniform[1] = 1.0, 1e-300  # the last token with a positive probability, and the first one
     cumulative = probs.double().cumsum(-1) / probs.double().sum(-1, keepdim=True)
     tokens = draw_by_inversion(7 * probs, uniform)[:, None]
     reached, before = cumulative.gather(1, tokens), cumulative.gather(1, tokens - 1)

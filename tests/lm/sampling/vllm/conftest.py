@@ -1,4 +1,4 @@
-"""vLLM's servers, for the tests that are run by `make test-vllm`."""
+"""vLLM servers for the tests of `make test-vllm`."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ from tests.lm.sampling import wide
 
 
 class Server:
-    """vLLM's OpenAI-type server in a process of its own, as `vllm serve` runs it.
+    """A process with vLLM's OpenAI-compatible server, as `vllm serve` runs it.
 
-    It is started by its module: the wheel for the CPU has no metadata for the command.
+    Starts it by its module, because the CPU wheel has no metadata for the command.
     """
 
     def __init__(self, model: str, folder: Path, *options: str):
@@ -52,7 +52,7 @@ FOR_ROLLOUTS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """Two servers of one policy, and one of a tied policy that is not started for rollouts."""
+    """Starts two servers of one policy, and one of a tied policy without the options for rollouts."""
     root = tmp_path_factory.mktemp("servers")
     plain, tied = wide.saved(root / "plain", seed=1), wide.saved(root / "tied", seed=1, tie_word_embeddings=True)
     started = [Server(model, root, *FOR_ROLLOUTS) for model in (plain, plain)]

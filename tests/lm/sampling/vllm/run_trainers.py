@@ -1,4 +1,4 @@
-"""Two processes train GRPO on the samples of one vLLM server: run by test_engine_trainers."""
+"""Trains GRPO in two processes on the samples of one vLLM server, for test_engine_trainers."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""vLLM's engine in the process samples from the policy as it is: run by `make test-vllm`."""
+"""vLLM's engine in the process samples from the current policy; run by `make test-vllm`."""
 
 import gc
 import warnings
@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def engine_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The engines of one process share its process groups: the last one must be gone before the next is built."""
+    """Ends the engines: those of one process share its process groups, so the last must go before the next is built."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     yield
     gc.collect()

@@ -1,4 +1,4 @@
-"""Nobody who does not ask for vLLM imports what it needs."""
+"""Only programs that use vLLM import its requirements."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Where vLLM, or a server of it, is not there or not usable, one line says so and what to change."""
+"""If vLLM or its server is missing or unusable, one line says so and what to change."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ def test_an_old_engine_is_named_with_the_version_that_is_needed(monkeypatch: pyt
 
 
 class Old(BaseHTTPRequestHandler):
-    """Tells the version of an old vLLM, and has no other route."""
+    """Reports the version of an old vLLM, and has no other route."""
 
     def do_GET(self) -> None:
         body = json.dumps({"version": "0.11.2"}).encode()

@@ -1,4 +1,4 @@
-"""vLLM's own server samples from the policy as it is: run by `make test-vllm`."""
+"""vLLM's own server samples from the current policy; run by `make test-vllm`."""
 
 import warnings
 from typing import Any
@@ -48,7 +48,7 @@ def test_greedy_completions_are_the_policys_after_a_change_of_its_weights(server
 
 @torch.no_grad()
 def test_a_tied_head_gets_its_weight(servers: list[Server], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(vllm_server, "LOGPROBS_MODE", "raw_logprobs")  # at temperature 1 they are the same
+    monkeypatch.setattr(vllm_server, "LOGPROBS_MODE", "raw_logprobs")  # equal at temperature 1
     policy, rollouts = wide.llama(seed=3, tie_word_embeddings=True), sampler(servers[2:], temperature=1.0)
     for version in range(2):
         rollouts.sync(policy, version)
@@ -95,7 +95,7 @@ def test_a_server_that_was_not_started_for_rollouts_says_how_to_start_it(servers
 
 
 def test_a_killed_server_is_named_with_the_option_to_change(servers: list[Server]):
-    """The last test of the file: it kills the second server."""
+    """This must be the last test in the file, because it kills the second server."""
     rollouts = sampler(servers[:2])
     rollouts.sync(wide.llama(), 0)
     servers[1].kill()

@@ -1,4 +1,4 @@
-"""GRPO, PPO and best of n on vLLM's engine, in the process and as a server: run by `make test-vllm`."""
+"""GRPO, PPO and best of n with vLLM's engine, in the process and as a server; run by `make test-vllm`."""
 
 import gc
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture(params=["vllm", "vllm_server"])
 def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The settings of a trainer that name the backend."""
+    """Returns the settings with which a trainer chooses the backend."""
     if request.param == "vllm":
         kwargs: dict[str, Any] = {"enforce_eager": True, "max_model_len": wide.LENGTH}
     else:
@@ -44,7 +44,7 @@ def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def assert_on_policy(logs: list[dict[str, float]], prefix: str = "") -> None:
-    """Trainer and sampler give every token one probability, in every step, although the weights change."""
+    """Asserts that trainer and sampler give every token the same probability in every step, while weights change."""
     assert len(logs) == 3
     for entry in logs:
         assert entry[f"{prefix}sampling/token_ratio/max"] == pytest.approx(1, abs=1e-3)
@@ -87,7 +87,7 @@ def test_ppo_stays_on_policy(folder: str, backend: dict[str, Any], sampling: dic
 def test_two_processes_train_on_the_samples_of_one_server(
     folder: str, servers: list[Server], tmp_path: Path, is_sharded: bool, is_asynchronous: bool
 ):
-    """The first process sends the weights, which FSDP2 may divide, and both sample from them."""
+    """The first process sends the weights, which FSDP2 may divide; both processes sample from them."""
     args = (str(tmp_path), folder, servers[0].address, str(is_sharded), str(is_asynchronous))
     launch("tests.lm.sampling.vllm.run_trainers", *args, processes=2, seconds=800)
     for rank in range(2):
@@ -100,7 +100,7 @@ def test_two_processes_train_on_the_samples_of_one_server(
 
 
 def test_grpo_and_ppo_sample_ahead_on_a_server(folder: str, servers: list[Server], tmp_path: Path):
-    """The first two rollouts are of the first weights: the second is one update behind, and the ratio says so."""
+    """The first two rollouts use the first weights: the second is one update behind, as the ratio shows."""
     backend = {"rollout_backend": "vllm_server", "rollout_backend_kwargs": {"servers": [servers[0].address]}}
     settings = {"asynchronous_rollouts": True, "learning_rate": 1e-2, **backend}
     trainer = grpo(str(tmp_path / "run"), wide.loaded(folder), rollout=None, max_steps=4, **settings)
@@ -143,7 +143,7 @@ def test_best_of_n_keeps_the_best_of_the_engines_samples(folder: str, backend: d
 def test_a_resumed_training_samples_what_it_would_have_sampled(
     folder: str, backend: dict[str, Any], tmp_path: Path, is_asynchronous: bool
 ):
-    """Four steps give the completions and weights of two, a checkpoint, and two more."""
+    """Four steps give the same completions and weights as two steps, a checkpoint, and two more steps."""
 
     def run(name: str, steps: int, resume: bool = False) -> tuple[list[list[int]], Any]:
         sampled: list[list[int]] = []

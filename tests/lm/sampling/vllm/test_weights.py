@@ -1,4 +1,4 @@
-"""What an engine is sent: the policy's weights as a checkpoint has them, adapters merged."""
+"""An engine receives the policy's weights as in a checkpoint, with adapters merged."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Attention group by group: the numbers of a mask of the whole row, at the cost of the groups."""
+"""Attention group by group gives the numbers of a whole-row mask, at the cost of the groups."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ def masks(groups: list[TokenGroup]) -> tuple[GroupMask, torch.Tensor]:
 
 
 class Widths(TorchDispatchMode):
-    """The number of queries and of keys of each attention kernel that runs inside the block."""
+    """Records the number of queries and keys in each attention kernel that runs inside the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ MIXING = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_a_model_that_reads_the_document_before_gets_padding(name: str):
-    """Position ids alone keep documents apart in neither: LFM2's convolutions and OPT's mask do not look at them."""
+    """Position ids alone do not separate documents in LFM2's convolutions or in OPT's mask, which ignore them."""
     kind, config = MIXING[name]
     model = tiny.seeded(kind, config)
     for weight in model.parameters():
