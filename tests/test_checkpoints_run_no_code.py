@@ -22,7 +22,7 @@ OTHERS = (
     *("scheduler.bin", "scaler.pt", "random_states_0.pkl", "rng_state.pth", "sampler.bin", "rollout_0.pt"),
     *("optimizer_0/.metadata", "shards/.metadata"),
 )
-"""Files that transformers, accelerate, PEFT and torch would look for in other circumstances."""
+"""Files that transformers, accelerate, PEFT and torch would load in other circumstances."""
 
 
 class Code:

@@ -39,7 +39,7 @@ HOOKS = (
     *("get_eval_dataloader", "get_batch_samples", "create_optimizer", "create_scheduler", "evaluation_loop"),
     *("save_model", "predict", "get_test_dataloader"),
 )
-"""Methods of transformers.Trainer that its documentation says to replace."""
+"""Methods of transformers.Trainer that its documentation invites users to override."""
 
 
 def sft(kind: Any, folder: str) -> Any:
@@ -136,7 +136,7 @@ TRAINERS: dict[str, Case] = {
     ),
 }
 IN_CONSTRUCTORS = {"prepare_dataloader"}
-"""Methods that only a constructor calls, before anybody can assign another."""
+"""Methods that only a constructor calls, before anyone can assign a replacement."""
 
 
 def recorder(name: str, method: Callable[..., Any], seen: list[str]) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ def test_a_signal_saves_after_its_step_and_the_resumed_run_ends_like_one_left_al
     name: str, place: str, at: int, session: Session, straight: Callable[[str], dict[str, Any]], tmp_path: Path
 ):
     if place == "reward" and name in ("sft", "dpo", "reward", "iterative_sft"):
-        pytest.skip("there is no reward function")
+        pytest.skip("this trainer has no reward function")
     number, status = ("SIGINT", 130) if name in ("ppo", "dpo") else ("SIGTERM", 143)
     sent = {
         "signals": [number],

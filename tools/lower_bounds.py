@@ -29,7 +29,7 @@ def main() -> None:
     lines = untested_bounds()
     print(*lines or ["Every lower bound is installed."], sep="\n")
     if lines and sys.version_info[:2] == (3, 11):  # later Pythons lack wheels of some of the lowest versions
-        sys.exit("Raise these bounds: no test holds for them.")
+        sys.exit("Raise these bounds: no test covers them.")
 
 
 if __name__ == "__main__":

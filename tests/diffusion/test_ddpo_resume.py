@@ -109,7 +109,7 @@ def test_a_fresh_process_goes_on_and_so_does_the_tracker_under_its_id(runs):
     assert ids == {name.rpartition("-")[2] for name in folders}
 
 
-# ------------------------------------------------------------------------ which checkpoint
+# ------------------------------------------------------------------------ the checkpoint to resume
 
 
 def trainer(folder: Path, *, use_lora: bool = True, rank: int = 4, **settings: Any) -> DDPOTrainer:

@@ -154,7 +154,7 @@ def style(*targets: str) -> LoraConfig:
 
 @pytest.mark.skipif(
     Version(version("peft")) < Version(MIN_PEFT_VERSION),
-    reason=f"transformers gives a text encoder adapters from PEFT {MIN_PEFT_VERSION} on, which is not installed",
+    reason=f"transformers adds adapters to a text encoder only with PEFT {MIN_PEFT_VERSION} or later",
 )
 def test_adapters_of_the_text_encoder_stay_as_they_are_and_are_saved(tmp_path):
     stock = tiny.stable_diffusion()

@@ -207,7 +207,7 @@ def test_other_rewards_are_logged_and_not_trained_on(tmp_path: Path):
     assert_equal(ddpo, plain)
 
 
-# --------------------------------------------------------- what is trained on
+# --------------------------------------------------------- trained steps
 
 
 def test_each_epoch_and_each_process_draws_by_itself_and_the_same_again(tmp_path: Path, monkeypatch):
@@ -365,7 +365,7 @@ def test_a_precision_of_the_launcher_that_ddpo_does_not_have_is_refused(tmp_path
         trainer(str(tmp_path), mixed_precision=None)
 
 
-# ------------------------------------------------------------ does it learn?
+# ------------------------------------------------------------ learning
 
 
 @pytest.mark.slow

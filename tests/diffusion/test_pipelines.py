@@ -187,7 +187,7 @@ def test_a_pipeline_with_another_scheduler_draws_and_trains(old):
     assert changed(pipeline.unet, before)
 
 
-# ------------------------------------------------------------------------- what trains
+# ------------------------------------------------------------------------- trainable weights
 
 
 @pytest.mark.parametrize("use_lora", [False, True])

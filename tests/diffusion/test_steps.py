@@ -227,7 +227,7 @@ def test_flow_is_an_euler_maruyama_step_of_the_papers_sde():
         assert float(std[row]) == pytest.approx(s * math.sqrt(dt), rel=1e-6)
     assert sigmas[0] == 1
     assert sigmas[-1] == 0
-    assert steps.is_random.all(), "the last one too"
+    assert steps.is_random.all(), "the last step must also be random"
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])

@@ -38,7 +38,7 @@ AT_MOST: dict[type, dict[str, Any]] = {
         "train_batch_size": 2,
     },
 }
-"""The largest values of settings in the tests. Larger ones, and -1 for no limit, are replaced."""
+"""The largest values of settings in the tests; they replace larger ones, and -1 for no limit."""
 
 
 def fill(folder: Path) -> None:

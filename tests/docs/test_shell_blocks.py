@@ -28,7 +28,7 @@ SHELL_WORDS = {"cd", "export", "git", "uv", "tensorboard", "source", "optuna-das
 
 
 class Wrong(AssertionError):
-    """A page has a command that would not run."""
+    """A page's command would not run."""
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -55,7 +55,7 @@ def check(words: list[str]) -> None:
     elif program == "trimtab":
         check_python(["-m", "trimtab_lm", *rest])
     elif program not in SHELL_WORDS:
-        raise Wrong(f"{program}: no command that the pages may use")
+        raise Wrong(f"{program}: not a command for the pages")
 
 
 def check_make(words: list[str]) -> None:

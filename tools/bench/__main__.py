@@ -41,7 +41,7 @@ ROUNDING = {"cpu": 0.0, "cuda": 1e-2}  # bfloat16 has three digits
 
 
 class BenchError(Exception):
-    """A process failed, or the two sides did not compute the same."""
+    """A process failed, or the two sides computed different results."""
 
 
 def main(arguments: list[str]) -> int:

@@ -22,7 +22,7 @@ SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 
 def write_language_models(size: Size, folder: Path) -> None:
     """Writes a policy, a reference with different weights and a reward model, all with random weights."""
-    # Weights this large make the loss depend on attention: it changes by 0.4% if documents of a row see each other.
+    # Such large weights make the loss depend on attention: it changes by 0.4% if documents of a row see each other.
     config = LlamaConfig(**size.llama, **SPECIAL, num_labels=1, initializer_range=0.1)  # type: ignore[arg-type]
     for name, kind, seed in (
         ("policy", LlamaForCausalLM, 0),

@@ -218,7 +218,7 @@ def test_the_sweeps_of_the_experiments_are_valid_and_find_their_programs():
         assert (ROOT / read_sweep(file).program).is_file()
 
 
-# --- what comes next ---------------------------------------------------------------------------------------------
+# --- the next trial ----------------------------------------------------------------------------------------------
 
 
 def test_grid_lists_every_combination_once():

@@ -138,7 +138,7 @@ def test_arguments_that_other_calls_have_are_not_learnt_as_null(tmp_path):
 
 @pytest.mark.parametrize("kind", CHATTING)
 def test_tools_and_calls_are_those_of_the_row_in_every_trainer(kind, tmp_path):
-    """The tokens equal those of datasets with a single row each, where Arrow fills nothing in."""
+    """The tokens equal those from single-row datasets, where Arrow fills nothing in."""
     data = []
     for number, arguments in enumerate(ARGUMENTS[:2]):
         one = row(kind, say("user", "go"), called(arguments))

@@ -148,9 +148,9 @@ EFFECTS = {
     "reference_free": ({"reference_free": True}, lambda trainer: trainer.reference is None),
     "force_use_ref_model": None,  # the reference is used anyway
 }
-"""Argument -> arguments that set it, and what then differs.
+"""Argument -> arguments that set it, and the resulting difference.
 
-None: in test_dpo_reference.py, test_models_by_name, and below, test_the_kind_of_model_is_read_off_it.
+None if another test checks it: test_dpo_reference.py, test_models_by_name, or test_the_kind_of_model_is_read_off_it.
 """
 
 

@@ -30,7 +30,7 @@ TURNS = defaultdict(
         "d": ["efg."],
     },
 )
-"""What the policy says in four conversations of one to three turns, by what has been said."""
+"""What the policy says in four conversations of one to three turns, by the text so far."""
 
 
 def sampling(talk: EnvironmentRollout) -> list[int]:

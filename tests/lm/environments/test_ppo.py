@@ -186,7 +186,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_rewards_per_turn_are_learnt():
-    """Each turn is rewarded for its letters "a"; what the environment says has none of the credit."""
+    """Each turn is rewarded for its letters "a"; the environment's tokens get no credit."""
 
     class Likes(Echo):
         def step(self, text, ids):

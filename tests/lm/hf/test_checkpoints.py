@@ -58,7 +58,7 @@ def file_of(part: str, trainer: str) -> str:
     return files[part]
 
 
-# ------------------------------------------------------------------------------------------------ what is damaged
+# ------------------------------------------------------------------------------------------------ damage
 
 
 @pytest.mark.parametrize("part", ["optimizer", "schedule", "random states", "state"])
@@ -128,7 +128,7 @@ def test_a_checkpoint_whose_owner_vouches_for_it_can_be_sealed(tmp_path):
     assert trainer.state.global_step == STEPS + 1
 
 
-# ------------------------------------------------------------------------------------------------ whose it is
+# ------------------------------------------------------------------------------------------------ other runs
 
 
 def test_a_new_run_is_refused_a_folder_with_the_checkpoints_of_another(saved):
@@ -207,7 +207,7 @@ def test_another_model_is_refused(tmp_path):
         trainer.train(resume_from_checkpoint=True)
 
 
-# ------------------------------------------------------------------------------------------------ how far it is
+# ------------------------------------------------------------------------------------------------ progress
 
 
 def test_a_finished_run_that_is_resumed_trains_nothing(finished, tmp_path):

@@ -69,10 +69,10 @@ def losses(sft: SFTTrainer) -> list[float]:
 def test_an_optimizer_by_name_trains_and_the_checkpoint_loads(optim: str, tmp_path):
     config: dict[str, Any] = {}
     if optim.startswith("galore"):
-        pytest.importorskip("galore_torch", reason="GaLore is galore-torch's; it is in the development group")
+        pytest.importorskip("galore_torch", reason="GaLore needs galore-torch, from the development group")
         config = {"optim_target_modules": ["q_proj", "up_proj"], "optim_args": "rank=2, update_proj_gap=1, scale=1.0"}
     if "bnb" in optim:
-        pytest.importorskip("bitsandbytes", reason="8-bit optimizers are bitsandbytes'")
+        pytest.importorskip("bitsandbytes", reason="8-bit optimizers need bitsandbytes")
     model = tiny.llama()
     before = tiny.weights(model)
     sft = trainer(tmp_path, model, optim=optim, save_strategy="steps", save_steps=1, max_steps=2, **config)
@@ -393,7 +393,7 @@ def test_predictions_are_those_of_each_row(tmp_path):
 
 @pytest.mark.slow
 def test_hyperparameters_are_searched(tmp_path):
-    optuna = pytest.importorskip("optuna", reason="the search is optuna's")
+    optuna = pytest.importorskip("optuna", reason="the search needs optuna")
     arguments = {"model_init": still, "eval_dataset": Dataset.from_dict({"text": TEXTS})}
     args = SFTConfig(str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, optim="sgd", disable_tqdm=True)
     sft = SFTTrainer(

@@ -53,7 +53,7 @@ DOCUMENTED = {
     "split_batches": False,
     "include_tokens_per_second": False,
 }
-"""The names of the documentation of 2024 that transformers 5 has no field for, with their defaults."""
+"""Names in the documentation of 2024 that have no field in transformers 5, with their defaults."""
 
 
 @dataclass

@@ -111,7 +111,7 @@ def test_characters_of_many_tokens_behind_a_template_are_learnt_whole(build, ans
 
 
 def test_the_surroundings_change_the_tokens_of_the_template():
-    """The template's own ids are not in the row, which gives the test above its purpose."""
+    """The template's own ids are not in the row; otherwise the test above would prove nothing."""
     tokenizer = sentencepiece()
     template, row = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in (RESPONSE, f"who?\n{RESPONSE} a")

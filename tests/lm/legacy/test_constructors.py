@@ -95,7 +95,7 @@ DOCUMENTED = {
         ("optimize_device_cache", False),
     ],
 }
-"""The constructors as the documentation of 2024 gives them, in order."""
+"""The constructors in the documentation of 2024, in order."""
 
 
 def setting(default: Any) -> Any:

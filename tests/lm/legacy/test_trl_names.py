@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "migration.md"
 BEGIN, END = "| `from trl... import` | `from ... import` |\n| --- | --- |\n", "\n## "
 PLACES = ["core", "environment", "extras", "extras.dataset_formatting", "models", "trainer.utils", "import_utils"]
 PLACES = [f"trl.{place}" for place in [*PLACES, "data_utils", "commands.cli_utils", "env_utils"]] + ["trl"]
-"""Modules of TRL, each before those that have its names too."""
+"""Modules of TRL, each before modules that also have its names."""
 
 
 def table() -> str:

@@ -53,7 +53,7 @@ ENCODER_DECODER = {
         **T5_SIZES, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1
     ),
 }
-"""T5 and its kin scale the state by d_model^-0.5 before a tied LM head."""
+"""T5 and similar models scale the state by d_model^-0.5 before a tied LM head."""
 PROJECTED = {
     "bert": BertConfig(**SIZES, is_decoder=True),
     "modernbert": ModernBertDecoderConfig(**SIZES),
@@ -61,7 +61,7 @@ PROJECTED = {
         **SIZES, dim_model_base=4, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8
     ),
 }
-"""A layer (BERT) or a division (MiniCPM) stands between the last hidden state and the projection to the vocabulary."""
+"""A layer (BERT) or a division (MiniCPM) lies between the last hidden state and the projection to the vocabulary."""
 
 
 def module_of(config) -> ActorCritic:

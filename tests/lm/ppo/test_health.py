@@ -184,7 +184,7 @@ def test_a_dead_critic():
 
 
 def test_an_overflow_of_fp16_skips_the_update_and_lowers_the_scale(monkeypatch: pytest.MonkeyPatch):
-    """A loss scale begins too large for most models. Peers also continue."""
+    """A loss scale begins too large for most models, so training continues, as in other libraries."""
     trainer = tiny.ppo(max_grad_norm=1.0)
     scaler = with_loss_scale(trainer, 1024.0, monkeypatch)
     trainer.optimizer_step.optimizer = trainer.optimizer

@@ -48,7 +48,7 @@ SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
 }
-"""Scorers of each type: decoders that are laid out as trees, and classifiers that run on padded rows."""
+"""Scorers of each type: decoders laid out as trees, and classifiers that run on padded rows."""
 
 
 def scorer(kind: str = "gpt2", *, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:

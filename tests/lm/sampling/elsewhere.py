@@ -28,7 +28,7 @@ class Elsewhere:
         self.is_sampling = False
 
     def sync(self, model: Any, version: int) -> None:
-        assert not self.is_sampling, "the weights change in the middle of a rollout"
+        assert not self.is_sampling, "the weights changed in the middle of a rollout"
         if self.version != version:
             policy = tiny.gpt2(dtype=model.dtype).eval()  # a deep copy would run the trainer's model
             policy.load_state_dict(model.state_dict())

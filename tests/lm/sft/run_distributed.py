@@ -85,7 +85,7 @@ STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "a short last batch": (gpt2, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 3}),
     "encoder-decoder": (t5, {}),
 }
-"""Of IterativeSFTTrainer.step: the model and its settings."""
+"""The model and settings for each case of IterativeSFTTrainer.step."""
 
 
 def stepped(name: str, folder: str, *, rank: int = 0, world_size: int = 1) -> dict[str, Any]:

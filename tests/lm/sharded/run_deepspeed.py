@@ -28,7 +28,7 @@ DEEPSPEED_CASES: dict[str, Callable[..., Any]] = {
 }
 NOT_OF_DEEPSPEED = ("accelerate launch", "activation checkpointing", "stopped early")
 PPO_CASES = [case for case in run_ppo.CASES if case not in NOT_OF_DEEPSPEED]
-"""Those of PPO, without two that are about FSDP and one that is refused."""
+"""PPO's cases, without two that concern FSDP and one that is rejected."""
 RESUMED_CASES = {f"{case}, resumed": case for case in ("sft", "dpo adapters", "grpo", "iterative sft")}
 BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 

@@ -15,7 +15,7 @@ from tests.lm.sharded.run_ppo import stepped
 from tests.processes import launch
 from transformers import AutoModelForCausalLM
 
-pytest.importorskip("deepspeed", reason="make test-deepspeed runs these tests in an environment of their own")
+pytest.importorskip("deepspeed", reason="make test-deepspeed runs these tests in a separate environment")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
