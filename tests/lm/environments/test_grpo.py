@@ -51,8 +51,7 @@ def learner(make, talk=None, **settings):
 
 
 def rollout_of(grpo):
-    sampled = grpo.sampler.roll_out([{"prompt": "x", "prompt_ids": ids_of("x")}], draw=0, training=True)
-    return grpo.sampler.with_reference(sampled.rollout, size=1)
+    return grpo.sampler.roll_out([{"prompt": "x", "prompt_ids": ids_of("x")}], draw=0, updates=1, size=1)
 
 
 def gradients(grpo, loss):
@@ -114,7 +113,7 @@ def test_the_reward_of_the_environment_stands_beside_others(make):
     grpo = make(tiny.gpt2(), [vowels, weighed], rollout=talk, reward_weights=[1.0, 0.0, 2.0], **sizes)
     assert grpo.sampler.rewards.names == ["vowels", "weighed", "environment"]
     rows = [{"prompt": "x", "prompt_ids": ids_of("x")}]
-    sampled = grpo.sampler.roll_out(rows, draw=0, training=True)
+    sampled = grpo.sampler.sample(rows, seed=0)
     expected = torch.tensor([[2 + 0.7, 40, 4], [0.2, 20, 2]])  # "abab.c." has two vowels and 7 characters
     torch.testing.assert_close(sampled.scored.scores, expected)
     torch.testing.assert_close(sampled.scored.rewards, torch.tensor([2.7 + 8, 0.2 + 4]))

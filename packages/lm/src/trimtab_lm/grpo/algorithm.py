@@ -74,9 +74,9 @@ class Completions:
 
 
 def with_old_logprobs(
-    rollout: Completions, score: Callable[[Completions], Tensor], config: GRPOConfig, *, steps: int
+    rollout: Completions, score: Callable[[Completions], Tensor], config: GRPOConfig, *, updates: int
 ) -> Completions:
-    """Decides which policy's log-probabilities the ratio uses, before the `steps` updates on a rollout.
+    """Decides which policy's log-probabilities the ratio uses, before so many updates on a rollout.
 
     - asynchronous rollouts without a cap: to the policy that sampled, by the sampler's log-probabilities;
     - otherwise to the policy as it is now. Later updates need its log-probabilities: the sampler's, if those are the
@@ -84,7 +84,7 @@ def with_old_logprobs(
     """
     if config.clips_to_sampler:
         return replace(rollout, old_logprobs=rollout.sampler_logprobs)
-    if steps == 1 or (rollout.sampler_is_policy and config.importance_sampling_cap is None):
+    if updates <= 1 or (rollout.sampler_is_policy and config.importance_sampling_cap is None):
         return rollout
     return replace(rollout, old_logprobs=score(rollout))
 

@@ -8,7 +8,7 @@ The loss of an optimizer step is the sum of `weights * losses` over all its toke
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,8 +93,7 @@ def corrected_k3(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -
     return ratio * k3(logprobs, ref_logprobs)
 
 
-@dataclass(frozen=True)
-class Totals:
+class Totals(NamedTuple):
     """The counts of one optimizer step, without masked completions.
 
     sequences, tokens: completions and their tokens, over all micro-batches and processes. rank_tokens: tokens of all

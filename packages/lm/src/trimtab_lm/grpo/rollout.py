@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.stats import Mean, Surprise, gather_over_ranks
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
-from trimtab_lm.environments.rollout import EnvironmentRollout, environment
 from trimtab_lm.hf.adapter import is_noisy
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.interface import base_of
@@ -49,7 +49,7 @@ class GroupSampler:
 
     Attributes:
         version: the number of the policy's weights, as backends count them.
-        eval_batches: the number of batches of this evaluation so far.
+        evaluation_draws: the numbers of the draws of an evaluation.
 
     Raises:
         ValueError: the process sees several GPUs.
@@ -63,12 +63,11 @@ class GroupSampler:
                 "process for each (accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)."
             )
         self.trainer, self.config, self.tokenizer, self.rewards = trainer, config, trainer.tokenizer, rewards
-        # Completions of a backend with its own limit are measured as they come.
-        self.max_completion_length = 0 if has_own_limit else config.max_completion_length
+        self.has_own_limit = has_own_limit  # so that completions are measured as they come
         self.positions, self.is_noisy = Positions.of(trainer.model), is_noisy(trainer)
         self.is_encoder_decoder = bool(base_of(trainer.model).config.is_encoder_decoder)
         self.seed_of = partial(sampling_seed, config.seed, rank=config.process_index)
-        self.version, self.eval_batches = 0, 0
+        self.version, self.evaluation_draws = 0, count(EVALUATION)
 
     def tokenize(self, dataset: DataSource) -> DataSource:
         """The dataset with the token ids of its prompts."""
@@ -78,62 +77,65 @@ class GroupSampler:
             is_encoder_decoder=self.is_encoder_decoder,
             needed_for="GRPO",
             max_length=self.config.max_prompt_length,
-            max_completion_length=self.max_completion_length,
+            max_completion_length=0 if self.has_own_limit else self.config.max_completion_length,
             positions=self.positions,
             chat_template_kwargs=self.config.chat_template_kwargs,
             num_proc=self.config.dataset_num_proc,
         )
 
     def for_training(self, rows: Sequence[Row], next_rows: Sequence[Row]) -> Completions:
-        """The rollout of the coming updates, with log-probabilities of the present policy and of the reference.
+        """The rollout of the coming updates; see `roll_out`.
 
         Args:
             rows: the prompts of this call of generation.
             next_rows: the prompts of the next call, for asynchronous rollouts.
         """
         trainer, args, step = self.trainer, self.config, self.trainer.state.global_step
-        steps = args.steps_per_generation * args.num_iterations
+        updates = args.steps_per_generation * args.num_iterations
         if args.asynchronous_rollouts:
             prompts = [torch.tensor(row[PROMPT_IDS]) for row in next_rows]
-            upcoming = prompts if step + steps < trainer.state.max_steps else None
-            size, seed = args.num_generations, self.seed_of(draw=step + steps)
+            upcoming = prompts if step + updates < trainer.state.max_steps else None
+            size, seed = args.num_generations, self.seed_of(draw=step + updates)
             trainer.backend.begin_step(step, upcoming, num_generations=size, seed=seed)
         self.version += 1
-        scored = self.roll_out(rows, draw=step, training=True)
-        if scored.sampled.policy_step is not None:
-            behind = Mean(float(step - scored.sampled.policy_step), 1.0)
-            trainer.recorder.add({"sampling/steps_behind": behind}, training=True)
-        trainer.progress.num_tokens += sum(gather_over_ranks(scored.num_tokens))
         size = len(rows) // (args.gradient_accumulation_steps * args.steps_per_generation)
-        rollout = with_old_logprobs(scored.rollout, partial(self.old_logprobs, size=size), args, steps=steps)
-        return self.with_reference(rollout, size=size)
+        return self.roll_out(rows, draw=step, updates=updates, size=size)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around an evaluation: each samples by the same seeds. A data loader draws random numbers there, too."""
         self.version += 1
-        self.eval_batches = 0
+        self.evaluation_draws = count(EVALUATION)
         with private_rngs(self.seed_of(draw=EVALUATION)):
             yield
 
-    def for_evaluation(self, rows: Sequence[Row], *, real_rows: int | None) -> Completions:
-        """The rollout of an evaluation batch; see `sample`."""
-        scored = self.roll_out(rows, draw=EVALUATION + self.eval_batches, training=False, real_rows=real_rows)
-        self.eval_batches += 1
-        old_logprobs = partial(self.old_logprobs, size=len(rows))
-        return self.with_reference(
-            with_old_logprobs(scored.rollout, old_logprobs, self.config, steps=1), size=len(rows)
-        )
-
     def roll_out(
-        self, rows: Sequence[Row], *, draw: int, training: bool, real_rows: int | None = None
-    ) -> ScoredRollout:
-        """Samples, see `sample`, by the random numbers of a draw, and records statistics of training or evaluation."""
+        self, rows: Sequence[Row], *, draw: int, updates: int, size: int, real_rows: int | None = None
+    ) -> Completions:
+        """Samples by the random numbers of a draw, see `sample`, and records statistics.
+
+        Args:
+            rows: the prompts.
+            draw: its number; in training the number of optimizer steps so far.
+            updates: on this rollout; 0 in an evaluation.
+            size: prompts that the policy and the reference read at a time.
+            real_rows: see `sample`.
+
+        Returns:
+            The rollout with log-probabilities of the policy before the updates and of the reference.
+        """
+        trainer, training = self.trainer, updates > 0
         scored = self.sample(rows, seed=self.seed_of(draw=draw), real_rows=real_rows)
         stats = rollout_stats(scored, names=self.rewards.names, bos=self.tokenizer.bos_token_id)
-        self.trainer.recorder.add(stats, training=training)
-        self.trainer.samples.add(scored, training=training)
-        return scored
+        if scored.sampled.policy_step is not None:
+            stats["sampling/steps_behind"] = Mean(float(draw - scored.sampled.policy_step), 1.0)
+        trainer.recorder.add(stats, training=training)
+        trainer.samples.add(scored, training=training)
+        if training:
+            trainer.progress.num_tokens += sum(gather_over_ranks(scored.num_tokens))
+        old_logprobs = partial(self.old_logprobs, size=size)
+        rollout = with_old_logprobs(scored.rollout, old_logprobs, self.config, updates=updates)
+        return self.with_reference(rollout, size=size)
 
     def sample(self, rows: Sequence[Row], *, seed: int, real_rows: int | None = None) -> ScoredRollout:
         """A group of completions for each row, with its advantages.
@@ -154,7 +156,7 @@ class GroupSampler:
             sampled = roll_out(backend, prompts, rows, num_generations=size, version=self.version, seed=seed)
             remedy = "Let the rollout sample fewer tokens, or lower max_prompt_length."
             kind = {"is_encoder_decoder": self.is_encoder_decoder}
-            for prompt, ids in zip(repeated, sampled.completions, strict=True):
+            for prompt, ids in zip(repeated, sampled.completions, strict=True) if self.has_own_limit else ():
                 self.positions.check_sample(len(prompt), len(ids), **kind, remedy=remedy)
             texts = response_texts(self.tokenizer, repeated, sampled.completions, **kind)
             rewarded = self._rewards_of(rows, texts, sampled)
@@ -283,7 +285,9 @@ def rewards_of(
         tokenizers: the tokenizers of reward models.
         backend: samples the completions.
     """
-    if isinstance(backend, EnvironmentRollout):
+    if getattr(backend, "takes_rows", False):
+        from trimtab_lm.environments.rollout import environment
+
         functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         reward_funcs = [*(function for function in functions if function is not None), environment]
         tokenizers = [*tokenizers, None] if isinstance(tokenizers, list | tuple) else tokenizers

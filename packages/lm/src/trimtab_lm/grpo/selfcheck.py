@@ -1,7 +1,6 @@
 """Checks before the first update, and finds the completions that make an update impossible."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from trimtab_common.conditions import OTHER_REFERENCE, OTHER_START
-from trimtab_common.health import TrainingDivergedError, check_rows, warn_at_start
+from trimtab_common.health import check_rows, warn_at_start
 from trimtab_common.sharding import divides_weights
 from trimtab_lm.tokens.layout import TokenGroup
 
@@ -30,9 +29,9 @@ def check_start(logprobs: Tensor, rollout: Completions, *, most: float) -> None:
             warn_at_start(condition, float((logprobs - others).detach().abs().max()), rounding=most)
 
 
-@contextmanager
-def blaming_completions(trainer: Any, groups: Sequence[TokenGroup]) -> Iterator[None]:
-    """Names the completions of a micro-batch that give no finite log-probabilities, if its loss is not finite.
+@torch.no_grad()
+def check_completions(trainer: Any, groups: Sequence[TokenGroup]) -> None:
+    """Names the completions of a micro-batch that give no finite log-probabilities, after its loss was not finite.
 
     Each completion is scored alone, because one that is not finite may spoil those that it is laid out with.
 
@@ -41,18 +40,13 @@ def blaming_completions(trainer: Any, groups: Sequence[TokenGroup]) -> Iterator[
         groups: the groups of the micro-batch.
 
     Raises:
-        TrainingDivergedError: in place of the one that names no completions.
+        TrainingDivergedError: a completion gives none.
     """
-    try:
-        yield
-    except TrainingDivergedError:
-        if not divides_weights(trainer.accelerator):  # a forward pass would wait for the other processes
-            model, sums = trainer.accelerator.unwrap_model(trainer.model), []
-            for group in groups:
-                for ids, counts in zip(group.branches, group.counts, strict=True):
-                    tokens = send_to_device(trainer.lay_out([TokenGroup(group.prefix, [ids], [counts])]), model.device)
-                    with torch.no_grad():
-                        scores = model(tokens=tokens, temperature=trainer.config.temperature)
-                    sums.append(scores.logprobs.sum())
-            check_rows({"logprobs": torch.stack(sums)}, what="completion")
-        raise
+    if divides_weights(trainer.accelerator):
+        return  # a forward pass would wait for the other processes
+    model, sums = trainer.accelerator.unwrap_model(trainer.model), []
+    for group in groups:
+        for ids, counts in zip(group.branches, group.counts, strict=True):
+            tokens = send_to_device(trainer.lay_out([TokenGroup(group.prefix, [ids], [counts])]), model.device)
+            sums.append(model(tokens=tokens, temperature=trainer.config.temperature).logprobs.sum())
+    check_rows({"logprobs": torch.stack(sums)}, what="completion")

@@ -51,7 +51,7 @@ class ScoredRollout(NamedTuple):
     num_tokens: int
 
 
-def rollout_stats(sampled: ScoredRollout, *, names: Sequence[str], bos: int | None) -> Mapping[str, object]:
+def rollout_stats(sampled: ScoredRollout, *, names: Sequence[str], bos: int | None) -> dict[str, Any]:
     """Statistics of the rewards (see `reward_stats`) and lengths, in tokens, of a rollout.
 
     `completions/clipped_ratio` is the share that was cut at the length limit. Lengths count what the policy wrote.

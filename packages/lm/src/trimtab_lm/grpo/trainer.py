@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from trimtab_common.health import rounding_of
+from trimtab_common.health import TrainingDivergedError, rounding_of
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.adapter import (
@@ -44,7 +44,7 @@ from .config import GRPOConfig
 from .loss import NORMALIZATIONS, Totals
 from .rollout import GroupSampler, backend_and_pending, rewards_of
 from .saving import Progress
-from .selfcheck import blaming_completions, check_start
+from .selfcheck import check_completions, check_start
 from .statistics import SampleTable, numbers_of, update_stats, vitals
 
 
@@ -160,8 +160,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
 
     def items_of(self, batches: Sequence[Batch], *, of_all_processes: bool = True) -> Totals:
         """The divisor of the loss of these micro-batches."""
-        parts = [batch["rollout"].totals for batch in batches]
-        local = torch.tensor([(part.sequences, part.tokens) for part in parts]).view(-1, 2).sum(0)
+        local = torch.tensor([batch["rollout"].totals[:2] for batch in batches]).view(-1, 2).sum(0)
         sequences, tokens = total(self, [local], of_all_processes=of_all_processes).tolist()
         ranks = num_averaged(self) if of_all_processes else 1
         return Totals(int(sequences), int(tokens), rank_tokens=int(local[1]), ranks=ranks)
@@ -187,8 +186,11 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of a micro-batch; an error names the completions whose numbers are not finite."""
-        with blaming_completions(self, inputs["rollout"].groups):
+        try:
             return super().training_step(model, inputs, num_items_in_batch)
+        except TrainingDivergedError:
+            check_completions(self, inputs["rollout"].groups)
+            raise
 
     # Evaluation and logs ----------------------------------------------------------------------------------------------
 
@@ -196,7 +198,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Prediction:
         """Completions of a batch of prompts, their rewards, and the loss on them."""
-        rollout = self.sampler.for_evaluation(inputs, real_rows=real_rows(self))
+        draw, size = next(self.sampler.evaluation_draws), len(inputs)
+        rollout = self.sampler.roll_out(inputs, draw=draw, updates=0, size=size, real_rows=real_rows(self))
         batch = send_to_device({**self.lay_out(rollout.groups), "rollout": rollout}, self.config.device)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, batch).detach(), None, None

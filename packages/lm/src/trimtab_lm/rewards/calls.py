@@ -4,9 +4,8 @@ import asyncio
 import inspect
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -63,13 +62,3 @@ class EventLoop:
 
 async def _await(awaitable: Awaitable[T]) -> T:
     return await awaitable
-
-
-@contextmanager
-def blaming(name: str) -> Iterator[None]:
-    """Add the name of a reward function to errors inside the block."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"Raised in the reward function {name!r}.")
-        raise

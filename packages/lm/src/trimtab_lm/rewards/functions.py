@@ -19,7 +19,7 @@ from trimtab_common.stats import Deviation, Mean, Summary
 from trimtab_common.time_limit import reward_limit
 from trimtab_lm.data.formats import Text
 from trimtab_lm.interface import Model
-from trimtab_lm.rewards.calls import EventLoop, accepted, blaming, is_async
+from trimtab_lm.rewards.calls import EventLoop, accepted, is_async
 from trimtab_lm.rewards.model import RewardModel
 
 Scores: TypeAlias = Sequence[float | None] | Tensor | npt.NDArray[np.float64]
@@ -183,16 +183,18 @@ class RewardSet:
     def _run(self, calls: Sequence[Mapping[str, object]]) -> list[object]:
         waiting: dict[int, Future[object]] = {}
         results: list[object] = [None] * len(self.functions)
+        i = self._order[0]
         try:
             for i in self._order:
-                with blaming(self.names[i]):
-                    results[i] = result = self.functions[i](**calls[i])
+                results[i] = result = self.functions[i](**calls[i])
                 if inspect.isawaitable(result):
                     self._loop = self._loop or EventLoop()
                     waiting[i] = self._loop.submit(result)
             for i, future in waiting.items():
-                with blaming(self.names[i]):
-                    results[i] = future.result()
+                results[i] = future.result()
+        except Exception as error:
+            error.add_note(f"Raised in the reward function {self.names[i]!r}.")
+            raise
         finally:
             for future in waiting.values():
                 future.cancel()  # does nothing to those that are done
