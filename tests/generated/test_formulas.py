@@ -28,7 +28,7 @@ from trimtab_lm.grpo.loss import (
 from trimtab_lm.ppo import PPOConfig, PPOTrainer
 from trimtab_lm.ppo.loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio
 from trimtab_lm.reward.loss import accuracy, calibration, centering, pair_loss
-from trimtab_lm.sampling.mismatch import sampler_mismatch
+from trimtab_lm.sampling.mismatch import mismatch_stats
 
 from .inputs import DOUBLE, close, is_finite, logprob, reasonable, table, vectors
 
@@ -237,11 +237,12 @@ def test_a_reward_model_learns_from_differences(columns, bins):
 def test_the_mismatch_of_a_sampler(columns, data):
     mine, sampled = columns
     cut = data.draw(st.integers(0, len(mine)))
-    found = sampler_mismatch(mine, sampled, lengths=torch.tensor([cut, len(mine) - cut]))
+    found: Any = mismatch_stats(mine, sampled, lengths=torch.tensor([cut, len(mine) - cut]), cap=None)
     gaps = [float(a - b) for a, b in zip(mine, sampled, strict=True)]
-    sums = [math.fsum(gaps[:cut]), math.fsum(gaps[cut:])]
-    close(found.sequence_ratio, torch.tensor([math.exp(max(-20, min(20, s))) for s in sums], dtype=DOUBLE), rel=1e-4)
-    close(found.difference, torch.tensor([abs(gap) for gap in gaps], dtype=DOUBLE))
+    sums = [math.fsum(part) for part in (gaps[:cut], gaps[cut:]) if part]
+    ratios = math.fsum(math.exp(max(-20, min(20, number))) for number in sums)
+    close(found["sampling/importance_ratio/mean"].total, ratios, rel=1e-4)
+    close(found["sampling/logp_difference/mean"].total, math.fsum(map(abs, gaps)))
 
 
 @given(st.integers(0, 2**31 - 1), st.floats(0.2, 5), st.integers(2, 30))

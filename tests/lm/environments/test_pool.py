@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from trimtab_lm.environments import Reply
-from trimtab_lm.environments.pool import EnvironmentPool, Turn
+from trimtab_lm.environments.pool import EnvironmentPool
 
 
 class Plain:
@@ -59,7 +59,7 @@ def replies(environments, *texts):
     slots = environments.reset([{}] * len(texts))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*step failed")
-        return environments.step([Turn(slot, text, [5]) for slot, text in zip(slots, texts, strict=True)])
+        return environments.step([(slot, text, [5]) for slot, text in zip(slots, texts, strict=True)])
 
 
 @pytest.mark.parametrize("environment", [Plain, Async])
@@ -149,8 +149,8 @@ def test_no_environment_is_called_twice_at_a_time():
     environments = pool(Watched, time_limit=0.3)
     (slot,) = environments.reset([{}])
     with pytest.warns(UserWarning, match="Watched.step failed"):
-        assert environments.step([Turn(slot, "x", [])])[0].errors == 1
-    assert environments.step([Turn(slot, "x", [])])[0].errors == 1  # waits for the first, and too little time is left
+        assert environments.step([(slot, "x", [])])[0].errors == 1
+    assert environments.step([(slot, "x", [])])[0].errors == 1  # waits for the first, and too little time is left
     time.sleep(0.5)
     assert most == [1, 1]
 
@@ -160,8 +160,8 @@ def test_only_the_first_failure_is_a_warning():
     slots = environments.reset([{}, {}])
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        environments.step([Turn(slot, "fails", []) for slot in slots])
-        environments.step([Turn(slots[0], "fails", [])])
+        environments.step([(slot, "fails", []) for slot in slots])
+        environments.step([(slots[0], "fails", [])])
     (warning,) = seen
     assert "Plain.step failed, and the policy reads 'Error: ValueError: no such file'" in str(warning.message)
 

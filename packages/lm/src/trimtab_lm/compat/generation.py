@@ -31,17 +31,17 @@ CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation) or OLD
 """The name of the cache among the arguments of `generate` and its steps, and in the output of a model."""
 
 
-def selectable_cache(model: Model) -> str | None:
-    """The forward's argument for a cache whose rows can be repeated and selected; None without such a cache.
+def has_selectable_cache(model: Model) -> bool:
+    """Whether the forward takes a cache whose rows can be repeated and selected.
 
     Layers of linear attention keep a state that cannot.
     """
     base = base_of(model)
-    name, arguments = cache_argument(base.forward), inspect.signature(base.forward).parameters
-    if base.config.is_encoder_decoder or name is None or "logits_to_keep" not in arguments:
-        return None
+    has_arguments = cache_argument(base.forward) and "logits_to_keep" in inspect.signature(base.forward).parameters
+    if base.config.is_encoder_decoder or not has_arguments:
+        return False
     cache = DynamicCache(config=base.config)
-    return name if cache.layers and can_select(cache) else None
+    return bool(cache.layers) and can_select(cache)
 
 
 def can_select(cache: DynamicCache) -> bool:
@@ -61,20 +61,28 @@ def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, A
     return cast(dict[str, Any], updated)
 
 
+def cache_names(model: Model) -> tuple[str, str]:
+    """The names under which `prepare_inputs_for_generation` takes the cache, and under which the forward reads it."""
+    base: Any = base_of(model)
+    return cache_argument(base.prepare_inputs_for_generation) or CACHE, cache_argument(base.forward) or CACHE
+
+
 @contextmanager
-def cache_found(model: Model) -> Iterator[None]:
+def cache_found(model: Model, takes: str, reads: str) -> Iterator[None]:
     """Makes every generation step inside the block find its cache, under whatever name it looks for it.
 
     `generate` of transformers 5.24 calls the cache `cache`; remote code and PEFT's learned prompts know
     `past_key_values` alone. Without its cache a step would read the last token only, and sample wrong tokens.
+
+    Args:
+        model: generates inside the block.
+        takes, reads: see `cache_names`.
     """
-    base: Any = base_of(model)
-    takes, reads = cache_argument(base.prepare_inputs_for_generation) or CACHE, cache_argument(base.forward) or CACHE
     is_peft = learns_prompt(model)
     if {takes, reads} == {CACHE} and (CACHE == OLD or not is_peft):
         yield
         return
-    owner: Any = model if is_peft else base
+    owner: Any = model if is_peft else base_of(model)
     prepare: Any = owner.prepare_inputs_for_generation
     prepare_base: Any = getattr(model, PEFT_BASE, None)
 

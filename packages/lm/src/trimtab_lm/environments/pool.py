@@ -47,14 +47,6 @@ class Slot(NamedTuple):
     lock: threading.Lock
 
 
-class Turn(NamedTuple):
-    """A turn of the policy, and the environment that replies to it."""
-
-    slot: Slot
-    text: str
-    ids: list[int]
-
-
 class EnvironmentPool:
     """Environments that are reset for each episode and used again.
 
@@ -85,8 +77,12 @@ class EnvironmentPool:
         self._run([self._reset(*pair) for pair in zip(slots, episodes, strict=True)])
         return slots
 
-    def step(self, turns: Sequence[Turn]) -> list[Reply]:
-        """The replies to some turns, in their order. Warns of the first step that fails."""
+    def step(self, turns: Sequence[tuple[Slot, str, list[int]]]) -> list[Reply]:
+        """The replies to turns of the policy, in their order. Warns of the first step that fails.
+
+        Args:
+            turns: for each the environment that replies, the text and its tokens.
+        """
         calls = [self._call(slot, slot.environment.step, text, ids) for slot, text, ids in turns]
         replies = []
         for (slot, *_), result in zip(turns, self._run(calls, return_exceptions=True), strict=True):

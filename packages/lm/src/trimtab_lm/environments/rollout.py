@@ -16,7 +16,7 @@ from trimtab_lm.sampling.rollout import Episodes, Rollout, RolloutBackend
 from trimtab_lm.tokens.positions import Positions
 
 from .observations import observation_ids
-from .pool import EnvironmentPool, Slot, Turn
+from .pool import EnvironmentPool, Slot
 from .protocol import Environment
 
 
@@ -209,8 +209,8 @@ class EnvironmentRollout:
         """Append a turn to each episode, and the environment's reply where another turn follows."""
         texts = response_texts(self.tokenizer, [episode.context for episode in active], sampled.completions)
         written = [ids.tolist() for ids in sampled.completions]
-        turns = [Turn(*turn) for turn in zip((episode.slot for episode in active), texts, written, strict=True)]
-        for number, reply in enumerate(self.environments.step(turns)):
+        turns = zip([episode.slot for episode in active], texts, written, strict=True)
+        for number, reply in enumerate(self.environments.step(list(turns))):
             episode, ids = active[number], written[number]
             logprobs = [0.0] * len(ids) if sampled.logprobs is None else sampled.logprobs[number].tolist()
             episode.write(ids, logprobs, float(reply.reward))

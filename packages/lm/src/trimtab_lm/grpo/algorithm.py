@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trimtab_common.formulas.kl import k3
-from trimtab_lm.sampling.mismatch import corrected
+from trimtab_lm.sampling.mismatch import importance_weights
 from trimtab_lm.tokens.layout import TokenGroup
 
 from .config import GRPOConfig
@@ -109,7 +109,7 @@ def policy_loss(logprobs: Tensor, rollout: Completions, totals: Totals, config: 
     trainer = logprobs.detach() if config.clips_to_sampler else old  # of the policy that was to sample
     advantages = rollout.advantages.to(logprobs)[sequence]
     if (cap := config.importance_sampling_cap) is not None:
-        advantages, _ = corrected(advantages, trainer, rollout.sampler_logprobs, lengths=lengths, cap=cap)
+        advantages = advantages * importance_weights(trainer, rollout.sampler_logprobs, cap=cap)
     log_ratio = LOG_RATIOS[config.importance_sampling_level](logprobs, old, sequence, lengths)
     losses = policy_losses(log_ratio, advantages, **config.clip)
     if ref is not None:

@@ -15,7 +15,7 @@ from trimtab_common.stats import Correlation, Mean, Surprise
 from trimtab_common.tracking import MAX_TABLE_ROWS
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.rewards.functions import Scored, reward_stats
-from trimtab_lm.sampling.mismatch import corrected, with_largest
+from trimtab_lm.sampling.mismatch import mismatch_stats, with_largest
 from trimtab_lm.sampling.rollout import Rollout
 from trimtab_lm.tokens.scores import TokenScores
 
@@ -88,7 +88,7 @@ def update_stats(
     stats: dict[str, Any] = policy_stats(losses.log_ratio, losses.advantages, **config.clip, kl=kl)
     if sampler is not None:
         cap = config.importance_sampling_cap
-        stats |= corrected(losses.advantages, losses.trainer_logprobs, sampler, lengths=lengths, cap=cap)[1]
+        stats |= mismatch_stats(losses.trainer_logprobs, sampler, lengths=lengths, cap=cap)
     stats["entropy"] = Mean.of(scores.entropy)
     if rollout.old_logprobs is None and config.samples_tell_surprise:
         stats[SURPRISE] = Surprise.of_tokens(scores.logprobs, scores.entropy)

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from trimtab_common.hub import push_folder
-from trimtab_lm.compat.generation import CACHE, cache_argument, cache_found
+from trimtab_lm.compat.generation import CACHE, cache_argument, cache_found, cache_names
 from trimtab_lm.compat.models import undivided
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.adapters import adapter_on
@@ -309,7 +309,7 @@ class PreTrainedModelWrapper(nn.Module):
 
     def generate(self, *args: object, **kwargs: object) -> Any:
         """Samples with the wrapped model: see transformers.GenerationMixin."""
-        with cache_found(self.pretrained_model):
+        with cache_found(self.pretrained_model, *cache_names(self.pretrained_model)):
             return self.pretrained_model.generate(*args, **kwargs)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimtab_common.stats import Mean, gather_stats, total_over_ranks
-from trimtab_lm.sampling.mismatch import corrected
+from trimtab_lm.sampling.mismatch import importance_weights, mismatch_stats
 
 from .experience import Experience, Minibatch
 from .loss import policy_log_ratio
@@ -47,10 +47,12 @@ def evaluate(
     columns = (values, kl[0], non_score_reward, advantages, returns)
     values, kl[0], non_score_reward, advantages, returns = (torch.where(at, x, 0.0) for x in columns)
     cap, mismatch = config.importance_sampling_cap, dict[str, Mean | Tensor]()
-    if sampled is not None or cap is not None:
-        told, lengths = None if sampled is None else sampled[at], mask.sum(1)
-        weighed, mismatch = corrected(advantages[at], policy.logprobs[at], told, lengths=lengths, cap=cap)
-        advantages = advantages.masked_scatter(at, weighed)
+    told = None if sampled is None else sampled[at]
+    if told is not None:
+        mismatch = mismatch_stats(policy.logprobs[at], told, lengths=mask.sum(1), cap=cap)
+    if cap is not None:
+        weights = importance_weights(policy.logprobs[at], told, cap=cap)
+        advantages = advantages.masked_scatter(at, advantages[at] * weights)
     evaluated = replace(
         rollout,
         masks=mask,

@@ -13,7 +13,7 @@ from trimtab_common.conditions import OTHER_REFERENCE, OTHER_SAMPLER
 from trimtab_common.health import check_rows, warn_at_start
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.stats import total_over_ranks
-from trimtab_lm.compat.generation import cache_found
+from trimtab_lm.compat.generation import cache_found, cache_names
 from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
@@ -191,7 +191,7 @@ def check_sampler(
     order = sorted(queries, key=len)
     chosen = [order[0], order[-1]] if len(order) > 1 else order
     input_ids, mask = pad(chosen, config.pad_token_id, side="left")
-    with cache_found(model):
+    with cache_found(model, *cache_names(model)):
         output = model.generate(
             input_ids=input_ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config
         )

@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
-from trimtab_lm.compat.generation import CACHE, cache_found, selectable_cache
+from trimtab_lm.compat.generation import CACHE, cache_found, cache_names, has_selectable_cache
 from trimtab_lm.interface import Model, base_of, decoder_config, learns_prompt
 from trimtab_lm.tokens.positions import Positions, positioned
 from trimtab_lm.tokens.router import has_router_loss
@@ -208,13 +208,13 @@ class Completer:
         **kwargs: object,
     ):
         self.model, self.config, self.eos_ids, self.batch_size = model, config, eos_ids, batch_size
-        self.positions, self.cache_name = Positions.of(model), selectable_cache(model)
+        self.positions, self.cache_names = Positions.of(model), cache_names(model)
         self.shares_prompts = share_prompts and config.do_sample
-        self.can_share = config.use_cache is not False and config.cache_implementation is None
+        has_cache = has_selectable_cache(model)
+        self.can_share = has_cache and config.use_cache is not False and config.cache_implementation is None
         # Only a custom criterion ends a completion without an end token; otherwise the model sampled the last padding.
         self.has_criterion = bool(config.stop_strings) or "stopping_criteria" in kwargs
         self.arguments = {name: value for name, value in kwargs.items() if value is not None}
-        has_cache = self.cache_name is not None
         self.loop = loop_for(model, config, self.arguments, neutral=PLAIN_SAMPLING, has_cache=has_cache)
         if self.loop is not None:
             self.arguments["custom_generate"] = self.loop
@@ -253,7 +253,7 @@ class Completer:
         batches = batches_of(prompts, batch_size, num_generations, is_split=learns_prompt(model))
         count = len(prompts) * num_generations
         completions, ended, told = [torch.empty(0)] * count, [False] * count, [torch.empty(0)] * count
-        with whole_weights(model), cache_found(model):  # once, and not for each token
+        with whole_weights(model), cache_found(model, *self.cache_names):  # once, and not for each token
             for chosen, done, repeats in progress(batches, "generating"):
                 shared = repeats if self.shares_prompts else 1
                 read = [prompts[i] for i in chosen for _ in range(repeats // shared)]
@@ -274,8 +274,8 @@ class Completer:
         device = model.get_input_embeddings().weight.device
         input_ids, mask = pad(prompts, config.pad_token_id, side="left")
         input_ids, mask = input_ids.to(device), mask.to(device)
-        if repeats > 1 and self.can_share and self.cache_name is not None and not learns_prompt(model):
-            arguments[CACHE] = prompt_cache(model, input_ids, mask, repeats=repeats, name=self.cache_name)
+        if repeats > 1 and self.can_share and not learns_prompt(model):
+            arguments[CACHE] = prompt_cache(model, input_ids, mask, repeats=repeats, name=self.cache_names[1])
         # The weights are whole, so that no process needs to go on until the others have ended.
         output = model.generate(
             input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=False, **arguments
@@ -295,7 +295,7 @@ def prompt_cache(model: Model, input_ids: Tensor, attention_mask: Tensor, *, rep
         input_ids: [P, T].
         attention_mask: [P, T], 0 at padding.
         repeats: completions of each prompt.
-        name: the forward's argument for the cache, from `selectable_cache`.
+        name: the forward's argument for the cache.
 
     Returns:
         The cache, of P * repeats rows.

@@ -4,7 +4,7 @@ Other kernels, another precision or older weights make a sampler another policy 
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,41 +15,8 @@ from trimtab_common.stats import Mean
 LARGEST = "sampling/token_ratio/max"
 
 
-class Mismatch(NamedTuple):
-    """How far a sampler's probabilities are from the trainer's, on the sampled tokens.
-
-    Attributes:
-        difference: [N], |log pi_trainer - log pi_sampler|, nats.
-        token_ratio: [N], pi_trainer / pi_sampler of each token.
-        sequence_ratio: [B], pi_trainer / pi_sampler of each whole completion.
-    """
-
-    difference: Tensor
-    token_ratio: Tensor
-    sequence_ratio: Tensor
-
-
 @torch.no_grad()
-def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor) -> Mismatch:
-    """Statistics of the difference between two policies on sampled tokens; 0 and 1 without tokens.
-
-    Args:
-        logprobs: [N], nats, of the tokens of B completions one after the other, under the trainer's policy that was to
-            sample them.
-        sampler_logprobs: [N], nats, of the same tokens as they were sampled, at the same temperature.
-        lengths: [B], tokens of each completion, N in all.
-
-    Returns:
-        Differences and ratios. Logs of ratios are clamped to +-20.
-    """
-    gap = logprobs - sampler_logprobs
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=gap.device), lengths)
-    log_ratio = torch.zeros(len(lengths), dtype=gap.dtype, device=gap.device).index_add_(0, rows, gap)
-    limits = -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP
-    return Mismatch(gap.abs(), gap.clamp(*limits).exp(), log_ratio.clamp(*limits).exp())
-
-
-def truncated_importance_weights(token_ratio: Tensor, *, cap: float) -> Tensor:
+def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor | None, *, cap: float) -> Tensor:
     """min(pi_trainer / pi_sampler, cap): the weight of each token's loss (truncated importance sampling).
 
     The weights make the gradient on the sampler's tokens that of the trainer's policy, as far as the cap leaves it;
@@ -58,52 +25,55 @@ def truncated_importance_weights(token_ratio: Tensor, *, cap: float) -> Tensor:
     so that weighing the advantages weighs the losses.
 
     Args:
-        token_ratio: [...], of `sampler_mismatch`.
+        logprobs: [N], nats, of the sampled tokens under the trainer's policy that was to sample them.
+        sampler_logprobs: [N], nats, of the same tokens as they were sampled, at the same temperature.
         cap: the largest weight, above 0; the paper's C.
 
     Returns:
-        [...].
-    """
-    return token_ratio.clamp(max=cap)
-
-
-def corrected(
-    advantages: Tensor, logprobs: Tensor, sampler_logprobs: Tensor | None, *, lengths: Tensor, cap: float | None
-) -> tuple[Tensor, dict[str, Mean | Tensor]]:
-    """Advantages, weighed by `truncated_importance_weights` if there is a cap, and statistics of the mismatch.
-
-    The statistics are for `gather_stats` and then `with_largest`: `sampling/logp_difference/mean` and
-    `sampling/token_ratio/mean` and `/max` of the tokens, `sampling/importance_ratio/mean` of the completions, and with
-    a cap `sampling/token_ratio/truncated`, the share of tokens whose ratio is above it.
-
-    Args:
-        advantages: [N], of the tokens of B completions one after the other.
-        logprobs: [N]; see `sampler_mismatch`.
-        sampler_logprobs: [N]; None if the sampler does not tell them: then there are no statistics.
-        lengths: [B], tokens of each completion.
-        cap: the largest weight; None: no correction.
+        [N]. Logs of ratios are clamped to +-20.
 
     Raises:
-        ValueError: there is a cap and nothing to correct by.
+        ValueError: the sampler returned no log-probabilities.
     """
     if sampler_logprobs is None:
-        if cap is not None:
-            raise ValueError(
-                f"importance_sampling_cap={cap} needs the log-probabilities of the sampler, and there are none. Sample "
-                "with rollout_backend 'continuous_batching', 'vllm' or 'vllm_server', or leave it out."
-            )
-        return advantages, {}
-    difference, ratio, sequence_ratio = sampler_mismatch(logprobs, sampler_logprobs, lengths=lengths)
+        raise ValueError(
+            f"importance_sampling_cap={cap} needs the log-probabilities of the sampler, and there are none. Sample "
+            "with rollout_backend 'continuous_batching', 'vllm' or 'vllm_server', or leave it out."
+        )
+    gap = logprobs - sampler_logprobs
+    return gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp().clamp(max=cap)
+
+
+@torch.no_grad()
+def mismatch_stats(
+    logprobs: Tensor, sampler_logprobs: Tensor, *, lengths: Tensor, cap: float | None
+) -> dict[str, Mean | Tensor]:
+    """Statistics of the difference between trainer and sampler on sampled tokens.
+
+    Args:
+        logprobs: [N], of the tokens of B completions one after the other; see `importance_weights`.
+        sampler_logprobs: [N].
+        lengths: [B], tokens of each completion, N in all.
+        cap: see `importance_weights`; None: there is none.
+
+    Returns:
+        For `gather_stats` and then `with_largest`: of the tokens `sampling/logp_difference/mean`, |log pi_trainer - log
+        pi_sampler| in nats, and `sampling/token_ratio/mean` and `/max`, pi_trainer / pi_sampler; of the completions
+        `sampling/importance_ratio/mean`; with a cap `sampling/token_ratio/truncated`, the share of tokens above it.
+    """
+    gap = logprobs - sampler_logprobs
+    rows = torch.repeat_interleave(torch.arange(len(lengths), device=gap.device), lengths)
+    sums = torch.zeros(len(lengths), dtype=gap.dtype, device=gap.device).index_add_(0, rows, gap)
+    ratio = gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     stats: dict[str, Mean | Tensor] = {
-        "sampling/logp_difference/mean": Mean.of(difference),
-        "sampling/importance_ratio/mean": Mean.of(sequence_ratio, lengths > 0),
+        "sampling/logp_difference/mean": Mean.of(gap.abs()),
+        "sampling/importance_ratio/mean": Mean.of(sums.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), lengths > 0),
         "sampling/token_ratio/mean": Mean.of(ratio),
-        LARGEST: ratio.sort().values[-1:],  # none of no tokens
+        LARGEST: ratio.sort().values[-1:],  # empty without tokens
     }
-    if cap is None:
-        return advantages, stats
-    stats["sampling/token_ratio/truncated"] = Mean.of((ratio > cap).to(ratio.dtype))
-    return advantages * truncated_importance_weights(ratio, cap=cap), stats
+    if cap is not None:
+        stats["sampling/token_ratio/truncated"] = Mean.of((ratio > cap).to(ratio.dtype))
+    return stats
 
 
 def with_largest(stats: Mapping[str, Any]) -> dict[str, Any]:

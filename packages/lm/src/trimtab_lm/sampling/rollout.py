@@ -67,8 +67,8 @@ class RolloutBackend(Protocol):
     """A sampler of completions. `version` counts the changes of the weights; each rollout says which it must be of.
 
     A backend whose class has `is_remote = True` samples in another process: its `generate` only waits, and a thread may
-    call it while the policy trains. One with `takes_rows = True` takes the argument `rows`, see `roll_out`, and its rollouts
-    have `episodes`, whose rewards are a reward function more in GRPO.
+    call it while the policy trains. One with `takes_rows = True` takes the argument `rows`, see `roll_out`, and its
+    rollouts have `episodes`, whose rewards GRPO adds as a reward function.
 
     Attributes:
         settings: how completions are drawn. PPO takes log-probabilities at their temperature.
