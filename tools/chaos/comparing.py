@@ -30,7 +30,7 @@ def difference(run: Path, straight: Path) -> str:
     read = wandb_scalars if any(straight.rglob("run-*.wandb")) else tensorboard_scalars
     expected = read(straight)
     if not expected:
-        raise ValueError(f"{straight} holds no tracker scalars: there is no history to compare.")
+        raise ValueError(f"{straight} holds no scalars of its tracker: there is no history to compare.")
     return tree_difference(read(run), expected, "/tracker")
 
 
