@@ -14,7 +14,7 @@ from tests.lm.sampling.elsewhere import Elsewhere
 from transformers import TrainerCallback
 
 from trimtab_lm.grpo.batches import PromptBatches
-from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending, Request
+from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* health/", "ignore:.*torch.jit.*:DeprecationWarning")
 FORMS = {"one step": {}, "several steps": {"steps_per_generation": 2, "num_iterations": 2}}
@@ -289,8 +289,8 @@ def test_samplers_in_this_process_and_silent_ones_are_refused(tmp_path: Path):
 def test_a_rollout_for_other_prompts_is_left():
     pending = Pending()
     pending.load_state_dict({"request": [[[1, 2]], 1, 7], "rollout": [[torch.tensor([3])], [True], None, None, 0]})
-    assert pending.take(Request([[1, 3]], 1, 7)) is None
-    rollout = pending.take(Request([[1, 2]], 1, 7))
+    assert pending.take(([[1, 3]], 1, 7)) is None
+    rollout = pending.take(([[1, 2]], 1, 7))
     assert rollout is not None
     assert rollout.completions[0].tolist() == [3]
-    assert pending.take(Request([[1, 2]], 1, 7)) is None
+    assert pending.take(([[1, 2]], 1, 7)) is None

@@ -53,17 +53,8 @@ class Episode:
         """All tokens that the policy has read and written."""
         return torch.cat([self.prompt, self.prompt.new_tensor(self.ids)])
 
-    def write(self, ids: list[int], logprobs: list[float], reward: float) -> None:
-        """Append a turn of the policy; the reward is at its last token."""
-        self._append(ids, 1, logprobs)
-        self.rewards[-1] = reward
-        self.turns += 1
-
-    def read(self, ids: list[int]) -> None:
-        """Append an observation."""
-        self._append(ids, 0, [0.0] * len(ids))
-
-    def _append(self, ids: list[int], mask: int, logprobs: list[float]) -> None:
+    def append(self, ids: list[int], mask: int, logprobs: list[float]) -> None:
+        """Append a turn of the policy, with mask 1, or an observation, with mask 0; the reward of each token is 0."""
         self.ids += ids
         self.mask += [mask] * len(ids)
         self.logprobs += logprobs
@@ -213,7 +204,9 @@ class EnvironmentRollout:
         for number, reply in enumerate(self.environments.step(list(turns))):
             episode, ids = active[number], written[number]
             logprobs = [0.0] * len(ids) if sampled.logprobs is None else sampled.logprobs[number].tolist()
-            episode.write(ids, logprobs, float(reply.reward))
+            episode.append(ids, 1, logprobs)
+            episode.rewards[-1] = float(reply.reward)
+            episode.turns += 1
             episode.errors += reply.errors
             episode.is_over = reply.done or episode.turns == self.max_turns
             episode.ended = reply.done and sampled.ended[number]
@@ -230,7 +223,7 @@ class EnvironmentRollout:
             )
             episode.is_over = len(episode.ids) + len(observation) + self.settings.max_completion_length > episode.limit
             if not episode.is_over:
-                episode.read(observation)
+                episode.append(observation, 0, [0.0] * len(observation))
 
 
 def environment(environment_rewards: Sequence[float]) -> Sequence[float]:

@@ -181,8 +181,8 @@ class GroupSampler:
         )
 
     def _rewards_of(self, rows: Sequence[Row], texts: Sequence[str], sampled: Rollout) -> Scored:
-        prompts = [row["prompt"] for row in rows]
-        columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", PROMPT_IDS)}
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name != PROMPT_IDS}
+        prompts = columns.pop("prompt")
         completions, ids = as_completions(prompts, texts), [row.tolist() for row in sampled.completions]
         totals = None if sampled.episodes is None else [float(row.sum()) for row in sampled.episodes.rewards]
         return self.rewards(prompts, completions, ids, columns, environment_rewards=totals)

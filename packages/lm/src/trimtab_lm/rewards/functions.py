@@ -201,30 +201,25 @@ class RewardSet:
         return results
 
 
-class ModelReward:
-    """A reward model under the call convention of reward functions.
+def model_reward(model: RewardModel) -> RewardFunction:
+    """Adapt a reward model to the call convention of reward functions.
 
-    Args:
-        model: scores texts.
+    It reads each prompt with its completion: texts, or conversations by its chat template.
     """
 
-    def __init__(self, model: RewardModel):
-        self.model = model
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """The score of each prompt with its completion: texts, or conversations by the model's chat template."""
+    def reward(prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         if isinstance(prompts[0], str):
-            return self.model(prompts, completions)
-        texts = [self._conversation([*prompt, *answer]) for prompt, answer in zip(prompts, completions, strict=True)]
-        return self.model([""] * len(texts), texts)
-
-    def _conversation(self, messages: list[Any]) -> str:
-        tokenizer = self.model.tokenizer
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+            return model(prompts, completions)
+        tokenizer = model.tokenizer
+        conversations = [[*prompt, *answer] for prompt, answer in zip(prompts, completions, strict=True)]
+        texts = [str(tokenizer.apply_chat_template(messages, tokenize=False)) for messages in conversations]
         bos = tokenizer.bos_token
         # Templates write the BOS token and tokenizers add it again: it belongs there once.
-        is_added = bos is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-        return text.removeprefix(bos) if is_added else text
+        if bos is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
+            texts = [text.removeprefix(bos) for text in texts]
+        return model([""] * len(texts), texts)
+
+    return reward
 
 
 def as_function(
@@ -242,11 +237,11 @@ def as_function(
         TypeError: it is neither callable nor a model.
     """
     if isinstance(function, RewardModel):
-        return ModelReward(function)
+        return model_reward(function)
     if isinstance(function, str | PreTrainedModel | PeftModel):
         if device is None:
             device = "cpu" if isinstance(function, str) else function.device
-        return ModelReward(RewardModel(function, tokenizer, device=device, batch_size=batch_size))
+        return model_reward(RewardModel(function, tokenizer, device=device, batch_size=batch_size))
     if not callable(function):
         raise TypeError(
             f"A reward function is a callable, a model or a model's name, not {function!r} ({type(function).__name__})."

@@ -6,7 +6,7 @@ off-policy (Noukhovitch et al. 2024, arXiv:2410.18252).
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,24 +15,13 @@ from trimtab_common.stats import everywhere
 from trimtab_lm.interface import Model
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 
+Request: TypeAlias = tuple[list[list[int]], int, int]
+"""Token ids of prompts, how many completions of each, and a seed."""
 
-class Request(NamedTuple):
-    """The request for a rollout.
 
-    Attributes:
-        prompts: token ids.
-        num_generations: completions of each prompt.
-        seed: seeds the sampling.
-    """
-
-    prompts: list[list[int]]
-    num_generations: int
-    seed: int
-
-    @classmethod
-    def of(cls, prompts: Sequence[Tensor], *, num_generations: int, seed: int) -> "Request":
-        """The request for prompts, 1-D rows of token ids."""
-        return cls([prompt.tolist() for prompt in prompts], num_generations, seed)
+def request_of(prompts: Sequence[Tensor], num_generations: int, seed: int) -> Request:
+    """The request for completions of prompts, 1-D rows of token ids."""
+    return [prompt.tolist() for prompt in prompts], num_generations, seed
 
 
 class Pending:
@@ -45,11 +34,10 @@ class Pending:
     def begin(self, backend: RolloutBackend, request: Request, *, version: int, policy_step: int) -> None:
         """Sample on a thread that waits for the engine."""
 
+        prompts, size, seed = [torch.tensor(ids) for ids in request[0]], *request[1:]
+
         def sample() -> Rollout:
-            prompts = [torch.tensor(ids) for ids in request.prompts]
-            rollout = backend.generate(
-                prompts, num_generations=request.num_generations, version=version, seed=request.seed
-            )
+            rollout = backend.generate(prompts, num_generations=size, version=version, seed=seed)
             return rollout._replace(policy_step=policy_step)
 
         pool = ThreadPoolExecutor(1, thread_name_prefix="rollout")
@@ -84,7 +72,8 @@ class Pending:
         """Put back what `state_dict` returned."""
         self.drop()
         if state:
-            self._request, self._future = Request(*state["request"]), Future()
+            prompts, size, seed = state["request"]
+            self._request, self._future = (prompts, size, seed), Future()
             self._future.set_result(Rollout(*state["rollout"]))
 
     def _result(self) -> Rollout:
@@ -134,7 +123,7 @@ class AsynchronousRollout:
         """
         self._policy_step, self._upcoming = policy_step, None
         if upcoming is not None:
-            self._upcoming = Request.of(upcoming, num_generations=num_generations, seed=seed)
+            self._upcoming = request_of(upcoming, num_generations, seed)
 
     def sync(self, model: Model, version: int) -> None:
         """Sample from the weights of a model from this call on, after the rollout that is sampled ahead. Collective."""
@@ -143,7 +132,7 @@ class AsynchronousRollout:
 
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
         """The rollout, sampled ahead or now; its `policy_step` is the sampling policy's."""
-        rollout = self.pending.take(Request.of(prompts, num_generations=num_generations, seed=seed))
+        rollout = self.pending.take(request_of(prompts, num_generations, seed))
         if rollout is None:
             rollout = self.backend.generate(prompts, num_generations=num_generations, version=version, seed=seed)
             rollout = rollout._replace(policy_step=self._policy_step)
