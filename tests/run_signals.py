@@ -53,7 +53,7 @@ def signal_at(place: str, at: int, signals: list[str]) -> None:
         works.noise = visited(works.noise)
     elif place == "save":
         for module in (checkpoint, checkpoints):
-            module.seal = visited(sealing.seal)  # type: ignore[attr-defined]
+            module.publish = visited(sealing.publish)  # type: ignore[attr-defined]
 
 
 def run(session: dict[str, Any]) -> None:

@@ -35,25 +35,25 @@ def checkpoint(root: Path, step: int, record: RunRecord | None) -> None:
     seal(folder, {"step": step} | ({"run": record.as_dict()} if record else {}))
 
 
-def test_a_run_claims_a_folder_with_its_own_checkpoints_alone(tmp_path):
+def test_a_run_saves_beside_its_own_checkpoints_alone(tmp_path):
     first, second = RunRecord.new({}), RunRecord.new({})
-    first.claim(tmp_path / "nowhere")
+    first.check_folder(tmp_path / "nowhere")
     checkpoint(tmp_path, 1, first)
-    first.claim(tmp_path)
+    first.check_folder(tmp_path)
     with pytest.raises(CheckpointError, match=r"checkpoint-1 of another run.*choose another folder"):
-        second.claim(tmp_path)
+        second.check_folder(tmp_path)
 
 
-def test_checkpoints_that_name_no_run_are_claimed_by_the_run_that_resumes_them(tmp_path):
+def test_checkpoints_that_name_no_run_belong_to_the_run_that_resumes_them(tmp_path):
     checkpoint(tmp_path, 1, None)
     with pytest.raises(CheckpointError, match="of another run"):
-        RunRecord.new({}).claim(tmp_path)
-    RunRecord.new({"lr": 1}).continued(tmp_path, None, accepts_changes=False).claim(tmp_path)
+        RunRecord.new({}).check_folder(tmp_path)
+    RunRecord.new({"lr": 1}).continued(tmp_path, None, accepts_changes=False).check_folder(tmp_path)
 
 
 def test_a_folder_without_a_seal_is_nobodys(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
-    RunRecord.new({}).claim(tmp_path)
+    RunRecord.new({}).check_folder(tmp_path)
 
 
 def test_every_difference_is_listed_with_both_values(tmp_path):

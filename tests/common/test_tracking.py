@@ -302,7 +302,7 @@ def test_what_a_program_logs_through_the_accelerator_stands_beside_the_trainers_
     accelerator = Accelerator(cpu=True)
     with start_tracking(kind, project="p", config={}, folder=tmp_path) as tracker:
         accelerator.trackers = trackers_of(SimpleNamespace(tracker=tracker), kind)
-        assert accelerator.get_tracker(kind, unwrap=True) is tracker.native
+        assert accelerator.get_tracker(kind, unwrap=True) is tracker.accelerate.tracker
         for step, (value, own_step) in enumerate(OWN):
             if step:
                 tracker.log({"loss": step / 10}, step)

@@ -472,7 +472,7 @@ def test_the_hook_of_the_2024_example_logs_its_pictures(tmp_path: Path):
         accelerate_logger.log_images(result, step=global_step)
 
     ddpo = trained(tmp_path, 1, image_samples_hook=outputs_logger, log_with="wandb")
-    summary = dict(ddpo.tracker.native.summary)
+    summary = dict(ddpo.tracker.accelerate.tracker.summary)
     ddpo.tracker.finish()
     assert [caption.split(" | ")[0] for caption in captions] == ["a red ant", "an owl"]
     assert summary["hook"]["captions"] == captions

@@ -21,7 +21,8 @@ class RunTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        return self.owner.tracker.native
+        accelerate = self.owner.tracker.accelerate
+        return None if accelerate is None else accelerate.tracker
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.owner.tracker.describe(values)

@@ -40,7 +40,6 @@ from trimtab_common.sealing import (
     read_manifest,
     rotate,
     save_error,
-    seal,
     unfinished,
     verify_files,
 )
@@ -137,7 +136,7 @@ def save_checkpoint(
         raise ValueError(f"keep={keep} would remove the checkpoint just written. Use 1 or more, or None to keep all.")
     root = Path(root)
     if run is not None:
-        run.claim(root)
+        run.check_folder(root)
     final = root / f"checkpoint-{step}"
     partial = unfinished(final)
     rank_tree = {"rng": rng_state(), "state": dict(rank_state or {})}
@@ -169,8 +168,7 @@ def save_checkpoint(
             facts = {"step": step, "processes": accelerator.num_processes, "tied": tied}
             if run is not None:
                 facts["run"] = run.as_dict()
-            seal(partial, facts, required=[_rank_file(index) for index in range(accelerator.num_processes)])
-            publish(partial, final)
+            publish(partial, final, facts, required=[_rank_file(i) for i in range(accelerator.num_processes)])
             if keep is not None:
                 rotate(root, final, keep)
 

@@ -136,11 +136,6 @@ def exit_now(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(status_of(number))
 
 
-def exit_at_sigterm(*, exits: bool) -> None:
-    """Makes SIGTERM raise SystemExit when no trainer is running, or stops that."""
-    _signals.exit_at_sigterm(exits=exits)
-
-
 class Interruption:
     """Handles signals for a trainer: at the end of a step, at the same one in all processes.
 
@@ -252,4 +247,5 @@ class Interruption:
 
 
 _signals = _Signals()
+exit_at_sigterm = _signals.exit_at_sigterm
 os.register_at_fork(before=_signals.before_fork, after_in_parent=_signals.after_fork, after_in_child=_signals.in_child)

@@ -83,7 +83,7 @@ class RunRecord:
         """The record as a manifest holds it."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "without"}
 
-    def claim(self, root: str | Path) -> None:
+    def check_folder(self, root: str | Path) -> None:
         """Raises CheckpointError if the folder holds checkpoints of another run."""
         complete = [folder for folder in checkpoints(root).values() if is_complete(folder)]
         others = [folder for folder in complete if _run_id(folder) != self.id]
@@ -102,7 +102,7 @@ class RunRecord:
         """
         clean(root)
         if later := [folder for at, folder in checkpoints(root).items() if at > step]:
-            self.claim(root)
+            self.check_folder(root)
             names = [f"{folder.name} to {keep_under_other_name(folder).name}" for folder in reversed(later)]
             warnings.warn(
                 f"{root}: the run goes on from step {step}. Renamed its later checkpoints: {', '.join(names)}. Remove "

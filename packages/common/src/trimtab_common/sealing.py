@@ -203,8 +203,16 @@ def _damage(folder: Path) -> str | None:
     return None
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Gives a sealed folder its final name. Replaces a checkpoint with this name; renames any other folder."""
+def publish(partial: Path, final: Path, facts: Mapping[str, object], *, required: Collection[str] = ()) -> None:
+    """Seals a folder and gives it its final name. Replaces a checkpoint with this name; renames any other folder.
+
+    Args:
+        partial: the folder; see `unfinished`.
+        final: its name.
+        facts: see `seal`.
+        required: see `seal`.
+    """
+    seal(partial, facts, required=required)
     aside = final.with_name(f"_{final.name}.replaced")
     if (final / MANIFEST).exists():
         os.rename(final, aside)

@@ -128,11 +128,6 @@ class Tracker:
         self._step = 0
         self._columns: dict[str, tuple[list[str], list[type]]] = {}
 
-    @property
-    def native(self) -> Any:
-        """The tracker's own object, such as W&B's run; None if nothing is tracked."""
-        return None if self.writer is None else self.writer.accelerate.tracker
-
     def describe(self, settings: Stats) -> None:
         """Adds settings to the run, such as the training program's; plain values by name."""
         if self.writer is not None and settings:

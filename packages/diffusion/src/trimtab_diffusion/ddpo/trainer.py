@@ -112,7 +112,7 @@ class DDPOTrainer:
             CheckpointError: a new run would mix its checkpoints with another run's.
         """
         if self.first_epoch == 0:
-            self.run.record.claim(self.checkpoint_folder)
+            self.run.record.check_folder(self.checkpoint_folder)
         history = []
         total = self.config.num_epochs if epochs is None else epochs
         setup.check_saves(self.config, self.accelerator, total)

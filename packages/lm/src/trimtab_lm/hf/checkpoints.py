@@ -26,7 +26,6 @@ from trimtab_common.sealing import (
     publish,
     rotate,
     save_error,
-    seal,
     unfinished,
     verify,
     warn_once,
@@ -101,7 +100,7 @@ class Checkpoints(TrainerCallback):
         if args.save_strategy != "no" and not is_trial:  # a trial has a folder of its own
             everywhere(lambda: self._hold(config))
             if not args.overwrite_output_dir:
-                record.claim(args.output_dir)
+                record.check_folder(args.output_dir)
         return None
 
     def resume(self, args: TrainerConfig, record: RunRecord, where: str | Path | Literal[True]) -> str:
@@ -188,7 +187,7 @@ class Checkpoints(TrainerCallback):
         written, args, root = Path(output_dir), self.trainer.args, self._output_dir
         args.output_dir = str(root)  # what the files and the uploads name
         folder = self._saving = root / written.relative_to(self._staging)
-        self.run.claim(folder.parent)
+        self.run.check_folder(folder.parent)
         needed = self._needed_bytes()
         self.accelerator.wait_for_everyone()  # no process reads the folder while another changes it
 
@@ -234,8 +233,7 @@ class Checkpoints(TrainerCallback):
             if is_new:
                 state.save_to_json(str(written / STATE))
             facts = {"resumable": not args.save_only_model, "run": self.run.as_dict()}
-            seal(written, {"step": state.global_step, **facts})
-            publish(written, folder)
+            publish(written, folder, {"step": state.global_step, **facts})
             clean(self._output_dir)
             if self.keep is not None and self.keep > 0:
                 protected = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []

@@ -41,7 +41,7 @@ def resume(run: Run, config: PPOConfig, where: str | Path | None) -> None:
     if where is not None:
         run.resume(where, root or where)
     elif root is not None and config.save_steps:
-        run.record.claim(root)
+        run.record.check_folder(root)
 
 
 def full_weights(accelerator: Accelerator, actor_critic: nn.Module) -> dict[str, Tensor] | None:
