@@ -3,15 +3,18 @@
 Ziegler et al. 2019, arXiv:1909.08593, on Schulman et al. 2017, arXiv:1707.06347. `boxes` is the trainer.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, gather_stats, total_over_ranks
 from trimtab_lm.sampling.mismatch import importance_weights, mismatch_stats
 
+from .config import PPOConfig
 from .experience import Experience, Minibatch
 from .loss import policy_log_ratio
 from .passes import Trainer, at_tokens, forward, forward_in_parts, kl_terms
@@ -23,12 +26,7 @@ def evaluate(
 ) -> tuple[Experience, dict[str, Mean | Tensor]]:
     """The rollout with all columns, under the policy before its updates, and how far the sampler differs from it.
 
-    Args:
-        boxes: the trainer.
-        rollout: without columns.
-        scores: [B], shaped.
-        replaced: names of replaced methods, some of which read logits.
-        lap: called with the name of each part of the work when it is done.
+    scores: [B], shaped; replaced: names of replaced methods; lap: called with the name of each part that is done.
     """
     config, order = boxes.config, rollout.minibatches(torch.arange(len(scores)), boxes.config.mini_batch_size)
     policy = forward_in_parts(boxes, boxes.actor_critic, rollout, order, replaced)
@@ -67,6 +65,16 @@ def evaluate(
         returns=returns,
     )
     return evaluated, mismatch
+
+
+def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tensor]:
+    """The rows of each optimizer step of PPO step `step`, in `ppo_epochs` shuffled passes over the batch.
+
+    `rank` is above those of the processes, whose random numbers `generate` draws.
+    """
+    shuffle = torch.Generator().manual_seed(sampling_seed(config.seed, rank=rank, draw=step))
+    for _ in range(config.ppo_epochs):
+        yield from torch.randperm(config.batch_size, generator=shuffle).split(cast(int, config.backward_batch_size))
 
 
 def update(

@@ -24,8 +24,8 @@ from trimtab_lm.tokens.scores import score_logits
 
 from .config import PPOConfig
 from .experience import UNKNOWN, Experience
+from .optimizer_step import OptimizerStep
 from .policy import ActorCritic, ReferencePolicy, whole_models
-from .update import OptimizerStep
 
 
 class Padding(NamedTuple):
@@ -150,7 +150,7 @@ def forward_in_parts(
     parts = [forward(trainer, model, rollout[rows], replaced) for rows in order]
     back, whole = torch.cat(list(order)).argsort(), list[Any]()
     for values in zip(*((*part, part.entropy, part.head_inputs) for part in parts), strict=True):
-        if any(value is None for value in values):
+        if values[0] is None:
             whole.append(None)
             continue
         width = max(value.shape[1] for value in values)

@@ -31,15 +31,15 @@ from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.dropout import without_dropout
 
 from . import files, setup
-from .algorithm import evaluate, update
+from .algorithm import evaluate, rows_of_updates, update
 from .checks import check_rollout, check_step
 from .config import PPOConfig
 from .generation import Sampler, completions_of, step_arguments
 from .loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio, shaped
+from .optimizer_step import OptimizerStep
 from .passes import Padding, padded_inputs, score, token_entropy
 from .policy import ActorCritic, ReferencePolicy, keep_value_dtype
 from .statistics import Clock, ended, rollout_stats, sampling_stats, step_stats, vitals
-from .update import OptimizerStep, rows_of_updates
 
 
 class PPOTrainer(NamesOf2024):

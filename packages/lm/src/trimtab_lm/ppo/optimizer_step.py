@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import torch
 from accelerate.utils import DistributedType
@@ -12,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
-from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, total_over_ranks
 
 from .config import PPOConfig
@@ -97,16 +95,3 @@ class OptimizerStep:
         """Clears the gradient."""
         self.optimizer.zero_grad()
         self.kept = 0
-
-
-def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tensor]:
-    """The rows of each optimizer step of a PPO step, in `ppo_epochs` shuffled passes over the batch.
-
-    Args:
-        config: sizes and seed.
-        rank: a number above those of the ranks, whose random numbers `generate` draws.
-        step: PPO steps done before.
-    """
-    shuffle = torch.Generator().manual_seed(sampling_seed(config.seed, rank=rank, draw=step))
-    for _ in range(config.ppo_epochs):
-        yield from torch.randperm(config.batch_size, generator=shuffle).split(cast(int, config.backward_batch_size))
