@@ -217,7 +217,7 @@ def test_other_world_size_other_format_and_no_checkpoint_at_all(tmp_path, accele
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "\udcff", "[]", "null"])
-def test_a_manifest_that_is_none_is_refused_and_passed_over(tmp_path, accelerator, text):
+def test_an_invalid_manifest_is_refused_and_passed_over(tmp_path, accelerator, text):
     for step in (1, 2):
         save_checkpoint(tmp_path, step, accelerator=accelerator, weights={"w": torch.zeros(2)}, state={})
     newest = tmp_path / "checkpoint-2"

@@ -158,7 +158,7 @@ def test_latest_is_a_start_where_there_is_no_checkpoint(tmp_path):
     assert Loop().run.resume("latest", tmp_path) is None
 
 
-def test_a_place_without_a_checkpoint_is_refused_with_what_it_is(tmp_path):
+def test_a_path_without_a_checkpoint_is_refused_with_the_reason(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "checkpoint-3").mkdir()
     for name, problem in (

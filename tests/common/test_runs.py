@@ -102,7 +102,7 @@ def test_what_a_release_adds_removes_or_leaves_unset_is_no_difference(saved, uns
         ({}, (), {"options": {"a": 1}}, "options.a was None, is 1"),
     ],
 )
-def test_what_somebody_chose_is_a_difference(saved, unset, config, line, tmp_path):
+def test_a_setting_that_the_user_chose_is_a_difference(saved, unset, config, line, tmp_path):
     record = RunRecord("1", {"factor": 1.0, "auto": True, **saved}, unset=unset)
     with pytest.raises(CheckpointError, match=f"differs: {line}. Resume"):
         RunRecord.of(Settings(**config), without=()).continued(tmp_path, record, accepts_changes=False)

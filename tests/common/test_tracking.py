@@ -339,7 +339,7 @@ def test_the_name_of_a_run_cannot_leave_its_folder(tmp_path, name):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_other_processes_and_none_do_nothing(tmp_path):
+def test_the_tracker_of_other_processes_or_of_no_package_does_nothing(tmp_path):
     for log_with, is_main in (("wandb", False), ("none", True), (None, True)):
         tracker = start_tracking(log_with, project="p", config={}, folder=tmp_path, is_main=is_main)
         tracker.log({"loss": object()}, 0)

@@ -134,7 +134,7 @@ def test_adapters_without_a_known_base_are_refused(tmp_path):
     assert DefaultDDPOStableDiffusionPipeline(str(tmp_path)).use_lora
 
 
-def test_adapters_of_another_name_and_scale_are_gone_on_with(tmp_path):
+def test_training_continues_adapters_of_another_name_and_scale(tmp_path):
     """Others train adapters with an alpha that differs from the rank."""
     stock = tiny.stable_diffusion()
     with tiny.from_seed(4):

@@ -276,7 +276,7 @@ def test_rows_of_wrong_types_are_refused_in_our_words(name, value):
 
 
 @given(st.lists(st.sampled_from([*"abc", *{c for sets in COLUMN_SETS.values() for s in sets for c in s}]), unique=True))
-def test_a_format_is_one_whose_columns_are_there(columns):
+def test_a_recognized_format_has_its_columns(columns):
     accepted = list(RowFormat)
     kind = result_or_our_error(lambda: row_format(columns, accepted, needed_for="SFT"))
     if not isinstance(kind, Exception):

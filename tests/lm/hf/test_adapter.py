@@ -90,7 +90,7 @@ def test_an_evaluation_weighs_items_and_a_loss_by_itself_divides_by_its_own(tmp_
     assert float(trainer.compute_loss(trainer.model.train(), batch)) == pytest.approx(MEAN, rel=1e-9)  # without dropout
 
 
-def test_items_that_are_none_give_loss_0(tmp_path):
+def test_a_batch_without_counted_items_has_loss_0(tmp_path):
     trainer = make(tmp_path)
     batch = collate([{"x": 1.0, "counts": 0}])
     assert float(trainer.compute_loss(trainer.model, batch)) == 0.0

@@ -375,7 +375,7 @@ def test_the_configs_own_check_sees_what_moved():
         DPO("m", beta=-1)
 
 
-def test_none_where_it_was_the_default_is_not_given():
+def test_none_as_the_old_default_leaves_todays_default():
     trainer = silently(SFT, "m", max_seq_length=None, tokenizer=None, dataset_text_field=None)
     assert (trainer.args.max_length, trainer.args.dataset_text_field) == (1024, "text")
     trainer, _ = warned(SFT, "m", dataset_batch_size=None)  # documented: the whole dataset at once

@@ -27,7 +27,7 @@ def test_a_pad_token_at_the_end_was_sampled_unless_something_else_stopped_the_ro
     assert cut(PAD, PAD, padding=PAD) == [PAD]
 
 
-def test_padding_is_told_by_length_and_not_by_token():
+def test_padding_is_recognized_by_length_and_not_by_token():
     rows, mask = pad([torch.tensor([PAD, 5]), torch.tensor([7, 8, PAD])], PAD, side="left")
     assert rows.tolist() == [[PAD, PAD, 5], [7, 8, PAD]]
     assert mask.tolist() == [[0, 1, 1], [1, 1, 1]]

@@ -172,7 +172,7 @@ def test_scores_are_those_of_the_plain_model():
     torch.testing.assert_close(scores.logprobs, torch.cat(plain), rtol=1e-9, atol=1e-9)
 
 
-def test_a_taught_model_is_otherwise_what_it_was(tmp_path):
+def test_a_model_that_scores_tokens_otherwise_stays_the_same(tmp_path):
     model = tiny.gpt2().eval()
     before = inspect.signature(model.forward)
     ids = torch.tensor([[5, 6, 7]])

@@ -141,7 +141,7 @@ def test_chunks_change_neither_values_nor_gradients(build, chunk, monkeypatch):
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, t5, lora])
-def test_they_and_their_gradients_are_those_of_plain_logits(build):
+def test_scores_and_gradients_equal_those_of_plain_logits(build):
     module = actor_critic(build)
     batch = batch_of(module, [0, 1, 2])
     trained = [p for p in module.parameters() if p.requires_grad]
