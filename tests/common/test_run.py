@@ -1,6 +1,7 @@
 """A run continues from its checkpoints with everything that its trainer registered."""
 
 import random
+import secrets
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Loop:
         self.run = Run(
             self.accelerator,
             self.model,
-            RunRecord.new(settings or {"seed": 0}),
+            RunRecord(secrets.token_hex(4), settings or {"seed": 0}),
             health=HealthMonitor(patience=1),
             start_tracker=partial(start_tracking, "none", project="p", config={}),
             **options,

@@ -36,7 +36,7 @@ def checkpoint(root: Path, step: int, record: RunRecord | None) -> None:
 
 
 def test_a_run_saves_beside_its_own_checkpoints_alone(tmp_path):
-    first, second = RunRecord.new({}), RunRecord.new({})
+    first, second = RunRecord("1", {}), RunRecord("2", {})
     first.check_folder(tmp_path / "nowhere")
     checkpoint(tmp_path, 1, first)
     first.check_folder(tmp_path)
@@ -47,13 +47,13 @@ def test_a_run_saves_beside_its_own_checkpoints_alone(tmp_path):
 def test_checkpoints_that_name_no_run_belong_to_the_run_that_resumes_them(tmp_path):
     checkpoint(tmp_path, 1, None)
     with pytest.raises(CheckpointError, match="of another run"):
-        RunRecord.new({}).check_folder(tmp_path)
-    RunRecord.new({"lr": 1}).continued(tmp_path, None, accepts_changes=False).check_folder(tmp_path)
+        RunRecord("1", {}).check_folder(tmp_path)
+    RunRecord("1", {"lr": 1}).continued(tmp_path, None, accepts_changes=False).check_folder(tmp_path)
 
 
 def test_a_folder_without_a_seal_is_nobodys(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
-    RunRecord.new({}).check_folder(tmp_path)
+    RunRecord("1", {}).check_folder(tmp_path)
 
 
 def test_every_difference_is_listed_with_both_values(tmp_path):

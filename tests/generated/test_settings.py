@@ -174,7 +174,7 @@ def test_a_manifest_that_is_not_ours_is_refused(tmp_path_factory, content, has_f
 
 @given(st.dictionaries(odd_text, json_values, max_size=4))
 def test_the_settings_of_a_run_are_compared_whatever_they_hold(values):
-    record = RunRecord.new(values)
+    record = RunRecord("1", values)
     assert json.dumps(record.as_dict())
 
 

@@ -61,11 +61,6 @@ class RunRecord:
     without: Collection[str] = ()
 
     @classmethod
-    def new(cls, settings: Mapping[str, object], *, data: str | None = None, model: str | None = None) -> RunRecord:
-        """Returns a record with a new id, the same on every process. Collective."""
-        return cls(gather_over_ranks(secrets.token_hex(4))[0], settings, data, model)
-
-    @classmethod
     def of(
         cls,
         config: DataclassInstance,
@@ -75,9 +70,9 @@ class RunRecord:
         model: str | None = None,
         **facts: object,
     ) -> RunRecord:
-        """Returns a record of a configuration's `result_settings` with a new id. Collective."""
-        record = cls.new(result_settings(config, without=without, **facts), data=data, model=model)
-        return dataclasses.replace(record, unset=_unset(config), without=without)
+        """Returns a record of a configuration's `result_settings` with a new id, the same everywhere. Collective."""
+        settings, new_id = result_settings(config, without=without, **facts), gather_over_ranks(secrets.token_hex(4))[0]
+        return cls(new_id, settings, data, model, _unset(config), without)
 
     def as_dict(self) -> dict[str, object]:
         """The record as a manifest holds it."""

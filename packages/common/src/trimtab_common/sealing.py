@@ -186,7 +186,13 @@ def verify(path: str | Path, *, unread: Collection[str] = ()) -> dict[str, Any]:
 def verify_files(path: Path, manifest: Mapping[str, Any], *, unread: Collection[str] = ()) -> None:
     """Proves that a checkpoint's files match its manifest; see `verify`."""
     for name, facts in manifest["files"].items():
-        _verify_file(path, name, facts["bytes"], None if name in unread else facts["sha256"])
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing, {facts['bytes']} bytes are needed. {instead(path)}")
+        if (present := file.stat().st_size) != facts["bytes"]:
+            raise CheckpointError(f"{file}: has {present} bytes, {facts['bytes']} were written. {instead(path)}")
+        if name not in unread and sha256(file) != facts["sha256"]:
+            raise CheckpointError(f"{file}: changed since it was saved (SHA-256 differs). {instead(path)}")
 
 
 def is_complete(folder: str | Path) -> bool:
@@ -196,8 +202,8 @@ def is_complete(folder: str | Path) -> bool:
 
 def _damage(folder: Path) -> str | None:
     try:
-        for name, facts in read_manifest(folder)["files"].items():
-            _verify_file(folder, name, facts["bytes"], None)
+        manifest = read_manifest(folder)
+        verify_files(folder, manifest, unread=manifest["files"])
     except CheckpointError as error:
         return str(error)
     return None
@@ -296,17 +302,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if manifest.pop("sha256", None) != _sha256_of(manifest):
         raise CheckpointError(f"{file}: changed since it was saved (SHA-256 differs). {instead(path)}")
     return manifest
-
-
-def _verify_file(folder: Path, name: str, size: int, digest: str | None) -> None:
-    file = folder / name
-    if not file.is_file():
-        raise CheckpointError(f"{file}: missing, {size} bytes are needed. {instead(folder)}")
-    present = file.stat().st_size
-    if present != size:
-        raise CheckpointError(f"{file}: has {present} bytes, {size} were written. {instead(folder)}")
-    if digest is not None and sha256(file) != digest:
-        raise CheckpointError(f"{file}: changed since it was saved (SHA-256 differs). {instead(folder)}")
 
 
 def instead(path: Path) -> str:

@@ -150,7 +150,7 @@ def forward_in_parts(
     parts = [forward(trainer, model, rollout[rows], replaced) for rows in order]
     back, whole = torch.cat(list(order)).argsort(), list[Any]()
     for values in zip(*((*part, part.entropy, part.head_inputs) for part in parts), strict=True):
-        if values[0] is None:
+        if any(value is None for value in values):
             whole.append(None)
             continue
         width = max(value.shape[1] for value in values)
