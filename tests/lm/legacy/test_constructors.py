@@ -440,7 +440,7 @@ def test_the_warning_of_a_subclass_points_at_its_call():
 
 
 def test_decorated_constructor_keeps_its_name_and_text():
-    assert (DPO.__init__.__name__, DPO.__init__.__doc__) == ("__init__", "What DPO does.")
+    assert (DPO.__init__.__name__, DPO.__init__.__doc__) == ("__init__", "Takes DPO's arguments.")
 
 
 def test_overwrite_output_dir_sets_the_callback():
