@@ -15,17 +15,17 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.sharding import full_state_dicts, reshard
-from trimtab_lm.data.media import check_features
+from trimtab_lm.data.media import check_features, check_row
 from trimtab_lm.interface import Model, Processor, check_generation_config, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 
+from .callback import AdapterCallback
 from .checkpoints import Checkpoints, make_output_dir
 from .config import Config, for_own_collators
 from .hooks import HooksOf2024, predictions_of
-from .interruption import EndsBySignal
 from .models import load_processing_class, prepare_sharding
-from .streams import Passes, check_batches, check_evaluated
-from .tracking import MetricsFile, Recorder, Tables, prepare_trackers
+from .streams import NO_BATCH, Passes, check_evaluated
+from .tracking import Recorder, Tables, prepare_trackers
 from .types import Batch, BatchLoss, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
 
 Items = TypeVar("Items")
@@ -72,6 +72,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         self.keeps_columns, self.peft_config = not config.remove_unused_columns, peft_config
         self.args = self.config = for_own_collators(config, data["train_dataset"], data["eval_dataset"])
         self.recorder, self.tables = Recorder(), Tables()
+        self.has_own_collator = data["data_collator"] is not None
         self.model_init = model_init
         model = first_model(self, model)
         processing_class = self.load_processing_class(processing_class, model)
@@ -83,9 +84,8 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
         self.checkpoints, self.passes = Checkpoints(self), Passes(self)
-        self.ending = EndsBySignal(self, saves=config.save_strategy != "no" or config.enable_jit_checkpoint)
-        for callback in (self.checkpoints, self.passes, self.ending, MetricsFile()):
-            self.add_callback(callback)
+        self.ending = AdapterCallback(self, saves=config.save_strategy != "no" or config.enable_jit_checkpoint)
+        self.add_callback(self.ending)
         prepare_trackers(self.config)
 
     # What a trainer supplies ------------------------------------------------------------------------------------------
@@ -164,7 +164,11 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        check_batches(batches, is_first=not self.state.global_step)
+        if not batches and not self.state.global_step:
+            raise ValueError(f"The training data {NO_BATCH}")
+        for batch in batches if self.has_own_collator else []:
+            if isinstance(batch, Mapping):  # GRPO's are lists of rows
+                check_row(batch)
         batches = self.micro_batches(batches)
         return batches, self.items_of(batches)
 

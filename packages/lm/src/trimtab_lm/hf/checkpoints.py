@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 from datasets import Dataset
 from peft import PeftModel
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from trimtab_common.checkpoint import bytes_of
 from trimtab_common.locks import free, hold
@@ -65,7 +65,7 @@ def make_output_dir(args: TrainingArguments) -> None:
         Path(str(args.output_dir)).resolve().mkdir(parents=True, exist_ok=True)
 
 
-class Checkpoints(TrainerCallback):
+class Checkpoints:
     """The checkpoints of a run: Trainer saves under a temporary name; this seals, renames and rotates."""
 
     def __init__(self, trainer: Trainer):
@@ -76,7 +76,7 @@ class Checkpoints(TrainerCallback):
         self._staging: Path | None = None  # stands in for output_dir while a checkpoint is written
         self._saving: Path | None = None  # its folder, by the name that it gets
         self._resumed: int | None = None  # the steps of the checkpoint, until training goes on
-        self._is_finished = False
+        self.is_finished = False  # before training began
 
     def open_run(
         self, config: TrainerConfig, data: DataSource | None, resume_from: str | Path | bool | None, *, is_trial: bool
@@ -262,14 +262,12 @@ class Checkpoints(TrainerCallback):
         moments = {} if self.trainer.args.save_only_model or optimizer is None else optimizer.state
         return bytes_of(weights) + bytes_of(moments)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def begin(self, args: TrainingArguments, state: TrainerState) -> None:
         """Take over save_total_limit: Trainer would remove checkpoints before the new one is sealed."""
         if args.save_total_limit is not None:
             self.keep, args.save_total_limit = args.save_total_limit, None
-        self._is_finished = bool(state.max_steps) and state.global_step >= state.max_steps
-        if self._is_finished:
+        self.is_finished = bool(state.max_steps) and state.global_step >= state.max_steps
+        if self.is_finished:
             warnings.warn(
                 f"The run is finished: {state.global_step} of {state.max_steps} steps are done. Nothing is trained. "
                 "Raise max_steps or num_train_epochs to train on.",
@@ -278,16 +276,7 @@ class Checkpoints(TrainerCallback):
         elif args.should_save and args.save_strategy != "no":
             self._leave_branch()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """A finished run has logged, evaluated and saved its last epoch already."""
-        if self._is_finished:
-            control.should_log = control.should_evaluate = control.should_save = False
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def end(self, args: TrainingArguments) -> None:
         """Give save_total_limit back, and the folder to other runs."""
         free(self)
         args.save_total_limit, self.keep = self.keep, None

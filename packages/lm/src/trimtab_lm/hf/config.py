@@ -73,7 +73,7 @@ def for_own_collators(config: Config, train_dataset: object, eval_dataset: objec
     """
     config = copy.copy(config)
     config.remove_unused_columns = False
-    config.enable_jit_checkpoint = False  # EndsBySignal saves in its place
+    config.enable_jit_checkpoint = False  # AdapterCallback saves in its place
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     streams = (torch.utils.data.IterableDataset, datasets.IterableDataset)
     if any(isinstance(one, streams) for one in [train_dataset, *evaluated]):

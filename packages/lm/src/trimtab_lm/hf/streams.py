@@ -1,17 +1,16 @@
 """Training on a stream: passes one after another, so that a resumed run finds its place in any pass."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from trimtab_common.seeding import private_rngs, sampling_seed
-from trimtab_lm.data.media import check_row
 
 from .types import Batch
 
@@ -22,7 +21,7 @@ NO_BATCH = (
 )
 
 
-class Passes(torch.utils.data.IterableDataset[Batch], TrainerCallback):
+class Passes(torch.utils.data.IterableDataset[Batch]):
     """The batches of one pass over a stream after the other, without an end; and each pass's end told to callbacks.
 
     Trainer takes max_steps for the length of a stream's epoch: with the stream alone it would resume a later pass at
@@ -62,12 +61,8 @@ class Passes(torch.utils.data.IterableDataset[Batch], TrainerCallback):
             if given == before:
                 raise ValueError(f"Pass {number + 1} over the training data {NO_BATCH}")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def end_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Sets the epoch, and tells the callbacks if a pass ended in this step."""
-        if self.loader is None:
-            return
         per_step = args.gradient_accumulation_steps
         done = state.global_step * per_step
         passes = bisect_right(self.ends, done)
@@ -78,15 +73,6 @@ class Passes(torch.utils.data.IterableDataset[Batch], TrainerCallback):
             handler = self.trainer.callback_handler
             handler.on_epoch_end(args, state, control)
             handler.on_epoch_begin(args, state, control)
-
-
-def check_batches(batches: Sequence[object], *, is_first: bool) -> None:
-    """Raises ValueError if the first step gets no batch, or if the caller's collator gives images or sounds."""
-    if is_first and not batches:
-        raise ValueError(f"The training data {NO_BATCH}")
-    for batch in batches:
-        if isinstance(batch, dict):
-            check_row(batch)
 
 
 def check_evaluated(num_rows: int | None) -> None:

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import TensorBoardCallback, rewrite_logs
+from transformers import Trainer, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 from trimtab_common.interruption import status_of
 from trimtab_common.stats import gather_stats, merge_stats
-from trimtab_common.tracking import MAX_TABLE_ROWS, append_metrics, cell, cell_type
+from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type
 from trimtab_common.weights_and_biases import STEP_AXIS, finish_wandb, import_wandb
 from trimtab_common.writers import markdown_table
 
@@ -72,22 +72,6 @@ class Tables:
             table = wandb.Table(columns=columns, data=rows)
             wandb.log({name: table, STEP_AXIS: step})
         self._waiting.clear()
-
-
-class MetricsFile(TrainerCallback):
-    """Adds each log, under the names that it has in W&B, to the file that TRIMTAB_METRICS names."""
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, object] | None = None,
-        **kwargs: object,
-    ) -> None:
-        if state.is_world_process_zero:
-            numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
-            append_metrics({**rewrite_logs(numbers), STEP_AXIS: state.global_step})
 
 
 def prepare_trackers(args: TrainingArguments) -> None:

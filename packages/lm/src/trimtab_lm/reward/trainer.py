@@ -96,7 +96,6 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         scorer = load_scorer(model, args.model_init_kwargs)
         super().__init__(scorer, args, processing_class, model_init, peft_config, data=data, **hooks)
-        self.has_own_collator = data_collator is not None
         if data_collator is None and self.scores_in_forward:
             layout = best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self))
             self.data_collator = PairCollator(self.tokenizer.pad_token_id, layout)
@@ -161,7 +160,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         rows = self._rows(batch)
         logits, router_loss = score(model, rows, reads_tokens=self.scores_in_forward)
         center = self.config.center_rewards_coefficient
-        pairs = compare(logits, num_labels=self.num_labels, margin=rows.get("margin"), center=center)
+        pairs = compare(logits, margin=rows.get("margin"), center=center)
         losses, real = pairs.losses + router_loss, batch.get(REAL_ROWS)
         chosen, rejected = pairs.scores.unbind(1)
         columns = {"chosen": chosen, "rejected": rejected, "loss": losses}
@@ -170,11 +169,6 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         outputs = {"scores": pairs.scores, "losses": losses, "predictions": pairs.scores, "labels": better}
         outputs |= {"rewards_chosen": pairs.by_label[:, 0].T, "rewards_rejected": pairs.by_label[:, 1].T}  # of 2024
         return BatchLoss(losses.sum() / items, stats, outputs)
-
-    @property
-    def num_labels(self) -> int:
-        """How many scores the model gives a text."""
-        return int(base_of(self.model).config.num_labels or 1)
 
     def _rows(self, batch: Batch) -> dict[str, Tensor]:
         pad, side = self.tokenizer.pad_token_id, self.tokenizer.padding_side

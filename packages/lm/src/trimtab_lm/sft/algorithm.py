@@ -18,9 +18,9 @@ def score_labels(model: nn.Module, batch: dict[str, Any], *, policy: Model) -> T
             model that a collator leaves out are made of the labels.
         policy: the same model, not wrapped.
     """
-    base: Any = base_of(policy)
-    is_encoder_decoder = bool(base.config.is_encoder_decoder)
+    is_encoder_decoder = bool(policy.config.is_encoder_decoder)
     if is_encoder_decoder and "decoder_input_ids" not in batch:
+        base: Any = base_of(policy)
         batch = {**batch, "decoder_input_ids": base.prepare_decoder_input_ids_from_labels(batch["labels"])}
     labels = from_labels(batch["labels"], is_encoder_decoder=is_encoder_decoder)
     return model(tokens=batch | labels, is_summed=True)

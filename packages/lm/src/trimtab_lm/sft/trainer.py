@@ -70,7 +70,6 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         hooks["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs
         language_model = load_language_model(model, args.model_init_kwargs)
         super().__init__(language_model, args, processing_class, model_init, peft_config, data=data, **hooks)
-        self.has_own_collator = data_collator is not None
         if data_collator is None:
             eos, pad = require_eos(self.tokenizer), self.tokenizer.pad_token_id
             self.data_collator = document_collator(self, eos if pad is None else pad)

@@ -1,30 +1,39 @@
-"""How `transformers.Trainer` takes SIGTERM and SIGINT: it stops after the step, saves, and ends the process."""
+"""What a TrainerAdapter does beside the steps of transformers' loop, in one callback."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import rewrite_logs
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from trimtab_common.interruption import Interruption
+from trimtab_common.tracking import append_metrics
+from trimtab_common.weights_and_biases import STEP_AXIS
 
 from .tracking import close_trackers
 
+if TYPE_CHECKING:
+    from .adapter import AnyTrainer
 
-class EndsBySignal(TrainerCallback):
-    """Ends a Trainer's process after the step in which a signal came, once the step is logged and saved.
+
+class AdapterCallback(TrainerCallback):
+    """Takes over checkpoints, tells the ends of passes over a stream, and writes logs to the file of a sweep.
+
+    It ends the process after the step in which SIGTERM or SIGINT came, once the step is logged and saved.
 
     Args:
         trainer: whose callback it is.
-        saves: whether a run that ends is saved.
+        saves: whether a run that ends by a signal is saved.
 
     Attributes:
-        stops: whether the finished step is the last one.
+        stops: whether a signal makes the finished step the last one.
     """
 
-    def __init__(self, trainer: Trainer, *, saves: bool) -> None:
-        self.saves, self.stops = saves, False
+    def __init__(self, trainer: "AnyTrainer", *, saves: bool) -> None:
+        self.trainer, self.saves, self.stops = trainer, saves, False
         self.interruption = Interruption(trainer.accelerator, close=lambda status: close_trackers(trainer, status))
 
     @contextmanager
@@ -36,6 +45,11 @@ class EndsBySignal(TrainerCallback):
             if self.interruption.is_asked():
                 self.interruption.end()
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self.trainer.checkpoints.begin(args, state)
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> TrainerControl:
@@ -43,6 +57,8 @@ class EndsBySignal(TrainerCallback):
 
         A step after which `Trainer.train` logs, evaluates or saves an epoch is not the last one: the next one is.
         """
+        if self.trainer.passes.loader is not None:
+            self.trainer.passes.end_step(args, state, control)
         self.stops = self.interruption.is_asked() and not (self.interruption.is_in_train and _ends_epoch(args, state))
         if self.stops:
             control.should_training_stop = control.should_log = True
@@ -59,8 +75,28 @@ class EndsBySignal(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """End the process where `Trainer.train` would go on to finish the run. Collective then."""
+        if self.trainer.checkpoints.is_finished:  # the last epoch has been logged, evaluated and saved already
+            control.should_log = control.should_evaluate = control.should_save = False
         if self.stops:
             self.interruption.end()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self.trainer.checkpoints.end(args)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, object] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Add the log, under the names that it has in W&B, to the file that TRIMTAB_METRICS names."""
+        if state.is_world_process_zero:
+            numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+            append_metrics({**rewrite_logs(numbers), STEP_AXIS: state.global_step})
 
 
 def _ends_epoch(args: TrainingArguments, state: TrainerState) -> bool:
