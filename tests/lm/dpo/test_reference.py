@@ -160,7 +160,7 @@ def test_a_crash_while_writing_leaves_no_file_with_its_name(tmp_path, monkeypatc
         Path(file).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trimtab_lm.dpo.precompute.save_file", crash)
+    monkeypatch.setattr("trimtab_lm.models.head.save_file", crash)
     options = {"precompute_ref_log_probs": True, "ref_log_probs_cache": str(tmp_path / "cache")}
     with pytest.raises(KeyboardInterrupt):
         dpo.trainer(tiny.gpt2(), tmp_path / "run", **options)

@@ -31,15 +31,6 @@ class PairScores(NamedTuple):
     router_loss: Tensor
 
 
-class Comparison(NamedTuple):
-    """Losses of B pairs, router losses included, implicit rewards of their answers, all [B], and their scores."""
-
-    losses: Tensor
-    chosen_rewards: Tensor
-    rejected_rewards: Tensor
-    scores: PairScores
-
-
 class Boxes(Protocol):
     """The trainer, whose documented methods may be replaced."""
 
@@ -62,8 +53,10 @@ def score(model: Callable[..., TokenScores], tokens: Mapping[str, Tensor]) -> Pa
     return PairScores(chosen, rejected, chosen_entropy, rejected_entropy, chosen_length, rejected_length, router_loss)
 
 
-def compare(boxes: Boxes, model: Callable[..., TokenScores], batch: Any, tokens: Mapping[str, Tensor]) -> Comparison:
-    """The losses and rewards of a batch of pairs.
+def compare(
+    boxes: Boxes, model: Callable[..., TokenScores], batch: Any, tokens: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, PairScores]:
+    """The losses of B pairs, router losses included, the implicit rewards of their answers, all [B], and their scores.
 
     Args:
         boxes: the trainer.
@@ -75,7 +68,7 @@ def compare(boxes: Boxes, model: Callable[..., TokenScores], batch: Any, tokens:
     policy = score(model, tokens)
     lengths = {"chosen_length": policy.chosen_length, "rejected_length": policy.rejected_length}
     losses, chosen, rejected = boxes.dpo_loss(policy.chosen_logps, policy.rejected_logps, *reference, **lengths)
-    return Comparison(losses + policy.router_loss, chosen, rejected, policy)
+    return losses + policy.router_loss, chosen, rejected, policy
 
 
 def losses_and_rewards(

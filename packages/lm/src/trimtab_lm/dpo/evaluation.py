@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.sharding import placed
@@ -22,7 +21,6 @@ from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.positions import Positions
 
 from .collator import DPODataCollatorWithPadding
-from .config import DPOConfig
 
 
 def runnable(reference: Reference | None, policy: Model) -> Reference | None:
@@ -32,24 +30,16 @@ def runnable(reference: Reference | None, policy: Model) -> Reference | None:
 
 
 def sample_answers(trainer: Any, model: Model, prompts: Sequence[Tensor]) -> tuple[list[str], list[str]]:
-    """Answers of the model, and of the reference if it can be run, to prompts (1-D token ids), as texts."""
+    """Answers of the model, and of the reference if it can be run, to prompts (1-D token ids), as texts.
 
-    def sample(unwrapped: Model) -> list[str]:
-        return sampled_texts(
-            unwrapped,
-            prompts,
-            tokenizer=trainer.tokenizer,
-            config=trainer.config,
-            padding_value=trainer.padding_value,
-            step=trainer.state.global_step,
-        )
-
+    The random numbers of training are neither used nor moved. Answers at another optimizer step have others.
+    """
     with without_dropout(model), torch.no_grad():
-        policy = sample(trainer.accelerator.unwrap_model(model))
+        policy = _sampled_texts(trainer, trainer.accelerator.unwrap_model(model), prompts)
     if (fixed := runnable(trainer.reference, trainer.model)) is None:
         return policy, []
     with fixed.active() as reference:
-        return policy, sample(placed(reference, trainer.config.device))
+        return policy, _sampled_texts(trainer, placed(reference, trainer.config.device), prompts)
 
 
 def log_answers(trainer: Any, dataset: Data, name: str) -> None:
@@ -88,40 +78,17 @@ def unpadded(batch: Mapping[str, Tensor]) -> list[Tensor]:
     return [ids[mask.bool()] for ids, mask in rows]
 
 
-def sampled_texts(
-    model: Model,
-    prompts: Sequence[Tensor],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    config: DPOConfig,
-    padding_value: int,
-    step: int,
-) -> list[str]:
-    """An answer of the model to each prompt, as text; the random numbers of training are neither used nor moved.
-
-    Args:
-        model: not wrapped.
-        prompts: 1-D token ids.
-        tokenizer: the model's tokenizer.
-        config: with `max_new_tokens`, `generation_kwargs` and the seed.
-        padding_value: the token that pads.
-        step: answers at another optimizer step have other random numbers.
-    """
+def _sampled_texts(trainer: Any, model: Model, prompts: Sequence[Tensor]) -> list[str]:
+    config, tokenizer = trainer.config, trainer.tokenizer
     settings = {"do_sample": True, "max_new_tokens": config.max_new_tokens, **(config.generation_kwargs or {})}
-    generation, rest = sampling_config(model, pad_token_id=padding_value, **settings)
+    generation, rest = sampling_config(model, pad_token_id=trainer.padding_value, **settings)
     is_encoder_decoder, longest = model.config.is_encoder_decoder, max(map(len, prompts), default=0)
     room = Positions.of(model).room(longest, is_encoder_decoder=is_encoder_decoder)
     if room is not None:  # a table of shorter answers is better than a run that ends in its evaluation
         generation.max_new_tokens = min(generation.max_new_tokens, max(room, 1))
-    seed = sampling_seed(config.seed, rank=config.process_index, draw=step)
+    seed = sampling_seed(config.seed, rank=config.process_index, draw=trainer.state.global_step)
+    eos_ids = eos_token_ids(model, tokenizer.eos_token_id, generation)
+    options = {"batch_size": config.per_device_eval_batch_size, "return_prompt": False, **rest}
     with private_rng(seed, model.device):
-        answers = generate(
-            model,
-            prompts,
-            generation,
-            eos_ids=eos_token_ids(model, tokenizer.eos_token_id, generation),
-            batch_size=config.per_device_eval_batch_size,
-            return_prompt=False,
-            **rest,
-        )
+        answers = generate(model, prompts, generation, eos_ids=eos_ids, **options)
     return response_texts(tokenizer, prompts, answers, is_encoder_decoder=is_encoder_decoder)

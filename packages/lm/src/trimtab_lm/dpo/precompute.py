@@ -7,7 +7,6 @@ changes the numbers. Neither names of models nor the layout of batches do.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from trimtab_common.sharding import whole_tensor
@@ -24,9 +23,10 @@ from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_common.tracking import progress
 from trimtab_lm.hf.types import Batch, Collate
 from trimtab_lm.interface import Data
+from trimtab_lm.models.head import write_beside
 from trimtab_lm.models.reference import Reference
 
-from .collator import REFERENCE_COLUMNS
+from .collator import REFERENCE_COLUMNS, SIDES
 
 Columns = tuple[list[float], list[float]]
 """Log-probabilities of the chosen and of the rejected answers, one of each per pair."""
@@ -75,7 +75,9 @@ class ReferenceCache:
             self._require_unchanged(len(dataset))
             columns = score_dataset(dataset, score, collate, batch_size=batch_size, rank=rank)
             if rank == 0 and code is not None:
-                _write(file, columns)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                named = zip(SIDES, columns, strict=True)
+                write_beside({side: torch.tensor(column, dtype=torch.float64) for side, column in named}, file)
         for name, column in zip(REFERENCE_COLUMNS, columns, strict=True):
             dataset = dataset.add_column(name, column)
         return dataset
@@ -157,15 +159,3 @@ def _read(file: Path) -> Columns:
     except SafetensorError as error:
         raise ValueError(f"{file} is not readable ({error}). Delete it: it will be computed again.") from error
     return tensors["chosen"].tolist(), tensors["rejected"].tolist()
-
-
-def _write(file: Path, columns: Columns) -> None:
-    """Write to a temporary file, flush it, then rename it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    names = ("chosen", "rejected")
-    tensors = {name: torch.tensor(column, dtype=torch.float64) for name, column in zip(names, columns, strict=True)}
-    save_file(tensors, partial)
-    with open(partial, "rb") as written:
-        os.fsync(written.fileno())
-    partial.replace(file)

@@ -123,7 +123,7 @@ def write_beside(tensors: Mapping[str, Tensor], file: Path) -> None:
         tensors: by name, on any device.
         file: a path that ends in .safetensors; its folder exists.
     """
-    part = file.with_name(file.name + ".part")
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, part)
     with part.open("rb+") as written:
         os.fsync(written.fileno())

@@ -36,16 +36,15 @@ def score(
     return model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits, 0.0
 
 
-def compare(scores: Tensor, *, num_labels: int, margin: Tensor | None, center: float | None) -> Comparison:
+def compare(scores: Tensor, *, margin: Tensor | None, center: float | None) -> Comparison:
     """The losses of pairs.
 
     Args:
         scores: [2B, labels]. Almost every model has one label; each label is a score of its own.
-        num_labels: how many labels the model has.
         margin: [B], by how much the scores have to differ, or None.
         center: the weight of `centering`, or None.
     """
-    by_label = scores.reshape(-1, 2, num_labels).permute(2, 1, 0)
+    by_label = scores.reshape(len(scores) // 2, 2, -1).permute(2, 1, 0)
     losses = []
     for chosen, rejected in by_label:
         loss = pair_loss(chosen, rejected, margin=margin)
