@@ -20,7 +20,7 @@ def main(order: dict[str, object]) -> dict[str, object]:
     """Runs a task of tasks/.
 
     Args:
-        order: `task`, `package` (trimtab_lm or trl), `size`, `pair`, `settings`, `folder` (that holds the models), and
+        order: `task`, `package` (trimtab_lm or trl), `size`, `pair`, `settings`, `folder` (which holds the models), and
             `is_profiled` (whether to add a `profile` to the report, which slows the steps down).
     """
     task = importlib.import_module(f"tools.bench.tasks.{order['task']}")

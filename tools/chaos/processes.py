@@ -22,10 +22,10 @@ from tools.chaos import works
 KINDS = ("random", "save", "sigterm")
 """SIGKILL at a random moment; SIGKILL while a checkpoint is unfinished; SIGTERM at a random moment."""
 ENDS = (0, 1, 75, 143, -signal.SIGKILL, -signal.SIGTERM)
-"""How the other processes may end after one is killed: with an error, or with the rank watch's status."""
+"""Statuses with which processes may end: success, an error, the reward limit's status, or a signal."""
 
 GRACE = 15.0
-"""Seconds between the end of one process and the killing of the others; the rank watch takes ten."""
+"""Seconds between the end of one process and the killing of the others."""
 
 
 @dataclass
@@ -59,8 +59,8 @@ class Group:
     def wait(self, seconds: float) -> list[int]:
         """Waits for the processes and returns their statuses.
 
-        As a launcher does, kills the processes that are left some time after one has failed. The rank watch ends them
-        by itself once the processes have connected; before that, a process waits for the others.
+        As a launcher does, kills the processes that are left `GRACE` seconds after one has ended. Most fail before, at
+        a broken connection; a process that has not yet connected waits for the others.
 
         Raises:
             TimeoutError: no process has ended after `seconds`.
