@@ -369,6 +369,13 @@ def test_a_package_imports_what_it_exports_only_when_it_is_used(package: str):
     assert {"torch", "transformers", "diffusers", "wandb"}.isdisjoint(loaded)
 
 
+def test_trainers_import_optional_samplers_only_when_a_run_asks_for_them():
+    program = "import sys, trimtab_lm.grpo.trainer, trimtab_lm.ppo.trainer; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    optional = ("trimtab_lm.environments", "trimtab_lm.sampling.asynchronous", "trimtab_lm.sampling.vllm")
+    assert not [name for name in loaded if name.startswith(optional)]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_exports_resolve_and_are_documented(package: str):
     module = importlib.import_module(package)

@@ -83,6 +83,7 @@ def test_grpo_learns_from_the_policy_before_the_last_update(tmp_path: Path, form
         assert_one_behind(rollouts, backend)
     behind = [log["sampling/steps_behind"] for log in trainer.state.log_history if "sampling/steps_behind" in log]
     assert behind == [0] + [steps] * (8 // steps - 1)
+    assert "eval_sampling/steps_behind" not in trainer.evaluate(prompts(2))
 
 
 def test_ppo_learns_from_the_policy_before_the_last_update():

@@ -127,7 +127,7 @@ class GroupSampler:
         trainer, training = self.trainer, updates > 0
         scored = self.sample(rows, seed=self.seed_of(draw=draw), real_rows=real_rows)
         stats = rollout_stats(scored, names=self.rewards.names, bos=self.tokenizer.bos_token_id)
-        if scored.sampled.policy_step is not None:
+        if training and scored.sampled.policy_step is not None:
             stats["sampling/steps_behind"] = Mean(float(draw - scored.sampled.policy_step), 1.0)
         trainer.recorder.add(stats, training=training)
         trainer.samples.add(scored, training=training)
@@ -274,7 +274,7 @@ def backend_and_pending(
     return AsynchronousRollout(rollout, pending), pending
 
 
-def rewards_of(
+def reward_set_of(
     reward_funcs: Rewards | None, config: GRPOConfig, tokenizers: Tokenizers, backend: RolloutBackend
 ) -> RewardSet:
     """The reward functions and, after them, the environment that the backend samples with.

@@ -42,7 +42,7 @@ from .algorithm import policy_loss
 from .batches import PromptLoader, RolloutBuffer
 from .config import GRPOConfig
 from .loss import NORMALIZATIONS, Totals
-from .rollout import GroupSampler, backend_and_pending, rewards_of
+from .rollout import GroupSampler, backend_and_pending, reward_set_of
 from .saving import Progress
 from .selfcheck import check_completions, check_start
 from .statistics import SampleTable, numbers_of, update_stats, vitals
@@ -97,7 +97,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
         self.backend, self.pending = backend_and_pending(args, self.tokenizer, rollout)
-        rewards = rewards_of(reward_funcs, args, reward_processing_classes, self.backend)
+        rewards = reward_set_of(reward_funcs, args, reward_processing_classes, self.backend)
         self.sampler = GroupSampler(self, rewards, has_own_limit=rollout is not None)
         require_eos(self.tokenizer)
         self.lay_out = partial(

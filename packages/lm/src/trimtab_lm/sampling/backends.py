@@ -97,7 +97,6 @@ class TransformersRollout:
 
     def _prepare(self, model: Any) -> None:
         """Translates the settings, for a model and for its generation config as it is now."""
-        self.model, self._generation_config = model, copy.deepcopy(model.generation_config)
         config, rest = self.settings.config(model, pad_token_id=padding_id(self.tokenizer))
         self._note(config)
         self.is_plain = not distortions(config)
@@ -106,6 +105,7 @@ class TransformersRollout:
         eos_ids = eos_token_ids(model, self.tokenizer.eos_token_id, config)
         batch_size, shares = self.batch_size, self.share_prompts
         self.complete = Completer(model, config, eos_ids=eos_ids, batch_size=batch_size, share_prompts=shares, **rest)
+        self.model, self._generation_config = model, copy.deepcopy(model.generation_config)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
